@@ -1,0 +1,161 @@
+"""What passes between the control plane (`engine/`) and the data plane (`executor/`).
+
+    Scheduler --StepPlan--> Executor.execute --StepHandle--> .result() --StepResult--> Scheduler
+
+A plan says only what changed and which slots run; everything a running sequence needs lives on the device
+under its slot. Plans hold numpy arrays and plain Python, so the control plane never imports jax.
+
+The rows of a step are its decode slots, in order, and then its chunks, in order:
+
+    row      0 .. d-1                    d .. d+c-1
+             plan.decode_slots[row]      plan.chunks[row - d].slot
+    query    1 token, `last token` of    the chunk's tokens, sent by the host
+             the slot, on the device
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+
+from jpaged.sampling_params import SamplingParams
+
+NULL_BLOCK = 0
+"""The block that padded rows and finished slots write to. It is never allocated and never attended to."""
+
+NO_TOKEN = -1
+"""Stands in `StepResult.token_ids` for a row that sampled nothing."""
+
+
+class SamplingVariant(IntEnum):
+    """Which sampling program a step needs; each does all that the ones before it do."""
+
+    GREEDY = 0  # every row is greedy: an argmax
+    SAMPLING = 1  # temperature, top_k, top_p, min_p, seeds
+    FULL = 2  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs
+
+
+class FinishCode(IntEnum):
+    """Why the device deactivated a slot."""
+
+    RUNNING = 0
+    STOP = 1  # sampled one of the slot's stop tokens
+    LENGTH = 2  # reached `SlotStart.max_len` tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStart:
+    """A sequence takes a slot, at its first admission or when it resumes after a preemption.
+
+    token_ids: int32 [known]; every known token, the prompt's and then the output's.
+    block_ids: int32 [n]; the first n entries of its block table.
+    num_computed_tokens: tokens whose keys and values are in the pool already (prefix cache).
+    max_len: the total length, in tokens, at which the device stops the sequence.
+    stop_token_ids: tokens that stop it, the end-of-sequence tokens included unless ignored.
+    bad_words_token_ids: token sequences whose last token is never sampled after the others.
+    """
+
+    slot: int
+    token_ids: np.ndarray
+    prompt_len: int
+    block_ids: np.ndarray
+    num_computed_tokens: int
+    max_len: int
+    sampling: SamplingParams
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive known tokens of one sequence to compute in this step.
+
+    token_ids: int32 [n]; they stand at positions start .. start+n-1.
+    samples: the chunk reaches the end of the known tokens, so a new token is sampled after it.
+    prompt_logprob_targets: int32 [n], or None when not asked for; the token that follows each of the chunk's
+        tokens in the prompt, NO_TOKEN where none does. Their log-probabilities come back.
+    """
+
+    slot: int
+    start: int
+    token_ids: np.ndarray
+    samples: bool
+    prompt_logprob_targets: np.ndarray | None = None
+
+
+def _no_rows() -> np.ndarray:
+    return np.zeros((0,), np.int32)
+
+
+def _no_triples() -> np.ndarray:
+    return np.zeros((0, 3), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One iteration. The executor applies ends, starts and table updates in this order, then runs the rows.
+
+    ends: int32 [e]; slots to deactivate because the host says so (abort, stop string, preemption). A slot the
+        device stopped itself needs no entry. A slot may end and start anew in one plan.
+    table_updates: int32 [u, 3]; (slot, index, block id): block-table entries appended to running sequences.
+    decode_slots: int32 [d]; slots that compute their last token and sample the next.
+    """
+
+    step_id: int
+    variant: SamplingVariant
+    ends: np.ndarray = field(default_factory=_no_rows)
+    starts: tuple[SlotStart, ...] = ()
+    table_updates: np.ndarray = field(default_factory=_no_triples)
+    decode_slots: np.ndarray = field(default_factory=_no_rows)
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decode_slots) + len(self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of the model's own distribution (before temperature, penalties and masks).
+
+    token_logprobs: float32 [n]; of the token that was sampled (or is the target).
+    token_ranks: int32 [n]; its rank, 1 for the most likely.
+    top_ids, top_logprobs: int32, float32 [n, k]; the k most likely tokens, best first.
+    """
+
+    token_logprobs: np.ndarray
+    token_ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step found, by row.
+
+    token_ids: int32 [rows]; NO_TOKEN for a chunk that does not sample and for a slot that was inactive.
+    finish_codes: uint8 [rows]; a `FinishCode` each.
+    logprobs: by row; None unless the plan's variant is FULL.
+    prompt_logprobs: row -> Logprobs [n], for chunks that asked.
+    """
+
+    token_ids: np.ndarray
+    finish_codes: np.ndarray
+    logprobs: Logprobs | None = None
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+
+
+class StepHandle(Protocol):
+    """A step that may still be running."""
+
+    def result(self) -> StepResult:
+        """Waits for the step's arrays and returns them."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs plans in the order given. `execute` returns as soon as the step is dispatched."""
+
+    def execute(self, plan: StepPlan) -> StepHandle: ...

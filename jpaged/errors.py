@@ -1,0 +1,41 @@
+"""Every error a user of jpaged can meet.
+
+A message names the thing, the value it had and what to do about it. All types derive from `JPagedError`; those
+that blame an argument also derive from `ValueError`, so callers that know nothing of jpaged still catch them.
+"""
+
+
+class JPagedError(Exception):
+    """Base class of jpaged's own errors."""
+
+
+class InvalidParameterError(JPagedError, ValueError):
+    """A parameter is of the wrong type, out of range, or contradicts another one."""
+
+
+class UnsupportedParameterError(JPagedError, ValueError):
+    """A parameter or feature that this version does not support; it is refused rather than ignored."""
+
+
+class InvalidPromptError(JPagedError, ValueError):
+    """A prompt that cannot be served: empty, too long, or with token ids outside the vocabulary."""
+
+
+class UnsupportedModelError(JPagedError, ValueError):
+    """The checkpoint's architecture, or a feature of its configuration, is not implemented."""
+
+
+class CheckpointError(JPagedError):
+    """A checkpoint is missing, truncated, corrupt, or holds a tensor of an unexpected name, shape or type."""
+
+
+class ModelNotFoundError(CheckpointError, FileNotFoundError):
+    """The model is neither a local directory nor obtainable from the hub."""
+
+
+class OutOfMemoryError(JPagedError, MemoryError):
+    """The device cannot hold the weights and the KV pool of even one sequence."""
+
+
+class EngineDeadError(JPagedError, RuntimeError):
+    """The engine met an internal error and cannot go on; the original exception is its `__cause__`."""

@@ -1,0 +1,243 @@
+"""How tokens are drawn for one request. Names and meanings follow vLLM and the OpenAI API."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from numbers import Integral, Real
+from typing import Any
+
+from jpaged.errors import InvalidParameterError, UnsupportedParameterError
+
+MAX_LOGPROBS = 20
+"""The most alternatives `logprobs` and `prompt_logprobs` can ask for."""
+MAX_STOP_TOKEN_IDS = 64
+"""Stop tokens a request may have, the model's end-of-sequence tokens included: the device tests them all."""
+MAX_LOGIT_BIAS = 300
+"""Entries `logit_bias` may have, as in the OpenAI API."""
+MAX_BAD_WORDS = 128
+"""Token sequences `bad_words` may come to. A word counts twice when it tokenizes otherwise after a space."""
+MAX_BAD_WORD_TOKENS = 16
+"""Tokens in one of them."""
+
+_SEED_LIMIT = 2**63
+
+
+class RequestOutputKind(IntEnum):
+    """When a request's outputs are returned by `LLMEngine.step`, and how much each holds."""
+
+    CUMULATIVE = 0  # after every token, everything so far
+    DELTA = 1  # after every token, what is new
+    FINAL_ONLY = 2  # once, when finished
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of a request. All of them take effect on the device.
+
+    Args:
+        n: sequences per prompt; only 1 in this version.
+        temperature: divides the logits; 0 means greedy.
+        top_p: keep the fewest most likely tokens whose probabilities reach this sum, in (0, 1]; 1 keeps all.
+        top_k: keep this many most likely tokens, with those tied with the last; 0 or -1 keeps all.
+        min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
+        presence_penalty: subtracted from the logits of tokens already in the output, in [-2, 2].
+        frequency_penalty: the same, times their count, in [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; > 0.
+        seed: makes this request's tokens reproducible whatever shares its batch.
+        max_tokens: most tokens to generate; None: as many as the context allows.
+        min_tokens: stop tokens are not sampled before this many.
+        stop: strings that end the output; the text is cut before the first.
+        stop_token_ids: tokens that end the output, besides the model's end-of-sequence tokens.
+        ignore_eos: do not stop at the end-of-sequence tokens.
+        logprobs: return log-probabilities of each sampled token and of this many alternatives, at most 20.
+        prompt_logprobs: the same for the tokens of the prompt.
+        logit_bias: token id -> value added to its logit, clipped to [-100, 100]; at most 300.
+        allowed_token_ids: only these tokens may be sampled.
+        bad_words: words that may not be generated.
+        detokenize: produce text. Without it only token ids come back, and `stop` cannot be used.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
+        output_kind: when `LLMEngine.step` returns outputs; `LLM.generate` sets FINAL_ONLY itself.
+
+    Raises:
+        InvalidParameterError: a value of the wrong type or out of range, or two that contradict each other.
+        UnsupportedParameterError: `n` > 1.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        self._check_ranges()
+        self._check_contradictions()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.stop  # type: ignore[return-value]  # normalised to a tuple in __post_init__
+
+    @property
+    def uses_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def needs_full_variant(self) -> bool:
+        """Whether more than temperature and truncation is asked for (see `SamplingVariant.FULL`)."""
+        return bool(
+            self.uses_penalties
+            or self.min_tokens
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words
+            or self.logprobs is not None
+        )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_types(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            self._set(name, _number(name, getattr(self, name)))
+        for name in ("n", "top_k", "min_tokens"):
+            self._set(name, _integer(name, getattr(self, name)))
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            self._set(name, None if value is None else _integer(name, value))
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameterError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        self._set("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        self._set("bad_words", _strings("bad_words", self.bad_words))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids) or ())
+        self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        try:
+            self._set("output_kind", RequestOutputKind(self.output_kind))
+        except ValueError:
+            raise InvalidParameterError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.") from None
+
+    def _check_ranges(self) -> None:
+        if self.n < 1:
+            raise InvalidParameterError(f"n must be at least 1, got {self.n}.")
+        if self.n > 1:
+            raise UnsupportedParameterError(
+                f"n={self.n} is not supported yet; use n=1 and add the prompt {self.n} times."
+            )
+        _within("temperature", self.temperature, 0.0, math.inf)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidParameterError(f"top_p must be in (0, 1], got {self.top_p}; use 1 to keep every token.")
+        if self.repetition_penalty <= 0.0:
+            raise InvalidParameterError(f"repetition_penalty must be above 0, got {self.repetition_penalty}.")
+        if self.top_k < -1:
+            raise InvalidParameterError(f"top_k must be -1 or 0 (keep all) or positive, got {self.top_k}.")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidParameterError(f"max_tokens must be at least 1, got {self.max_tokens}.")
+        if self.min_tokens < 0:
+            raise InvalidParameterError(f"min_tokens must be at least 0, got {self.min_tokens}.")
+        if self.seed is not None and not -_SEED_LIMIT <= self.seed < _SEED_LIMIT:
+            raise InvalidParameterError(f"seed must fit a signed 64-bit integer, got {self.seed}.")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise InvalidParameterError(f"{name} must be from 0 to {MAX_LOGPROBS}, got {value}.")
+
+    def _check_contradictions(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameterError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower one or raise the other."
+            )
+        if self.stop and not self.detokenize:
+            raise InvalidParameterError("stop needs text to search: set detokenize=True, or use stop_token_ids.")
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise InvalidParameterError(f"{name} must be a finite number, got {value!r}.")
+    return float(value)
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InvalidParameterError(f"{name} must be an integer, got {value!r}.")
+    return int(value)
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InvalidParameterError(f"{name} must be in [{low:g}, {high:g}], got {value:g}.")
+
+
+def _strings(name: str, values: object) -> tuple[str, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise InvalidParameterError(f"{name} must be a list of strings, got {values!r}.")
+    for value in values:
+        if not isinstance(value, str) or not value:
+            raise InvalidParameterError(f"{name} must hold non-empty strings, got {value!r}.")
+    return tuple(values)
+
+
+def _token_ids(name: str, values: object) -> tuple[int, ...] | None:
+    if values is None:
+        return None
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise InvalidParameterError(f"{name} must be a list of token ids, got {values!r}.")
+    ids = tuple(_integer(f"{name}[{i}]", value) for i, value in enumerate(values))
+    if any(i < 0 for i in ids):
+        raise InvalidParameterError(f"{name} must hold token ids from 0 up, got {min(ids)}.")
+    if name == "allowed_token_ids" and not ids:
+        raise InvalidParameterError("allowed_token_ids is empty, so no token could be sampled; name one or pass None.")
+    if name == "stop_token_ids" and len(set(ids)) > MAX_STOP_TOKEN_IDS:
+        raise InvalidParameterError(
+            f"stop_token_ids has {len(set(ids))} tokens; at most {MAX_STOP_TOKEN_IDS} are tested."
+        )
+    return ids
+
+
+def _logit_bias(bias: object) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise InvalidParameterError(f"logit_bias must map token ids to numbers, got {bias!r}.")
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidParameterError(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are supported.")
+    result = {}
+    for key, value in bias.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else _integer("a key of logit_bias", key)
+        if token < 0:
+            raise InvalidParameterError(f"a key of logit_bias must be a token id from 0 up, got {token}.")
+        result[token] = min(100.0, max(-100.0, _number(f"logit_bias[{key}]", value)))
+    return result
+
+
+PARAMETER_NAMES = tuple(f.name for f in fields(SamplingParams))
