@@ -1,0 +1,27 @@
+"""Attention over a paged KV cache, and what moves blocks in and out of it, for JAX on NVIDIA GPUs.
+
+One function a job, each a pure function to be called under `jax.jit`; the package depends on JAX alone. The pool
+of one layer, and how a sequence finds its tokens in it:
+
+    kv_pool [num_blocks, 2, kv_heads, block_size, head_dim]     [block, 0] holds keys, [block, 1] values
+    block_tables int32 [rows, M]                                token p of row r is in block block_tables[r, p // BS],
+                                                                at offset p % BS
+    slot = block * block_size + offset                          where `write_kv` puts a token
+
+Block 0 is the null block: padded rows write there and no live token is in it. Slots that no live token owns may
+hold anything, NaN included; table entries past a row's last token may be anything too.
+
+Functions that return pools update them in place when the caller's jit donates them.
+`docs/kernels.md` describes the kernels, their sources and their measured speed.
+"""
+
+from jpaged.pallas_kernels.ops import (
+    copy_blocks,
+    decode_attention,
+    gather_blocks,
+    ragged_attention,
+    scatter_blocks,
+    write_kv,
+)
+
+__all__ = ["copy_blocks", "decode_attention", "gather_blocks", "ragged_attention", "scatter_blocks", "write_kv"]

@@ -1,0 +1,228 @@
+"""The public ops: check the arguments, pick the backend, call it."""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pallas_kernels import arguments as check
+from jpaged.pallas_kernels import reference
+from jpaged.pallas_kernels.backends import pick
+
+
+def decode_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    alibi_slopes: jax.Array | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of one query token a sequence over the sequence's paged keys and values.
+
+    Args:
+        q: [B, heads, head_dim], of the pool's dtype.
+        kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim]; heads is a multiple of kv_heads, and query head h
+            reads KV head h // (heads / kv_heads).
+        block_tables: int32 [B, M].
+        kv_lens: int32 [B]; tokens to attend to, the query's own included, at most M * block_size. A row of 0 tokens
+            gives 0 (and a log-sum-exp of -inf).
+        scale: multiplies the scores; 1 / sqrt(head_dim) by default.
+        sliding_window: the query at position p sees keys p - sliding_window + 1 .. p only.
+        logit_softcap: scores become cap * tanh(score / cap), before ALiBi and the mask.
+        alibi_slopes: float [heads]; adds slope * (key position - query position) to the scores.
+        return_lse: also return the log-sum-exp, by which partial results are merged.
+        backend: None (by device), "xla" or "mosaic".
+    Returns:
+        [B, heads, head_dim] of q's dtype; with return_lse also float32 [B, heads], natural logarithm.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pool("kv_pool", kv_pool)
+    check.check_queries(q, kv_pool)
+    check.check_int32("block_tables", block_tables, "B, M", (q.shape[0], None))
+    check.check_int32("kv_lens", kv_lens, "B", (q.shape[0],))
+    features = _features(q, block_tables, scale, sliding_window, logit_softcap)
+    slopes = check.check_alibi(alibi_slopes, q.shape[1])
+    pick("decode_attention", backend, lambda: "not built yet")
+    if q.shape[0] == 0:
+        out, lse = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
+    else:
+        out, lse = reference.decode_attention(q, kv_pool, block_tables, kv_lens, slopes, **features)
+    return (out, lse) if return_lse else out
+
+
+def ragged_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    query_starts: jax.Array,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    alibi_slopes: jax.Array | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Causal attention of any mix of prefill chunks and decode rows over paged keys and values.
+
+    The queries of all rows stand one after another. Row r's are q[query_starts[r]:query_starts[r + 1]]; they are the
+    last of its kv_lens[r] tokens, whose keys and values are in the pool already.
+
+    Args:
+        q: [T, heads, head_dim], of the pool's dtype.
+        kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
+        block_tables: int32 [R, M].
+        kv_lens: int32 [R]; tokens of each row in all, at least its queries, at most M * block_size.
+        query_starts: int32 [R + 1]; non-decreasing, at most T. A row may have no queries. Queries from
+            query_starts[R] on are padding and come out as 0 (log-sum-exp -inf).
+        scale, sliding_window, logit_softcap, alibi_slopes, return_lse, backend: as in `decode_attention`.
+    Returns:
+        [T, heads, head_dim] of q's dtype; with return_lse also float32 [T, heads], natural logarithm.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pool("kv_pool", kv_pool)
+    check.check_queries(q, kv_pool)
+    check.check_int32("block_tables", block_tables, "R, M", (None, None))
+    rows = block_tables.shape[0]
+    check.check_int32("kv_lens", kv_lens, "R", (rows,))
+    check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
+    features = _features(q, block_tables, scale, sliding_window, logit_softcap)
+    slopes = check.check_alibi(alibi_slopes, q.shape[1])
+    name = "jpaged.pallas_kernels.ragged_attention_mosaic"
+
+    def unsupported() -> str | None:
+        if find_spec(name) is None:
+            return "the kernel is not installed"
+        return import_module(name).unsupported(q, kv_pool, block_tables)
+
+    chosen = pick("ragged_attention", backend, unsupported)
+    if q.shape[0] == 0 or rows == 0:
+        out, lse = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+    elif chosen == "mosaic":
+        kernel = import_module(name).ragged_attention
+        out, lse = kernel(q, kv_pool, block_tables, kv_lens, query_starts, slopes, **features)
+    else:
+        out, lse = reference.ragged_attention(q, kv_pool, block_tables, kv_lens, query_starts, slopes, **features)
+    return (out, lse) if return_lse else out
+
+
+def write_kv(
+    kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, backend: str | None = None
+) -> jax.Array:
+    """Puts new keys and values into their slots; in place when the caller's jit donates the pool.
+
+    Args:
+        kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
+        k, v: [T, kv_heads, head_dim], of the pool's dtype.
+        slot_mapping: int32 [T]; block * block_size + offset. No slot twice, save those of block 0 (the null block),
+            which stand for padding. num_blocks * block_size must be below 2**31.
+        backend: None (by device), "xla" or "mosaic".
+    Returns:
+        The pool.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pool("kv_pool", kv_pool)
+    num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
+    for name, x in (("k", k), ("v", v)):
+        check.check_rank(name, x, "T, kv_heads, head_dim")
+        if x.dtype != kv_pool.dtype:
+            raise ValueError(f"{name} must have the pool's dtype {kv_pool.dtype}, got {x.dtype}")
+        if x.shape != (k.shape[0], kv_heads, head_dim):
+            raise ValueError(f"{name} must be [T, {kv_heads}, {head_dim}] like the pool, got shape {tuple(x.shape)}")
+    check.check_int32("slot_mapping", slot_mapping, "T", (k.shape[0],))
+    if num_blocks * block_size >= 2**31:
+        raise ValueError(f"kv_pool has {num_blocks * block_size} slots; an int32 slot_mapping needs fewer than 2**31")
+    pick("write_kv", backend, lambda: "not built yet")
+    return reference.write_kv(kv_pool, k, v, slot_mapping)
+
+
+def copy_blocks(
+    kv_pools: tuple[jax.Array, ...], src: jax.Array, dst: jax.Array, *, backend: str | None = None
+) -> tuple[jax.Array, ...]:
+    """Copies whole blocks within every layer's pool: block dst[i] becomes block src[i] (copy-on-write).
+
+    Args:
+        kv_pools: one pool a layer, each [num_blocks, 2, kv_heads, block_size, head_dim].
+        src, dst: int32 [n]. No block twice in dst, and none of src in dst, save (0, 0) pairs, which are padding.
+        backend: None (by device), "xla" or "mosaic".
+    Returns:
+        The pools, in place when the caller's jit donates them.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pools("kv_pools", kv_pools)
+    check.check_int32("src", src, "n", (None,))
+    check.check_int32("dst", dst, "n", src.shape)
+    pick("copy_blocks", backend, lambda: "not built yet")
+    return reference.copy_blocks(tuple(kv_pools), src, dst)
+
+
+def gather_blocks(kv_pools: tuple[jax.Array, ...], block_ids: jax.Array, *, backend: str | None = None) -> jax.Array:
+    """Collects blocks of every layer in one contiguous array, to swap them out.
+
+    Args:
+        kv_pools: one pool a layer, each [num_blocks, 2, kv_heads, block_size, head_dim].
+        block_ids: int32 [n]; 0 for padding.
+        backend: None (by device), "xla" or "mosaic".
+    Returns:
+        [layers, n, 2, kv_heads, block_size, head_dim].
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pools("kv_pools", kv_pools)
+    check.check_int32("block_ids", block_ids, "n", (None,))
+    pick("gather_blocks", backend, lambda: "not built yet")
+    return reference.gather_blocks(tuple(kv_pools), block_ids)
+
+
+def scatter_blocks(
+    kv_pools: tuple[jax.Array, ...], staging: jax.Array, block_ids: jax.Array, *, backend: str | None = None
+) -> tuple[jax.Array, ...]:
+    """Puts blocks that `gather_blocks` collected into (other) blocks of every layer's pool.
+
+    Args:
+        kv_pools: one pool a layer, each [num_blocks, 2, kv_heads, block_size, head_dim].
+        staging: [layers, n, 2, kv_heads, block_size, head_dim], of the pools' dtype.
+        block_ids: int32 [n]; none twice, save 0, which is padding.
+        backend: None (by device), "xla" or "mosaic".
+    Returns:
+        The pools, in place when the caller's jit donates them.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pools("kv_pools", kv_pools)
+    check.check_int32("block_ids", block_ids, "n", (None,))
+    want = (len(kv_pools), block_ids.shape[0], *kv_pools[0].shape[1:])
+    check.check_rank("staging", staging, "layers, n, 2, kv_heads, block_size, head_dim")
+    if staging.shape != want or staging.dtype != kv_pools[0].dtype:
+        raise ValueError(f"staging must be {kv_pools[0].dtype}{want}, got {staging.dtype}{tuple(staging.shape)}")
+    pick("scatter_blocks", backend, lambda: "not built yet")
+    return reference.scatter_blocks(tuple(kv_pools), staging, block_ids)
+
+
+def _features(
+    q: jax.Array,
+    block_tables: jax.Array,
+    scale: float | None,
+    sliding_window: int | None,
+    logit_softcap: float | None,
+) -> dict:
+    """The attention ops' options, checked, as keyword arguments of every backend."""
+    if block_tables.shape[1] < 1:
+        raise ValueError(f"block_tables must have at least one column, got shape {tuple(block_tables.shape)}")
+    return {
+        "scale": check.check_scale(scale, q.shape[2]),
+        "sliding_window": check.check_window(sliding_window),
+        "logit_softcap": check.check_softcap(logit_softcap),
+    }
