@@ -1,0 +1,52 @@
+"""Causal attention over whole sequences, no pool and no cache: for training and for tests."""
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.models.layers import precision_of
+
+
+def dense_causal_attend(
+    layer: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    alibi_slopes: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """An `Attend` in which token i of the T given sees tokens 0..i.
+
+    It is differentiable and can be mapped over a batch with `jax.vmap`. Scores and softmax are float32.
+    Memory grows with T squared.
+
+    q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim].
+    sliding_window: a token sees this many tokens, itself included.
+    alibi_slopes: float32 [heads]; the score loses slope times distance.
+    segment_ids: int32 [T]; for several sequences in one row of tokens, each sees only its own. Bind it with
+        `functools.partial`.
+    Returns [T, heads, head_dim].
+    """
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    precision = precision_of(q.dtype)
+    grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("qkgd,skd->kgqs", grouped, k, precision=precision, preferred_element_type=jnp.float32) * scale
+    if logit_softcap is not None:
+        scores = jnp.tanh(scores / logit_softcap) * logit_softcap
+    distance = jnp.arange(tokens)[:, None] - jnp.arange(tokens)[None, :]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.reshape(kv_heads, heads // kv_heads, 1, 1)
+        scores = scores - slopes * distance
+    seen = distance >= 0
+    if sliding_window is not None:
+        seen &= distance < sliding_window
+    if segment_ids is not None:
+        seen &= segment_ids[:, None] == segment_ids[None, :]
+    # Every token sees itself, so no row of the softmax is empty.
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    out = jnp.einsum("kgqs,skd->qkgd", weights.astype(v.dtype), v, precision=precision)
+    return out.reshape(tokens, heads, head_dim)

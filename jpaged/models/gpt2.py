@@ -1,0 +1,80 @@
+"""GPT-2 (Radford et al. 2019). Its checkpoints keep kernels as [inputs, outputs], and q, k, v in one."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpaged.models import parts
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers import MLP, Attend, Attention, LayerNorm, Normal, logits_of, parameter
+from jpaged.models.parts import Part
+
+
+class GPT2Block(nnx.Module):
+    """One layer."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
+        self.attention = Attention(config, layer, dtype, rngs)
+        self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
+        self.mlp = MLP(config, dtype, rngs)
+
+    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
+        x = x + self.attention.attend(*self.attention.project(self.attention_norm(x)), attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT2LMHeadModel(nnx.Module):
+    """config: of the family "gpt2". dtype: of the weights and of the residual stream."""
+
+    base_prefix = "transformer."
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        hidden = config.hidden_size
+        std = hidden**-0.5
+        self.embedding = parameter(rngs, Normal(std), (config.vocab_size, hidden), dtype)
+        self.positions = parameter(rngs, Normal(std), (config.num_learned_positions, hidden), dtype)
+        self.layers = nnx.List(GPT2Block(config, layer, dtype, rngs) for layer in range(config.num_layers))
+        self.norm = LayerNorm(hidden, config.norm_eps, dtype, rngs)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else parameter(rngs, Normal(std), (config.vocab_size, hidden), dtype)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm."""
+        x = self.embedding[...][tokens] + self.positions[...][positions]
+        for layer in self.layers:
+            x = layer(x, attend)
+        return self.norm(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [R, hidden] -> float32 [R, vocab]."""
+        head = self.embedding if self.lm_head is None else self.lm_head
+        return logits_of(hidden, head[...])
+
+    @staticmethod
+    def parts(config: ModelConfig) -> Iterator[Part]:
+        """Every tensor of the checkpoint, in order."""
+        hidden, inner, heads, dim = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
+        yield parts.as_is("transformer.wte.weight", "embedding", config.vocab_size, hidden)
+        yield parts.as_is("transformer.wpe.weight", "positions", config.num_learned_positions, hidden)
+        for i in range(config.num_layers):
+            theirs, ours = f"transformer.h.{i}", f"layers.{i}"
+            yield from parts.layer_norm(f"{theirs}.ln_1", f"{ours}.attention_norm", hidden)
+            attention = f"{theirs}.attn.c_attn"
+            split = (3, heads, dim)
+            weight_shape, qkv = (hidden, 3 * hidden), f"{ours}.attention.qkv"
+            yield Part(f"{attention}.weight", weight_shape, qkv, (hidden, *split), (0, 2, 1, 3))
+            yield Part(f"{attention}.bias", (3 * hidden,), f"{qkv}_bias", split, (1, 0, 2))
+            out = f"{ours}.attention.out"
+            yield Part(f"{theirs}.attn.c_proj.weight", (hidden, hidden), out, (heads, dim, hidden), (0, 1, 2))
+            yield parts.as_is(f"{theirs}.attn.c_proj.bias", f"{out}_bias", hidden)
+            yield from parts.layer_norm(f"{theirs}.ln_2", f"{ours}.mlp_norm", hidden)
+            yield parts.as_is(f"{theirs}.mlp.c_fc.weight", f"{ours}.mlp.up", hidden, inner)
+            yield parts.as_is(f"{theirs}.mlp.c_fc.bias", f"{ours}.mlp.up_bias", inner)
+            yield parts.as_is(f"{theirs}.mlp.c_proj.weight", f"{ours}.mlp.down", inner, hidden)
+            yield parts.as_is(f"{theirs}.mlp.c_proj.bias", f"{ours}.mlp.down_bias", hidden)
+        yield from parts.layer_norm("transformer.ln_f", "norm", hidden)
+        if not config.tie_word_embeddings:
+            yield parts.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)

@@ -1,0 +1,184 @@
+"""The pieces that the model families share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpaged.models.config import ModelConfig
+
+
+class Attend(Protocol):
+    """What a model calls for attention; the caller decides where keys and values live.
+
+    layer: index of the calling layer. q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim], after RoPE.
+    Returns [T, heads, head_dim] in q's type.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+        alibi_slopes: jax.Array | None = None,
+    ) -> jax.Array: ...
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Starts a parameter from a normal distribution."""
+
+    std: float
+
+    def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return (jax.random.normal(key, shape, dtype) * jnp.asarray(self.std, dtype)).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Starts a parameter from one value."""
+
+    value: float
+
+    def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return jnp.full(shape, self.value, dtype)
+
+
+def parameter(rngs: nnx.Rngs, start: Normal | Constant, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
+    """A parameter that remembers, as metadata `start`, how it is initialised."""
+    return nnx.Param(start.draw(rngs.params(), shape, dtype), start=start)
+
+
+def precision_of(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """float32 products must be float32 throughout; GPUs would round the factors to TF32."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def product(pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
+    """An einsum of activations and a kernel, and its bias, in x's type."""
+    y = jnp.einsum(pattern, x, kernel[...], precision=precision_of(x.dtype))
+    return y if bias is None else y + bias[...]
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    match name:
+        case "silu":
+            return jax.nn.silu
+        case "relu":
+            return jax.nn.relu
+        case "gelu":
+            return lambda x: jax.nn.gelu(x, approximate=False)
+        case _:
+            return lambda x: jax.nn.gelu(x, approximate=True)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm over the last axis, in float32, rounded before the scale as transformers does."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.eps = eps
+        self.scale = parameter(rngs, Constant(1.0), (size,), dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return wide.astype(x.dtype) * self.scale[...]
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm over the last axis, in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.eps = eps
+        self.scale = parameter(rngs, Constant(1.0), (size,), dtype)
+        self.bias = parameter(rngs, Constant(0.0), (size,), dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections around an `Attend`.
+
+    The three input projections are one kernel, laid out by key-value head so that it can be split over devices
+    along that axis:
+
+        qkv [hidden, kv_heads, group + 2, head_dim]
+                                |-- group: the query heads that share the key-value head
+                                |-- 1: its key
+                                '-- 1: its value
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        hidden, kv_heads, dim = config.hidden_size, config.num_kv_heads, config.head_dim
+        slots = config.group_size + 2
+        self.config = config
+        self.layer = layer
+        self.qkv = parameter(rngs, Normal(hidden**-0.5), (hidden, kv_heads, slots, dim), dtype)
+        self.qkv_bias = parameter(rngs, Constant(0.0), (kv_heads, slots, dim), dtype) if config.qkv_bias else None
+        out_std = (config.num_heads * dim * 2 * config.num_layers) ** -0.5
+        self.out = parameter(rngs, Normal(out_std), (config.num_heads, dim, hidden), dtype)
+        self.out_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.output_bias else None
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+        group = self.config.group_size
+        qkv = product("th,hksd->tksd", x, self.qkv, self.qkv_bias)
+        q = qkv[:, :, :group].reshape(x.shape[0], self.config.num_heads, self.config.head_dim)
+        return q, qkv[:, :, group], qkv[:, :, group + 1]
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, attend: Attend) -> jax.Array:
+        """Attention and the output projection: [T, hidden]."""
+        window = self.config.sliding_windows[self.layer]
+        y = attend(self.layer, q, k, v, scale=self.config.attention_scales[self.layer], sliding_window=window)
+        return product("tnd,ndh->th", y, self.out, self.out_bias)
+
+
+class MLP(nnx.Module):
+    """Two products with an activation in between (OPT, GPT-2)."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.activation = config.activation
+        self.up = parameter(rngs, Normal(hidden**-0.5), (hidden, inner), dtype)
+        self.up_bias = parameter(rngs, Constant(0.0), (inner,), dtype) if config.mlp_bias else None
+        self.down = parameter(rngs, Normal((inner * 2 * config.num_layers) ** -0.5), (inner, hidden), dtype)
+        self.down_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.mlp_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        inner = activation(self.activation)(product("th,hi->ti", x, self.up, self.up_bias))
+        return product("ti,ih->th", inner, self.down, self.down_bias)
+
+
+class GatedMLP(nnx.Module):
+    """The Llama family's MLP; gate and up are one kernel, gate_up [hidden, 2, intermediate], gate first."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.activation = config.activation
+        self.gate_up = parameter(rngs, Normal(hidden**-0.5), (hidden, 2, inner), dtype)
+        self.gate_up_bias = parameter(rngs, Constant(0.0), (2, inner), dtype) if config.mlp_bias else None
+        self.down = parameter(rngs, Normal((inner * 2 * config.num_layers) ** -0.5), (inner, hidden), dtype)
+        self.down_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.mlp_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate_up = product("th,hci->tci", x, self.gate_up, self.gate_up_bias)
+        inner = activation(self.activation)(gate_up[:, 0]) * gate_up[:, 1]
+        return product("ti,ih->th", inner, self.down, self.down_bias)
+
+
+def logits_of(hidden: jax.Array, embedding: jax.Array) -> jax.Array:
+    """hidden [R, width] against embedding [vocab, width]: float32 [R, vocab]."""
+    precision = precision_of(hidden.dtype)
+    return jnp.einsum("rh,vh->rv", hidden, embedding, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,95 @@
+"""How the tensors of a Hugging Face checkpoint and the fused parameters of a model correspond.
+
+One declaration serves loading and saving:
+
+    tensor  --reshape--> split  --transpose--> piece  --written at `start`--> parameter
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor and its place in a parameter.
+
+    tensor: its name in the checkpoint. shape: its shape there.
+    parameter: the name of the parameter it belongs to. start: where in it the piece begins; () for all zeros.
+    split: the shape it is reshaped to first; axes: the transposition then.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    parameter: str
+    split: tuple[int, ...]
+    axes: tuple[int, ...]
+    start: tuple[int, ...] = ()
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        return tuple(self.split[axis] for axis in self.axes)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return self.start or (0,) * len(self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def place(self, parameter: jax.Array, tensor: jax.Array) -> jax.Array:
+        """The parameter with this tensor written into it, in the parameter's type."""
+        piece = tensor.reshape(self.split).transpose(self.axes).astype(parameter.dtype)
+        return jax.lax.dynamic_update_slice(parameter, piece, self.offsets)
+
+    def take(self, parameter: jax.Array) -> jax.Array:
+        """This tensor, read out of the parameter."""
+        piece = jax.lax.dynamic_slice(parameter, self.offsets, self.piece_shape)
+        inverse = sorted(range(len(self.axes)), key=self.axes.__getitem__)
+        return jnp.transpose(piece, inverse).reshape(self.shape)
+
+
+def as_is(tensor: str, parameter: str, *shape: int) -> Part:
+    return Part(tensor, shape, parameter, shape, tuple(range(len(shape))))
+
+
+def transposed(tensor: str, parameter: str, inputs: int, outputs: int) -> Part:
+    """A torch linear layer keeps [outputs, inputs]; the kernel is [inputs, outputs]."""
+    return Part(tensor, (outputs, inputs), parameter, (outputs, inputs), (1, 0))
+
+
+def separate_qkv(prefix: str, parameter: str, config: ModelConfig) -> Iterator[Part]:
+    """q_proj, k_proj and v_proj, torch linear layers, into the qkv kernel and its bias."""
+    hidden, kv_heads, dim, group = config.hidden_size, config.num_kv_heads, config.head_dim, config.group_size
+    for name, heads, slot in (("q", group, 0), ("k", 1, group), ("v", 1, group + 1)):
+        rows, split = kv_heads * heads * dim, (kv_heads, heads, dim)
+        yield Part(
+            f"{prefix}.{name}_proj.weight",
+            (rows, hidden),
+            f"{parameter}.qkv",
+            (*split, hidden),
+            (3, 0, 1, 2),
+            (0, 0, slot, 0),
+        )
+        if config.qkv_bias:
+            bias = f"{prefix}.{name}_proj.bias"
+            yield Part(bias, (rows,), f"{parameter}.qkv_bias", split, (0, 1, 2), (0, slot, 0))
+
+
+def output_projection(prefix: str, parameter: str, config: ModelConfig) -> Iterator[Part]:
+    """The torch linear layer after attention."""
+    hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+    yield Part(f"{prefix}.weight", (hidden, heads * dim), f"{parameter}.out", (hidden, heads, dim), (1, 2, 0))
+    if config.output_bias:
+        yield as_is(f"{prefix}.bias", f"{parameter}.out_bias", hidden)
+
+
+def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Part]:
+    yield as_is(f"{prefix}.weight", f"{parameter}.scale", size)
+    yield as_is(f"{prefix}.bias", f"{parameter}.bias", size)
