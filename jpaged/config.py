@@ -1,7 +1,8 @@
-"""The control plane's configuration: plain numbers, fixed once the model and its pool are known."""
+"""Configuration: what a user asks for (`EngineArgs`) and what the scheduler is given (`SchedulerConfig`)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Integral, Real
+from typing import Literal, get_args
 
 from jpaged.errors import InvalidParameterError
 
@@ -49,3 +50,113 @@ class SchedulerConfig:
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+Policy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """What a user asks of an engine. None means: chosen to fit the model and the device.
+
+    Args:
+        model: a directory in Hugging Face layout or a hub id; the embedded demo model by default.
+        tokenizer: the same for the tokenizer; the model's own by default.
+        revision: branch, tag or commit on the hub.
+        dtype: of weights, activations and KV pool; "auto" takes the checkpoint's (float32 on a CPU, whose
+            arithmetic in 16 bits is slow).
+        max_model_len: longest sequence, prompt and output, in tokens; by default what model and pool allow.
+        block_size: tokens in a block of the KV pool; a power of two from 1 to 256 (the GPU kernels take 16 to 128).
+        gpu_memory_utilization: fraction of the device's memory to use for everything, in (0, 1].
+        num_gpu_blocks_override: blocks in the pool, instead of what memory allows.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: token budget of a step; longer prompts are computed in chunks.
+        enable_prefix_caching: reuse the keys and values of equal prompt beginnings.
+        scheduling_policy: "fcfs", or "priority": lower `priority` values first.
+        watermark: fraction of the pool that must stay free when a request is admitted.
+        pipeline_depth: steps dispatched before the first one's tokens are read; 0 reads each at once.
+        decode_buckets, token_buckets: ascending sizes that programs are compiled for.
+        seed: of sampling, for requests without one, and of random weights.
+        load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights from its config.json.
+        skip_tokenizer_init: take and give token ids only.
+        verbose: print the start-up table and progress.
+
+    Raises:
+        InvalidParameterError: a value of the wrong type or out of range.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: Policy = "fcfs"
+    watermark: float = 0.01
+    pipeline_depth: int = 2
+    decode_buckets: tuple[int, ...] | None = None
+    token_buckets: tuple[int, ...] | None = None
+    seed: int = 0
+    load_format: LoadFormat = "auto"
+    skip_tokenizer_init: bool = False
+    verbose: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "revision"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InvalidParameterError(f"{name} must be a directory or a hub id, as a string, got {value!r}.")
+        for name, kind in (("dtype", DType), ("load_format", LoadFormat), ("scheduling_policy", Policy)):
+            if getattr(self, name) not in get_args(kind):
+                choices = ", ".join(map(repr, get_args(kind)))
+                raise InvalidParameterError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
+        for name in ("max_model_len", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 2 if name == "num_gpu_blocks_override" else 1)
+        _check_integer("block_size", self.block_size, 1)
+        if self.block_size > 256 or self.block_size & (self.block_size - 1):
+            raise InvalidParameterError(f"block_size must be a power of two from 1 to 256, got {self.block_size}.")
+        _check_integer("pipeline_depth", self.pipeline_depth, 0)
+        _check_integer("seed", self.seed, -(2**63))
+        _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
+        _check_fraction("watermark", self.watermark, zero_allowed=True)
+        for name in ("enable_prefix_caching", "skip_tokenizer_init", "verbose"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameterError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        for name in ("decode_buckets", "token_buckets"):
+            _check_buckets(name, getattr(self, name))
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InvalidParameterError(f"{name} must be an integer, got {value!r}.")
+    if value < least:
+        raise InvalidParameterError(f"{name} must be at least {least}, got {value}.")
+
+
+def _check_fraction(name: str, value: object, *, zero_allowed: bool = False, one_allowed: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidParameterError(f"{name} must be a number, got {value!r}.")
+    value = float(value)
+    inside = 0 < value < 1 or (zero_allowed and value == 0) or (one_allowed and value == 1)
+    if not inside:
+        interval = f"{'[' if zero_allowed else '('}0, 1{']' if one_allowed else ')'}"
+        raise InvalidParameterError(f"{name} must be in {interval}, got {value}.")
+
+
+def _check_buckets(name: str, buckets: object) -> None:
+    if buckets is None:
+        return
+    if not isinstance(buckets, tuple) or not buckets:
+        raise InvalidParameterError(f"{name} must be a tuple of sizes, got {buckets!r}.")
+    for size in buckets:
+        _check_integer(name, size, 1)
+    if list(buckets) != sorted(set(buckets)):
+        raise InvalidParameterError(f"{name} must ascend, got {buckets}.")

@@ -538,10 +538,11 @@ def _float_of_image(image: jax.Array) -> jax.Array:
 def _sums_above(logits: jax.Array, weights: jax.Array, thresholds: jax.Array) -> jax.Array:
     """Sums of the weights of the tokens at or above each threshold: [R, V], [R, V], [R, n] -> [R, n].
 
-    Separate sums, not one over [R, V, n]: the compiler merges them into a single pass that reads the logits once.
+    One reduction of n operands, so that the compiler reads the logits once; as n reductions it makes 2 n kernels.
     """
-    columns = [thresholds[:, i : i + 1] for i in range(thresholds.shape[1])]
-    sums = [jnp.sum(jnp.where(logits >= column, weights, 0), axis=1, dtype=weights.dtype) for column in columns]
+    operands = [jnp.where(logits >= thresholds[:, i : i + 1], weights, 0) for i in range(thresholds.shape[1])]
+    zero = np.zeros((), weights.dtype)
+    sums = lax.reduce(operands, [zero] * len(operands), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], [1])
     return jnp.stack(sums, axis=1)
 
 

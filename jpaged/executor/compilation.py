@@ -1,0 +1,181 @@
+"""Compiles the step programs ahead of time, in parallel, from shapes alone.
+
+After this nothing compiles: the runner holds executables, and an executable refuses inputs of another shape.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from jpaged.engine.interface import SamplingVariant
+from jpaged.executor import programs, sampler
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.programs import Pools
+from jpaged.executor.state import initial_slot_state
+from jpaged.models import Model
+
+Key = tuple[str | int, ...]
+"""Names a program: ("mixed", tokens), ("sample", batch, variant), ..."""
+
+CACHE_DIR_VARIABLE = "JPAGED_CACHE_DIR"
+
+
+@dataclass(frozen=True)
+class Program:
+    """An executable, and whether its first argument is the model's weights, or those of its head."""
+
+    executable: jax.stages.Compiled
+    takes: Literal["weights", "head", None] = None
+
+    @property
+    def temp_bytes(self) -> int:
+        """Device memory it needs while it runs, beyond its arguments and results."""
+        return self.executable.memory_analysis().temp_size_in_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of its results."""
+        return self.executable.memory_analysis().output_size_in_bytes
+
+    @property
+    def alias_bytes(self) -> int:
+        """Bytes of results that are arguments updated in place."""
+        return self.executable.memory_analysis().alias_size_in_bytes
+
+
+def enable_persistent_cache() -> Path | None:
+    """Points JAX's compilation cache at a directory of the user's, unless one is set already.
+
+    `JPAGED_CACHE_DIR` chooses the directory ($XDG_CACHE_HOME/jpaged, else ~/.cache/jpaged); empty turns it off.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return Path(jax.config.jax_compilation_cache_dir)
+    chosen = os.environ.get(CACHE_DIR_VARIABLE)
+    if chosen == "":
+        return None
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = (Path(chosen) if chosen else base / "jpaged") / "xla"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None  # a read-only home: start a little slower rather than not at all
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return directory
+
+
+def abstract_pools(config: ExecutorConfig, model: Model, dtype: Any) -> Pools:
+    """Shapes of the KV pool: for each layer [num_blocks, 2, kv_heads, block_size, head_dim]."""
+    shape = (config.num_blocks, 2, model.config.num_kv_heads, config.block_size, model.config.head_dim)
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for _ in range(model.config.num_layers))
+
+
+class Compiler:
+    """Lowers programs one by one and compiles them in a pool of threads (XLA releases the interpreter lock)."""
+
+    def __init__(self, model: Model, config: ExecutorConfig, kv_dtype: Any, *, threads: int | None = None) -> None:
+        self._model = model
+        self._config = config
+        self._pools = abstract_pools(config, model, kv_dtype)
+        self._state = jax.eval_shape(partial(initial_slot_state, config))
+        self._weights = model.abstract_weights
+        self._sampling = jax.eval_shape(partial(sampler.init_state, config.max_num_seqs))
+        self._full = jax.eval_shape(partial(sampler.init_full_state, config.max_num_seqs, model.config.vocab_size))
+        self._threads = ThreadPoolExecutor(threads or os.cpu_count())
+        self._pending: dict[Key, tuple[Future, Literal["weights", "head", None]]] = {}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the slot state, the sampling state and the full sampling state together."""
+        leaves = jax.tree.leaves((self._state, self._sampling, self._full))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    def submit_all(self) -> None:
+        """Every program the runner may need, those that serve the first request first."""
+        self.submit_update()
+        for tokens in self._config.token_buckets:
+            self.submit_mixed(tokens)
+        for batch in self._config.decode_buckets:
+            self.submit_decode(batch)
+        for variant in SamplingVariant:
+            for batch in self._config.decode_buckets:
+                self.submit_sample(batch, variant)
+        for tokens in self._config.token_buckets:
+            self.submit_prompt_logprobs(tokens)
+        self.submit_full_state()
+
+    def results(self, *, progress: bool = False) -> dict[Key, Program]:
+        """Waits for everything submitted."""
+        compiled = {}
+        waiting = tqdm(self._pending.items(), desc="compiling", unit="program", disable=not progress, leave=False)
+        for key, (future, takes) in waiting:
+            compiled[key] = Program(future.result(), takes)
+        self._threads.shutdown()
+        return compiled
+
+    def submit_update(self) -> None:
+        packed = _int32(programs.update_layout(self._config).size)
+        self._submit(
+            ("update",), partial(programs.update_step, self._config), self._state, self._sampling, packed, donate=(0, 1)
+        )
+
+    def submit_decode(self, batch: int) -> None:
+        step = partial(programs.decode_step, self._model, self._config, batch)
+        packed = _int32(programs.decode_layout(self._config, batch).size)
+        self._submit(("decode", batch), step, self._pools, self._state, packed, donate=(1, 2), takes="weights")
+
+    def submit_mixed(self, tokens: int) -> None:
+        step = partial(programs.mixed_step, self._model, self._config, tokens)
+        packed = _int32(programs.mixed_layout(self._config, tokens).size)
+        self._submit(("mixed", tokens), step, self._pools, self._state, packed, donate=(1, 2), takes="weights")
+
+    def submit_sample(self, batch: int, variant: SamplingVariant) -> None:
+        step = partial(programs.sample_step, self._model, variant)
+        rows = programs.Rows(_int32(batch), jax.ShapeDtypeStruct((batch,), jnp.bool_))
+        full = self._full if variant == SamplingVariant.FULL else None
+        hidden = self._hidden(batch)
+        key = ("sample", batch, variant)
+        self._submit(key, step, hidden, rows, self._state, self._sampling, full, donate=(3, 5), takes="head")
+
+    def submit_prompt_logprobs(self, tokens: int) -> None:
+        step = partial(programs.prompt_logprobs_step, self._model)
+        self._submit(("prompt_logprobs", tokens), step, self._hidden(tokens), _int32(tokens), takes="head")
+
+    def submit_full_state(self) -> None:
+        """The programs that make and fill `FullSamplingState`, which exists once some request asks for it."""
+        slots, vocab = self._config.max_num_seqs, self._model.config.vocab_size
+        self._submit(("init_full",), partial(sampler.init_full_state, slots, vocab))
+        record = _int32(sampler.full_record_words(vocab))
+        self._submit(("start_full",), partial(programs.start_full_step), self._full, _int32(), record, donate=(0,))
+        known = _int32(programs.known_tokens_layout().size)
+        self._submit(("known_tokens",), partial(programs.known_tokens_step), self._full, known, donate=(0,))
+
+    def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, self._model.config.hidden_size), self._model.dtype)
+
+    def _submit(
+        self,
+        key: Key,
+        function: Callable[..., Any],
+        *args: Any,
+        donate: tuple[int, ...] = (),
+        takes: Literal["weights", "head", None] = None,
+    ) -> None:
+        if takes is not None:
+            args = (self._weights if takes == "weights" else self._model.head_weights(self._weights), *args)
+        function.__name__ = "_".join(map(str, key))  # type: ignore[attr-defined]  # shown in profiles
+        lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+        self._pending[key] = self._threads.submit(lowered.compile), takes
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

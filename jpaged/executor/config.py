@@ -1,0 +1,36 @@
+"""The data plane's configuration: shapes, fixed before anything is compiled."""
+
+from dataclasses import dataclass
+
+from jpaged.executor.buckets import bucket_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorConfig:
+    """Shapes of the device state and of the programs.
+
+    max_num_seqs: slots. Device arrays have one row more, the null slot, which padded rows use.
+    max_model_len: the longest sequence, in tokens; with block_size it gives the block tables' width.
+    num_blocks: blocks in the pool, the null block included.
+    decode_buckets: ascending batch sizes that decode programs exist for; the last is max_num_seqs.
+    token_buckets: ascending token counts that mixed programs exist for; the last is the step's token budget.
+    """
+
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    decode_buckets: tuple[int, ...]
+    token_buckets: tuple[int, ...]
+
+    @property
+    def null_slot(self) -> int:
+        return self.max_num_seqs
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+    def mixed_rows(self, token_bucket: int) -> int:
+        """Rows of a mixed program: it cannot have more than tokens, nor than slots."""
+        return bucket_for(min(token_bucket, self.max_num_seqs), self.decode_buckets)

@@ -1,0 +1,113 @@
+"""How large the KV pool can be, and the table that says where the memory goes.
+
+The pool takes what is left of the device's memory after the weights, the slot state, and what the largest programs
+need while they run. The last comes from the compiler (`memory_analysis`), not from a trial run.
+"""
+
+import os
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.engine.interface import SamplingVariant
+from jpaged.errors import OutOfMemoryError
+from jpaged.executor.compilation import Compiler
+from jpaged.executor.config import ExecutorConfig
+from jpaged.models import Model
+
+STEPS_IN_FLIGHT = 3
+"""Steps whose results may be alive at once, with the default pipeline depth of 2."""
+
+CPU_POOL_BYTES = 2**30
+"""Most that the pool takes of a CPU's memory unless the number of blocks is given: a CPU serves small models."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the device, by purpose. `limit` is None where the device does not say (CPU)."""
+
+    weights: int
+    state: int
+    programs: int
+    block: int
+    num_blocks: int
+    limit: int | None
+
+    @property
+    def pool(self) -> int:
+        return self.block * self.num_blocks
+
+
+def reserve_device_memory(utilization: float) -> None:
+    """Lets JAX take this fraction of a GPU. It has effect only before JAX first touches the device."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{utilization:.3f}")
+
+
+def block_bytes(model: Model, block_size: int, dtype: Any) -> int:
+    """Bytes of one block: keys and values of `block_size` tokens in every layer."""
+    config = model.config
+    values = 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim
+    return values * np.dtype(dtype).itemsize
+
+
+def tree_bytes(tree: Any) -> int:
+    return sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def free_device_memory(device: jax.Device) -> int | None:
+    """Bytes that can still be allocated on a GPU; None for a CPU, whose memory is everybody's."""
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    return stats and stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def plan_memory(
+    model: Model, config: ExecutorConfig, dtype: Any, limit: int | None, num_blocks: int | None
+) -> MemoryPlan:
+    """Decides the number of blocks.
+
+    Args:
+        config: `num_blocks` in it is nominal; programs are analysed with it.
+        limit: bytes of the device, before the weights are loaded (`free_device_memory`).
+        num_blocks: the user's choice, or None to fill the device.
+    Raises:
+        OutOfMemoryError: the weights and programs leave no room for a single sequence's first blocks.
+    """
+    compiler = Compiler(model, config, dtype)
+    weights, state = tree_bytes(model.abstract_weights), compiler.state_bytes
+    block = block_bytes(model, config.block_size, dtype)
+    if limit is None:
+        useful = config.max_num_seqs * config.max_blocks_per_seq + 1
+        blocks = num_blocks or max(2, min(useful, CPU_POOL_BYTES // block))
+        return MemoryPlan(weights, state, 0, block, blocks, None)
+
+    if num_blocks is not None:
+        return MemoryPlan(weights, state, 0, block, num_blocks, limit)
+    programs = _program_bytes(compiler, config)
+    blocks = (limit - weights - state - programs) // block
+    if blocks < 2:
+        raise OutOfMemoryError(
+            f"The device offers {_gib(limit)}; weights take {_gib(weights)}, programs {_gib(programs)} and state "
+            f"{_gib(state)}, which leaves no room for a KV pool ({_gib(block)} a block). Raise "
+            f"gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or use a smaller model."
+        )
+    return MemoryPlan(weights, state, programs, block, blocks, limit)
+
+
+def _program_bytes(compiler: Compiler, config: ExecutorConfig) -> int:
+    """What the largest programs need at once, and the results of the steps in flight."""
+    tokens, rows = config.token_buckets[-1], config.decode_buckets[-1]
+    compiler.submit_mixed(tokens)
+    compiler.submit_sample(rows, SamplingVariant.FULL)
+    compiler.submit_prompt_logprobs(tokens)
+    programs = compiler.results().values()
+    temporary = max(program.temp_bytes for program in programs)
+    results = max(program.output_bytes - program.alias_bytes for program in programs)
+    slack = 0.02 * (temporary + results) + 2**28  # fragmentation, and small programs' buffers
+    return int(temporary + STEPS_IN_FLIGHT * results + slack)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

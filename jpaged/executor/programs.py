@@ -1,0 +1,256 @@
+"""The programs of a step, as pure functions.
+
+    update            requests that start or end: slot state, sampling parameters, first block-table entries
+    decode[B]         B slots compute their last token                       \\  model body; both return the
+    mixed[T]          decode rows and prefill chunks, ragged, T tokens in all /  hidden states that sample
+    sample[R, v]      LM head, sampling, stop tests, slot state; v is the sampling variant
+    prompt_logprobs[T]  log-probabilities of a mixed step's prompt tokens
+
+The body and the head are programs apart so that their counts add up: bodies are large and there is one per bucket;
+heads are small and there is one per bucket and variant. The KV pool, the slot state and the sampling state are
+donated to whichever program writes them and live in place for ever.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jpaged.engine.interface import NO_TOKEN, NULL_BLOCK, FinishCode, SamplingVariant
+from jpaged.executor import sampler
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.packing import PackedLayout
+from jpaged.executor.state import SlotState, append_blocks, end_slots, slot_mapping, start_slots
+from jpaged.models import Model
+from jpaged.pallas_kernels import decode_attention, ragged_attention, write_kv
+from jpaged.sampling_params import MAX_LOGPROBS
+
+Pools = tuple[Float[Array, "blocks 2 kv_heads block_size head_dim"], ...]
+
+STARTS_PER_UPDATE = 32
+KNOWN_TOKENS_PER_CALL = 1024
+TABLE_UPDATES_PER_UPDATE = 1024
+PROMPT_LOGPROB_ROWS = 256
+"""Rows of logits held at once when a prompt is scored: 256 x 152,000 float32 are 156 MB."""
+
+
+class RowKind:
+    """Bits of a mixed step's `kinds` field."""
+
+    DECODE = 1  # the query is the slot's last token, which the device has
+    SAMPLES = 2  # a token is sampled after the query
+
+
+class Rows(NamedTuple):
+    """What the sampling program needs to know of a step's rows."""
+
+    slots: Int[Array, " rows"]
+    samples: Bool[Array, " rows"]
+
+
+class SampleResult(NamedTuple):
+    """What the host reads back. tokens_and_codes: int32 [2, rows], token ids and `FinishCode`s."""
+
+    tokens_and_codes: Int[Array, "2 rows"]
+    logprobs: sampler.TokenLogprobs | None
+
+
+# --------------------------------------------------------------------------------------------- packed buffers
+
+
+def decode_layout(config: ExecutorConfig, batch: int) -> PackedLayout:
+    return PackedLayout(slots=(batch,), table_updates=(batch, 3))
+
+
+def mixed_layout(config: ExecutorConfig, tokens: int) -> PackedLayout:
+    rows = config.mixed_rows(tokens)
+    return PackedLayout(
+        slots=(rows,),
+        query_lens=(rows,),
+        kinds=(rows,),
+        tokens=(tokens,),
+        table_updates=(rows + -(-tokens // config.block_size), 3),
+    )
+
+
+def update_layout(config: ExecutorConfig) -> PackedLayout:
+    return PackedLayout(
+        ends=(STARTS_PER_UPDATE,),
+        slots=(STARTS_PER_UPDATE,),
+        num_computed_tokens=(STARTS_PER_UPDATE,),
+        records=(STARTS_PER_UPDATE, sampler.CORE_RECORD_WORDS),
+        table_updates=(TABLE_UPDATES_PER_UPDATE, 3),
+    )
+
+
+# --------------------------------------------------------------------------------------------- the step
+
+
+class PagedAttention:
+    """The `attend` that a model body is given: writes K and V into the pool, then attends through block tables.
+
+    A trace-time object: it replaces each layer's pool by the written one, and `pools` is the program's output.
+    """
+
+    def __init__(self, pools: Pools, mapping: Int[Array, " tokens"], attention: Callable[..., Array]) -> None:
+        self.pools = list(pools)
+        self._mapping = mapping
+        self._attention = attention
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array, **features: Any) -> Array:
+        pool = self.pools[layer]
+        self.pools[layer] = write_kv(pool, k.astype(pool.dtype), v.astype(pool.dtype), self._mapping)
+        return self._attention(q, self.pools[layer], **features)
+
+
+def decode_step(
+    model: Model,
+    config: ExecutorConfig,
+    batch: int,
+    weights: Sequence[Array],
+    pools: Pools,
+    state: SlotState,
+    packed: Int[Array, " n"],
+) -> tuple[Pools, SlotState, Float[Array, "rows hidden"], Rows]:
+    """One token for each of `batch` slots. A slot that stopped, like a padded row, writes to the null block."""
+    host = decode_layout(config, batch).unpack(packed)
+    slots = host["slots"]
+    block_tables = append_blocks(state.block_tables, host["table_updates"])
+
+    active = state.active[slots]
+    positions = jnp.where(active, state.seq_len[slots], 0)
+    tables = block_tables[slots]
+    mapping = slot_mapping(tables, jnp.arange(batch), positions, active, config.block_size)
+    kv_lens = jnp.where(active, positions + 1, 0)
+    attend = PagedAttention(pools, mapping, partial(decode_attention, block_tables=tables, kv_lens=kv_lens))
+
+    hidden = model.forward(weights, state.last_token[slots], positions, attend)
+    state = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)), block_tables=block_tables)
+    return tuple(attend.pools), state, hidden, Rows(slots, jnp.ones((batch,), bool))
+
+
+def mixed_step(
+    model: Model,
+    config: ExecutorConfig,
+    num_tokens: int,
+    weights: Sequence[Array],
+    pools: Pools,
+    state: SlotState,
+    packed: Int[Array, " n"],
+) -> tuple[Pools, SlotState, Float[Array, "rows hidden"], Rows, Float[Array, "tokens hidden"]]:
+    """Decode rows and prefill chunks side by side, each a run of consecutive tokens of its sequence.
+
+    Also returns the hidden states of all tokens, for those who want log-probabilities of the prompt.
+    """
+    host = mixed_layout(config, num_tokens).unpack(packed)
+    slots, query_lens, kinds = host["slots"], host["query_lens"], host["kinds"]
+    block_tables = append_blocks(state.block_tables, host["table_updates"])
+
+    ends = jnp.cumsum(query_lens)
+    starts = ends - query_lens
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.minimum((token[:, None] >= ends[None, :]).sum(axis=1), slots.shape[0] - 1)
+    active = state.active[slots]
+    valid = (token < ends[-1]) & active[row]
+
+    computed = jnp.where(active, state.seq_len[slots], 0)
+    positions = jnp.where(valid, computed[row] + token - starts[row], 0)
+    tables = block_tables[slots]
+    mapping = slot_mapping(tables, row, positions, valid, config.block_size)
+    tables = jnp.where(active[:, None], tables, NULL_BLOCK)  # a row that stopped reads what it just wrote there
+    kv_lens = computed + query_lens
+    query_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+    attend = PagedAttention(
+        pools, mapping, partial(ragged_attention, block_tables=tables, kv_lens=kv_lens, query_starts=query_starts)
+    )
+
+    is_decode = (kinds & RowKind.DECODE) != 0
+    tokens = jnp.where(is_decode[row], state.last_token[slots][row], host["tokens"])
+    hidden = model.forward(weights, tokens, positions, attend)
+    state = state._replace(
+        seq_len=state.seq_len.at[slots].add(jnp.where(active, query_lens, 0)), block_tables=block_tables
+    )
+    last = jnp.maximum(ends - 1, 0)
+    samples = ((kinds & RowKind.SAMPLES) != 0) & (query_lens > 0)
+    return tuple(attend.pools), state, hidden[last], Rows(slots, samples), hidden
+
+
+def sample_step(
+    model: Model,
+    variant: SamplingVariant,
+    head: Sequence[Array],
+    hidden: Float[Array, "rows hidden"],
+    rows: Rows,
+    state: SlotState,
+    sampling: sampler.SamplingState,
+    full: sampler.FullSamplingState | None,
+) -> tuple[SlotState, sampler.FullSamplingState | None, SampleResult]:
+    """The head of a step: logits, one token a row, and the tests that end a sequence on the device."""
+    logits = model.head_logits(head, hidden)
+    slots = rows.slots
+    positions = state.seq_len[slots]  # where the new token will stand
+    sampled = sampler.sample(logits, slots, positions, sampling, full, variant=variant)
+    valid = rows.samples & state.active[slots]
+
+    codes = sampler.finish_codes(sampling, slots, positions, sampled.token_ids)
+    codes = jnp.where(valid, codes, FinishCode.RUNNING)
+    tokens = jnp.where(valid, sampled.token_ids, NO_TOKEN)
+
+    # Rows that sample nothing write to the null slot, so that no real slot is written twice in one scatter.
+    null_slot = state.last_token.shape[0] - 1
+    written = jnp.where(valid, slots, null_slot)
+    state = state._replace(
+        last_token=state.last_token.at[written].set(sampled.token_ids),
+        active=state.active.at[written].set(valid & (codes == FinishCode.RUNNING)),
+    )
+    if full is not None:
+        full = sampler.add_sampled_tokens(full, written, sampled.token_ids)
+    return state, full, SampleResult(jnp.stack([tokens, codes.astype(jnp.int32)]), sampled.logprobs)
+
+
+def prompt_logprobs_step(
+    model: Model, head: Sequence[Array], hidden: Float[Array, "tokens hidden"], targets: Int[Array, " tokens"]
+) -> sampler.TokenLogprobs:
+    """Log-probabilities of `targets[t]` after token t, a few rows of logits at a time. NO_TOKEN rows mean nothing."""
+    tokens = hidden.shape[0]
+    chunk = min(tokens, PROMPT_LOGPROB_ROWS)
+    pad = -tokens % chunk
+    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, hidden.shape[1])
+    targets = jnp.pad(jnp.maximum(targets, 0), (0, pad)).reshape(-1, chunk)
+
+    def score(args: tuple[Array, Array]) -> sampler.TokenLogprobs:
+        return sampler.logprobs_of(model.head_logits(head, args[0]), args[1], MAX_LOGPROBS)
+
+    scored = jax.lax.map(score, (hidden, targets))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], scored)
+
+
+def update_step(
+    config: ExecutorConfig, state: SlotState, sampling: sampler.SamplingState, packed: Int[Array, " n"]
+) -> tuple[SlotState, sampler.SamplingState]:
+    """Applies ends, then starts, then block-table entries."""
+    host = update_layout(config).unpack(packed)
+    state = end_slots(state, host["ends"])
+    state = start_slots(state, host["slots"], host["num_computed_tokens"], config.null_slot)
+    state = state._replace(block_tables=append_blocks(state.block_tables, host["table_updates"]))
+    return state, sampler.start_slots(sampling, host["slots"], host["records"])
+
+
+def known_tokens_layout() -> PackedLayout:
+    return PackedLayout(slot=(), start=(), prompt_len=(), token_ids=(KNOWN_TOKENS_PER_CALL,))
+
+
+def start_full_step(
+    full: sampler.FullSamplingState, slot: Int[Array, ""], record: Int[Array, " n"]
+) -> sampler.FullSamplingState:
+    """A request that asks for penalties, biases or masks takes its slot."""
+    return sampler.start_full_slot(full, slot, record)
+
+
+def known_tokens_step(full: sampler.FullSamplingState, packed: Int[Array, " n"]) -> sampler.FullSamplingState:
+    """Its known tokens are counted, some at a time."""
+    host = known_tokens_layout().unpack(packed)
+    return sampler.add_known_tokens(full, host["slot"], host["token_ids"], host["start"], host["prompt_len"])

@@ -1,0 +1,271 @@
+"""Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
+
+    plan --> [update] --> decode[B] or mixed[T] --> sample[R, variant] --> handle (tokens on their way to the host)
+
+Nothing here waits for the device and nothing compiles; `Step.result` is the only place that blocks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.engine.interface import NO_TOKEN, NULL_BLOCK, Logprobs, SamplingVariant, SlotStart, StepPlan, StepResult
+from jpaged.executor import programs, sampler
+from jpaged.executor.buckets import bucket_for
+from jpaged.executor.compilation import Key, Program
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.programs import STARTS_PER_UPDATE, TABLE_UPDATES_PER_UPDATE, Pools, RowKind
+from jpaged.executor.state import SlotState
+
+
+class Step:
+    """A dispatched step (`StepHandle`). Its arrays started on their way to the host when it was dispatched."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        sampled: programs.SampleResult | None,
+        prompt_scores: sampler.TokenLogprobs | None = None,
+        scored_rows: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
+        self._num_rows = num_rows
+        self._sampled = sampled
+        self._prompt_scores = prompt_scores
+        self._scored_rows = scored_rows  # (row, first token, token after the last) in prompt_scores
+        for array in jax.tree.leaves((sampled, prompt_scores)):
+            array.copy_to_host_async()
+
+    def result(self) -> StepResult:
+        if self._sampled is None:
+            return StepResult(np.zeros((0,), np.int32), np.zeros((0,), np.uint8))
+        tokens, codes = np.asarray(self._sampled.tokens_and_codes)[:, : self._num_rows]
+        logprobs = None
+        if self._sampled.logprobs is not None:
+            logprobs = _host_logprobs(self._sampled.logprobs, 0, self._num_rows)
+        prompt_logprobs = {
+            row: _host_logprobs(self._prompt_scores, start, end) for row, start, end in self._scored_rows
+        }
+        return StepResult(tokens, codes.astype(np.uint8), logprobs, prompt_logprobs)
+
+
+def _host_logprobs(arrays: sampler.TokenLogprobs, start: int, end: int) -> Logprobs:
+    return Logprobs(*(np.asarray(array)[start:end] for array in arrays))
+
+
+class Runner:
+    """Owns the weights, the KV pool and the slot state of one device, and runs plans on them (`Executor`).
+
+    Args:
+        programs: every executable, by key, as `Compiler.results` gives them.
+        weights, head: the model's flat tuple, and the part of it that `Model.head_logits` reads.
+        pools, state, sampling: device arrays; the runner takes them over and donates them to each program.
+    """
+
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        programs: dict[Key, Program],
+        vocab_size: int,
+        weights: Sequence[jax.Array],
+        head: Sequence[jax.Array],
+        pools: Pools,
+        state: SlotState,
+        sampling: sampler.SamplingState,
+    ) -> None:
+        self._config = config
+        self._programs = programs
+        self._arguments = {"weights": tuple(weights), "head": head}
+        self._pools = pools
+        self._state = state
+        self._sampling = sampling
+        self._full: sampler.FullSamplingState | None = None
+        self._vocab_size = vocab_size
+
+    @property
+    def pools(self) -> Pools:
+        """The KV pool, as of the last step dispatched."""
+        return self._pools
+
+    def execute(self, plan: StepPlan) -> Step:
+        """Dispatches `plan` and returns at once."""
+        self._apply_changes(plan)
+        if not plan.num_rows:
+            return Step(0, None)
+        if plan.chunks:
+            hidden, rows, all_hidden = self._run_mixed(plan)
+        else:
+            hidden, rows = self._run_decode(plan)
+            all_hidden = None
+        sampled = self._run_sample(hidden, rows, plan.variant)
+        scores, scored_rows = self._run_prompt_logprobs(plan, all_hidden)
+        return Step(plan.num_rows, sampled, scores, scored_rows)
+
+    def warm_up(self) -> None:
+        """Runs every program once on padding, so that modules are loaded and graphs built before the first request."""
+        nothing = StepPlan(step_id=-1, variant=SamplingVariant.GREEDY)
+        self._update(np.zeros((0,), np.int32), (), nothing.table_updates)
+        self._ensure_full_state()
+        record = np.zeros((sampler.full_record_words(self._vocab_size),), np.int32)
+        self._full = self._call(("start_full",), self._full, np.int32(self._config.null_slot), record)
+        buffer, _ = programs.known_tokens_layout().new(slot=self._config.null_slot, start=0, prompt_len=0, token_ids=-1)
+        self._full = self._call(("known_tokens",), self._full, buffer)
+        for batch in self._config.decode_buckets:
+            hidden, rows = self._run_decode(nothing, batch)
+            for variant in SamplingVariant:
+                self._run_sample(hidden, rows, variant)
+        for tokens in self._config.token_buckets:
+            _, _, all_hidden = self._run_mixed(nothing, tokens)
+            self._call(("prompt_logprobs", tokens), all_hidden, np.zeros((tokens,), np.int32))
+        jax.block_until_ready((self._pools, self._state, self._full))
+        self._full = None
+
+    # ----------------------------------------------------------------------------------------- what changed
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        """Ends, then starts with their first blocks; the running sequences' new blocks ride with the step itself."""
+        if not len(plan.ends) and not plan.starts:
+            return
+        for start in plan.starts:
+            self._start_full(start)
+        triples = [
+            np.stack([np.full(n, start.slot), np.arange(n), start.block_ids], axis=1)
+            for start in plan.starts
+            if (n := len(start.block_ids))
+        ]
+        entries = np.concatenate(triples) if triples else np.zeros((0, 3), np.int32)
+        # All ends must come before any start, since a slot may end and start anew in one plan.
+        ends, starts = plan.ends, plan.starts
+        while len(ends) > STARTS_PER_UPDATE:
+            self._update(ends[:STARTS_PER_UPDATE], (), entries[:0])
+            ends = ends[STARTS_PER_UPDATE:]
+        while True:
+            self._update(ends, starts[:STARTS_PER_UPDATE], entries[:TABLE_UPDATES_PER_UPDATE])
+            ends, starts, entries = ends[:0], starts[STARTS_PER_UPDATE:], entries[TABLE_UPDATES_PER_UPDATE:]
+            if not starts and not len(entries):
+                return
+
+    def _update(self, ends: np.ndarray, starts: Sequence[SlotStart], entries: np.ndarray) -> None:
+        null = self._config.null_slot
+        buffer, host = programs.update_layout(self._config).new(
+            ends=null, slots=null, num_computed_tokens=0, records=0, table_updates=0
+        )
+        host["ends"][: len(ends)] = ends
+        for i, start in enumerate(starts):
+            host["slots"][i] = start.slot
+            host["num_computed_tokens"][i] = start.num_computed_tokens
+            host["records"][i] = sampler.core_record(
+                start.sampling,
+                seed=start.seed,
+                stop_token_ids=start.stop_token_ids,
+                prompt_len=start.prompt_len,
+                max_len=start.max_len,
+            )
+        _fill_table_updates(host["table_updates"], entries, null)
+        self._state, self._sampling = self._call(("update",), self._state, self._sampling, buffer)
+
+    def _start_full(self, start: SlotStart) -> None:
+        """Writes the slot's row of the full sampling state, if the request asks for something kept there."""
+        if not sampler.uses_extras(start.sampling):
+            return
+        self._ensure_full_state()
+        record = sampler.full_record(
+            start.sampling, vocab_size=self._vocab_size, bad_words_token_ids=start.bad_words_token_ids
+        )
+        self._full = self._call(("start_full",), self._full, np.int32(start.slot), record)
+        for first in range(0, len(start.token_ids), programs.KNOWN_TOKENS_PER_CALL):
+            known = start.token_ids[first : first + programs.KNOWN_TOKENS_PER_CALL]
+            buffer, host = programs.known_tokens_layout().new(
+                slot=start.slot, start=first, prompt_len=start.prompt_len, token_ids=NO_TOKEN
+            )
+            host["token_ids"][: len(known)] = known
+            self._full = self._call(("known_tokens",), self._full, buffer)
+
+    def _ensure_full_state(self) -> None:
+        if self._full is None:
+            self._full = self._call(("init_full",))
+
+    # ----------------------------------------------------------------------------------------- the rows
+
+    def _run_decode(self, plan: StepPlan, bucket: int | None = None) -> tuple[jax.Array, programs.Rows]:
+        slots = plan.decode_slots
+        batch = bucket or bucket_for(len(slots), self._config.decode_buckets)
+        null = self._config.null_slot
+        buffer, host = programs.decode_layout(self._config, batch).new(slots=null)
+        host["slots"][: len(slots)] = slots
+        updates = self._table_updates_that_fit(plan.table_updates, len(host["table_updates"]))
+        _fill_table_updates(host["table_updates"], updates, null)
+        self._pools, self._state, hidden, rows = self._call(("decode", batch), self._pools, self._state, buffer)
+        return hidden, rows
+
+    def _run_mixed(self, plan: StepPlan, bucket: int | None = None) -> tuple[jax.Array, programs.Rows, jax.Array]:
+        chunks, num_decodes = plan.chunks, len(plan.decode_slots)
+        num_tokens = num_decodes + sum(len(chunk.token_ids) for chunk in chunks)
+        tokens = bucket or bucket_for(num_tokens, self._config.token_buckets)
+        null = self._config.null_slot
+        buffer, host = programs.mixed_layout(self._config, tokens).new(slots=null, query_lens=0, kinds=0, tokens=0)
+        host["slots"][:num_decodes] = plan.decode_slots
+        host["query_lens"][:num_decodes] = 1
+        host["kinds"][:num_decodes] = RowKind.DECODE | RowKind.SAMPLES
+        first = num_decodes
+        for row, chunk in enumerate(chunks, start=num_decodes):
+            host["slots"][row] = chunk.slot
+            host["query_lens"][row] = len(chunk.token_ids)
+            host["kinds"][row] = RowKind.SAMPLES if chunk.samples else 0
+            host["tokens"][first : first + len(chunk.token_ids)] = chunk.token_ids
+            first += len(chunk.token_ids)
+        updates = self._table_updates_that_fit(plan.table_updates, len(host["table_updates"]))
+        _fill_table_updates(host["table_updates"], updates, null)
+        self._pools, self._state, hidden, rows, all_hidden = self._call(
+            ("mixed", tokens), self._pools, self._state, buffer
+        )
+        return hidden, rows, all_hidden
+
+    def _run_sample(self, hidden: jax.Array, rows: programs.Rows, variant: SamplingVariant) -> programs.SampleResult:
+        full = None
+        if variant == SamplingVariant.FULL:
+            self._ensure_full_state()
+            full = self._full
+        key = ("sample", hidden.shape[0], variant)
+        self._state, full, result = self._call(key, hidden, rows, self._state, self._sampling, full)
+        if variant == SamplingVariant.FULL:
+            self._full = full
+        return result
+
+    def _run_prompt_logprobs(
+        self, plan: StepPlan, all_hidden: jax.Array | None
+    ) -> tuple[sampler.TokenLogprobs | None, list[tuple[int, int, int]]]:
+        scored = []
+        first = len(plan.decode_slots)
+        for row, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
+            if chunk.prompt_logprob_targets is not None:
+                scored.append((row, first, chunk))
+            first += len(chunk.token_ids)
+        if not scored:
+            return None, []
+        targets = np.zeros((all_hidden.shape[0],), np.int32)
+        for _, first, chunk in scored:
+            targets[first : first + len(chunk.token_ids)] = chunk.prompt_logprob_targets
+        scores = self._call(("prompt_logprobs", all_hidden.shape[0]), all_hidden, targets)
+        return scores, [(row, first, first + len(chunk.token_ids)) for row, first, chunk in scored]
+
+    # ----------------------------------------------------------------------------------------- plumbing
+
+    def _table_updates_that_fit(self, updates: np.ndarray, room: int) -> np.ndarray:
+        """What a step's own buffer can carry; any surplus goes ahead through `update`."""
+        while len(updates) > room:
+            self._update(updates[:0, 0], (), updates[:TABLE_UPDATES_PER_UPDATE])
+            updates = updates[TABLE_UPDATES_PER_UPDATE:]
+        return updates
+
+    def _call(self, key: Key, *args: object) -> Any:
+        program = self._programs[key]
+        if program.takes is None:
+            return program.executable(*args)
+        return program.executable(self._arguments[program.takes], *args)
+
+
+def _fill_table_updates(field: np.ndarray, updates: np.ndarray, null_slot: int) -> None:
+    field[: len(updates)] = updates
+    field[len(updates) :] = (null_slot, 0, NULL_BLOCK)

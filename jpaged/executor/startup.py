@@ -1,0 +1,164 @@
+"""From a model directory to a runner that is ready: plan memory, load weights and compile side by side, warm up."""
+
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.config import EngineArgs
+from jpaged.errors import InvalidParameterError, OutOfMemoryError
+from jpaged.executor import sampler
+from jpaged.executor.buckets import geometric_buckets
+from jpaged.executor.compilation import Compiler, abstract_pools, enable_persistent_cache
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.memory import MemoryPlan, free_device_memory, plan_memory, reserve_device_memory
+from jpaged.executor.runner import Runner
+from jpaged.executor.state import initial_slot_state
+from jpaged.models import Model, ModelConfig, build, load
+
+NOMINAL_BLOCKS = 1024
+"""Blocks of the pool that programs are analysed with, before its size is known."""
+
+
+@dataclass
+class Startup:
+    """A runner and what is known of it. `seconds` is by phase; loading and compiling overlap."""
+
+    runner: Runner
+    model: Model
+    config: ExecutorConfig
+    memory: MemoryPlan
+    num_programs: int
+    device: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def table(self, name: str) -> str:
+        """What a user wants to know at start, in a few lines."""
+        tokens = (self.config.num_blocks - 1) * self.config.block_size
+        concurrency = tokens / self.config.max_model_len
+        phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
+        rows = [
+            (
+                "model",
+                f"{name} ({self.model.config.architecture}, {self.model.num_parameters / 1e6:,.1f} M parameters)",
+            ),
+            ("device", self.device),
+            ("weights", f"{_size(self.memory.weights)} in {np.dtype(self.model.dtype).name}"),
+            ("KV pool", f"{_size(self.memory.pool)}: {self.config.num_blocks:,} blocks, {tokens:,} tokens"),
+            ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
+            ("programs", f"{self.num_programs} compiled, {_size(self.memory.programs)} reserved for their temporaries"),
+            ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
+        ]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows)
+
+
+def start(args: EngineArgs, directory: Path) -> Startup:
+    """Builds a runner for the model in `directory`.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: the model cannot be loaded.
+        OutOfMemoryError: it does not fit, or max_model_len does not.
+        InvalidParameterError: max_model_len exceeds the model's context.
+    """
+    seconds: dict[str, float] = {}
+    reserve_device_memory(args.gpu_memory_utilization)
+    enable_persistent_cache()
+    device = jax.devices()[0]
+
+    model_config = ModelConfig.from_directory(directory)
+    # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.
+    model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
+    dtype = model.dtype
+    limit = free_device_memory(device)
+    config = executor_config(args, model_config, limit)
+
+    with ThreadPoolExecutor(1) as loader:
+        with _timed(seconds, "plan memory"):
+            loading = loader.submit(load, model, directory, args.load_format, seed=args.seed, progress=args.verbose)
+            memory = plan_memory(model, config, dtype, limit, args.num_gpu_blocks_override)
+            config = _fit_to_pool(config, memory, args.max_model_len)
+        with _timed(seconds, "compile"):
+            compiler = Compiler(model, config, dtype)
+            compiler.submit_all()
+            programs = compiler.results(progress=args.verbose and sys.stderr.isatty())
+        with _timed(seconds, "load weights"):  # what loading takes beyond the phases it ran beside
+            weights = loading.result()
+
+    with _timed(seconds, "warm up"):
+        pools = tuple(jnp.zeros(pool.shape, pool.dtype) for pool in abstract_pools(config, model, dtype))
+        runner = Runner(
+            config,
+            programs,
+            model_config.vocab_size,
+            weights,
+            model.head_weights(weights),
+            pools,
+            initial_slot_state(config),
+            sampler.init_state(config.max_num_seqs),
+        )
+        runner.warm_up()
+    return Startup(runner, model, config, memory, len(programs), device.device_kind, seconds)
+
+
+def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> ExecutorConfig:
+    """Shapes for this model and device, the number of blocks nominal."""
+    if args.max_model_len is not None and args.max_model_len > model.max_position_embeddings:
+        raise InvalidParameterError(
+            f"max_model_len={args.max_model_len} exceeds the {model.max_position_embeddings} positions the model has; "
+            f"lower it."
+        )
+    on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
+    # A CPU compiles as slowly as it runs, so it gets fewer programs with more padding in each.
+    factor = 4 if on_cpu else 2
+    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 1024 if large else 256)
+    budget = args.max_num_batched_tokens or (512 if on_cpu else 8192)
+    token_buckets = args.token_buckets or geometric_buckets(min(16, budget), budget, factor)
+    decode_buckets = args.decode_buckets or geometric_buckets(1, max_num_seqs, factor)
+    for name, buckets, last, what in (
+        ("token_buckets", token_buckets, budget, "max_num_batched_tokens"),
+        ("decode_buckets", decode_buckets, max_num_seqs, "max_num_seqs"),
+    ):
+        if buckets[-1] != last:
+            raise InvalidParameterError(f"{name} must end with {what}={last}, got {buckets}.")
+    return ExecutorConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=args.max_model_len or model.max_position_embeddings,
+        block_size=args.block_size,
+        num_blocks=args.num_gpu_blocks_override or NOMINAL_BLOCKS,
+        decode_buckets=decode_buckets,
+        token_buckets=token_buckets,
+    )
+
+
+def _fit_to_pool(config: ExecutorConfig, memory: MemoryPlan, asked: int | None) -> ExecutorConfig:
+    capacity = (memory.num_blocks - 1) * config.block_size
+    if asked is not None and asked > capacity:
+        raise OutOfMemoryError(
+            f"max_model_len={asked} does not fit the KV pool, which holds {capacity} tokens "
+            f"({memory.num_blocks - 1} blocks of {config.block_size}). Lower max_model_len, or enlarge the pool by "
+            f"gpu_memory_utilization or num_gpu_blocks_override."
+        )
+    return replace(config, num_blocks=memory.num_blocks, max_model_len=min(config.max_model_len, capacity))
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - begun
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.2f} GiB"
