@@ -1,0 +1,93 @@
+"""The engine's loop: plan a step, dispatch it, and read an earlier one's tokens.
+
+    EngineCore(scheduler, executor)
+        .add_request(request)            raises what `Scheduler.add` raises; nothing is left behind
+        .step() -> [RequestUpdate]       one turn; requests that finished, and tokens of those that report each
+        .abort(request_ids) -> [Request] in any state; unknown or finished ids are passed over
+        .finish(request_id, stop_reason) a stop string was found: drop what is in flight for it
+        .has_unfinished()                whether `step` has anything left to do
+        .stats() .reset_prefix_cache() .check_integrity()
+
+With `pipeline_depth` d a step's results are read when d later ones have been dispatched, so that planning, reading
+and detokenizing happen while the device runs. Depth 0 is the plain loop, and gives the same tokens:
+
+    depth 0   plan 0, run 0, read 0,   plan 1, run 1, read 1,   ...
+    depth 2   plan 0, plan 1, plan 2, read 0,   plan 3, read 1,   ...
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from jpaged.engine.interface import Executor, StepHandle, StepPlan
+from jpaged.engine.request import Request
+from jpaged.engine.scheduler import RequestUpdate, Scheduler
+from jpaged.engine.stats import EngineStats
+from jpaged.errors import EngineDeadError
+
+
+class EngineCore:
+    """Joins a scheduler and an executor. Not thread-safe: one thread calls it."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+        self._depth = scheduler.config.pipeline_depth
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            InvalidPromptError, OutOfMemoryError, InvalidParameterError: as `Scheduler.add`.
+        """
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """Ends requests, whatever their state, with finish_reason "abort" and the tokens read so far.
+
+        Returns: those that were unfinished; no update will come for them.
+        """
+        aborted = (self.scheduler.abort(request_id) for request_id in request_ids)
+        return [request for request in aborted if request is not None]
+
+    def finish(self, request_id: str, stop_reason: int | str | None) -> Request | None:
+        """Ends a running request whose text reached a stop string; no further update will come for it.
+
+        Returns: the request, or None if there is none unfinished of this id.
+        """
+        return self.scheduler.finish(request_id, "stop", stop_reason)
+
+    def step(self) -> list[RequestUpdate]:
+        """Dispatches a step if one can be planned, and reads the oldest once more than `pipeline_depth` are in
+        flight or none could be planned.
+
+        Raises:
+            EngineDeadError: requests are left, yet nothing can run.
+        """
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._in_flight.append((plan, self._executor.execute(plan)))
+            if len(self._in_flight) <= self._depth:
+                return []
+        elif not self._in_flight:
+            if self.has_unfinished():
+                raise EngineDeadError(f"{self.scheduler.num_unfinished} requests are left, but none can run.")
+            return []
+        oldest, handle = self._in_flight.popleft()
+        return self.scheduler.update(oldest, handle.result())
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs. Steps that outlived their requests may still be in flight."""
+        return self.scheduler.num_unfinished > 0
+
+    def stats(self) -> EngineStats:
+        """A snapshot of counters and occupancy."""
+        return self.scheduler.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all prefixes. Returns False, and does nothing, while requests run."""
+        return self.scheduler.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raises EngineDeadError if blocks, tables, slots and queue disagree."""
+        self.scheduler.check_integrity()

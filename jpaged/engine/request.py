@@ -1,0 +1,144 @@
+"""One request and where it stands: waiting -> running (-> preempted -> running)* -> finished."""
+
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+
+from jpaged.engine.interface import SamplingVariant
+from jpaged.errors import InvalidParameterError, InvalidPromptError
+from jpaged.outputs import PositionLogprobs, RequestStateStats
+from jpaged.sampling_params import MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+_TOKEN_LIMIT = 2**31
+
+
+class RequestStatus(IntEnum):
+    WAITING = 0  # never ran
+    RUNNING = 1  # has a slot
+    PREEMPTED = 2  # waits again, with the tokens that it has generated
+    FINISHED = 3
+
+
+class Request:
+    """A prompt, how to sample after it, and what has come of it.
+
+    Args:
+        request_id: unique among the unfinished requests of an engine.
+        prompt_token_ids: at least one token.
+        sampling: its parameters.
+        eos_token_ids: the model's end-of-sequence tokens; they stop the request unless `sampling.ignore_eos`.
+        bad_words_token_ids: `sampling.bad_words` as token sequences.
+        priority: under the policy "priority", lower runs first.
+        cache_salt: prefix blocks are shared only between requests of equal salt.
+        arrival_time: seconds of `time.monotonic()`; None: now.
+
+    Attributes, kept by the scheduler:
+        stop_token_ids: tokens that stop it, end-of-sequence tokens included unless ignored.
+        max_len: total length in tokens at which it ends; set by `Scheduler.add`.
+        output_token_ids: generated tokens. Up to date at every token if `reports_each_token`, otherwise when the
+            request finishes.
+        logprobs: by generated token, where asked for; decoded_token is None.
+        prompt_logprobs: by prompt token, None for the first, where asked for; decoded_token is None.
+        finish_reason, stop_reason: as in `CompletionOutput`; None while unfinished.
+        num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
+        stats: when things happened to it.
+
+    Raises:
+        InvalidPromptError: the prompt is empty or holds something other than token ids.
+        InvalidParameterError: more stop tokens than the device tests.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        bad_words_token_ids: Sequence[Sequence[int]] = (),
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = _as_token_array(request_id, prompt_token_ids)
+        self.sampling = sampling
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self._eos_token_ids = () if sampling.ignore_eos else tuple(dict.fromkeys(eos_token_ids))
+        self.stop_token_ids = tuple(dict.fromkeys((*self._eos_token_ids, *(sampling.stop_token_ids or ()))))
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidParameterError(
+                f"stop_token_ids and the end-of-sequence tokens come to {len(self.stop_token_ids)} tokens; at most "
+                f"{MAX_STOP_TOKEN_IDS} are tested. Name fewer."
+            )
+        self.bad_words_token_ids = tuple(tuple(word) for word in bad_words_token_ids)
+        self.reports_each_token = sampling.output_kind != RequestOutputKind.FINAL_ONLY or bool(sampling.stop)
+        self.variant = (
+            SamplingVariant.FULL
+            if sampling.needs_full_variant
+            else SamplingVariant.GREEDY
+            if sampling.greedy
+            else SamplingVariant.SAMPLING
+        )
+
+        self.status = RequestStatus.WAITING
+        self.arrival_number = -1
+        self.max_len = 0
+        self.seed = 0
+        self.slot = -1
+        self.output_token_ids: list[int] = []
+        self.num_reported_tokens = 0
+        self.logprobs: list[PositionLogprobs] | None = None if sampling.logprobs is None else []
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = (
+            None if sampling.prompt_logprobs is None else [None]
+        )
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.num_cached_tokens = 0
+        self.block_digests: list[bytes] = []
+        self.num_registered_blocks = 0
+        self.stats = RequestStateStats(arrival_time=time.monotonic() if arrival_time is None else arrival_time)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.status == RequestStatus.FINISHED
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt were asked for and some are missing yet."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len
+
+    def known_token_ids(self) -> np.ndarray:
+        """The prompt and, for a request without a slot, all that it has generated: int32 [n], not to be written."""
+        if not self.output_token_ids:
+            return self.prompt_token_ids
+        return np.concatenate([self.prompt_token_ids, np.array(self.output_token_ids, np.int32)])
+
+    def stop_reason_of(self, token_id: int) -> int | None:
+        """What `stop_reason` says when this token stopped the request: None for an end-of-sequence token."""
+        return None if token_id in self._eos_token_ids else token_id
+
+
+def _as_token_array(request_id: str, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    try:
+        array = np.asarray(token_ids)
+    except ValueError:
+        array = np.zeros((0, 0), np.object_)
+    if array.size == 0 and array.ndim == 1:
+        raise InvalidPromptError(f"The prompt of request {request_id!r} is empty; give at least one token.")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidPromptError(f"The prompt of request {request_id!r} must be a list of integer token ids.")
+    if array.min() < 0 or array.max() >= _TOKEN_LIMIT:
+        wrong = array[(array < 0) | (array >= _TOKEN_LIMIT)][0]
+        raise InvalidPromptError(f"The prompt of request {request_id!r} holds {wrong}, which is no token id.")
+    return array.astype(np.int32)

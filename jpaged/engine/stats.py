@@ -1,0 +1,53 @@
+"""What the engine counts, for `get_metrics()`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot.
+
+    num_running, num_waiting: requests now; preempted ones wait.
+    num_steps, num_preemptions, num_finished: totals; aborted requests count as finished.
+    prompt_tokens: of requests admitted, prefix hits included. generated_tokens: those the host has read.
+    prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found, in tokens.
+    num_blocks, num_used_blocks: blocks that can be allocated, and those referenced now.
+    num_cached_blocks: blocks, free or not, that a prefix could hit.
+    tokens_held, token_slots: tokens in the referenced blocks (a shared one counts once), and what they could hold.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_preemptions: int
+    num_finished: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    tokens_held: int
+    token_slots: int
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """The fraction of the pool's blocks in use."""
+        return self.num_used_blocks / self.num_blocks
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """The fraction of queried prompt tokens that were found; 0 before the first query."""
+        return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else 0.0

@@ -1,0 +1,40 @@
+"""Requests that wait for a slot, in the order in which they are to get one."""
+
+import heapq
+
+from jpaged.engine.request import Request, RequestStatus
+
+
+class WaitingQueue:
+    """A heap in policy order: "fcfs" by arrival, "priority" by priority and then arrival.
+
+    A preempted request arrived before all that never ran (or outranks them), so it comes back to the front.
+    """
+
+    def __init__(self, by_priority: bool) -> None:
+        self._by_priority = by_priority
+        self._heap: list[tuple[int, int, Request]] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, request: Request) -> None:
+        rank = request.priority if self._by_priority else 0
+        heapq.heappush(self._heap, (rank, request.arrival_number, request))
+        self._size += 1
+
+    def peek(self) -> Request | None:
+        """The request whose turn it is; None if none waits."""
+        while self._heap and self._heap[0][2].status == RequestStatus.FINISHED:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> Request:
+        """Removes and returns what `peek` showed."""
+        self._size -= 1
+        return heapq.heappop(self._heap)[2]
+
+    def count_out(self) -> None:
+        """Says that one of the waiting requests has finished; its entry is dropped when it comes up."""
+        self._size -= 1

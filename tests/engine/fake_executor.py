@@ -1,0 +1,244 @@
+"""An executor that keeps what the device would keep, and checks every plan against it.
+
+Plans are run when their results are asked for, in order, so a plan that the scheduler goes on writing to, or one that
+relies on something not yet run, shows. Instead of keys and values a block holds, for each token, a fingerprint of all
+tokens up to it, which is exactly what keys and values depend on. A row that reads a block of another sequence, a
+stale one, or one not yet written, fails.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.config import SchedulerConfig
+from jpaged.engine.interface import (
+    NO_TOKEN,
+    NULL_BLOCK,
+    FinishCode,
+    Logprobs,
+    SamplingVariant,
+    SlotStart,
+    StepPlan,
+    StepResult,
+)
+
+VOCAB_SIZE = 97
+TOP_K = 20
+_MASK = 2**62 - 1
+
+
+def fingerprint(previous: int, token_id: int) -> int:
+    """What the cache holds for a token, given what it holds for the token before (0 for none)."""
+    return (previous * 6364136223846793005 + (token_id + 1) * 1442695040888963407 + 99991) & _MASK
+
+
+def next_token(last_fingerprint: int, seed: int, position: int) -> int:
+    """The token that the fake model samples at a position."""
+    return fingerprint(last_fingerprint ^ (seed & _MASK), position) % VOCAB_SIZE
+
+
+def logprob_of(last_fingerprint: int, token_id: int) -> float:
+    """The log-probability that the fake model gives a token."""
+    return -float(np.float32((last_fingerprint >> 7) % 1000 + token_id) / 64)
+
+
+def reference_tokens(prompt: Sequence[int], seed: int, max_len: int, stop_token_ids: Sequence[int] = ()) -> list[int]:
+    """What a request must generate, whatever happens around it."""
+    last = 0
+    for token in prompt:
+        last = fingerprint(last, int(token))
+    output: list[int] = []
+    while len(prompt) + len(output) < max_len:
+        token = next_token(last, seed, len(prompt) + len(output))
+        output.append(token)
+        if token in stop_token_ids:
+            break
+        last = fingerprint(last, token)
+    return output
+
+
+@dataclass
+class _Slot:
+    start: SlotStart
+    tokens: list[int]
+    prints: list[int]
+    blocks: list[int]
+    num_computed: int
+    active: bool = True
+
+
+class FakeHandle:
+    def __init__(self, executor: "FakeExecutor", plan: StepPlan) -> None:
+        self.plan = plan
+        self.computed: StepResult | None = None
+        self._executor = executor
+
+    def result(self) -> StepResult:
+        self._executor.run_until(self)
+        assert self.computed is not None
+        return self.computed
+
+
+class FakeExecutor:
+    """Args:
+    on_execute: called with each plan as it is dispatched.
+    """
+
+    def __init__(self, config: SchedulerConfig, on_execute: Callable[[StepPlan], None] | None = None) -> None:
+        self.config = config
+        self.plans: list[StepPlan] = []
+        self._on_execute = on_execute
+        self._queue: deque[FakeHandle] = deque()
+        self._slots: dict[int, _Slot] = {}
+        self._content = np.zeros((config.num_blocks, config.block_size), np.int64)
+        self._written: set[int] = set()
+
+    def execute(self, plan: StepPlan) -> FakeHandle:
+        assert plan.step_id == len(self.plans)
+        self.plans.append(plan)
+        if self._on_execute is not None:
+            self._on_execute(plan)
+        handle = FakeHandle(self, plan)
+        self._queue.append(handle)
+        return handle
+
+    def run_until(self, handle: FakeHandle) -> None:
+        while handle.computed is None:
+            oldest = self._queue.popleft()
+            oldest.computed = self._run(oldest.plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self._check_sizes(plan)
+        for slot in plan.ends.tolist():
+            self._slots[slot].active = False
+        for start in plan.starts:
+            self._start(start)
+        for slot, index, block_id in plan.table_updates.tolist():
+            state = self._slots[slot]
+            assert index == len(state.blocks), "table updates append"
+            state.blocks.append(block_id)
+        self._written.clear()
+        for slot in plan.decode_slots.tolist():
+            self._write_decode(self._slots[slot])
+        for chunk in plan.chunks:
+            self._write_chunk(self._slots[chunk.slot], chunk.start, chunk.token_ids.tolist())
+        return self._sample(plan)
+
+    def _check_sizes(self, plan: StepPlan) -> None:
+        rows = plan.decode_slots.tolist() + [chunk.slot for chunk in plan.chunks]
+        assert 0 < len(rows) == len(set(rows)) <= self.config.max_num_seqs
+        num_tokens = len(plan.decode_slots) + sum(len(chunk.token_ids) for chunk in plan.chunks)
+        assert num_tokens <= self.config.max_num_batched_tokens
+        assert all(len(chunk.token_ids) for chunk in plan.chunks)
+        for array in (plan.ends, plan.decode_slots, plan.table_updates):
+            assert array.dtype == np.int32
+
+    def _start(self, start: SlotStart) -> None:
+        old = self._slots.get(start.slot)
+        assert old is None or not old.active, f"slot {start.slot} starts anew while it is active"
+        tokens = start.token_ids.tolist()
+        prints: list[int] = []
+        for token in tokens:
+            prints.append(fingerprint(prints[-1] if prints else 0, token))
+        assert start.num_computed_tokens < len(tokens) < start.max_len <= self.config.max_model_len
+        self._slots[start.slot] = _Slot(start, tokens, prints, start.block_ids.tolist(), start.num_computed_tokens)
+
+    def _write_decode(self, state: _Slot) -> None:
+        if state.active:
+            assert state.num_computed == len(state.tokens) - 1, "a decode row computes the last token"
+            self._write(state)
+        else:
+            self._content[NULL_BLOCK] = -1
+
+    def _write_chunk(self, state: _Slot, start: int, token_ids: list[int]) -> None:
+        assert state.active
+        assert start == state.num_computed
+        assert token_ids == state.tokens[start : start + len(token_ids)]
+        for _ in token_ids:
+            self._write(state)
+
+    def _write(self, state: _Slot) -> None:
+        """Computes one more token of the sequence, into a block that nobody else has in their table."""
+        index, offset = divmod(state.num_computed, self.config.block_size)
+        block_id = state.blocks[index]
+        assert block_id != NULL_BLOCK
+        sharers = [other for other in self._slots.values() if other.active and block_id in other.blocks]
+        assert sharers == [state] or self._others_hit_it_now(state, sharers, index), "a shared block is written to"
+        self._content[block_id, offset] = state.prints[state.num_computed]
+        state.num_computed += 1
+
+    def _others_hit_it_now(self, state: _Slot, sharers: list[_Slot], index: int) -> bool:
+        """A prefix hit in the very plan that fills the block: the others count its tokens as computed already."""
+        covered = (index + 1) * self.config.block_size
+        return all(other is state or other.num_computed >= covered for other in sharers)
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        rows = [(slot, True) for slot in plan.decode_slots.tolist()]
+        rows += [(chunk.slot, chunk.samples) for chunk in plan.chunks]
+        token_ids = np.full((len(rows),), NO_TOKEN, np.int32)
+        codes = np.zeros((len(rows),), np.uint8)
+        logprobs = _empty_logprobs(len(rows)) if plan.variant == SamplingVariant.FULL else None
+        for row, (slot, samples) in enumerate(rows):
+            state = self._slots[slot]
+            if not state.active:
+                continue
+            self._check_reads(state)
+            start = state.start
+            assert plan.variant >= needed_variant(start)
+            assert samples == (state.num_computed == len(state.tokens))
+            if not samples:
+                continue
+            token = next_token(state.prints[-1], start.seed, len(state.tokens))
+            if logprobs is not None:
+                _fill_logprobs(logprobs, row, state.prints[-1], token)
+            token_ids[row] = token
+            state.prints.append(fingerprint(state.prints[-1], token))
+            state.tokens.append(token)
+            if token in start.stop_token_ids:
+                codes[row] = FinishCode.STOP
+            elif len(state.tokens) == start.max_len:
+                codes[row] = FinishCode.LENGTH
+            state.active = codes[row] == FinishCode.RUNNING
+        return StepResult(token_ids, codes, logprobs, self._prompt_logprobs(plan))
+
+    def _check_reads(self, state: _Slot) -> None:
+        size, n = self.config.block_size, state.num_computed
+        held = self._content[state.blocks[: -(-n // size)]].reshape(-1)[:n]
+        wrong = np.flatnonzero(held != np.array(state.prints[:n], np.int64))
+        assert not len(wrong), f"position {wrong[0]} of slot {state.start.slot} reads what is not its own"
+
+    def _prompt_logprobs(self, plan: StepPlan) -> dict[int, Logprobs]:
+        found = {}
+        for row, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
+            if chunk.prompt_logprob_targets is None:
+                continue
+            found[row] = _empty_logprobs(len(chunk.token_ids))
+            prints = self._slots[chunk.slot].prints
+            for i, target in enumerate(chunk.prompt_logprob_targets.tolist()):
+                if target != NO_TOKEN:
+                    _fill_logprobs(found[row], i, prints[chunk.start + i], target)
+        return found
+
+
+def needed_variant(start: SlotStart) -> SamplingVariant:
+    if start.sampling.needs_full_variant:
+        return SamplingVariant.FULL
+    return SamplingVariant.GREEDY if start.sampling.greedy else SamplingVariant.SAMPLING
+
+
+def _empty_logprobs(n: int) -> Logprobs:
+    return Logprobs(
+        np.zeros((n,), np.float32),
+        np.zeros((n,), np.int32),
+        np.zeros((n, TOP_K), np.int32),
+        np.zeros((n, TOP_K), np.float32),
+    )
+
+
+def _fill_logprobs(logprobs: Logprobs, row: int, last_fingerprint: int, token: int) -> None:
+    logprobs.token_logprobs[row] = logprob_of(last_fingerprint, token)
+    logprobs.token_ranks[row] = TOP_K + 1
+    logprobs.top_ids[row] = np.arange(VOCAB_SIZE, VOCAB_SIZE + TOP_K)
+    logprobs.top_logprobs[row] = [logprob_of(last_fingerprint, -i) for i in range(TOP_K)]
