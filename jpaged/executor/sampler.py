@@ -20,7 +20,7 @@ id) and of nothing else. So it does not depend on the batch, the row, the slot o
 the logits changes a token with probability about e (a draw by inverting the cumulative sum would add the errors up).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -41,6 +41,8 @@ from jpaged.sampling_params import (
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM: float32 logits divided by less say nothing more than the argmax."""
+
+_HIGHEST_TEMPERATURE = 1e30  # its reciprocal is still a normal float32
 
 _TOP_K_BITS = 4  # bits of the threshold fixed by one pass over the logits: 8 passes of 15 counts
 _TOP_P_BITS = 3  # 11 passes of 7 sums; a pass of 15 sums would be bound by arithmetic instead of by memory
@@ -147,14 +149,14 @@ def sample(
     tokens are all masked gets token 0.
     """
     if variant == SamplingVariant.GREEDY:
-        return SampleOutput(_argmax(_without_nan(logits)), None)
+        return SampleOutput(_most_likely(logits), None)
     logprobs = None
     processed = logits
     if variant == SamplingVariant.FULL:
         if full is None:
             raise ValueError("SamplingVariant.FULL needs a FullSamplingState.")
         processed = process_logits(logits, slots, positions, state, full)
-    token_ids = _draw(_without_nan(processed), slots, positions, state, truncates)
+    token_ids = _draw(processed, slots, positions, state, truncates)
     if variant == SamplingVariant.FULL:
         logprobs = logprobs_of(logits, token_ids, num_logprobs)
     return SampleOutput(token_ids, logprobs)
@@ -469,62 +471,65 @@ def _checked_ids(name: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
 def _draw(
     logits: jax.Array, slots: jax.Array, positions: jax.Array, state: SamplingState, truncates: bool
 ) -> jax.Array:
-    """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] without NaN -> int32 [R]."""
+    """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] -> int32 [R]."""
     temperature = state.temperature[slots]
     greedy = temperature < GREEDY_TEMPERATURE
-    temperature = jnp.where(greedy, 1.0, temperature)[:, None]
-    most_likely = _argmax(logits)
-    largest = _finite(jnp.take_along_axis(logits, most_likely[:, None], axis=1))
+    rate = jnp.where(greedy, 1.0, 1.0 / jnp.minimum(temperature, _HIGHEST_TEMPERATURE))[:, None]
+    most_likely = _most_likely(logits)
+    largest = _finite(jnp.take_along_axis(_without_nan(logits), most_likely[:, None], axis=1))
     # The largest is taken off first, so that however low the temperature, the best few tokens stay near zero, where
     # float32 still tells their noise apart.
-    scaled = (logits - largest) / temperature
-    scores = scaled + _gumbel(state.seed[slots], positions, logits.shape[1])
+    scores = (_without_nan(logits) - largest) * rate + _gumbel(state.seed[slots], positions, logits.shape[1])
     if truncates:
-        keep = _kept(logits, scaled, largest, state.top_k[slots], state.top_p[slots], state.min_p[slots])
-        scores = jnp.where(keep, scores, -_INF)
+        lowest = _lowest_kept(logits, largest, rate, state.top_k[slots], state.top_p[slots], state.min_p[slots])
+        scores = jnp.where(logits >= lowest, scores, -_INF)
     return jnp.where(greedy, most_likely, _argmax(scores))
 
 
-def _kept(
-    logits: jax.Array, scaled: jax.Array, largest: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+def _lowest_kept(
+    logits: jax.Array, largest: jax.Array, rate: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:
-    """Which tokens min_p, top_k and top_p leave, in this order: bool [R, V].
+    """The lowest logit that min_p, top_k and top_p leave, in this order: float32 [R, 1].
 
     min_p keeps p >= min_p * p_max. top_k keeps the k most likely, and those tied with the k-th. top_p keeps the fewest
     most likely of what is left whose probabilities reach the share top_p, and those tied with the last of them.
-    logits: float32 [R, V] before temperature, where ties are exact; scaled: (logits - largest) / temperature.
+    Ties are ties of logits before temperature, which may round different ones to the same float.
+    logits: float32 [R, V]; largest, rate: float32 [R, 1], the row's largest logit and 1 / temperature.
+
+    Passes read the logits as they are: a copy with NaN cleaned out, or with exp taken, would have to be written and
+    would double what each pass reads. NaN is at or above no threshold, so it counts for nothing.
     """
     vocab_size = logits.shape[1]
     wanted = jnp.where(top_k <= 0, vocab_size, jnp.minimum(top_k, vocab_size))[:, None]
     one = jnp.ones_like(logits, jnp.int32)
-    at_k = _largest_threshold(lambda t: _sums_above(logits, one, t) >= wanted, logits.shape[0], _TOP_K_BITS)
-    keep = (scaled >= jnp.log(min_p)[:, None]) & (logits >= at_k)
+    lowest = _largest_threshold(logits, one, wanted, _TOP_K_BITS)
+    lowest = jnp.maximum(lowest, largest + jnp.log(min_p)[:, None] / rate)
 
-    mass = jnp.where(keep, jnp.exp(scaled), 0.0)
-    share = top_p[:, None] * jnp.sum(mass, axis=1, keepdims=True)
-    at_p = _largest_threshold(lambda t: _sums_above(logits, mass, t) >= share, logits.shape[0], _TOP_P_BITS)
+    mass = jnp.exp((logits - largest) * rate)
+    share = top_p[:, None] * _sums_above(logits, mass, [lowest])[0]
+    at_p = _largest_threshold(logits, mass, share, _TOP_P_BITS)
     at_p = jnp.minimum(at_p, largest)  # a top_p so small that its share underflows to zero still keeps the best token
-    return keep & ((logits >= at_p) | (top_p >= 1.0)[:, None])
+    return jnp.where(top_p[:, None] < 1.0, jnp.maximum(lowest, at_p), lowest)
 
 
-def _largest_threshold(holds: Callable[[jax.Array], jax.Array], num_rows: int, bits: int) -> jax.Array:
-    """The largest float32 threshold, in each row, for which a condition holds: float32 [R, 1].
+def _largest_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array, bits: int) -> jax.Array:
+    """The largest float32 for which the tokens at or above it still weigh what is wanted: float32 [R, 1].
 
-    holds: float32 [R, n] thresholds -> bool [R, n]; true up to some threshold and false from there on. Where it never
-        holds, minus infinity comes out.
+    logits: float32 [R, V]; weights: [R, V], not negative; wanted: [R, 1]. Where all tokens together weigh less than
+    wanted, minus infinity comes out.
 
     Floats are searched in the order of their bit patterns (negative ones with the bits below the sign flipped), from
     the top: of the 2 ** bits possible values of the next few bits, those that hold are counted, which is their value.
-    So 32 / bits evaluations find it exactly, with no branch and nothing for the host to wait for.
+    So 32 / bits passes over the logits find it exactly, with no branch and nothing for the host to wait for.
     """
-    image = jnp.zeros((num_rows, 1), jnp.uint32)
+    image = jnp.zeros_like(wanted, jnp.uint32)
     shift = 32
     while shift:
         width = min(bits, shift)
         shift -= width
-        steps = jnp.arange(1, 1 << width, dtype=jnp.uint32) << shift
-        digit = jnp.sum(holds(_float_of_image(image + steps)), axis=1, keepdims=True, dtype=jnp.uint32)
-        image = image + (digit << shift)
+        candidates = [_float_of_image(image + np.uint32(digit << shift)) for digit in range(1, 1 << width)]
+        for weight in _sums_above(logits, weights, candidates):
+            image = image + jnp.where(weight >= wanted, np.uint32(1 << shift), np.uint32(0))
     return _float_of_image(image)
 
 
@@ -535,15 +540,15 @@ def _float_of_image(image: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(key ^ ((key >> 31) & np.int32(0x7FFFFFFF)), jnp.float32)
 
 
-def _sums_above(logits: jax.Array, weights: jax.Array, thresholds: jax.Array) -> jax.Array:
-    """Sums of the weights of the tokens at or above each threshold: [R, V], [R, V], [R, n] -> [R, n].
+def _sums_above(logits: jax.Array, weights: jax.Array, thresholds: Sequence[jax.Array]) -> list[jax.Array]:
+    """For each threshold ([R, 1]), the summed weights of the tokens at or above it ([R, 1]).
 
     One reduction of n operands, so that the compiler reads the logits once; as n reductions it makes 2 n kernels.
     """
-    operands = [jnp.where(logits >= thresholds[:, i : i + 1], weights, 0) for i in range(thresholds.shape[1])]
+    operands = [jnp.where(logits >= threshold, weights, 0) for threshold in thresholds]
     zero = np.zeros((), weights.dtype)
     sums = lax.reduce(operands, [zero] * len(operands), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], [1])
-    return jnp.stack(sums, axis=1)
+    return [total[:, None] for total in sums]
 
 
 def _gumbel(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
@@ -591,6 +596,10 @@ def _threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array
 
 def _argmax(values: jax.Array) -> jax.Array:
     return jnp.argmax(values, axis=1).astype(jnp.int32)
+
+
+def _most_likely(logits: jax.Array) -> jax.Array:
+    return _argmax(_without_nan(logits))
 
 
 def _without_nan(logits: jax.Array) -> jax.Array:
