@@ -1,0 +1,600 @@
+"""Token ids to text, one token at a time: characters split over tokens, stop strings, streamed deltas.
+
+    token ids --stream--> text so far                      what a caller may see
+                          [ settled      | provisional ]   [ settled, less what may begin a stop string ]
+
+What the text is. Let D be `tokenizer.decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=False)`.
+The text of an output is `D(prompt + output)` without its beginning `D(prompt)`: so a first token that carries a
+space keeps it, as it stands after a prompt. Two cases need more words:
+
+- A prompt that ends inside a character (`prompt_token_ids` cut anywhere) leaves that character to the output. With
+  `tail` for the tokens that hold its bytes, the text is `D(context + tail + output)` without `D(context)`.
+- `tokenizers`' ByteFallback replaces *every* byte of a run of byte tokens by U+FFFD when any of them is invalid. A
+  run is therefore provisional until it ends: its characters are searched for stop strings at once, but streamed
+  when the next ordinary token, or the end, has settled them. A run does not reach back into the prompt.
+
+Clean-up of spaces is left out because it rewrites text that was streamed already (" ." becomes "."), and damages
+code; transformers leaves it out too for byte-pair tokenizers.
+
+Cost: a token is looked up in a table of pieces that fills as tokens occur, about 1 us each; nothing is decoded twice.
+The table covers ByteLevel and the sentencepiece decoders (Replace, Metaspace, ByteFallback, Fuse, Strip) and is
+checked against the tokenizer's own decode before it is trusted; any other tokenizer is decoded over a short window.
+`tokenizers.decoders.DecodeStream` is not used: in 0.23 it raises "Invalid prefix encountered" when a byte run turns
+out invalid after a whole character, and re-decodes all pending tokens (quadratic) while the text ends in U+FFFD.
+"""
+
+import codecs
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from jpaged.sampling_params import SamplingParams
+
+REPLACEMENT = "\ufffd"
+"""Stands for bytes that are no UTF-8."""
+
+MAX_INCOMPLETE_BYTES = 3
+"""Bytes a character may have before it is complete."""
+
+
+class Detokenizer:
+    """The text of one sequence, as its tokens arrive.
+
+        d = Detokenizer(tokenizer, prompt_token_ids, params)
+        stop = d.append(token_ids)          # the stop string that ended it, or None
+        delta = d.next_delta()              # what is new and decided
+        ...
+        delta = d.next_delta(finished=True) # the rest; d.text is now complete
+
+    Args:
+        tokenizer: a transformers tokenizer, or a `jpaged.engine.tokenizer.Tokenizer`.
+        prompt_token_ids: the prompt, for its last characters; it is never searched for stop strings.
+        params: reads `stop`, `include_stop_str_in_output`, `skip_special_tokens` and `min_tokens`.
+
+    Attributes:
+        num_output_tokens: tokens that belong to the output: all that were appended, or, once a stop string was met,
+            those up to the one that completed it.
+        stop_string: the stop string that ended the output, or None.
+
+    Not thread safe: one sequence, one owner. The tables behind it are shared, and safe to share.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.num_output_tokens = 0
+        self.stop_string: str | None = None
+        self._stream = token_decoder(tokenizer, params.skip_special_tokens).stream(prompt_token_ids)
+        self._checker = StopChecker(params.stop_strings) if params.stop_strings else None
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._buffer = io.StringIO()  # settled and provisional text; appends are amortised O(1), unlike str's
+        self._length = 0  # characters in the buffer
+        self._sent = 0  # characters that `next_delta` has returned
+        self._finished = False
+
+    def append(self, token_ids: Sequence[int], *, stop_token: bool = False) -> str | None:
+        """Takes the next tokens; returns the stop string that they complete, if any.
+
+        A stop string counts from the first token after `min_tokens`. When several are found with one token, the one
+        that begins first ends the output, and of those the shortest. Tokens after the one that completes it are
+        surplus: they are dropped, now and in later calls.
+
+        Args:
+            token_ids: sampled tokens, in order. Ids that the tokenizer does not know have no text.
+            stop_token: the last of them is a stop token (or the end-of-sequence token) that ended the sequence. Its
+                text is left out unless `include_stop_str_in_output`; it counts as an output token.
+        """
+        if self.stop_string is not None or self._finished:
+            return self.stop_string
+        num_with_text = len(token_ids) - (stop_token and not self._include_stop)
+        for i in range(num_with_text):
+            self.num_output_tokens += 1
+            retracted, new = self._stream.push(token_ids[i])
+            if (retracted or new) and self._write(retracted, new):
+                return self.stop_string
+        self.num_output_tokens += len(token_ids) - num_with_text
+        return None
+
+    def finish(self) -> None:
+        """No more tokens will come: releases what was held back, an incomplete character as U+FFFD."""
+        if not self._finished and self.stop_string is None:
+            retracted, new = self._stream.flush()
+            self._replace(retracted, new)
+        self._finished = True
+
+    def next_delta(self, finished: bool = False) -> str:
+        """The text decided since the last call. `finished` says that no more tokens will come."""
+        if finished:
+            self.finish()
+        end = self._visible_length()
+        if end <= self._sent:
+            return ""
+        self._buffer.seek(self._sent)
+        self._sent = end
+        return self._buffer.read(end - self._buffer.tell())
+
+    @property
+    def text(self) -> str:
+        """The text decided so far, cut at the stop string; complete after a stop string or `finish`. O(its length)."""
+        return self._buffer.getvalue()[: self._visible_length()]
+
+    def _visible_length(self) -> int:
+        if self._finished or self.stop_string is not None:
+            return self._length
+        provisional = self._stream.provisional
+        settled = self._length - provisional
+        if self._checker is None or self._include_stop:
+            return settled
+        tail = self._read_tail(self._checker.max_length - 1 + provisional)
+        visible = self._length - self._checker.held_back(tail)
+        if provisional:  # should it be retracted, the settled text alone may begin a stop string
+            visible = min(visible, settled - self._checker.held_back(tail[: len(tail) - provisional]))
+        return visible
+
+    def _write(self, retracted: int, new: str) -> bool:
+        """Appends text; returns whether it ends the output."""
+        self._replace(retracted, new)
+        if self._checker is None or self.num_output_tokens <= self._min_tokens:
+            return False
+        tail = self._read_tail(self._checker.max_length - 1 + len(new))
+        found = self._checker.find(tail, len(new))
+        if found is None:
+            return False
+        self.stop_string, start = found
+        self._length += start - len(tail) + (len(self.stop_string) if self._include_stop else 0)
+        return True
+
+    def _replace(self, retracted: int, new: str) -> None:
+        if retracted:
+            self._length -= retracted
+            self._buffer.truncate(self._length)
+        self._buffer.seek(self._length)
+        self._buffer.write(new)
+        self._length += len(new)
+
+    def _read_tail(self, length: int) -> str:
+        self._buffer.seek(max(0, self._length - length))
+        return self._buffer.read()
+
+
+class StopChecker:
+    """Searches text that grows for the strings that end it.
+
+    Args:
+        stop: the stop strings, none of them empty.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(sorted(set(stop), key=len))
+        self.max_length = len(self._stop[-1])
+
+    def find(self, text: str, num_new: int) -> tuple[str, int] | None:
+        """The stop string that begins first in `text`, of those that end within its last `num_new` characters.
+
+        Returns:
+            The string (the shortest, if two begin together) and its index in `text`, or None.
+        """
+        found: tuple[str, int] | None = None
+        first_new = len(text) - num_new
+        for stop in self._stop:
+            index = text.find(stop, max(0, first_new - len(stop) + 1))
+            if index >= 0 and (found is None or index < found[1]):
+                found = (stop, index)
+        return found
+
+    def held_back(self, text: str) -> int:
+        """How many characters at the end of `text` may be the beginning of a stop string."""
+        held = 0
+        for stop in self._stop:
+            index = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while index >= 0 and not stop.startswith(text[index:]):
+                index = text.find(stop[0], index + 1)
+            if index >= 0:
+                held = max(held, len(text) - index)
+        return held
+
+
+def decode_token(tokenizer: Any, token_id: int) -> str:
+    """A token's own text, as it stands inside a text; special tokens by name, fragments of characters as U+FFFD."""
+    return token_decoder(tokenizer, skip_special_tokens=False).token_text(token_id)
+
+
+class TextStream(Protocol):
+    """Tokens in, text out. `push` and `flush` return how many of the last characters are withdrawn, and new ones."""
+
+    provisional: int
+    """Characters at the end of the text that a later token may withdraw."""
+
+    def push(self, token_id: int) -> tuple[int, str]: ...
+
+    def flush(self) -> tuple[int, str]: ...
+
+
+class TokenDecoder(Protocol):
+    """What all sequences of one tokenizer share."""
+
+    def stream(self, prompt_token_ids: Sequence[int]) -> TextStream: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+_decoders: "WeakKeyDictionary[Any, dict[bool, TokenDecoder]]" = WeakKeyDictionary()
+
+
+def token_decoder(tokenizer: Any, skip_special_tokens: bool) -> TokenDecoder:
+    """The decoder of a tokenizer, made at the first call. Tokens added to the tokenizer later are not seen."""
+    tokenizer = getattr(tokenizer, "hf", tokenizer)
+    decoders = _decoders.setdefault(tokenizer, {})
+    if skip_special_tokens not in decoders:
+        decoders[skip_special_tokens] = _new_decoder(tokenizer, skip_special_tokens)
+    return decoders[skip_special_tokens]
+
+
+def _new_decoder(tokenizer: Any, skip: bool) -> TokenDecoder:
+    vocabulary = _Vocabulary(tokenizer, skip)
+    for candidate in (ByteLevelDecoder.of(vocabulary), SentencePieceDecoder.of(vocabulary)):
+        if candidate is not None and _agrees(candidate, vocabulary):
+            return candidate
+    return WindowDecoder(vocabulary)
+
+
+def _agrees(decoder: TokenDecoder, vocabulary: "_Vocabulary") -> bool:
+    """Whether a table decodes a sample of the vocabulary as the tokenizer does, which may override its decode."""
+    size = len(vocabulary.tokenizer)
+    sample = sorted({i * size // 128 for i in range(128)} | set(range(max(0, size - 32), size)))
+    stream = decoder.stream(())
+    text = ""
+    for retracted, new in [*map(stream.push, sample), stream.flush()]:
+        text = text[: len(text) - retracted] + new
+    return text == vocabulary.decode(sample)
+
+
+class _Vocabulary:
+    """A tokenizer's tokens by id, and its own decode."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
+        self.backend = getattr(tokenizer, "backend_tokenizer", None)  # a tokenizers.Tokenizer, if it has one
+        if self.backend is not None:
+            added = self.backend.get_added_tokens_decoder().values()
+            self._special = {token.content for token in added if token.special}
+        else:
+            self._special = set(tokenizer.all_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None if it has no text: unknown, or special and to be skipped."""
+        if token_id < 0:
+            return None
+        try:
+            token = (self.backend.id_to_token if self.backend else self.tokenizer.convert_ids_to_tokens)(int(token_id))
+        except (IndexError, KeyError, OverflowError):  # tokenizers written in Python; past 32 bits
+            return None
+        return None if self.skip_special_tokens and token in self._special else token
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def decoder_steps(self) -> list[dict[str, Any]]:
+        """The steps of a `tokenizers` decoder as it serialises them; empty if there are none."""
+        decoder = getattr(self.backend, "decoder", None)
+        if decoder is None:
+            return []
+        state = json.loads(decoder.__getstate__())
+        return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _incomplete_end(data: bytes) -> bytes:
+    """The bytes at the end that begin a character but do not complete it."""
+    _, used = codecs.utf_8_decode(data, "replace", False)
+    return data[used:]
+
+
+# --- Byte-level vocabularies (GPT-2, OPT, Llama 3, Qwen, ...): a token is a piece of a UTF-8 byte string ---
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the others for U+0100 and on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+class ByteLevelDecoder:
+    def __init__(self, vocabulary: _Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._pieces: dict[int, bytes] = {}
+
+    @classmethod
+    def of(cls, vocabulary: _Vocabulary) -> "ByteLevelDecoder | None":
+        return cls(vocabulary) if [s["type"] for s in vocabulary.decoder_steps()] == ["ByteLevel"] else None
+
+    def stream(self, prompt_token_ids: Sequence[int]) -> "ByteLevelStream":
+        tail = b""
+        for token_id in reversed(prompt_token_ids):
+            tail = self.piece(token_id) + tail
+            if len(tail) > MAX_INCOMPLETE_BYTES:
+                break
+        return ByteLevelStream(self, _incomplete_end(tail))
+
+    def token_text(self, token_id: int) -> str:
+        return self.piece(token_id).decode("utf-8", "replace")
+
+    def piece(self, token_id: int) -> bytes:
+        """The token's bytes; none if it has no text."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._spell(self._vocabulary.token(token_id) or "")
+        return piece
+
+    @staticmethod
+    def _spell(token: str) -> bytes:
+        byte_of_char = _byte_of_char()
+        try:
+            return bytes(byte_of_char[c] for c in token)
+        except KeyError:  # an added token, which is plain text
+            return token.encode()
+
+
+class ByteLevelStream:
+    provisional = 0  # a byte sequence is replaced as soon as it cannot become a character, and only then
+
+    def __init__(self, decoder: ByteLevelDecoder, incomplete: bytes) -> None:
+        self._piece = decoder.piece
+        self._incomplete = incomplete
+
+    def push(self, token_id: int) -> tuple[int, str]:
+        data = self._incomplete + self._piece(token_id)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._incomplete = data[used:]
+        return 0, text
+
+    def flush(self) -> tuple[int, str]:
+        text = self._incomplete.decode("utf-8", "replace")
+        self._incomplete = b""
+        return 0, text
+
+
+# --- Sentencepiece vocabularies (Llama 2, Mistral, Gemma, T5, ...): a token is text with U+2581 for a space, or a byte
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class SentencePieceDecoder:
+    """Pieces under these steps of `tokenizers`, in this order, each optional: Replace and Metaspace, ByteFallback,
+    Fuse, Strip (from the left, once fused)."""
+
+    def __init__(self, vocabulary: _Vocabulary, steps: list[dict[str, Any]]) -> None:
+        self._vocabulary = vocabulary
+        self._steps = steps
+        self._byte_fallback = any(s["type"] == "ByteFallback" for s in steps)
+        self._first_differs = any(s["type"] == "Metaspace" and s["prepend_scheme"] != "never" for s in steps)
+        strips = steps[-1]["type"] == "Strip"
+        self.strip_char: str = steps[-1]["content"] if strips else " "
+        self.max_stripped: int = steps[-1]["start"] if strips else 0
+        self._pieces: dict[int, str | int | None] = {}
+
+    @classmethod
+    def of(cls, vocabulary: _Vocabulary) -> "SentencePieceDecoder | None":
+        steps = vocabulary.decoder_steps()
+        order = " ".join(s["type"] for s in steps)
+        if not re.fullmatch(r"(Replace|Metaspace)( (Replace|Metaspace))*( ByteFallback)?( Fuse( Strip)?)?", order):
+            return None
+        if any(s["type"] == "Replace" and "String" not in s["pattern"] for s in steps):
+            return None
+        if steps[-1]["type"] == "Strip" and steps[-1]["stop"]:
+            return None
+        return cls(vocabulary, steps)
+
+    def stream(self, prompt_token_ids: Sequence[int]) -> "SentencePieceStream":
+        tail = b""
+        for piece in self._pieces_backwards(prompt_token_ids):
+            if not isinstance(piece, int) or len(tail) > MAX_INCOMPLETE_BYTES:
+                break
+            tail = bytes((piece,)) + tail
+        stream = SentencePieceStream(self)
+        stream.begin_after(prompt_token_ids, _incomplete_end(tail))
+        return stream
+
+    def token_text(self, token_id: int) -> str:
+        piece = self.piece(token_id)
+        if isinstance(piece, int):
+            return chr(piece) if piece < 0x80 else REPLACEMENT
+        return piece or ""
+
+    def piece(self, token_id: int, first: bool = False) -> str | int | None:
+        """The token's text, or its byte, or None if it has no text. `first`: no token precedes it."""
+        if first and self._first_differs:
+            return self._spell(token_id, first=True)
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            piece = self._pieces[token_id] = self._spell(token_id, first=False)
+            return piece
+
+    def _spell(self, token_id: int, first: bool) -> str | int | None:
+        token = self._vocabulary.token(token_id)
+        if token is None:
+            return None
+        for step in self._steps:
+            if step["type"] == "Replace":
+                token = token.replace(step["pattern"]["String"], step["content"])
+            elif step["type"] == "Metaspace":
+                drops = first and step["prepend_scheme"] != "never"
+                token = token.replace(step["replacement"], "" if drops else " ")
+        byte = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
+        return int(byte[1], 16) if byte else token
+
+    def _pieces_backwards(self, token_ids: Sequence[int]) -> Iterator[str | int]:
+        for token_id in reversed(token_ids):
+            piece = self.piece(token_id)
+            if piece is not None:
+                yield piece
+
+
+class SentencePieceStream:
+    def __init__(self, decoder: SentencePieceDecoder) -> None:
+        self.provisional = 0
+        self._decoder = decoder
+        self._first = True  # no token has had text yet
+        self._to_strip = decoder.max_stripped  # characters that may still be stripped from the text's beginning
+        self._run_length = 0  # byte tokens since the last token of text
+        self._run_decoder = codecs.getincrementaldecoder("utf-8")("strict")
+        self._run_valid = True
+        self._to_strip_before_run = 0
+
+    def begin_after(self, prompt_token_ids: Sequence[int], incomplete: bytes) -> None:
+        """Stands the stream behind a prompt that ends in the bytes of an incomplete character (usually none)."""
+        for token_id in prompt_token_ids:  # ends with the first token that decides how the text's beginning is stripped
+            if not self._first and not self._to_strip:
+                break
+            self.push(token_id)
+        self._close_run()
+        for byte in incomplete:
+            self._push_byte(byte)
+
+    def push(self, token_id: int) -> tuple[int, str]:
+        piece = self._decoder.piece(token_id, self._first)
+        if piece is None:
+            return 0, ""
+        self._first = False
+        if isinstance(piece, int):
+            return self._push_byte(piece)
+        if not self._run_length:
+            return 0, self._strip(piece) if self._to_strip else piece
+        retracted, replaced = self._close_run()
+        return retracted, replaced + self._strip(piece)
+
+    def flush(self) -> tuple[int, str]:
+        return self._close_run()
+
+    def _push_byte(self, byte: int) -> tuple[int, str]:
+        if not self._run_length:
+            self._to_strip_before_run = self._to_strip
+        self._run_length += 1
+        if not self._run_valid:
+            return 0, ""
+        try:
+            new = self._strip(self._run_decoder.decode(bytes((byte,))))
+        except UnicodeDecodeError:
+            self._run_valid = False
+            retracted, self.provisional = self.provisional, 0
+            return retracted, ""
+        self.provisional += len(new)
+        return 0, new
+
+    def _close_run(self) -> tuple[int, str]:
+        retracted, new = 0, ""
+        if not self._run_valid or self._run_decoder.getstate()[0]:
+            retracted = self.provisional
+            self._to_strip = self._to_strip_before_run
+            new = self._strip(REPLACEMENT * self._run_length)
+        self.provisional = 0
+        self._run_length = 0
+        self._run_valid = True
+        self._run_decoder.reset()
+        return retracted, new
+
+    def _strip(self, text: str) -> str:
+        """Strips the beginning of the whole text, of which `text` is the next part."""
+        start = 0
+        while self._to_strip and start < len(text):
+            if text[start] == self._decoder.strip_char:
+                start += 1
+                self._to_strip -= 1
+            else:
+                self._to_strip = 0
+        return text[start:]
+
+
+# --- Any other tokenizer (WordPiece, BPE with a suffix, tokenizers written in Python) ---
+
+
+class WindowDecoder:
+    def __init__(self, vocabulary: _Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._has_text: dict[int, bool] = {}
+
+    def stream(self, prompt_token_ids: Sequence[int]) -> "WindowStream":
+        context: list[int] = []
+        for token_id in reversed(prompt_token_ids):
+            if len(context) == WindowStream.CONTEXT:
+                break
+            if self.has_text(token_id):
+                context.insert(0, token_id)
+        return WindowStream(self.decode, self.has_text, context)
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id]) if self.has_text(token_id) else ""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self._vocabulary.decode(token_ids)
+
+    def has_text(self, token_id: int) -> bool:
+        result = self._has_text.get(token_id)
+        if result is None:
+            result = self._has_text[token_id] = self._vocabulary.token(token_id) is not None
+        return result
+
+
+class WindowStream:
+    """Decodes the last tokens together and returns what each adds to their text.
+
+        ids    [ context, text returned | new ]
+        text   [ given                  | new, less incomplete bytes at its end ]
+
+    The window grows to LIMIT tokens and is then cut to about CONTEXT, where the text of the tokens kept is an end of
+    the text of all of them; so a token costs O(LIMIT).
+    """
+
+    CONTEXT = 6  # a character's bytes, and a token or two before them
+    LIMIT = 24
+    provisional = 0
+
+    def __init__(self, decode: Callable[[list[int]], str], has_text: Callable[[int], bool], context: list[int]) -> None:
+        self._decode = decode
+        self._has_text = has_text
+        self._ids = context
+        self._given = _complete_length(decode(context)) if context else 0
+
+    def push(self, token_id: int) -> tuple[int, str]:
+        if not self._has_text(token_id):
+            return 0, ""
+        self._ids.append(int(token_id))
+        text = self._decode(self._ids)
+        end = max(self._given, _complete_length(text))
+        new = text[self._given : end]
+        self._given = end
+        if len(self._ids) > self.LIMIT:
+            self._shrink(text)
+        return 0, new
+
+    def flush(self) -> tuple[int, str]:
+        text = self._decode(self._ids) if self._ids else ""
+        new = text[self._given :]
+        self._given = len(text)
+        return 0, new
+
+    def _shrink(self, text: str) -> None:
+        pending = len(text) - self._given
+        for kept in range(self.CONTEXT, len(self._ids)):
+            end = self._decode(self._ids[-kept:])
+            inside = end.startswith(REPLACEMENT) and kept < self.LIMIT  # it may begin inside a character
+            if text.endswith(end) and len(end) > pending and not inside:
+                self._ids = self._ids[-kept:]
+                self._given = len(end) - pending
+                return
+
+
+def _complete_length(text: str) -> int:
+    """The length of `text` without U+FFFD at its end that further bytes may turn into a character."""
+    end = len(text)
+    while end > max(0, len(text) - MAX_INCOMPLETE_BYTES) and text[end - 1] == REPLACEMENT:
+        end -= 1
+    return end
