@@ -1,5 +1,38 @@
-"""jpaged: an LLM serving engine for JAX on NVIDIA GPUs."""
+"""jpaged: an LLM serving engine for JAX on NVIDIA GPUs.
 
+from jpaged import LLM, SamplingParams
+
+outputs = LLM("path/to/model").generate(["Once upon a time"], SamplingParams(max_tokens=100))
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from jpaged.config import EngineArgs
+from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from jpaged.llm import LLM
+    from jpaged.llm_engine import LLMEngine
+
+_LAZY = {"LLM": "jpaged.llm", "LLMEngine": "jpaged.llm_engine"}  # these import jax, which takes a second or two
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'jpaged' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
@@ -117,6 +117,10 @@ class SamplingParams:
             or self.bad_words
             or self.logprobs is not None
         )
+
+    def reporting(self, output_kind: RequestOutputKind) -> "SamplingParams":
+        """The same parameters, with outputs of this kind."""
+        return self if self.output_kind == output_kind else replace(self, output_kind=output_kind)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -239,5 +243,3 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         result[token] = min(100.0, max(-100.0, _number(f"logit_bias[{key}]", value)))
     return result
 
-
-PARAMETER_NAMES = tuple(f.name for f in fields(SamplingParams))

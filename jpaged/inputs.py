@@ -1,0 +1,150 @@
+"""What a prompt may be, and the checks at the door: a request that passes them cannot fail for its input later."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, TypedDict
+
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.errors import InvalidParameterError, InvalidPromptError
+from jpaged.executor import sampler
+from jpaged.sampling_params import SamplingParams
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+"""One prompt: text, token ids, or either in a dict."""
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: {"role": ..., "content": ...} each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedInput:
+    """A request's input, checked. prompt: its text, None when it came as token ids."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    bad_words_token_ids: tuple[tuple[int, ...], ...]
+
+
+class InputProcessor:
+    """Turns prompts into token ids and refuses what the model cannot serve.
+
+    tokenizer: None when the engine was started without one; then only token ids are taken.
+    vocab_size: of the model's embedding. max_model_len: tokens, prompt and output.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    def process(self, prompt: Prompt, params: SamplingParams) -> ProcessedInput:
+        """Tokenizes and checks one prompt and its parameters.
+
+        Raises:
+            InvalidPromptError: of the wrong type, empty, too long, or with token ids outside the vocabulary.
+            InvalidParameterError: parameters that name unknown tokens or need a tokenizer that is not there.
+        """
+        text, token_ids = self._tokens_of(prompt)
+        self._check_tokens(token_ids)
+        return ProcessedInput(text, token_ids, self._check_parameters(params))
+
+    def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._tokenize(prompt)
+        if isinstance(prompt, Mapping):
+            given = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+            if given == ["prompt"]:
+                if not isinstance(prompt["prompt"], str):
+                    raise InvalidPromptError(f'"prompt" must be a string, got {_kind(prompt["prompt"])}.')
+                return prompt["prompt"], self._tokenize(prompt["prompt"])
+            if "prompt_token_ids" in given:
+                text = prompt.get("prompt")  # kept for the output, as the token ids are what counts
+                return text, _integers(prompt["prompt_token_ids"])
+            raise InvalidPromptError(f'A prompt dict needs "prompt" or "prompt_token_ids", got keys {list(prompt)}.')
+        if isinstance(prompt, Sequence) or hasattr(prompt, "tolist"):
+            return None, _integers(prompt)
+        raise InvalidPromptError(f"A prompt must be a string, a list of token ids or a dict, got {_kind(prompt)}.")
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidPromptError(
+                "The prompt is text, but the engine was started with skip_tokenizer_init=True; pass "
+                '{"prompt_token_ids": [...]} or start it with a tokenizer.'
+            )
+        if not text:
+            raise InvalidPromptError("The prompt is empty; give at least one character.")
+        return self._tokenizer.encode(text)
+
+    def _check_tokens(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidPromptError("The prompt has no tokens; give at least one.")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            i = next(i for i, token in enumerate(token_ids) if not 0 <= token < self._vocab_size)
+            raise InvalidPromptError(
+                f"prompt_token_ids[{i}] is {token_ids[i]}, outside the vocabulary of {self._vocab_size} tokens "
+                f"(0 to {self._vocab_size - 1})."
+            )
+        if len(token_ids) >= self._max_model_len:
+            raise InvalidPromptError(
+                f"The prompt has {len(token_ids)} tokens; with max_model_len={self._max_model_len} at most "
+                f"{self._max_model_len - 1} leave room for an answer. Shorten it or raise max_model_len."
+            )
+
+    def _check_parameters(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Checks what depends on the model; returns bad_words as token sequences."""
+        for token in params.stop_token_ids or ():
+            if token >= self._vocab_size:
+                raise InvalidParameterError(
+                    f"stop_token_ids names token {token}, but the vocabulary has {self._vocab_size} tokens."
+                )
+        if self._tokenizer is None:
+            for name, value in (("stop", params.stop), ("bad_words", params.bad_words)):
+                if value:
+                    raise InvalidParameterError(
+                        f"{name} needs a tokenizer, but the engine was started with skip_tokenizer_init=True."
+                    )
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words and self._tokenizer is not None:
+            bad_words = tuple(tuple(word) for word in self._tokenizer.encode_bad_words(params.bad_words))
+        if sampler.uses_extras(params):  # packing them now is the check that packing them later cannot fail
+            sampler.full_record(params, vocab_size=self._vocab_size, bad_words_token_ids=bad_words)
+        return bad_words
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or a list of them, as a list. A list of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidPromptError(f"prompts must be a prompt or a list of prompts, got {_kind(prompts)}.")
+    if prompts and isinstance(prompts[0], Integral):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _integers(values: Any) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise InvalidPromptError(f"prompt_token_ids must be a list of integers, got {_kind(values)}.")
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise InvalidPromptError(f"prompt_token_ids[{i}] must be an integer, got {value!r}.")
+    return [int(value) for value in values]
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__name__} {value!r}"[:80]

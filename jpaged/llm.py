@@ -1,0 +1,183 @@
+"""`LLM`: a model and a list of prompts, in and out. The offline door."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from tqdm import tqdm
+
+from jpaged.config import EngineArgs
+from jpaged.engine.stats import EngineStats
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError
+from jpaged.inputs import Messages, Prompt, as_prompt_list
+from jpaged.llm_engine import LLMEngine
+from jpaged.outputs import RequestOutput
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
+
+
+class LLM:
+    """Generates text for many prompts at once.
+
+        llm = LLM()                                    # the embedded demo model
+        outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=100))
+        print(outputs[0].outputs[0].text)
+
+    Args:
+        model: a directory in Hugging Face layout or a hub id; the embedded demo model by default.
+        options: the other fields of `EngineArgs`, by name: dtype, max_model_len, block_size, gpu_memory_utilization,
+            max_num_seqs, enable_prefix_caching, seed, load_format, skip_tokenizer_init and so on.
+    Raises:
+        InvalidParameterError: an option that does not exist, or with a value out of range.
+        ModelNotFoundError, CheckpointError, UnsupportedModelError, OutOfMemoryError: as `LLMEngine`.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
+        if unknown:
+            known = ", ".join(EngineArgs.__dataclass_fields__)
+            raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; it has {known}.")
+        self.engine = LLMEngine(EngineArgs(model=model, **options))
+        self._request_ids = map(str, count())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts, as many at once as fit.
+
+        Args:
+            prompts: one or a list; each text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: for all, or one for each prompt; the model's defaults if None.
+            use_tqdm: show a progress bar with input and output tokens/s, or the tqdm class to show it with.
+            priority: one for each prompt; with scheduling_policy "priority", lower runs first.
+        Returns:
+            One output for each prompt, in their order.
+        Raises:
+            InvalidPromptError, InvalidParameterError: an input cannot be served; it is named, and none has run.
+            EngineDeadError: the engine failed.
+        """
+        prompt_list = as_prompt_list(prompts)
+        params = self._params_for(len(prompt_list), sampling_params)
+        priorities = [0] * len(prompt_list) if priority is None else list(priority)
+        if len(priorities) != len(prompt_list):
+            raise InvalidParameterError(f"priority has {len(priorities)} entries for {len(prompt_list)} prompts.")
+        request_ids = []
+        try:
+            for i, prompt in enumerate(prompt_list):
+                request_id = next(self._request_ids)
+                try:
+                    self.engine.add_request(request_id, prompt, params[i], priority=priorities[i])
+                except (InvalidPromptError, InvalidParameterError) as error:
+                    raise type(error)(f"prompts[{i}]: {error}" if len(prompt_list) > 1 else str(error)) from error
+                request_ids.append(request_id)
+            finished = self._run(request_ids, use_tqdm)
+        except BaseException:
+            self.engine.abort_request(request_ids)
+            raise
+        return [finished[request_id] for request_id in request_ids]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several, through the model's chat template.
+
+        Args:
+            messages: a list of {"role": ..., "content": ...}, or a list of such lists.
+            sampling_params, use_tqdm: as in `generate`.
+            chat_template: a Jinja template instead of the tokenizer's own.
+            add_generation_prompt: end the prompt with the beginning of an assistant's message.
+            continue_final_message: the last message is the beginning of the answer.
+            chat_template_kwargs: further variables for the template.
+        Returns:
+            One output for each conversation, in their order.
+        Raises:
+            InvalidPromptError: malformed messages, or the model has no chat template.
+        """
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise InvalidPromptError("messages must be a non-empty list of messages or of conversations.")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        tokenizer = self.get_tokenizer()
+        prompts: list[Prompt] = [
+            {
+                "prompt_token_ids": tokenizer.apply_chat_template(
+                    conversation,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **(chat_template_kwargs or {}),
+                )
+            }
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises InvalidParameterError if the engine was started without one."""
+        if self.engine.tokenizer is None:
+            raise InvalidParameterError("There is no tokenizer: the engine was started with skip_tokenizer_init=True.")
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when no parameters are given: the model's generation_config.json, if it has one."""
+        return self.engine.default_sampling_params
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes."""
+        return self.engine.reset_prefix_cache()
+
+    def get_metrics(self) -> EngineStats:
+        """Counters and occupancy of the engine."""
+        return self.engine.get_metrics()
+
+    def _params_for(
+        self, num_prompts: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        """Parameters for each prompt, set to report only when finished."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params.reporting(RequestOutputKind.FINAL_ONLY)] * num_prompts
+        if not isinstance(sampling_params, Sequence) or not all(isinstance(p, SamplingParams) for p in sampling_params):
+            raise InvalidParameterError("sampling_params must be SamplingParams or a list of them.")
+        if len(sampling_params) != num_prompts:
+            raise InvalidParameterError(
+                f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts; give one or as many."
+            )
+        return [params.reporting(RequestOutputKind.FINAL_ONLY) for params in sampling_params]
+
+    def _run(self, request_ids: Sequence[str], use_tqdm: bool | Callable[..., tqdm]) -> dict[str, RequestOutput]:
+        """Steps until all of these have finished."""
+        make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+        bar = make_bar(total=len(request_ids), desc="prompts", dynamic_ncols=True, disable=use_tqdm is False)
+        finished: dict[str, RequestOutput] = {}
+        tokens_in = tokens_out = 0
+        begun = time.perf_counter()
+        with bar:
+            while len(finished) < len(request_ids):
+                if not self.engine.has_unfinished_requests():
+                    raise JPagedError("Requests were aborted from elsewhere while LLM.generate waited for them.")
+                for output in self.engine.step():
+                    finished[output.request_id] = output
+                    tokens_in += len(output.prompt_token_ids)
+                    tokens_out += len(output.outputs[0].token_ids)
+                    elapsed = time.perf_counter() - begun
+                    bar.update()
+                    bar.set_postfix_str(
+                        f"input {tokens_in / elapsed:,.0f} tok/s, output {tokens_out / elapsed:,.0f} tok/s",
+                        refresh=False,
+                    )
+        return finished
