@@ -1,7 +1,9 @@
 """Flax models, their configurations and their checkpoints."""
 
+from jpaged.models.checkpoint import load, save_pretrained
 from jpaged.models.config import ModelConfig, supported_architectures
 from jpaged.models.dense import dense_causal_attend
+from jpaged.models.hub import resolve
 from jpaged.models.layers import Attend
 from jpaged.models.model import CausalLM, Model, Weights, build, resolve_dtype
 
@@ -13,6 +15,9 @@ __all__ = [
     "Weights",
     "build",
     "dense_causal_attend",
+    "load",
+    "resolve",
     "resolve_dtype",
+    "save_pretrained",
     "supported_architectures",
 ]

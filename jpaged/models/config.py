@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from jpaged.errors import CheckpointError, UnsupportedModelError
 from jpaged.models.rope import Rope, parse_rope
+from jpaged.models.safetensors_file import read_header
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
@@ -123,13 +124,16 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "ModelConfig":
-        """Reads config.json, and the end-of-text tokens of generation_config.json where there is one."""
+        """Reads config.json, the end-of-text tokens of generation_config.json where there is one, and, when
+        config.json does not tell the type of the weights, that of the first weight."""
         path = Path(path)
         config = dict(read_json(path / "config.json"))
         if (path / "generation_config.json").is_file():
             eos = read_json(path / "generation_config.json").get("eos_token_id")
             if eos is not None:
                 config["eos_token_id"] = eos
+        if not (config.get("dtype") or config.get("torch_dtype")):
+            config["torch_dtype"] = _stored_dtype(path)
         return cls.from_dict(config)
 
 
@@ -150,6 +154,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}.")
     return value
+
+
+def _stored_dtype(directory: Path) -> str | None:
+    """The type of the first tensor of the first safetensors file; None where there is none."""
+    for path in sorted(directory.glob("*.safetensors")):
+        for tensor in read_header(path).values():
+            return tensor.dtype.name
+    return None
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

@@ -42,10 +42,9 @@ class OPTForCausalLM(nnx.Module):
         self.position_offset = config.position_offset
         self.embedding = parameter(rngs, Normal(std), (config.vocab_size, width), dtype)
         self.positions = parameter(rngs, Normal(std), (config.num_learned_positions, hidden), dtype)
-        self.project_in = self.project_out = None
-        if width != hidden:
-            self.project_in = parameter(rngs, Normal(width**-0.5), (width, hidden), dtype)
-            self.project_out = parameter(rngs, Normal(hidden**-0.5), (hidden, width), dtype)
+        projected = width != hidden
+        self.project_in = parameter(rngs, Normal(width**-0.5), (width, hidden), dtype) if projected else None
+        self.project_out = parameter(rngs, Normal(hidden**-0.5), (hidden, width), dtype) if projected else None
         self.layers = nnx.List(OPTBlock(config, layer, dtype, rngs) for layer in range(config.num_layers))
         self.norm = LayerNorm(hidden, config.norm_eps, dtype, rngs) if config.final_norm else None
         tied = config.tie_word_embeddings

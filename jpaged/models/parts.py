@@ -5,9 +5,9 @@ One declaration serves loading and saving:
     tensor  --reshape--> split  --transpose--> piece  --written at `start`--> parameter
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -32,27 +32,16 @@ class Part:
     start: tuple[int, ...] = ()
 
     @property
-    def piece_shape(self) -> tuple[int, ...]:
-        return tuple(self.split[axis] for axis in self.axes)
-
-    @property
     def offsets(self) -> tuple[int, ...]:
         return self.start or (0,) * len(self.axes)
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
     def place(self, parameter: jax.Array, tensor: jax.Array) -> jax.Array:
-        """The parameter with this tensor written into it, in the parameter's type."""
-        piece = tensor.reshape(self.split).transpose(self.axes).astype(parameter.dtype)
-        return jax.lax.dynamic_update_slice(parameter, piece, self.offsets)
+        """The parameter with this tensor written into it, in the parameter's type. Donates the parameter."""
+        return _place(parameter, tensor, self.split, self.axes, self.offsets)
 
     def take(self, parameter: jax.Array) -> jax.Array:
         """This tensor, read out of the parameter."""
-        piece = jax.lax.dynamic_slice(parameter, self.offsets, self.piece_shape)
-        inverse = sorted(range(len(self.axes)), key=self.axes.__getitem__)
-        return jnp.transpose(piece, inverse).reshape(self.shape)
+        return _take(parameter, self.shape, self.split, self.axes, self.offsets)
 
 
 def as_is(tensor: str, parameter: str, *shape: int) -> Part:
@@ -93,3 +82,29 @@ def output_projection(prefix: str, parameter: str, config: ModelConfig) -> Itera
 def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Part]:
     yield as_is(f"{prefix}.weight", f"{parameter}.scale", size)
     yield as_is(f"{prefix}.bias", f"{parameter}.bias", size)
+
+
+# Compiled once for each kind of tensor, not for each tensor: the names are not among the arguments.
+@partial(jax.jit, static_argnums=(2, 3, 4), donate_argnums=0)
+def _place(
+    parameter: jax.Array,
+    tensor: jax.Array,
+    split: tuple[int, ...],
+    axes: tuple[int, ...],
+    offsets: tuple[int, ...],
+) -> jax.Array:
+    piece = tensor.reshape(split).transpose(axes).astype(parameter.dtype)
+    return jax.lax.dynamic_update_slice(parameter, piece, offsets)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _take(
+    parameter: jax.Array,
+    shape: tuple[int, ...],
+    split: tuple[int, ...],
+    axes: tuple[int, ...],
+    offsets: tuple[int, ...],
+) -> jax.Array:
+    piece = jax.lax.dynamic_slice(parameter, offsets, tuple(split[axis] for axis in axes))
+    inverse = sorted(range(len(axes)), key=axes.__getitem__)
+    return jnp.transpose(piece, inverse).reshape(shape)

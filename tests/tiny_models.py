@@ -1,0 +1,224 @@
+"""Tiny models of every supported family, with random weights, for tests that compare with transformers.
+
+A case is a name and a config.json. `write_tiny_model` makes a checkpoint directory of it, with the same weights
+whether transformers writes it (needs torch; names, shapes and layout are then transformers' own) or jpaged does.
+The weights are drawn so that greedy decoding wanders through the vocabulary. Over a text of 32 tokens the best
+logit leads the second by at least some 1e-3 of the largest, where float32 implementations differ by some 1e-6.
+"""
+
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VOCAB_SIZE = 160
+MAX_LENGTH = 256
+"""Every case serves this many tokens, "dynamic" and "longrope" included."""
+
+WINDOW = 12
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """name: for test ids. family: as in `ModelConfig.family`. config: the contents of config.json."""
+
+    name: str
+    family: str
+    config: dict[str, Any]
+
+
+def tiny_models() -> list[TinyModel]:
+    """All cases: MHA, GQA and MQA; head_dim 16, 64 and 80; tied and untied; every RoPE scaling; sliding windows;
+    biases; norms of queries and keys; OPT as in 125m and as in 350m; GPT-2."""
+    linear = {"type": "linear", "factor": 2.0}
+    dynamic = {"type": "dynamic", "factor": 2.0}
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    longrope = {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": MAX_LENGTH,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + 0.5 * i for i in range(8)],
+    }
+    qwen3 = {"num_key_value_heads": 2, "head_dim": 64}
+    return [
+        _llama("llama-mha-d16", num_key_value_heads=4),
+        _llama("llama-gqa-d64-tied", num_key_value_heads=2, head_dim=64, tie_word_embeddings=True),
+        _llama("llama-mqa-d80", num_key_value_heads=1, head_dim=80),
+        _llama("llama-biases", num_key_value_heads=2, attention_bias=True, mlp_bias=True),
+        _llama("llama-rope-linear", num_key_value_heads=2, rope_scaling=linear),
+        _llama("llama-rope-dynamic", num_key_value_heads=2, rope_scaling=dynamic),
+        _llama("llama-rope-llama3", num_key_value_heads=2, rope_theta=500000.0, rope_scaling=llama3),
+        _llama("llama-rope-llama3-new-style", num_key_value_heads=2, rope_parameters=llama3 | {"rope_theta": 5e5}),
+        _llama("llama-rope-yarn", num_key_value_heads=2, rope_scaling=yarn),
+        _llama("llama-rope-longrope", num_key_value_heads=2, rope_scaling=longrope),
+        _llama("mistral-window", "Mistral", num_key_value_heads=2, sliding_window=WINDOW),
+        _llama("mistral-full", "Mistral", num_key_value_heads=2, sliding_window=None, head_dim=32),
+        _llama("qwen2-tied", "Qwen2", num_key_value_heads=2, tie_word_embeddings=True),
+        _llama(
+            "qwen2-window",
+            "Qwen2",
+            num_key_value_heads=1,
+            num_hidden_layers=3,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            max_window_layers=1,
+        ),
+        _llama("qwen3-tied-d64", "Qwen3", tie_word_embeddings=True, **qwen3),
+        _llama(
+            "qwen3-layer-types",
+            "Qwen3",
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"],
+            **qwen3,
+        ),
+        _opt("opt-125m-style"),
+        _opt("opt-350m-style", word_embed_proj_dim=32, do_layer_norm_before=False),
+        _opt("opt-no-biases-untied", enable_bias=False, tie_word_embeddings=False, activation_function="gelu"),
+        _gpt2("gpt2"),
+        _gpt2("gpt2-scaled-by-layer", scale_attn_by_inverse_layer_idx=True, n_inner=96, n_layer=3),
+    ]
+
+
+def tiny_model(name: str) -> TinyModel:
+    """The case of that name."""
+    return next(case for case in tiny_models() if case.name == name)
+
+
+def write_tiny_model(
+    case: TinyModel,
+    directory: str | Path,
+    *,
+    use_torch: bool = True,
+    dtype: str = "float32",
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Writes the checkpoint (no tokenizer) and returns its directory.
+
+    use_torch: transformers makes and saves it; False: jpaged does, which needs no torch.
+    max_shard_bytes: split into shards of about this size (only with torch).
+    """
+    directory = Path(directory)
+    if not use_torch:
+        if max_shard_bytes is not None:
+            raise ValueError("only transformers writes shards.")
+        _write_with_jpaged(case, directory, dtype)
+        return directory
+    model = torch_model(case)
+    import torch
+
+    options = {} if max_shard_bytes is None else {"max_shard_size": max_shard_bytes}
+    model.to(getattr(torch, dtype)).save_pretrained(directory, **options)
+    # What this version of transformers writes differs in style from what most checkpoints have; test the latter.
+    (directory / "config.json").write_text(json.dumps(case.config | {"torch_dtype": dtype}))
+    return directory
+
+
+def torch_model(case: TinyModel) -> Any:
+    """The transformers model of a case, float32, in evaluation mode, with the weights of `write_tiny_model`."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**json.loads(json.dumps(case.config)))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.from_numpy(draw(case, name, tuple(weight.shape))))
+    return model
+
+
+def draw(case: TinyModel, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The float32 weights of one checkpoint tensor; they depend on the case and the tensor's name only."""
+    rng = np.random.default_rng(zlib.crc32(f"{case.name}/{tensor}".encode()))
+    values = rng.standard_normal(shape, np.float32)
+    if tensor.endswith("bias"):
+        return values * np.float32(0.2)
+    if len(shape) == 1:
+        return 1 + values * np.float32(0.2)
+    # A small embedding keeps tied models from repeating the last token for ever.
+    for part, std in (("lm_head", 0.5), ("embed_tokens", 0.1), ("wte", 0.1), ("embed_positions", 1.0), ("wpe", 1.0)):
+        if part in tensor:
+            return values * np.float32(std)
+    fan_in = shape[0] if case.family == "gpt2" else shape[1]
+    return values * np.float32(2.0 * fan_in**-0.5)
+
+
+def _write_with_jpaged(case: TinyModel, directory: Path, dtype: str) -> None:
+    import jax.numpy as jnp
+
+    from jpaged import models
+
+    model = models.build(models.ModelConfig.from_dict(case.config), "float32")
+    shapes = dict(zip(model.parameter_names, model.abstract_weights, strict=True))
+    arrays = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+    for part in model.parts:
+        arrays[part.parameter] = part.place(arrays[part.parameter], jnp.asarray(draw(case, part.tensor, part.shape)))
+    models.save_pretrained(model, tuple(arrays.values()), directory, dtype)
+
+
+def _llama(name: str, family: str = "Llama", **changes: Any) -> TinyModel:
+    config = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 112,
+        "max_position_embeddings": MAX_LENGTH,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return TinyModel(name, "llama", config | changes)
+
+
+def _opt(name: str, **changes: Any) -> TinyModel:
+    config = {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 112,
+        "max_position_embeddings": MAX_LENGTH,
+        "do_layer_norm_before": True,
+        "word_embed_proj_dim": 64,
+        "activation_function": "relu",
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    }
+    return TinyModel(name, "opt", config | changes)
+
+
+def _gpt2(name: str, **changes: Any) -> TinyModel:
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": MAX_LENGTH,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return TinyModel(name, "gpt2", config | changes)
