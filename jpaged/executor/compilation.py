@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ from tqdm import tqdm
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor import programs, sampler
 from jpaged.executor.config import ExecutorConfig
-from jpaged.executor.programs import Pools
 from jpaged.executor.state import initial_slot_state
 from jpaged.models import Model
 
@@ -35,20 +34,24 @@ class Program:
     executable: jax.stages.Compiled
     takes: Literal["weights", "head", None] = None
 
+    @cached_property
+    def _memory(self) -> Any:
+        return self.executable.memory_analysis()
+
     @property
     def temp_bytes(self) -> int:
         """Device memory it needs while it runs, beyond its arguments and results."""
-        return self.executable.memory_analysis().temp_size_in_bytes
+        return self._memory.temp_size_in_bytes
 
     @property
     def output_bytes(self) -> int:
         """Bytes of its results."""
-        return self.executable.memory_analysis().output_size_in_bytes
+        return self._memory.output_size_in_bytes
 
     @property
     def alias_bytes(self) -> int:
         """Bytes of results that are arguments updated in place."""
-        return self.executable.memory_analysis().alias_size_in_bytes
+        return self._memory.alias_size_in_bytes
 
 
 def enable_persistent_cache() -> Path | None:
@@ -56,8 +59,8 @@ def enable_persistent_cache() -> Path | None:
 
     `JPAGED_CACHE_DIR` chooses the directory ($XDG_CACHE_HOME/jpaged, else ~/.cache/jpaged); empty turns it off.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return Path(jax.config.jax_compilation_cache_dir)
+    if directory := jax.config.values["jax_compilation_cache_dir"]:
+        return Path(directory)
     chosen = os.environ.get(CACHE_DIR_VARIABLE)
     if chosen == "":
         return None
@@ -73,7 +76,7 @@ def enable_persistent_cache() -> Path | None:
     return directory
 
 
-def abstract_pools(config: ExecutorConfig, model: Model, dtype: Any) -> Pools:
+def abstract_pools(config: ExecutorConfig, model: Model, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes of the KV pool: for each layer [num_blocks, 2, kv_heads, block_size, head_dim]."""
     shape = (config.num_blocks, 2, model.config.num_kv_heads, config.block_size, model.config.head_dim)
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for _ in range(model.config.num_layers))
@@ -140,7 +143,7 @@ class Compiler:
 
     def submit_sample(self, batch: int, variant: SamplingVariant) -> None:
         step = partial(programs.sample_step, self._model, variant)
-        rows = programs.Rows(_int32(batch), jax.ShapeDtypeStruct((batch,), jnp.bool_))
+        rows = jax.eval_shape(lambda slots: programs.Rows(slots, slots > 0), _int32(batch))
         full = self._full if variant == SamplingVariant.FULL else None
         hidden = self._hidden(batch)
         key = ("sample", batch, variant)
@@ -172,7 +175,7 @@ class Compiler:
     ) -> None:
         if takes is not None:
             args = (self._weights if takes == "weights" else self._model.head_weights(self._weights), *args)
-        function.__name__ = "_".join(map(str, key))  # type: ignore[attr-defined]  # shown in profiles
+        function.__name__ = "_".join(map(str, key))  # shown in profiles
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
         self._pending[key] = self._threads.submit(lowered.compile), takes
 

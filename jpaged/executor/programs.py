@@ -95,7 +95,7 @@ class PagedAttention:
     A trace-time object: it replaces each layer's pool by the written one, and `pools` is the program's output.
     """
 
-    def __init__(self, pools: Pools, mapping: Int[Array, " tokens"], attention: Callable[..., Array]) -> None:
+    def __init__(self, pools: Pools, mapping: Int[Array, " tokens"], attention: Callable[..., Any]) -> None:
         self.pools = list(pools)
         self._mapping = mapping
         self._attention = attention

@@ -27,14 +27,12 @@ class Step:
         self,
         num_rows: int,
         sampled: programs.SampleResult | None,
-        prompt_scores: sampler.TokenLogprobs | None = None,
-        scored_rows: Sequence[tuple[int, int, int]] = (),
+        prompt_scores: tuple[sampler.TokenLogprobs, list[tuple[int, int, int]]] | None = None,
     ) -> None:
         self._num_rows = num_rows
         self._sampled = sampled
         self._prompt_scores = prompt_scores
-        self._scored_rows = scored_rows  # (row, first token, token after the last) in prompt_scores
-        for array in jax.tree.leaves((sampled, prompt_scores)):
+        for array in jax.tree.leaves((sampled, prompt_scores and prompt_scores[0])):
             array.copy_to_host_async()
 
     def result(self) -> StepResult:
@@ -44,9 +42,10 @@ class Step:
         logprobs = None
         if self._sampled.logprobs is not None:
             logprobs = _host_logprobs(self._sampled.logprobs, 0, self._num_rows)
-        prompt_logprobs = {
-            row: _host_logprobs(self._prompt_scores, start, end) for row, start, end in self._scored_rows
-        }
+        prompt_logprobs = {}
+        if self._prompt_scores is not None:
+            scores, scored_rows = self._prompt_scores
+            prompt_logprobs = {row: _host_logprobs(scores, start, end) for row, start, end in scored_rows}
         return StepResult(tokens, codes.astype(np.uint8), logprobs, prompt_logprobs)
 
 
@@ -95,12 +94,12 @@ class Runner:
             return Step(0, None)
         if plan.chunks:
             hidden, rows, all_hidden = self._run_mixed(plan)
+            prompt_scores = self._run_prompt_logprobs(plan, all_hidden)
         else:
             hidden, rows = self._run_decode(plan)
-            all_hidden = None
+            prompt_scores = None
         sampled = self._run_sample(hidden, rows, plan.variant)
-        scores, scored_rows = self._run_prompt_logprobs(plan, all_hidden)
-        return Step(plan.num_rows, sampled, scores, scored_rows)
+        return Step(plan.num_rows, sampled, prompt_scores)
 
     def warm_up(self) -> None:
         """Runs every program once on padding, so that modules are loaded and graphs built before the first request."""
@@ -234,21 +233,20 @@ class Runner:
         return result
 
     def _run_prompt_logprobs(
-        self, plan: StepPlan, all_hidden: jax.Array | None
-    ) -> tuple[sampler.TokenLogprobs | None, list[tuple[int, int, int]]]:
-        scored = []
-        first = len(plan.decode_slots)
+        self, plan: StepPlan, hidden: jax.Array
+    ) -> tuple[sampler.TokenLogprobs, list[tuple[int, int, int]]] | None:
+        """Scores of the step's tokens, and where in them the chunks that asked stand: (row, start, end) each."""
+        targets = np.zeros((hidden.shape[0],), np.int32)
+        scored, start = [], len(plan.decode_slots)
         for row, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
+            end = start + len(chunk.token_ids)
             if chunk.prompt_logprob_targets is not None:
-                scored.append((row, first, chunk))
-            first += len(chunk.token_ids)
+                scored.append((row, start, end))
+                targets[start:end] = chunk.prompt_logprob_targets
+            start = end
         if not scored:
-            return None, []
-        targets = np.zeros((all_hidden.shape[0],), np.int32)
-        for _, first, chunk in scored:
-            targets[first : first + len(chunk.token_ids)] = chunk.prompt_logprob_targets
-        scores = self._call(("prompt_logprobs", all_hidden.shape[0]), all_hidden, targets)
-        return scores, [(row, first, first + len(chunk.token_ids)) for row, first, chunk in scored]
+            return None
+        return self._call(("prompt_logprobs", hidden.shape[0]), hidden, targets), scored
 
     # ----------------------------------------------------------------------------------------- plumbing
 
