@@ -620,6 +620,7 @@ def _top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """
     num_rows, vocab_size = logits.shape
     num_blocks = -(-vocab_size // _TOP_LOGPROBS_BLOCK)
+    logits = jnp.where(logits == 0, 0.0, logits)  # lax.top_k puts -0.0 below 0.0
     if num_blocks <= k:
         values, ids = lax.top_k(logits, k)
         return ids, values
