@@ -93,7 +93,6 @@ class Request:
         self.seed = 0
         self.slot = -1
         self.output_token_ids: list[int] = []
-        self.num_reported_tokens = 0
         self.logprobs: list[PositionLogprobs] | None = None if sampling.logprobs is None else []
         self.prompt_logprobs: list[PositionLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None]

@@ -27,6 +27,7 @@ group together, would take the place of `_preempt`; forked sequences are slots w
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,8 +53,7 @@ from jpaged.outputs import Logprob, PositionLogprobs
 _UINT64 = 2**64
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestUpdate(NamedTuple):
     """Something that a step brought for a request.
 
     new_token_ids: tokens since its last update: one a step for a request that reports each token, all of them at
@@ -390,26 +390,26 @@ class Scheduler:
         if result.logprobs is not None:
             for row in rows[slots.wants_logprobs[live]].tolist():
                 self._store_logprobs(int(rows_slots[row]), result.logprobs, row)
-        for row in rows[slots.reports[live] | (codes[rows] != FinishCode.RUNNING)].tolist():
-            request = slots.requests[rows_slots[row]]
-            if request is not None:
-                updates.append(self._take_token(request, int(tokens[row]), FinishCode(int(codes[row])), now))
+        heard = rows[slots.reports[live] | (codes[rows] != FinishCode.RUNNING)]
+        for slot, token_id, code in zip(
+            rows_slots[heard].tolist(), tokens[heard].tolist(), codes[heard].tolist(), strict=True
+        ):
+            request = slots.requests[slot]
+            if request is None:
+                continue
+            request.stats.last_token_time = now
+            if request.reports_each_token:
+                request.output_token_ids.append(token_id)
+            if code != FinishCode.RUNNING:
+                self._release(request)
+                if code == FinishCode.STOP:
+                    self._set_finished(request, "stop", request.stop_reason_of(token_id))
+                else:
+                    self._set_finished(request, "length", None)
+            updates.append(
+                RequestUpdate(request, [token_id] if request.reports_each_token else request.output_token_ids)
+            )
         return updates
-
-    def _take_token(self, request: Request, token_id: int, code: FinishCode, now: float) -> RequestUpdate:
-        """Reports a token that ends a request or is wanted at once."""
-        request.stats.last_token_time = now
-        if request.reports_each_token:
-            request.output_token_ids.append(token_id)
-        if code != FinishCode.RUNNING:
-            self._release(request)
-            if code == FinishCode.STOP:
-                self._set_finished(request, "stop", request.stop_reason_of(token_id))
-            else:
-                self._set_finished(request, "length", None)
-        new_token_ids = request.output_token_ids[request.num_reported_tokens :]
-        request.num_reported_tokens = len(request.output_token_ids)
-        return RequestUpdate(request, new_token_ids)
 
     def _store_logprobs(self, slot: int, logprobs: Logprobs, row: int) -> None:
         request = self.slots.requests[slot]
@@ -463,7 +463,8 @@ class Scheduler:
         slots, slot = self.slots, request.slot
         known = slots.known(slot)
         self._register(request, min(int(slots.num_computed[slot]), len(known) - 1))
-        request.output_token_ids = known[request.prompt_len :].tolist()
+        if not request.reports_each_token:
+            request.output_token_ids = known[request.prompt_len :].tolist()
         self.pool.free(slots.blocks(slot))
         slots.release(slot)
         if request in self._prefilling:

@@ -89,7 +89,7 @@ class FakeExecutor:
     def __init__(self, config: SchedulerConfig, on_execute: Callable[[StepPlan], None] | None = None) -> None:
         self.config = config
         self.plans: list[StepPlan] = []
-        self._on_execute = on_execute
+        self.on_execute = on_execute
         self._queue: deque[FakeHandle] = deque()
         self._slots: dict[int, _Slot] = {}
         self._content = np.zeros((config.num_blocks, config.block_size), np.int64)
@@ -98,8 +98,8 @@ class FakeExecutor:
     def execute(self, plan: StepPlan) -> FakeHandle:
         assert plan.step_id == len(self.plans)
         self.plans.append(plan)
-        if self._on_execute is not None:
-            self._on_execute(plan)
+        if self.on_execute is not None:
+            self.on_execute(plan)
         handle = FakeHandle(self, plan)
         self._queue.append(handle)
         return handle

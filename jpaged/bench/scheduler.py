@@ -1,0 +1,204 @@
+"""`jpaged bench scheduler`: what the control plane costs on the host in each step, with no model behind it.
+
+A fake executor answers every plan at once, so a step's time is planning it and taking its results in. Each line
+of the table is a steady state: `running` sequences decode, and a step changes what the line says and nothing else.
+
+    nothing        no sequence starts, ends, or needs a block: what a step costs at least
+    blocks         every sequence needs a new block each 16th step, at times spread evenly
+    blocks, cache  the same in a pool so full of old prefixes that each new block must forget one
+    finishes       besides, `--finishing` sequences end in each step and as many take their place
+    streaming      every sequence reports each token
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from jpaged.config import SchedulerConfig
+from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
+from jpaged.engine.loop import EngineCore
+from jpaged.engine.request import Request
+from jpaged.engine.scheduler import Scheduler
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
+
+_BLOCK_SIZE = 16
+_PROMPT_LEN = 64
+
+
+class _Handle:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class InstantExecutor:
+    """Samples token 1 for every active row, and stops sequences at their greatest length, as the device would."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._lengths = np.zeros((config.max_num_seqs,), np.int64)
+        self._limits = np.zeros((config.max_num_seqs,), np.int64)
+
+    def execute(self, plan: StepPlan) -> _Handle:
+        for start in plan.starts:
+            self._lengths[start.slot] = len(start.token_ids)
+            self._limits[start.slot] = start.max_len
+        rows = plan.decode_slots
+        samples = np.ones((plan.num_rows,), np.bool_)
+        if plan.chunks:
+            rows = np.concatenate([rows, np.array([chunk.slot for chunk in plan.chunks], np.int32)])
+            samples[len(plan.decode_slots) :] = [chunk.samples for chunk in plan.chunks]
+        samples &= self._lengths[rows] < self._limits[rows]
+        self._lengths[rows] += samples
+        codes = ((self._lengths[rows] == self._limits[rows]) & samples).astype(np.uint8) * np.uint8(FinishCode.LENGTH)
+        return _Handle(StepResult(np.where(samples, 1, NO_TOKEN).astype(np.int32), codes))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A steady state to measure.
+
+    block_size: very large where no block is to be needed.
+    spare_blocks: blocks of the pool beyond what the running sequences will need.
+    finishing: sequences that end in each step.
+    """
+
+    name: str
+    block_size: int = _BLOCK_SIZE
+    fill_with_prefixes: bool = False
+    streaming: bool = False
+    finishing: int = 0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Microseconds of host time a step."""
+
+    case: str
+    running: int
+    steps: int
+    median_us: float
+    p99_us: float
+    mean_us: float
+
+
+def measure(case: Case, running: int, steps: int) -> Measurement:
+    """Times `steps` turns of the engine loop with `running` sequences decoding."""
+    core, num_started = _steady_engine(case, running, steps)
+    times_ns = np.zeros((steps,), np.int64)
+    gc.collect()
+    gc.freeze()
+    try:
+        for step in range(steps):
+            for _ in range(case.finishing):
+                num_started += 1
+                core.add_request(_request(num_started, case, _lifetime(case, running, steps)))
+            begin = time.perf_counter_ns()
+            core.step()
+            times_ns[step] = time.perf_counter_ns() - begin
+    finally:
+        gc.unfreeze()
+    if not case.finishing and core.stats().num_running != running:
+        raise RuntimeError(f"{core.stats().num_running} sequences ran, not {running}.")
+    times_us = times_ns / 1e3
+    return Measurement(
+        case.name,
+        running,
+        steps,
+        float(np.median(times_us)),
+        float(np.percentile(times_us, 99)),
+        float(times_us.mean()),
+    )
+
+
+def _lifetime(case: Case, running: int, steps: int) -> int:
+    """Tokens that a sequence generates: for ever, or so many that `finishing` of them end in each step."""
+    return running // case.finishing if case.finishing else steps + 2 * _BLOCK_SIZE + 64
+
+
+def _steady_engine(case: Case, running: int, steps: int) -> tuple[EngineCore, int]:
+    """An engine whose `running` sequences decode, the phases of their blocks and their ends evenly spread."""
+    lifetime = _lifetime(case, running, steps)
+    block_size = case.block_size
+    max_model_len = _PROMPT_LEN + lifetime + _BLOCK_SIZE
+    num_blocks = 2 + (running + case.finishing) * (-(-max_model_len // block_size) + 1)
+    config = SchedulerConfig(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=running + case.finishing,
+        max_num_batched_tokens=running * (_PROMPT_LEN + _BLOCK_SIZE),
+        max_model_len=max_model_len,
+        watermark=0.0,
+    )
+    core = EngineCore(Scheduler(config), InstantExecutor(config))
+    if case.fill_with_prefixes:
+        _fill_with_prefixes(core, config)
+    for i in range(running):
+        # One in `lifetime` ends in each step if the first ones have ever less left to generate.
+        left = 1 + i * lifetime // running if case.finishing else lifetime
+        core.add_request(_request(i, case, max(left, 4)))
+    for _ in range(4):
+        core.step()
+    return core, running
+
+
+def _fill_with_prefixes(core: EngineCore, config: SchedulerConfig) -> None:
+    """Leaves old prefixes in all blocks of the pool."""
+    length = config.max_model_len - 1
+    for i in range(-(-(config.num_blocks - 1) * config.block_size // length) + 1):
+        prompt = np.full((length,), 5)
+        prompt[0] = i + 10
+        core.add_request(Request(f"old-{i}", prompt, SamplingParams(max_tokens=1, temperature=0.0)))
+        while core.has_unfinished():
+            core.step()
+
+
+def _request(i: int, case: Case, max_tokens: int) -> Request:
+    prompt = np.full((_PROMPT_LEN + i % _BLOCK_SIZE,), 7)
+    prompt[0] = i + 10
+    kind = RequestOutputKind.DELTA if case.streaming else RequestOutputKind.FINAL_ONLY
+    return Request(str(i), prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, output_kind=kind))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark from the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="jpaged bench scheduler", description="Host time of a step, in microseconds.")
+    parser.add_argument("--running", type=int, nargs="+", default=[100, 1000, 4000], help="running sequences")
+    parser.add_argument("--steps", type=int, default=1000, help="steps measured for each line")
+    parser.add_argument("--finishing", type=int, default=4, help="sequences that end in a step, in that line")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    args = parser.parse_args(argv)
+    if min(args.running) < 1 or args.steps < 1 or args.finishing < 1:
+        parser.error("--running, --steps and --finishing must be at least 1")
+    cases = [
+        Case("nothing", block_size=1 << 16),
+        Case("blocks"),
+        Case("blocks, cache", fill_with_prefixes=True),
+        Case("finishes", finishing=args.finishing),
+        Case("streaming", streaming=True),
+    ]
+    print(f"{'what changes':<16}{'running':>8}{'median us':>11}{'p99 us':>9}{'mean us':>9}")
+    results = []
+    for case in cases:
+        for running in args.running:
+            result = measure(replace(case, finishing=min(case.finishing, running // 8)), running, args.steps)
+            results.append(asdict(result))
+            print(
+                f"{result.case:<16}{running:>8}{result.median_us:>11.0f}{result.p99_us:>9.0f}{result.mean_us:>9.0f}",
+                flush=True,
+            )
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"benchmark": "scheduler", "results": results}, file, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+import numpy as np
+import pytest
+
+from jpaged.engine import prefix_cache
+from jpaged.engine.block_pool import BlockPool
+from jpaged.engine.prefix_cache import PrefixCache
+from tests.engine.helpers import Engine, assert_complete, make_request
+
+SIZE = 4
+
+
+def tokens(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def filled(pool: BlockPool, token_ids: np.ndarray, salt: str | None = None) -> np.ndarray:
+    """Blocks that hold these tokens, registered and freed again."""
+    blocks = pool.allocate(len(token_ids) // SIZE)
+    pool.cache.register([], token_ids, blocks, 0, len(blocks), salt)
+    pool.free(blocks)
+    return blocks
+
+
+def hits(cache: PrefixCache, token_ids: np.ndarray, salt: str | None = None) -> list[int]:
+    return cache.match([], token_ids, len(token_ids) // SIZE, salt).tolist()
+
+
+def test_the_longest_common_run_of_full_blocks_is_found():
+    pool = BlockPool(16, SIZE, True)
+    blocks = filled(pool, np.arange(12, dtype=np.int32))
+    assert hits(pool.cache, np.arange(12, dtype=np.int32)) == blocks.tolist()
+    assert hits(pool.cache, tokens(0, 1, 2, 3, 4, 5, 6, 99, 8, 9, 10, 11)) == blocks[:1].tolist()
+    assert hits(pool.cache, tokens(4, 5, 6, 7)) == [], "the same tokens after another prefix are another block"
+    assert hits(pool.cache, tokens(0, 1, 2)) == []
+
+
+def test_no_more_blocks_are_matched_than_asked_for():
+    pool = BlockPool(16, SIZE, True)
+    blocks = filled(pool, np.arange(12, dtype=np.int32))
+    assert pool.cache.match([], np.arange(12, dtype=np.int32), 2, None).tolist() == blocks[:2].tolist()
+
+
+def test_requests_of_another_salt_share_nothing():
+    pool = BlockPool(16, SIZE, True)
+    prompt = np.arange(8, dtype=np.int32)
+    plain, salted = filled(pool, prompt), filled(pool, prompt, "salt")
+    assert hits(pool.cache, prompt) == plain.tolist()
+    assert hits(pool.cache, prompt, "salt") == salted.tolist()
+    assert hits(pool.cache, prompt, "other") == []
+
+
+def test_freed_blocks_can_be_hit_until_they_are_reused():
+    pool = BlockPool(4, SIZE, True)
+    prompt = np.arange(12, dtype=np.int32)
+    blocks = filled(pool, prompt)
+    pool.allocate(1)
+    assert hits(pool.cache, prompt) == blocks[:2].tolist(), "the tail goes first"
+    pool.allocate(2)
+    assert hits(pool.cache, prompt) == []
+    assert len(pool.cache) == 0
+
+
+def test_equal_content_keeps_its_first_name():
+    pool = BlockPool(8, SIZE, True)
+    prompt = np.arange(8, dtype=np.int32)
+    first = filled(pool, prompt)
+    filled(pool, prompt)
+    assert hits(pool.cache, prompt) == first.tolist()
+    pool.cache.check_integrity()
+
+
+def test_reset_forgets_every_name():
+    pool = BlockPool(8, SIZE, True)
+    prompt = np.arange(8, dtype=np.int32)
+    filled(pool, prompt)
+    pool.cache.reset()
+    assert hits(pool.cache, prompt) == []
+    assert len(pool.cache) == 0
+
+
+@pytest.mark.parametrize("other", [tokens(9, 9, 9, 9, 4, 5, 6, 7), tokens(0, 1, 2, 3, 9, 9, 9, 9)])
+def test_a_digest_that_collides_is_a_miss(monkeypatch, other):
+    monkeypatch.setattr(prefix_cache, "block_digest", lambda parent, data: bytes([len(parent)]) * 2)
+    pool = BlockPool(8, SIZE, True)
+    prompt = np.arange(8, dtype=np.int32)
+    blocks = filled(pool, prompt)
+    common = 1 if other[0] == 0 else 0
+    assert hits(pool.cache, other) == blocks[:common].tolist()
+    assert hits(pool.cache, prompt) == blocks.tolist()
+    assert hits(pool.cache, prompt, "salt") == [], "a salt is compared too"
+
+
+def test_a_block_whose_parent_is_another_is_a_miss(monkeypatch):
+    """The second blocks are equal, and so are their digests; what is before them differs."""
+    monkeypatch.setattr(prefix_cache, "block_digest", lambda parent, data: data)
+    pool = BlockPool(8, SIZE, True)
+    filled(pool, tokens(0, 1, 2, 3, 4, 5, 6, 7))
+    first = filled(pool, tokens(9, 9, 9, 9))
+    assert hits(pool.cache, tokens(9, 9, 9, 9, 4, 5, 6, 7)) == first.tolist()
+
+
+def test_an_engine_whose_digests_all_collide_gives_the_right_tokens(monkeypatch):
+    monkeypatch.setattr(prefix_cache, "block_digest", lambda parent, data: b"same")
+    engine = Engine()
+    requests = [make_request(str(i), [i // 2] * 9, 12) for i in range(8)]
+    engine.add(*requests)
+    engine.run()
+    assert_complete(*requests)
+    assert engine.core.stats().prefix_cache_hits > 0
+
+
+def test_one_token_of_a_prompt_is_always_computed():
+    engine = Engine()
+    prompt = list(range(8))
+    for name, cached in (("first", 0), ("again", 4)):
+        request = make_request(name, prompt)
+        engine.add(request)
+        engine.run()
+        assert_complete(request)
+        assert request.num_cached_tokens == cached
+    longer = make_request("longer", [*prompt, 8])
+    engine.add(longer)
+    engine.run()
+    assert longer.num_cached_tokens == 8
+    stats = engine.core.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (25, 12)
+    assert stats.prefix_cache_hit_rate == pytest.approx(12 / 25)
+
+
+def test_a_prompt_shares_blocks_with_one_that_is_computed_in_the_same_step():
+    engine = Engine()
+    requests = [make_request(str(i), [*range(10), i]) for i in range(3)]
+    engine.add(*requests)
+    engine.step()
+    tables = [engine.table(request) for request in requests]
+    assert len(engine.plans) == 1
+    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+    assert len({table[2] for table in tables}) == 3
+    engine.run()
+    assert_complete(*requests)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_conversation_hits_the_tokens_that_it_generated(depth):
+    engine = Engine(pipeline_depth=depth)
+    first = make_request("first", 5, 14)
+    engine.add(first)
+    engine.run()
+    history = [*first.prompt_token_ids.tolist(), *first.output_token_ids]
+    second = make_request("second", [*history, 1, 2, 3])
+    engine.add(second)
+    engine.run()
+    assert_complete(first, second)
+    # 19 tokens were known and the last one was never computed, so 18 are in 4 full blocks.
+    assert second.num_cached_tokens == 16
+
+
+def test_a_block_that_ends_with_a_token_never_computed_gets_no_name():
+    engine = Engine()
+    first = make_request("first", 5, 3)  # 8 tokens, two full blocks; the eighth was only sampled
+    engine.add(first)
+    engine.run()
+    second = make_request("second", [*first.prompt_token_ids.tolist(), *first.output_token_ids, 1])
+    engine.add(second)
+    engine.run()
+    assert second.num_cached_tokens == 4
+    assert_complete(second)
+
+
+def test_without_prefix_caching_nothing_is_shared():
+    engine = Engine(enable_prefix_caching=False)
+    requests = [make_request(str(i), list(range(9))) for i in range(3)]
+    engine.add(*requests)
+    engine.run()
+    assert_complete(*requests)
+    assert [request.num_cached_tokens for request in requests] == [0, 0, 0]
+    assert engine.core.stats().num_cached_blocks == 0
+
+
+def test_prompt_logprobs_skip_the_cache_and_are_complete():
+    engine = Engine()
+    prompt = list(range(9))
+    plain, scored = make_request("plain", prompt), make_request("scored", prompt, prompt_logprobs=2)
+    engine.add(plain)
+    engine.run()
+    engine.add(scored)
+    engine.run()
+    assert_complete(plain, scored)
+    assert scored.num_cached_tokens == 0
+    assert len(scored.prompt_logprobs) == 9
+
+
+def test_the_cache_is_reset_only_while_nothing_runs():
+    engine = Engine()
+    request = make_request("first", list(range(9)))
+    engine.add(request)
+    engine.step()
+    assert engine.core.reset_prefix_cache() is False
+    engine.run()
+    assert engine.core.reset_prefix_cache() is True
+    again = make_request("again", list(range(9)))
+    engine.add(again)
+    engine.run()
+    assert again.num_cached_tokens == 0

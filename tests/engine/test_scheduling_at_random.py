@@ -1,0 +1,219 @@
+"""Random arrivals, aborts, stop strings and steps, with everything checked after each.
+
+The fake executor fails on any row that reads what is not its own sequence's, the engine on any block that is lost or
+doubly owned. Here the outputs are compared with what each request must generate on its own.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from jpaged.engine.interface import StepPlan
+from jpaged.engine.request import Request, RequestStatus
+from jpaged.sampling_params import RequestOutputKind
+from tests.engine.helpers import Engine, expected_tokens, make_request
+
+
+class Drive:
+    """An engine under load, with what each of its requests should come to held against what it does come to."""
+
+    def __init__(self, **changes) -> None:
+        self.engine = Engine(**changes)
+        self.engine.executor.on_execute = self._check_order
+        self.unfinished: dict[str, Request] = {}
+        self.num_added = 0
+        self.last_admitted = -1
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for request in self.unfinished.values() if request.status == RequestStatus.RUNNING]
+
+    def add(self, prompt: list[int], max_tokens: int | None, **options) -> None:
+        request = make_request(str(self.num_added), prompt, max_tokens, **options)
+        self.num_added += 1
+        self.engine.add(request)
+        self.unfinished[request.request_id] = request
+
+    def step(self) -> None:
+        """One turn of the loop. Whoever is preempted must have nothing in flight."""
+        preemptions = self.engine.core.stats().num_preemptions
+        in_flight = self.engine.scheduler.num_in_flight
+        self.engine.step()
+        assert in_flight == 0 or self.engine.core.stats().num_preemptions == preemptions
+        for request in list(self.unfinished.values()):
+            if request.finished:
+                self._check_finished(request)
+            elif request.reports_each_token:
+                assert request.output_token_ids == self.engine.reported.get(request.request_id, [])
+
+    def abort(self, request: Request) -> None:
+        assert self.engine.core.abort([request.request_id]) == [request]
+        self._check_cut(request, "abort")
+
+    def stop(self, request: Request) -> None:
+        """As the caller does at a stop string, having seen all tokens that were read."""
+        assert self.engine.core.finish(request.request_id, "x") is request
+        self._check_cut(request, "stop")
+
+    def finish(self) -> None:
+        """Runs to the end; there is always progress, so there is a bound on the steps."""
+        for _ in range(100 + 4 * sum(request.max_len for request in self.unfinished.values())):
+            if not self.engine.core.has_unfinished() and not self.engine.scheduler.num_in_flight:
+                break
+            self.step()
+        assert not self.engine.core.has_unfinished()
+        assert not self.unfinished
+        self.engine.assert_idle()
+        self.engine.core.check_integrity()
+
+    def _check_finished(self, request: Request) -> None:
+        del self.unfinished[request.request_id]
+        output = request.output_token_ids
+        assert output == self.engine.reported.pop(request.request_id) == expected_tokens(request)
+        assert request.finish_reason == ("stop" if output[-1] in request.stop_token_ids else "length")
+        if request.logprobs is not None:
+            assert [next(iter(position)) for position in request.logprobs] == output
+        if request.prompt_logprobs is not None:
+            found = [next(iter(position)) for position in request.prompt_logprobs[1:]]
+            assert found == request.prompt_token_ids[1:].tolist()
+
+    def _check_cut(self, request: Request, reason: str) -> None:
+        del self.unfinished[request.request_id]
+        output = request.output_token_ids
+        assert request.finish_reason == reason
+        assert output == expected_tokens(request)[: len(output)]
+        reported = self.engine.reported.pop(request.request_id, [])
+        assert reported == (output if request.reports_each_token else [])
+        self.engine.core.check_integrity()
+
+    def _check_order(self, plan: StepPlan) -> None:
+        """First come, first served: nobody starts before one who has waited longer."""
+        if self.engine.config.policy != "fcfs":
+            return
+        started = [self.engine.scheduler.slots.requests[start.slot] for start in plan.starts]
+        waiting = [r.arrival_number for r in self.unfinished.values() if r.status != RequestStatus.RUNNING]
+        assert not started or not waiting or max(r.arrival_number for r in started) < min(waiting)
+        for request in started:
+            if not request.stats.num_preemptions:
+                assert request.arrival_number > self.last_admitted
+                self.last_admitted = request.arrival_number
+
+
+configs = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(6, 24),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.sampled_from([1, 3, 8, 16, 64]),
+        "max_model_len": st.sampled_from([20, 61]),
+        "enable_prefix_caching": st.booleans(),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        "watermark": st.sampled_from([0.0, 0.1]),
+        "pipeline_depth": st.integers(0, 3),
+    }
+)
+requests = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(0, 1), min_size=1, max_size=24) | st.integers(1, 24).map(lambda n: [2] * n),
+        "max_tokens": st.none() | st.integers(1, 24),
+        "priority": st.integers(0, 2),
+        "salt": st.sampled_from([None, None, "salt"]),
+        "seed": st.sampled_from([None, 0]),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "stop_token_ids": st.sampled_from([None, None, list(range(0, 97, 9))]),
+        "logprobs": st.sampled_from([None, None, 1]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+        "output_kind": st.sampled_from(list(RequestOutputKind)),
+    }
+)
+
+
+class SchedulingMachine(RuleBasedStateMachine):
+    @initialize(config=configs)
+    def start(self, config):
+        self.drive = Drive(**config)
+        self.longest = min(config["max_model_len"], (config["num_blocks"] - 1) * 4) - 1
+
+    @rule(new=st.lists(requests, min_size=1, max_size=4))
+    def arrive(self, new):
+        for request in new:
+            self.drive.add(request.pop("prompt")[: self.longest], request.pop("max_tokens"), **request)
+
+    @rule(n=st.integers(1, 12))
+    def step(self, n):
+        for _ in range(n):
+            self.drive.step()
+
+    @precondition(lambda self: self.drive.unfinished)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.drive.abort(data.draw(st.sampled_from(list(self.drive.unfinished.values()))))
+
+    @precondition(lambda self: self.drive.running)
+    @rule(data=st.data())
+    def stop(self, data):
+        self.drive.stop(data.draw(st.sampled_from(self.drive.running)))
+
+    @rule()
+    def reset_prefix_cache(self):
+        assert self.drive.engine.core.reset_prefix_cache() == (not self.drive.running)
+
+    def teardown(self):
+        if hasattr(self, "drive"):
+            self.drive.finish()
+
+
+TestSchedulingMachine = SchedulingMachine.TestCase
+TestSchedulingMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_thousand_requests_come_and_go(policy, depth):
+    """Long enough for blocks, slots and the prefix cache to turn over many times."""
+    rng = np.random.default_rng(20 + depth)
+    drive = Drive(
+        num_blocks=33, max_num_seqs=8, max_num_batched_tokens=32, policy=policy, pipeline_depth=depth, watermark=0.0
+    )
+    aborted = stopped = 0
+    while drive.num_added < 1000:
+        while len(drive.unfinished) < 12:
+            drive.add(
+                [int(rng.integers(4))] * int(rng.integers(1, 30)) + rng.integers(0, 3, rng.integers(1, 10)).tolist(),
+                int(rng.integers(1, 24)),
+                priority=int(rng.integers(3)),
+                stop_token_ids=list(range(0, 97, 16)) if rng.random() < 0.5 else None,
+                output_kind=RequestOutputKind(int(rng.integers(3))),
+            )
+        drive.step()
+        if rng.random() < 0.05:
+            drive.abort(list(drive.unfinished.values())[rng.integers(len(drive.unfinished))])
+            aborted += 1
+        if rng.random() < 0.05 and drive.running:
+            drive.stop(drive.running[rng.integers(len(drive.running))])
+            stopped += 1
+    drive.finish()
+    stats = drive.engine.core.stats()
+    assert stats.num_finished == drive.num_added
+    assert min(aborted, stopped, stats.num_preemptions) > 20
+    assert stats.prefix_cache_hits > 1000
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_blocks": 24}, {"max_num_batched_tokens": 5}, {"enable_prefix_caching": False}]
+)
+def test_the_pipelined_loop_gives_the_tokens_of_the_plain_one(changes):
+    outputs = []
+    for depth in range(4):
+        rng = np.random.default_rng(1)
+        engine = Engine(**(changes | {"pipeline_depth": depth}))
+        requests = [
+            make_request(str(i), rng.integers(0, 2, rng.integers(1, 30)), int(rng.integers(1, 30)), temperature=i % 2)
+            for i in range(24)
+        ]
+        engine.add(*requests)
+        engine.run()
+        outputs.append([request.output_token_ids for request in requests])
+        assert engine.reported == {request.request_id: request.output_token_ids for request in requests}
+    assert outputs[1:] == outputs[:1] * 3
