@@ -126,7 +126,7 @@ class TestCharactersSplitOverTokens:
         assert not any(REPLACEMENT in delta for delta in deltas)
 
     def test_a_byte_level_character_comes_with_its_last_byte(self):
-        d, deltas = stream("byte-level", [], bytes_of("byte-level", "a😀é"))
+        _, deltas = stream("byte-level", [], bytes_of("byte-level", "a😀é"))
         assert deltas == ["a", "", "", "", "😀", "", "é", ""]
 
     def test_a_byte_run_comes_with_the_next_ordinary_token(self):
