@@ -8,13 +8,14 @@ from collections.abc import Iterable
 
 from jpaged.assets import demo_model_path
 from jpaged.config import EngineArgs, SchedulerConfig
+from jpaged.engine.generation_config import get_default_sampling_params
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.request import Request
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError
-from jpaged.executor.startup import start
+from jpaged.executor.startup import Startup, start
 from jpaged.inputs import InputProcessor, Prompt
 from jpaged.models import resolve
 from jpaged.output_processor import OutputProcessor
@@ -35,35 +36,39 @@ class LLMEngine:
 
     Args:
         args: what to run and how.
+        startup: what an engine that is done with was running on, to use again with other scheduling options and
+            without loading and compiling anew. Its own shapes and pool stay; args may use less of them.
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError: the model cannot be loaded.
         OutOfMemoryError: the model, or one sequence of max_model_len, does not fit the device.
         InvalidParameterError: max_model_len exceeds what the model can do.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, startup: Startup | None = None) -> None:
         directory = demo_model_path() if args.model is None else resolve(args.model, args.revision)
         self.args = args
-        self.startup = start(args, directory)
+        self.startup = start(args, directory) if startup is None else startup
         self.tokenizer = None
         if not args.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.load(args.tokenizer or str(directory), revision=args.revision)
+            self.tokenizer = Tokenizer.load(args.tokenizer or directory, revision=args.revision)
+        self.default_sampling_params = get_default_sampling_params(directory)
         config, model = self.startup.config, self.startup.model.config
-        self.max_model_len = config.max_model_len
         self._eos_token_ids = model.eos_token_ids
         scheduler_config = SchedulerConfig(
             block_size=config.block_size,
-            num_blocks=config.num_blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.token_buckets[-1],
-            max_model_len=config.max_model_len,
+            num_blocks=_at_most("num_gpu_blocks_override", args.num_gpu_blocks_override, config.num_blocks),
+            max_num_seqs=_at_most("max_num_seqs", args.max_num_seqs, config.max_num_seqs),
+            max_num_batched_tokens=_at_most(
+                "max_num_batched_tokens", args.max_num_batched_tokens, config.token_buckets[-1]
+            ),
+            max_model_len=_at_most("max_model_len", args.max_model_len, config.max_model_len),
             enable_prefix_caching=args.enable_prefix_caching,
             policy=args.scheduling_policy,
             watermark=args.watermark,
             pipeline_depth=args.pipeline_depth,
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.runner)
-        self._inputs = InputProcessor(self.tokenizer, model.vocab_size, config.max_model_len)
+        self._inputs = InputProcessor(self.tokenizer, model.vocab_size, scheduler_config.max_model_len)
         self._outputs = OutputProcessor(self._core, self.tokenizer)
         self._failure: BaseException | None = None
         if args.verbose:
@@ -151,3 +156,10 @@ class LLMEngine:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
+
+
+def _at_most(name: str, asked: int | None, available: int) -> int:
+    """What was asked for, which a runner started before may not have."""
+    if asked is not None and asked > available:
+        raise InvalidParameterError(f"{name}={asked} exceeds the {available} that the runner was started with.")
+    return available if asked is None else asked

@@ -1,0 +1,113 @@
+"""From prompts to tokens through the whole engine, against transformers' greedy decoding in float32.
+
+A sequence is transformers' greedy sequence exactly if each of its tokens is the argmax of transformers' logits after
+the ones before it, so one forward pass over prompt and output checks all of them.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged.executor.startup import Startup
+from tests.tiny_models import VOCAB_SIZE, TinyModel, tiny_models, torch_model, write_tiny_model
+
+torch = pytest.importorskip("torch")
+
+NUM_REQUESTS = 32
+NUM_TOKENS = 12
+FEW_BLOCKS = 60
+"""Blocks of 4 tokens: the 32 requests below need about 400."""
+
+ARGS = EngineArgs(
+    dtype="float32",
+    block_size=4,
+    num_gpu_blocks_override=512,
+    max_model_len=128,
+    max_num_seqs=NUM_REQUESTS,
+    max_num_batched_tokens=128,
+    decode_buckets=(NUM_REQUESTS,),
+    token_buckets=(16, 128),
+    skip_tokenizer_init=True,
+    verbose=False,
+)
+
+
+@pytest.fixture(scope="module", params=tiny_models(), ids=lambda case: case.name)
+def started(request, tmp_path_factory) -> tuple[EngineArgs, Startup, torch.nn.Module]:
+    """A tiny model of the family, on disk, loaded and compiled once; and the same in transformers."""
+    case: TinyModel = request.param
+    directory = write_tiny_model(case, tmp_path_factory.mktemp(case.name))
+    args = replace(ARGS, model=str(directory))
+    return args, LLMEngine(args).startup, torch_model(case)
+
+
+def mixed_prompts(seed: int) -> list[list[int]]:
+    """Lengths from 1 to 70, block boundaries (block size 4) among them."""
+    rng = np.random.default_rng(seed)
+    lengths = [1, 3, 4, 5, 8, 70, *rng.integers(1, 70, NUM_REQUESTS - 6)]
+    return [rng.integers(3, VOCAB_SIZE, length).tolist() for length in lengths]
+
+
+def run(engine: LLMEngine, prompts: list[list[int]], **params) -> dict[int, list[int]]:
+    """Adds all prompts at once, steps until done, and returns the tokens of each."""
+    sampling = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.DELTA, **params
+    )
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, sampling)
+    tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[int(output.request_id)] += output.outputs[0].token_ids
+    return tokens
+
+
+def assert_greedy(model: torch.nn.Module, prompts: list[list[int]], outputs: dict[int, list[int]]) -> None:
+    for i, prompt in enumerate(prompts):
+        assert len(outputs[i]) == NUM_TOKENS
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + outputs[i]])).logits[0]
+        assert outputs[i] == logits[len(prompt) - 1 : -1].argmax(-1).tolist(), f"request {i}: {prompt}"
+
+
+@pytest.mark.parametrize("pipeline_depth", [0, 2], ids=["plain-loop", "pipelined"])
+def test_greedy_tokens_are_those_of_transformers(started, pipeline_depth):
+    args, startup, reference = started
+    engine = LLMEngine(replace(args, pipeline_depth=pipeline_depth), startup)
+    prompts = mixed_prompts(0)
+    assert_greedy(reference, prompts, run(engine, prompts))
+
+
+@pytest.mark.parametrize("pipeline_depth", [0, 2], ids=["plain-loop", "pipelined"])
+def test_prompts_computed_in_chunks_of_16_tokens_give_the_same_tokens(started, pipeline_depth):
+    args, startup, reference = started
+    engine = LLMEngine(replace(args, max_num_batched_tokens=16, pipeline_depth=pipeline_depth), startup)
+    prompts = mixed_prompts(1)
+    assert_greedy(reference, prompts, run(engine, prompts))
+    least = sum(map(len, prompts)) / 16
+    assert engine.get_metrics().num_steps >= least
+
+
+@pytest.mark.parametrize("pipeline_depth", [0, 2], ids=["plain-loop", "pipelined"])
+def test_preempted_requests_give_the_same_tokens(started, pipeline_depth):
+    args, startup, reference = started
+    few = replace(args, num_gpu_blocks_override=FEW_BLOCKS, watermark=0.0, pipeline_depth=pipeline_depth)
+    engine = LLMEngine(few, startup)
+    prompts = mixed_prompts(2)
+    assert_greedy(reference, prompts, run(engine, prompts))
+    metrics = engine.get_metrics()
+    assert metrics.num_preemptions > 0
+    assert metrics.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("pipeline_depth", [0, 2], ids=["plain-loop", "pipelined"])
+def test_prefix_cache_hits_give_the_same_tokens(started, pipeline_depth):
+    args, startup, reference = started
+    engine = LLMEngine(replace(args, pipeline_depth=pipeline_depth), startup)
+    shared = mixed_prompts(3)[5][:40]
+    prompts = [shared + prompt[:20] for prompt in mixed_prompts(3)]
+    run(engine, [shared])
+    assert_greedy(reference, prompts, run(engine, prompts))
+    assert engine.get_metrics().prefix_cache_hits >= len(prompts) * len(shared)
