@@ -1,7 +1,9 @@
 """The public ops: check the arguments, pick the backend, call it."""
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,11 +52,11 @@ def decode_attention(
     check.check_int32("kv_lens", kv_lens, "B", (q.shape[0],))
     features = _features(q, block_tables, scale, sliding_window, logit_softcap)
     slopes = check.check_alibi(alibi_slopes, q.shape[1])
-    pick("decode_attention", backend, lambda: "not built yet")
+    kernel = _implementation("decode_attention", "decode_attention_mosaic", backend, q, kv_pool)
     if q.shape[0] == 0:
         out, lse = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
     else:
-        out, lse = reference.decode_attention(q, kv_pool, block_tables, kv_lens, slopes, **features)
+        out, lse = kernel(q, kv_pool, block_tables, kv_lens, slopes, **features)
     return (out, lse) if return_lse else out
 
 
@@ -98,21 +100,11 @@ def ragged_attention(
     check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
     features = _features(q, block_tables, scale, sliding_window, logit_softcap)
     slopes = check.check_alibi(alibi_slopes, q.shape[1])
-    name = "jpaged.pallas_kernels.ragged_attention_mosaic"
-
-    def unsupported() -> str | None:
-        if find_spec(name) is None:
-            return "the kernel is not installed"
-        return import_module(name).unsupported(q, kv_pool, block_tables)
-
-    chosen = pick("ragged_attention", backend, unsupported)
+    kernel = _implementation("ragged_attention", "ragged_attention_mosaic", backend, q, kv_pool)
     if q.shape[0] == 0 or rows == 0:
         out, lse = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
-    elif chosen == "mosaic":
-        kernel = import_module(name).ragged_attention
-        out, lse = kernel(q, kv_pool, block_tables, kv_lens, query_starts, slopes, **features)
     else:
-        out, lse = reference.ragged_attention(q, kv_pool, block_tables, kv_lens, query_starts, slopes, **features)
+        out, lse = kernel(q, kv_pool, block_tables, kv_lens, query_starts, slopes, **features)
     return (out, lse) if return_lse else out
 
 
@@ -143,8 +135,8 @@ def write_kv(
     check.check_int32("slot_mapping", slot_mapping, "T", (k.shape[0],))
     if num_blocks * block_size >= 2**31:
         raise ValueError(f"kv_pool has {num_blocks * block_size} slots; an int32 slot_mapping needs fewer than 2**31")
-    pick("write_kv", backend, lambda: "not built yet")
-    return reference.write_kv(kv_pool, k, v, slot_mapping)
+    kernel = _implementation("write_kv", "write_kv_mosaic", backend, kv_pool)
+    return kernel(kv_pool, k, v, slot_mapping) if k.shape[0] else kv_pool
 
 
 def copy_blocks(
@@ -164,8 +156,8 @@ def copy_blocks(
     check.check_pools("kv_pools", kv_pools)
     check.check_int32("src", src, "n", (None,))
     check.check_int32("dst", dst, "n", src.shape)
-    pick("copy_blocks", backend, lambda: "not built yet")
-    return reference.copy_blocks(tuple(kv_pools), src, dst)
+    kernel = _implementation("copy_blocks", "move_blocks_mosaic", backend, kv_pools[0])
+    return kernel(tuple(kv_pools), src, dst) if src.shape[0] else tuple(kv_pools)
 
 
 def gather_blocks(kv_pools: tuple[jax.Array, ...], block_ids: jax.Array, *, backend: str | None = None) -> jax.Array:
@@ -182,8 +174,10 @@ def gather_blocks(kv_pools: tuple[jax.Array, ...], block_ids: jax.Array, *, back
     """
     check.check_pools("kv_pools", kv_pools)
     check.check_int32("block_ids", block_ids, "n", (None,))
-    pick("gather_blocks", backend, lambda: "not built yet")
-    return reference.gather_blocks(tuple(kv_pools), block_ids)
+    kernel = _implementation("gather_blocks", "move_blocks_mosaic", backend, kv_pools[0])
+    if not block_ids.shape[0]:
+        return jnp.zeros((len(kv_pools), 0, *kv_pools[0].shape[1:]), kv_pools[0].dtype)
+    return kernel(tuple(kv_pools), block_ids)
 
 
 def scatter_blocks(
@@ -207,8 +201,24 @@ def scatter_blocks(
     check.check_rank("staging", staging, "layers, n, 2, kv_heads, block_size, head_dim")
     if staging.shape != want or staging.dtype != kv_pools[0].dtype:
         raise ValueError(f"staging must be {kv_pools[0].dtype}{want}, got {staging.dtype}{tuple(staging.shape)}")
-    pick("scatter_blocks", backend, lambda: "not built yet")
-    return reference.scatter_blocks(tuple(kv_pools), staging, block_ids)
+    kernel = _implementation("scatter_blocks", "move_blocks_mosaic", backend, kv_pools[0])
+    return kernel(tuple(kv_pools), staging, block_ids) if block_ids.shape[0] else tuple(kv_pools)
+
+
+def _implementation(op: str, module: str, backend: str | None, *arguments: jax.Array) -> Callable[..., Any]:
+    """The function that does `op` for these arguments.
+
+    A Mosaic module is imported only where its op may run; it has a function named after the op and `unsupported`,
+    which says why it refuses the arguments.
+    """
+    name = f"jpaged.pallas_kernels.{module}"
+
+    def unsupported() -> str | None:
+        if find_spec(name) is None:
+            return "there is no such kernel"
+        return import_module(name).unsupported(*arguments)
+
+    return getattr(import_module(name) if pick(op, backend, unsupported) == "mosaic" else reference, op)
 
 
 def _features(
