@@ -1,0 +1,7 @@
+"""`python -m jpaged`: the same as the `jpaged` command."""
+
+import sys
+
+from jpaged.cli import main
+
+sys.exit(main())

@@ -1,0 +1,120 @@
+"""The `jpaged` command.
+
+Exit codes: 0 done; 1 something failed (one line on stderr says what); 2 the command line is wrong; 130 interrupted
+with Ctrl-C; 141 the reader of the output went away.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from textwrap import dedent
+
+from jpaged.cli import chat, generate
+from jpaged.cli.options import add_debug_option
+from jpaged.errors import InvalidParameterError, JPagedError, UnsupportedParameterError
+from jpaged.version import __version__
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
+
+BENCHMARKS = {
+    "scheduler": "host time of a decode step with many sequences and no device",
+    "kernels": "attention and cache kernels against the device's bandwidth",
+    "throughput": "tokens/s of a whole model, offline",
+}
+"""Each is `jpaged.bench.<name>.main(argv)`, with arguments of its own."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line (`sys.argv` by default) and returns its exit code."""
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as exit_:  # argparse's way to end: --help, --version, or a wrong command line
+        return exit_.code if isinstance(exit_.code, int) else EXIT_USAGE
+    debug = args.debug
+    if not debug:  # what libraries have to say belongs to --debug
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _discard_stdout()
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        return EXIT_INTERRUPTED
+    except (JPagedError, OSError, UnicodeError) as error:
+        if debug:
+            traceback.print_exc()
+        _complain(_one_line(error))
+        is_usage = isinstance(error, InvalidParameterError | UnsupportedParameterError)
+        return EXIT_USAGE if is_usage else EXIT_FAILED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        _complain(f"{type(error).__name__}: {_one_line(error)} (this is a defect in jpaged; --debug shows where)")
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jpaged",
+        description="Generate text with large language models, on JAX.",
+        epilog=dedent("""\
+            examples:
+              jpaged generate "A story about a brave snail"
+              jpaged chat
+              jpaged chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."
+              jpaged generate --model path/to/model --file prompts.txt --json > answers.jsonl
+              jpaged bench scheduler
+
+            Without --model, a small model that comes with jpaged writes short stories.
+            `jpaged COMMAND --help` lists a command's options."""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"jpaged {__version__}")
+    add_debug_option(parser, default=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    generate.add_command(commands)
+    chat.add_command(commands)
+    _add_bench_command(commands)
+    return parser
+
+
+def _add_bench_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    names = "\n".join(f"  {name:<10} {what}" for name, what in BENCHMARKS.items())
+    parser = commands.add_parser(
+        "bench",
+        help="measure speed",
+        description=f"Measure speed.\n\nbenchmarks:\n{names}\n\n`jpaged bench NAME --help` lists its options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=", ".join(BENCHMARKS))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own arguments")
+    add_debug_option(parser)
+    parser.set_defaults(run=_run_bench)
+
+
+def _run_bench(args: argparse.Namespace) -> int:
+    try:
+        return import_module(f"jpaged.bench.{args.name}").main(args.arguments) or 0
+    except SystemExit as exit_:  # its own argparse
+        return exit_.code if isinstance(exit_.code, int) else EXIT_FAILED
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _complain(message: str) -> None:
+    print(f"jpaged: error: {message}", file=sys.stderr, flush=True)
+
+
+def _discard_stdout() -> None:
+    """Nobody reads any more: points stdout at nothing, or Python complains once more when it flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,123 @@
+"""The options that commands share, and what they become: engine options and sampling parameters."""
+
+import argparse
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from jpaged.config import DType, EngineArgs, LoadFormat
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.llm import LLM
+
+_SAMPLING_OPTIONS = (
+    ("--max-tokens", int, "N", "most tokens to generate"),
+    ("--min-tokens", int, "N", "do not stop before this many tokens"),
+    ("--temperature", float, "X", "randomness; 0 always takes the most likely token"),
+    ("--top-p", float, "X", "sample from the most likely tokens that together reach this probability"),
+    ("--top-k", int, "N", "sample from this many most likely tokens; 0 from all"),
+    ("--min-p", float, "X", "leave out tokens less likely than this fraction of the likeliest"),
+    ("--repetition-penalty", float, "X", "above 1, tokens that occurred become less likely"),
+    ("--presence-penalty", float, "X", "the same, subtracted once (-2 to 2)"),
+    ("--frequency-penalty", float, "X", "the same, subtracted for each time (-2 to 2)"),
+)
+
+_ENGINE_OPTIONS = (
+    ("--tokenizer", str, "DIR_OR_ID", "a tokenizer other than the model's own"),
+    ("--revision", str, "NAME", "branch, tag or commit on the hub"),
+    ("--max-model-len", int, "N", "longest sequence, prompt and answer, in tokens"),
+    ("--block-size", int, "N", "tokens in a block of the KV cache"),
+    ("--gpu-memory-utilization", float, "X", "fraction of the device's memory to use"),
+    ("--num-gpu-blocks-override", int, "N", "blocks in the KV cache, instead of what memory allows"),
+    ("--max-num-seqs", int, "N", "most sequences that run at once"),
+    ("--max-num-batched-tokens", int, "N", "most tokens computed in a step"),
+)
+
+
+def add_debug_option(parser: argparse._ActionsContainer, default: Any = argparse.SUPPRESS) -> None:
+    """--debug may stand before the command and after it; only the first gives it a default."""
+    parser.add_argument("--debug", action="store_true", default=default, help="show tracebacks and library messages")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model to run, and how; `engine_options` reads them."""
+    parser.add_argument(
+        "-m", "--model", metavar="DIR_OR_ID", help="a directory or a Hugging Face hub id (default: the embedded model)"
+    )
+    group = parser.add_argument_group("engine options")
+    group.add_argument("--dtype", choices=get_args(DType), help="type of weights and KV cache")
+    for flag, kind, metavar, what in _ENGINE_OPTIONS:
+        group.add_argument(flag, type=kind, metavar=metavar, help=what)
+    group.add_argument(
+        "--no-enable-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_const",
+        const=False,
+        help="compute equal beginnings of prompts anew",
+    )
+    group.add_argument("--load-format", choices=get_args(LoadFormat), help='"dummy" makes random weights')
+    group.add_argument("-q", "--quiet", action="store_true", help="no start-up table, progress or timing")
+    add_debug_option(group)
+
+
+def engine_options(args: argparse.Namespace, *, verbose: bool) -> dict[str, Any]:
+    """Keyword arguments for `LLM` or `EngineArgs`: what was given on the command line, and nothing else.
+
+    verbose: print the start-up table.
+    Raises:
+        InvalidParameterError: a value out of range; so before anything is loaded.
+    """
+    names = EngineArgs.__dataclass_fields__
+    options = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    options["verbose"] = verbose
+    EngineArgs(**options)
+    return options
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """How to sample; `sampling_params` reads them. max_tokens: the default."""
+    group = parser.add_argument_group("sampling options", "What is not given is as the model's makers set it.")
+    for flag, kind, metavar, what in _SAMPLING_OPTIONS:
+        if flag == "--max-tokens":
+            group.add_argument(
+                flag, type=kind, metavar=metavar, default=max_tokens, help=f"{what} (default: {max_tokens})"
+            )
+        else:
+            group.add_argument(flag, type=kind, metavar=metavar, help=what)
+    group.add_argument(
+        "--stop",
+        action="append",
+        type=_unescape,
+        metavar="TEXT",
+        help="end before this text; may be repeated; \\n, \\t",
+    )
+    group.add_argument("--ignore-eos", action="store_const", const=True, help="go on after the model ends its text")
+    group.add_argument("--seed", type=int, metavar="N", help="the same N gives the same text (default: a new one)")
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The `SamplingParams` fields given on the command line, less the seed.
+
+    Raises:
+        InvalidParameterError: a value out of range; so before anything is loaded.
+    """
+    names = set(SamplingParams.__dataclass_fields__) - {"seed"}
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    SamplingParams(**given)
+    return given
+
+
+def sampling_params(
+    llm: "LLM", args: argparse.Namespace, output_kind: RequestOutputKind, request_index: int = 0
+) -> SamplingParams:
+    """The model's defaults with what was given on the command line.
+
+    request_index: requests of one run get seeds that follow each other, so that equal prompts differ.
+    """
+    seed = secrets.randbits(48) if args.seed is None else args.seed + request_index
+    return replace(llm.get_default_sampling_params(), **given_sampling(args), seed=seed, output_kind=output_kind)
+
+
+def _unescape(text: str) -> str:
+    return text.replace("\\n", "\n").replace("\\t", "\t")
