@@ -36,7 +36,7 @@ def load(
     directory: str | Path | None,
     load_format: str = "auto",
     *,
-    device: jax.Device | jax.sharding.Sharding | None = None,
+    device: jax.Device | None = None,
     seed: int = 0,
     progress: bool | Callable[[int, int], None] = False,
 ) -> Weights:
@@ -186,7 +186,7 @@ def _listed(names: Sequence[str]) -> str:
 def _stream(
     model: Model,
     stored: dict[int, StoredTensor],
-    device: jax.Device | jax.sharding.Sharding | None,
+    device: jax.Device | None,
     progress: Callable[[int, int], None],
     total: int,
 ) -> Weights:

@@ -166,8 +166,8 @@ def _stored_dtype(directory: Path) -> str | None:
 
 def _architecture(config: Mapping[str, Any]) -> str:
     named = config.get("architectures") or [_BY_MODEL_TYPE.get(str(config.get("model_type")))]
-    for architecture in named:
-        if architecture in _PARSERS:
+    for architecture in named if isinstance(named, list | tuple) else [named]:
+        if isinstance(architecture, str) and architecture in _PARSERS:
             return architecture
     shown = config.get("architectures") or f"model_type {config.get('model_type')!r}"
     raise UnsupportedModelError(
@@ -204,6 +204,12 @@ class _Reader:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise CheckpointError(f"config.json: {name!r} must be an integer or null, got {value!r}.")
         return value
+
+    def optional_positive(self, name: str, default: int) -> int | None:
+        """A positive integer, or None for an explicit null."""
+        if self.config.get(name, default) is None:
+            return None
+        return self.integer(name, default)
 
     def number(self, name: str, default: float) -> float:
         value = self.config.get(name, default)
@@ -251,7 +257,7 @@ def _parse_llama(read: _Reader) -> dict[str, Any]:
 
 def _parse_mistral(read: _Reader) -> dict[str, Any]:
     fields = _llama_fields(read, default_length=131072)
-    window = read.optional_integer("sliding_window") if "sliding_window" in read.config else 4096
+    window = read.optional_positive("sliding_window", 4096)
     return fields | {"sliding_windows": (window,) * fields["num_layers"]}
 
 
@@ -268,15 +274,13 @@ def _parse_qwen3(read: _Reader) -> dict[str, Any]:
 
 
 def _qwen_windows(read: _Reader, num_layers: int) -> tuple[int | None, ...]:
-    window = read.integer("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
-    if read.config.get("sliding_window", 4096) is None:
-        window = None
+    window = read.optional_positive("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
     kinds = read.config.get("layer_types")
     if kinds is None:
-        first = read.config.get("max_window_layers", 28)
+        first = read.number("max_window_layers", 28)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    elif len(kinds) != num_layers:
-        raise CheckpointError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers.")
+    elif not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
+        raise CheckpointError(f"config.json: layer_types must list {num_layers} layers, got {kinds!r}.")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(

@@ -11,10 +11,12 @@ The Flax module exists only while a function is traced; a compiled step sees arr
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jpaged.errors import InvalidParameterError, UnsupportedModelError
@@ -26,6 +28,7 @@ from jpaged.models.opt import OPTForCausalLM
 from jpaged.models.parts import Part
 
 Weights = tuple[jax.Array, ...]
+T = TypeVar("T")
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -107,8 +110,10 @@ class Model:
         """hidden [R, hidden], rows of what `forward` returned -> float32 [R, vocab]."""
         return self.module(weights).logits(hidden)
 
-    def head_weights(self, weights: Sequence[jax.Array]) -> Weights:
-        """The few arrays that `logits` reads, for a program that takes nothing else (0.4 us an argument)."""
+    def head_weights(self, weights: Sequence[T]) -> tuple[T, ...]:
+        """The few of the weights (or of things parallel to them, such as `abstract_weights`) that `logits` reads,
+        for a program that takes nothing else: an argument costs 0.4 us a call.
+        """
         return tuple(weights[i] for i in self._head_indices)
 
     def head_logits(self, head: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
@@ -118,16 +123,15 @@ class Model:
             weights[index] = array
         return self.module(weights).logits(hidden)
 
-    def init(self, seed: int = 0, device: jax.Device | jax.sharding.Sharding | None = None) -> Weights:
+    def init(self, seed: int = 0, device: jax.Device | None = None) -> Weights:
         """Random weights, made on the device (the default one if none is given), one small program for each
         distinct shape. Every product keeps its input's scale, so activations stay finite in any type and depth.
         """
-        draw = jax.jit(_draw, static_argnums=(1, 2, 3), out_shardings=device)
-        keys = jax.random.split(jax.random.key(seed), len(self.abstract_weights))
-        return tuple(
-            draw(key, variable.start, leaf.shape, leaf.dtype)
-            for key, variable, leaf in zip(keys, self._variables, self.abstract_weights, strict=True)
-        )
+        with jax.default_device(device):
+            return tuple(
+                _draw(np.array((seed % 2**32, index, 0, 0), np.uint32), variable.start, leaf.shape, leaf.dtype)
+                for index, (variable, leaf) in enumerate(zip(self._variables, self.abstract_weights, strict=True))
+            )
 
     def module(self, weights: Sequence[jax.Array]) -> CausalLM:
         """The Flax module that holds these weights, for example to train it with `nnx.value_and_grad`."""
@@ -156,5 +160,7 @@ def build(config: ModelConfig, dtype: str = "auto") -> Model:
     return Model(config, resolve_dtype(dtype, config))
 
 
-def _draw(key: jax.Array, start: Normal | Constant, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return start.draw(key, shape, dtype)
+# With XLA's own generator, which compiles in half the time of JAX's default one.
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw(key: Any, start: Normal | Constant, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return start.draw(jax.random.wrap_key_data(key, impl="rbg"), shape, dtype)

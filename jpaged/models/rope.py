@@ -52,6 +52,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1).astype(x.dtype)
 
 
+@np.errstate(all="ignore")  # what overflows is refused at the end
 def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> tuple[Rope, int]:
     """The rotation that a Hugging Face config.json describes, and the context length in tokens that it allows.
 
@@ -82,20 +83,23 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
     if rotated_fraction != 1.0:
         raise UnsupportedModelError(f"config.json: partial_rotary_factor {rotated_fraction} is not supported, only 1.")
 
-    def number(name: str, default: float | None = None) -> float:
+    def number(name: str, default: Any = None, above: float = 0.0) -> float:
         value = parameters.get(name)
         if value is None:
             value = default
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CheckpointError(f"config.json: RoPE of type {kind!r} needs a number for {name!r}, got {value!r}.")
+        valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not valid or value <= above:
+            raise CheckpointError(
+                f"config.json: RoPE of type {kind!r} needs a number above {above:g} for {name!r}, got {value!r}."
+            )
         return value
 
-    theta = float(number("rope_theta", config.get("rope_theta") or 10000.0))
+    theta = float(number("rope_theta", config.get("rope_theta") or 10000.0, above=1.0))
     plain = _plain_frequencies(theta, head_dim)
-    original_length = int(
-        config.get("original_max_position_embeddings")
-        or number("original_max_position_embeddings", max_position_embeddings)
-    )
+    # The entry at the top, where there is one, wins in transformers too.
+    original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
+    parameters = {**parameters, "original_max_position_embeddings": original}
+    original_length = int(number("original_max_position_embeddings", max_position_embeddings, above=1.0))
     scale = 1.0
     length = max_position_embeddings
     if kind in ("default", "dynamic"):
@@ -105,9 +109,9 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
         frequencies = plain / np.float32(factor)
         length = int(max_position_embeddings * factor)
     elif kind == "llama3":
-        frequencies = _llama3_frequencies(
-            plain, number("factor"), number("low_freq_factor"), number("high_freq_factor"), original_length
-        )
+        low = number("low_freq_factor")
+        high = number("high_freq_factor", above=low)
+        frequencies = _llama3_frequencies(plain, number("factor"), low, high, original_length)
     elif kind == "yarn":
         factor = number("factor", max_position_embeddings / original_length)
         frequencies = _yarn_frequencies(
@@ -115,24 +119,28 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
             head_dim,
             factor,
             original_length,
-            beta_fast=parameters.get("beta_fast") or 32.0,
-            beta_slow=parameters.get("beta_slow") or 1.0,
-            truncate=parameters.get("truncate", True),
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
+            truncate=bool(parameters.get("truncate", True)),
         )
-        scale = _yarn_scale(factor, parameters)
+        scale = _yarn_scale(factor, number("mscale", 1.0), number("mscale_all_dim", 0.0, above=-1.0))
+        scale = number("attention_factor", scale)
         length = max(max_position_embeddings, int(original_length * factor))
     else:
-        factors = np.asarray(parameters.get("short_factor"), dtype=object)
-        if factors.shape != (head_dim // 2,):
+        factors: Any = parameters.get("short_factor")
+        valid = isinstance(factors, list) and len(factors) == head_dim // 2
+        if not valid or not all(isinstance(f, int | float) and f > 0 for f in factors):
             raise CheckpointError(
-                f"config.json: RoPE of type 'longrope' needs {head_dim // 2} numbers (half of head_dim) for"
-                f" 'short_factor', got {parameters.get('short_factor')!r}."
+                f"config.json: RoPE of type 'longrope' needs {head_dim // 2} positive numbers (half of"
+                f" head_dim) for 'short_factor', got {factors!r}."
             )
-        frequencies = np.float32(1.0) / (factors.astype(np.float32) * _wavelengths(theta, head_dim))
+        frequencies = np.float32(1.0) / (np.asarray(factors, np.float32) * _wavelengths(theta, head_dim))
         factor = number("factor", max_position_embeddings / original_length)
         default_scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_length))
         scale = number("attention_factor", default_scale)
         length = min(original_length, max_position_embeddings)
+    if not np.isfinite(frequencies).all():
+        raise CheckpointError(f"config.json: the RoPE parameters {dict(parameters)!r} overflow float32.")
     rope = Rope(kind, theta, tuple(float(f) for f in frequencies), float(scale))
     return rope, length
 
@@ -188,15 +196,10 @@ def _yarn_frequencies(
     return slow * (1 - kept) + (np.float32(1.0) / wavelengths) * kept
 
 
-def _yarn_scale(factor: float, parameters: Mapping[str, Any]) -> float:
-    """YaRN's temperature (its equation 22), or what the checkpoint says in its place."""
+def _yarn_scale(factor: float, numerator: float, denominator: float) -> float:
+    """YaRN's temperature (its equation 22); a checkpoint that weighs it does so by two weights, as a ratio."""
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if parameters.get("attention_factor") is not None:
-        return float(parameters["attention_factor"])
-    numerator, denominator = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if numerator and denominator:
-        return temperature(numerator) / temperature(denominator)
-    return temperature(1.0)
+    return temperature(numerator) / temperature(denominator) if denominator else temperature(1.0)

@@ -99,6 +99,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} has a corrupt header ({error!r}); download or write it again.") from error
     for tensor in found:
+        if tensor.num_bytes < 0 or min(tensor.shape, default=0) < 0:
+            raise CheckpointError(
+                f"{path} has a corrupt header: tensor {tensor.name!r} has shape {tensor.shape} and"
+                f" {tensor.num_bytes} bytes; download or write it again."
+            )
         if tensor.offset < 8 + length or tensor.offset + tensor.num_bytes > size:
             raise CheckpointError(
                 f"{path} is truncated: it has {size} bytes and tensor {tensor.name!r} ends at byte"

@@ -1,5 +1,6 @@
 """Logits of every family against transformers, in float32."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.tiny_models import VOCAB_SIZE, WINDOW, TinyModel, tiny_model, tiny_mo
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+torch.set_num_threads(1)  # the models are tiny, and threads that wait for each other are slower than one
 pytestmark = pytest.mark.transformers
 
 LENGTHS = (41, 3, 17)
@@ -41,6 +43,11 @@ def their_logits(model: object, prompts: list[np.ndarray]) -> np.ndarray:
     with torch.no_grad():
         rows = [model(torch.from_numpy(prompt)[None].long()).logits[0].float().numpy() for prompt in prompts]
     return np.concatenate(rows)
+
+
+def vary(name: str, **changes: object) -> TinyModel:
+    case = tiny_model(name)
+    return replace(case, config=case.config | changes)
 
 
 def random_prompts(*lengths: int) -> list[np.ndarray]:
@@ -89,7 +96,20 @@ def test_transformers_reads_what_jpaged_saves(name: str, tmp_path: Path) -> None
     assert relative_error(our_logits(tmp_path, prompts), expected) < 1e-4
 
 
-@pytest.mark.parametrize("case", [c for c in tiny_models() if "rope" in c.name], ids=lambda case: case.name)
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case for case in tiny_models() if "rope" in case.name),
+        vary("llama-mqa-d80", rope_theta=1e6, rope_scaling=YARN),
+        vary("llama-mqa-d80", rope_scaling=YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}),
+        vary("llama-mqa-d80", rope_scaling=YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}),
+        vary("llama-mqa-d80", rope_scaling=YARN | {"attention_factor": 0.8}),
+    ],
+    ids=lambda case: case.name,
+)
 def test_rope_frequencies_are_those_of_transformers_to_the_last_bit_but_one(case: TinyModel) -> None:
     rotary = torch_model(case).model.rotary_emb
     rope = models.ModelConfig.from_dict(case.config).rope

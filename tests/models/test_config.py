@@ -1,0 +1,176 @@
+"""Reading config.json: what is understood, and what is refused by name."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged import models
+from jpaged.errors import CheckpointError, JPagedError, UnsupportedModelError
+from jpaged.models import ModelConfig
+from tests.tiny_models import MAX_LENGTH, TinyModel, tiny_model, tiny_models
+
+LLAMA = tiny_model("llama-mha-d16").config
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def llama(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_dict(LLAMA | changes)
+
+
+@pytest.mark.parametrize("case", tiny_models(), ids=lambda case: case.name)
+def test_every_tiny_model_serves_the_length_it_promises(case: TinyModel) -> None:
+    assert ModelConfig.from_dict(case.config).max_position_embeddings >= MAX_LENGTH
+
+
+def test_both_styles_of_rope_entries_mean_the_same() -> None:
+    old = tiny_model("llama-rope-llama3").config
+    new = tiny_model("llama-rope-llama3-new-style").config
+    assert "rope_scaling" in old
+    assert "rope_parameters" in new
+    assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        (None, 32768),
+        ({"type": "linear", "factor": 4.0}, 131072),
+        ({"type": "dynamic", "factor": 4.0}, 32768),
+        (YARN, 131072),
+        (YARN | {"original_max_position_embeddings": 16384}, 65536),
+        (
+            {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+            | {"original_max_position_embeddings": 8192},
+            32768,
+        ),
+        ({"type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 4096}, 4096),
+    ],
+)
+def test_the_usable_context_follows_from_the_rope_scaling(scaling: dict[str, Any] | None, length: int) -> None:
+    assert llama(max_position_embeddings=32768, rope_scaling=scaling).max_position_embeddings == length
+
+
+def test_qwen2_windows_start_at_max_window_layers_and_only_if_switched_on() -> None:
+    config = tiny_model("qwen2-window").config
+    assert ModelConfig.from_dict(config).sliding_windows == (None, 12, 12)
+    assert ModelConfig.from_dict(config | {"use_sliding_window": False}).sliding_windows == (None, None, None)
+    assert ModelConfig.from_dict(config | {"sliding_window": 10**6}).sliding_windows == (None, None, None)
+
+
+def test_head_dim_is_independent_of_the_hidden_size_in_qwen3() -> None:
+    config = {key: value for key, value in tiny_model("qwen3-tied-d64").config.items() if key != "head_dim"}
+    assert ModelConfig.from_dict(config).head_dim == 128
+    assert llama(head_dim=None).head_dim == 16
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_auto_runs_in_the_type_of_the_checkpoint(key: str) -> None:
+    assert models.build(llama(**{key: "float16"})).dtype == "float16"
+    assert models.build(llama()).dtype == "float32"
+
+
+def test_the_model_type_stands_in_for_missing_architectures() -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    assert ModelConfig.from_dict(config).architecture == "LlamaForCausalLM"
+
+
+def test_generation_config_says_what_ends_a_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"rope_scaling": {"type": "mystery", "factor": 2.0}}, "mystery"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [1, 2, 3]}}, "mrope"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "xielu"}, "xielu"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {}}}, "rope_parameters"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        llama(**changes)
+
+
+def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        llama(architectures=["MambaForCausalLM"])
+    for architecture in models.supported_architectures():
+        assert architecture in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "named"),
+    [
+        ("qwen3-layer-types", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("opt-125m-style", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+    ],
+)
+def test_unimplemented_features_of_other_families_are_refused_too(
+    case: str, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        ModelConfig.from_dict(tiny_model(case).config | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+    ],
+)
+def test_a_damaged_entry_is_blamed_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        llama(**changes)
+
+
+JUNK = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3) | st.just([]) | st.just({})
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=st.sampled_from(tiny_models()), data=st.data())
+def test_any_entry_replaced_by_junk_is_read_or_refused_with_our_own_error(case: TinyModel, data: st.DataObject) -> None:
+    config = json.loads(json.dumps(case.config))
+    target = config
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if scaling and data.draw(st.booleans()):
+        target = scaling
+    target[data.draw(st.sampled_from(sorted(target)))] = data.draw(JUNK)
+    with contextlib.suppress(JPagedError):
+        ModelConfig.from_dict(config)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '"text"', "\x00"])
+def test_a_config_that_is_no_json_object_is_a_checkpoint_error(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_a_missing_config_is_a_checkpoint_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        ModelConfig.from_directory(tmp_path)
