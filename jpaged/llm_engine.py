@@ -38,6 +38,10 @@ class LLMEngine:
         args: what to run and how.
         startup: what an engine that is done with was running on, to use again with other scheduling options and
             without loading and compiling anew. Its own shapes and pool stay; args may use less of them.
+
+    Attributes:
+        max_model_len: the longest a sequence may grow, prompt and output, in tokens.
+
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError: the model cannot be loaded.
         OutOfMemoryError: the model, or one sequence of max_model_len, does not fit the device.
@@ -68,7 +72,8 @@ class LLMEngine:
             pipeline_depth=args.pipeline_depth,
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.runner)
-        self._inputs = InputProcessor(self.tokenizer, model.vocab_size, scheduler_config.max_model_len)
+        self.max_model_len = scheduler_config.max_model_len
+        self._inputs = InputProcessor(self.tokenizer, model.vocab_size, self.max_model_len)
         self._outputs = OutputProcessor(self._core, self.tokenizer)
         self._failure: BaseException | None = None
         if args.verbose:
