@@ -27,7 +27,7 @@ HELP = """\
 /system [TEXT]  show the system message, or set it and start anew
 /help           this
 /quit           leave; so does Ctrl-D
-Ctrl-C interrupts an answer. A line that ends in \\ goes on in the next."""
+Ctrl-C interrupts an answer, twice the program. A line that ends in \\ goes on in the next."""
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -163,14 +163,14 @@ class Chat:
         self._num_requests += 1
         parts: list[str] = []
         finish_reason = None
-        try:
-            prompt = self._prompt(params.max_tokens)
-            engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
-        except InvalidPromptError as error:
-            self.messages.pop()
-            self._screen.warn(str(error))
-            return
         with Interruptible() as interrupt:
+            try:
+                prompt = self._prompt(params.max_tokens)
+                engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+            except InvalidPromptError as error:
+                self.messages.pop()
+                self._screen.warn(str(error))
+                return
             while engine.has_unfinished_requests() and not interrupt.requested:
                 for output in engine.step():
                     parts.append(output.outputs[0].text)

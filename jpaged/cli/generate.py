@@ -105,10 +105,10 @@ def _as_prompt(llm: "LLM", text: str, args: argparse.Namespace) -> "Prompt":
 
 def _stream(llm: "LLM", text: str, args: argparse.Namespace, screen: Screen) -> int:
     params = sampling_params(llm, args, RequestOutputKind.DELTA)
-    llm.engine.add_request("0", _as_prompt(llm, text, args), params)
     num_tokens = 0
     begun = time.perf_counter()
     with Interruptible() as interrupt:
+        llm.engine.add_request("0", _as_prompt(llm, text, args), params)
         while llm.engine.has_unfinished_requests() and not interrupt.requested:
             for output in llm.engine.step():
                 screen.write(output.outputs[0].text)
