@@ -182,11 +182,10 @@ class Scheduler:
         grown = self._plan_decode()
         if grown is None:
             return None
-        rows, table_updates, preempted = grown
+        rows, table_updates = grown
         plan = _PlanInProgress(self._next_step_id, self.config.max_num_batched_tokens - len(rows))
         self._plan_chunks(plan)
-        if not preempted:
-            self._admit_waiting(plan)
+        self._admit_waiting(plan)
         if not len(rows) and not plan.chunks:
             return None
         ends = np.array(self._pending_ends, np.int32)
@@ -204,22 +203,19 @@ class Scheduler:
         self._in_flight.append(step)
         return step
 
-    def _plan_decode(self) -> tuple[np.ndarray, np.ndarray, bool] | None:
-        """Advances the decoding slots by one token: (slots, table updates [u, 3], whether any was preempted).
+    def _plan_decode(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Advances the decoding slots by one token, and returns them and the table updates, int32 [u, 3].
 
-        None, and nothing changed, when blocks are short and there are results to read first.
+        None, and nothing changed, when blocks are short and there are results to read first. The budget has room for
+        all of them, since each was a row of an earlier step and took a token of its budget.
         """
         slots = self.slots
         rows = slots.decodable()
-        if len(rows) > self.config.max_num_batched_tokens:
-            rows = np.sort(self._in_policy_order(rows)[: self.config.max_num_batched_tokens])
         growing = rows[slots.num_computed[rows] == slots.capacity[rows]]
-        preempted = False
         if len(growing) > self.pool.num_free:
             if self._in_flight:
                 return None
             rows, growing = self._preempt_until_fits(rows, growing)
-            preempted = True
         table_updates = np.zeros((len(growing), 3), np.int32)
         if len(growing):
             index = slots.capacity[growing] // self.config.block_size
@@ -228,7 +224,7 @@ class Scheduler:
             slots.capacity[growing] += self.config.block_size
             table_updates[:, 0], table_updates[:, 1], table_updates[:, 2] = growing, index, block_ids
         slots.num_computed[rows] += 1
-        return rows, table_updates, preempted
+        return rows, table_updates
 
     def _plan_chunks(self, plan: _PlanInProgress) -> None:
         """Continues the prompts that are being computed."""
@@ -330,7 +326,10 @@ class Scheduler:
         return slots[np.lexsort((arrival, self.slots.priority[slots]))]
 
     def _preempt_until_fits(self, rows: np.ndarray, growing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Preempts from the end of the policy's order until each growing row can have a block."""
+        """Preempts from the end of the policy's order until each growing row can have a block.
+
+        What is left over then is less than the last one preempted held, so it does not start again in the same plan.
+        """
         victims = self._in_policy_order(self.slots.used())[::-1].tolist()
         for slot in victims:
             if len(growing) <= self.pool.num_free:

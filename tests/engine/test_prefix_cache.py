@@ -4,6 +4,7 @@ import pytest
 from jpaged.engine import prefix_cache
 from jpaged.engine.block_pool import BlockPool
 from jpaged.engine.prefix_cache import PrefixCache
+from tests.engine.fake_executor import reference_tokens
 from tests.engine.helpers import Engine, assert_complete, make_request
 
 SIZE = 4
@@ -155,16 +156,24 @@ def test_a_conversation_hits_the_tokens_that_it_generated(depth):
     assert second.num_cached_tokens == 16
 
 
-def test_a_block_that_ends_with_a_token_never_computed_gets_no_name():
-    engine = Engine()
-    first = make_request("first", 5, 3)  # 8 tokens, two full blocks; the eighth was only sampled
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_block_that_ends_with_a_token_never_computed_gets_no_name(depth, stops):
+    """The eighth token is the last of the second block, but was only sampled, even if steps beyond were planned."""
+    prompt = list(range(5))
+    tokens = next(t for seed in range(99) if (t := reference_tokens(prompt, seed, 20)).index(t[2]) == 2)
+    seed = next(seed for seed in range(99) if reference_tokens(prompt, seed, 20) == tokens)
+    engine = Engine(pipeline_depth=depth)
+    limit = {"max_tokens": 15, "stop_token_ids": [tokens[2]]} if stops else {"max_tokens": 3}
+    first = make_request("first", prompt, seed=seed, **limit)
     engine.add(first)
     engine.run()
-    second = make_request("second", [*first.prompt_token_ids.tolist(), *first.output_token_ids, 1])
+    assert first.output_token_ids == tokens[:3]
+    second = make_request("second", [*prompt, *tokens[:3], 1])
     engine.add(second)
     engine.run()
     assert second.num_cached_tokens == 4
-    assert_complete(second)
+    assert_complete(first, second)
 
 
 def test_without_prefix_caching_nothing_is_shared():

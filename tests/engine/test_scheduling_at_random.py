@@ -177,16 +177,21 @@ def test_a_thousand_requests_come_and_go(policy, depth):
         num_blocks=33, max_num_seqs=8, max_num_batched_tokens=32, policy=policy, pipeline_depth=depth, watermark=0.0
     )
     aborted = stopped = 0
+    histories: list[list[int]] = [[]]
     while drive.num_added < 1000:
         while len(drive.unfinished) < 12:
+            prefix = histories[rng.integers(len(histories))] if rng.random() < 0.3 else [int(rng.integers(4))] * 20
             drive.add(
-                [int(rng.integers(4))] * int(rng.integers(1, 30)) + rng.integers(0, 3, rng.integers(1, 10)).tolist(),
+                prefix[: rng.integers(31)] + rng.integers(0, 3, rng.integers(1, 10)).tolist(),
                 int(rng.integers(1, 24)),
                 priority=int(rng.integers(3)),
                 stop_token_ids=list(range(0, 97, 16)) if rng.random() < 0.5 else None,
                 output_kind=RequestOutputKind(int(rng.integers(3))),
             )
+        running = drive.running
         drive.step()
+        finished = (request for request in running if request.finished)
+        histories = [*histories, *([*r.prompt_token_ids.tolist(), *r.output_token_ids] for r in finished)][-20:]
         if rng.random() < 0.05:
             drive.abort(list(drive.unfinished.values())[rng.integers(len(drive.unfinished))])
             aborted += 1
