@@ -69,6 +69,7 @@ def start(args: EngineArgs, directory: Path) -> Startup:
         InvalidParameterError: max_model_len exceeds the model's context.
     """
     seconds: dict[str, float] = {}
+    progress = args.verbose and sys.stderr.isatty()
     reserve_device_memory(args.gpu_memory_utilization)
     enable_persistent_cache()
     device = jax.devices()[0]
@@ -82,13 +83,13 @@ def start(args: EngineArgs, directory: Path) -> Startup:
 
     with ThreadPoolExecutor(1) as loader:
         with _timed(seconds, "plan memory"):
-            loading = loader.submit(load, model, directory, args.load_format, seed=args.seed, progress=args.verbose)
+            loading = loader.submit(load, model, directory, args.load_format, seed=args.seed, progress=progress)
             memory = plan_memory(model, config, dtype, limit, args.num_gpu_blocks_override)
             config = _fit_to_pool(config, memory, args.max_model_len)
         with _timed(seconds, "compile"):
             compiler = Compiler(model, config, dtype)
             compiler.submit_all()
-            programs = compiler.results(progress=args.verbose and sys.stderr.isatty())
+            programs = compiler.results(progress=progress)
         with _timed(seconds, "load weights"):  # what loading takes beyond the phases it ran beside
             weights = loading.result()
 

@@ -1,0 +1,84 @@
+"""Model configurations to benchmark without a download: real shapes, random weights (`load_format="dummy"`)."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_LLAMA_3_1 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "torch_dtype": "bfloat16",
+}
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
+
+_OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "torch_dtype": "float16",
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _LLAMA_3_1
+    | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
+    "llama-3.1-70b": _LLAMA_3_1
+    | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
+    "qwen3-0.6b": _QWEN3
+    | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072}
+    | {"tie_word_embeddings": True},
+    "qwen3-8b": _QWEN3
+    | {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288}
+    | {"tie_word_embeddings": False},
+    "opt-125m": _OPT
+    | {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072}
+    | {"word_embed_proj_dim": 768},
+    "opt-13b": _OPT
+    | {"hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "ffn_dim": 20480}
+    | {"word_embed_proj_dim": 5120},
+}
+"""By the name that `--model` takes: the contents of the model's config.json."""
+
+
+def model_directory(name: str) -> str:
+    """A directory with the config.json of a model named here; anything else is a directory or hub id already."""
+    if name not in CONFIGS:
+        return name
+    directory = Path(tempfile.mkdtemp(prefix=f"jpaged-{name}-"))
+    (directory / "config.json").write_text(json.dumps(CONFIGS[name], indent=2))
+    return str(directory)

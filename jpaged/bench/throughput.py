@@ -1,0 +1,138 @@
+"""`jpaged bench throughput`: output tokens a second of a whole offline run, prefill included.
+
+A warm-up run of the same shape comes first; the prefix cache is emptied before each timed run. Reported is the median
+of the runs, and their least and most.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from jpaged.bench.environment import environment
+from jpaged.bench.models import CONFIGS, model_directory
+from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
+from jpaged.llm import LLM
+from jpaged.sampling_params import SamplingParams
+
+
+def parser() -> argparse.ArgumentParser:
+    names = ", ".join(CONFIGS)
+    result = argparse.ArgumentParser(
+        prog="jpaged bench throughput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: jpaged bench throughput --model qwen3-0.6b --load-format dummy --dataset sharegpt-like",
+    )
+    result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {names}")
+    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"))
+    result.add_argument("--dtype", default="auto")
+    result.add_argument("--dataset", action="append", choices=DATASETS, help="may be repeated; random by default")
+    result.add_argument("--num-prompts", type=int, default=256)
+    result.add_argument("--input-len", type=int, default=512, help="tokens, for random and shared-prefix")
+    result.add_argument("--output-len", type=int, default=256, help="tokens, for random and shared-prefix")
+    result.add_argument("--prefix-len", type=int, default=2048, help="tokens, for shared-prefix")
+    result.add_argument("--temperature", type=float, default=0.0)
+    result.add_argument("--top-p", type=float, default=1.0)
+    result.add_argument("--max-model-len", type=int, default=None)
+    result.add_argument("--block-size", type=int, default=16)
+    result.add_argument("--max-num-seqs", type=int, default=None)
+    result.add_argument("--max-num-batched-tokens", type=int, default=None)
+    result.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    result.add_argument("--pipeline-depth", type=int, default=2)
+    result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
+    result.add_argument("--seed", type=int, default=0)
+    result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    begun = time.perf_counter()
+    llm = LLM(
+        model_directory(args.model),
+        load_format=args.load_format,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        block_size=args.block_size,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        pipeline_depth=args.pipeline_depth,
+        skip_tokenizer_init=True,
+        seed=args.seed,
+    )
+    startup_s = time.perf_counter() - begun
+    vocab_size = llm.engine.startup.model.config.vocab_size
+    figures = []
+    for dataset in args.dataset or ["random"]:
+        requests = make_requests(
+            dataset,
+            args.num_prompts,
+            vocab_size,
+            input_len=args.input_len,
+            output_len=args.output_len,
+            prefix_len=args.prefix_len,
+            seed=args.seed,
+        )
+        figures.append({"dataset": dataset, **measure(llm, requests, args)})
+        print(_row(figures[-1]), flush=True)
+    if args.json:
+        settings = {key: value for key, value in vars(args).items() if key != "json"}
+        report = {
+            "benchmark": "throughput",
+            "settings": settings,
+            "startup_s": startup_s,
+            "startup_phases_s": llm.engine.startup.seconds,
+            "results": figures,
+            "environment": environment(),
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def measure(llm: LLM, requests: list[BenchRequest], args: argparse.Namespace) -> dict:
+    """Runs the requests `args.runs` times after a warm-up; checks that every one got its exact length."""
+    params = [
+        SamplingParams(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            max_tokens=request.output_len,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for request in requests
+    ]
+    prompts = [request.prompt_token_ids for request in requests]
+    seconds = []
+    for run in range(args.runs + 1):
+        llm.reset_prefix_cache()
+        begun = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        elapsed = time.perf_counter() - begun
+        if run:
+            seconds.append(elapsed)
+        for request, output in zip(requests, outputs, strict=True):
+            if len(output.outputs[0].token_ids) != request.output_len:
+                raise RuntimeError(f"asked for {request.output_len} tokens, got {len(output.outputs[0].token_ids)}.")
+    generated = sum(request.output_len for request in requests)
+    return {
+        "num_prompts": len(requests),
+        "input_tokens": sum(map(len, prompts)),
+        "output_tokens": generated,
+        "seconds": seconds,
+        "output_tokens_per_s": generated / statistics.median(seconds),
+        "metrics": asdict(llm.get_metrics()),
+    }
+
+
+def _row(figure: dict) -> str:
+    least, most = min(figure["seconds"]), max(figure["seconds"])
+    return (
+        f"{figure['dataset']}: {figure['num_prompts']} requests, {figure['input_tokens']:,} tokens in, "
+        f"{figure['output_tokens']:,} out: {figure['output_tokens_per_s']:,.0f} output tokens/s "
+        f"({least:.3f} to {most:.3f} s a run)"
+    )
