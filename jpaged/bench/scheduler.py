@@ -1,13 +1,13 @@
 """`jpaged bench scheduler`: what the control plane costs on the host in each step, with no model behind it.
 
-A fake executor answers every plan at once, so a step's time is planning it and taking its results in. Each line
-of the table is a steady state: `running` sequences decode, and a step changes what the line says and nothing else.
+A fake executor answers every plan at once, so the time of `EngineCore.step` is planning a step and taking the results
+of an earlier one in. In every line of the table the given number of sequences decode, and per step this changes:
 
-    nothing        no sequence starts, ends, or needs a block: what a step costs at least
-    blocks         every sequence needs a new block each 16th step, at times spread evenly
-    blocks, cache  the same in a pool so full of old prefixes that each new block must forget one
-    finishes       besides, `--finishing` sequences end in each step and as many take their place
-    streaming      every sequence reports each token
+    nothing        no sequence starts, ends or needs a block
+    blocks         one sequence in 16 needs a new block
+    blocks, cache  the same, from a pool full of old prefixes, so that each new block's name is forgotten
+    finishes       besides, `--finishing` sequences end and as many start
+    streaming      one sequence in 16 needs a new block, and every sequence reports its token
 """
 
 import argparse
@@ -65,8 +65,9 @@ class InstantExecutor:
 class Case:
     """A steady state to measure.
 
-    block_size: very large where no block is to be needed.
-    spare_blocks: blocks of the pool beyond what the running sequences will need.
+    block_size: in tokens; large enough for a whole sequence where no block is to be needed.
+    fill_with_prefixes: every block of the pool has held a prefix before.
+    streaming: every request reports each token.
     finishing: sequences that end in each step.
     """
 

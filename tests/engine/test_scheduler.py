@@ -78,6 +78,22 @@ class TestOrder:
         assert_complete(running, large, small)
         assert large.stats.first_scheduled_time < small.stats.first_scheduled_time
 
+    def test_a_head_that_does_not_fit_is_not_looked_up_again_until_blocks_are_freed(self, monkeypatch):
+        engine = Engine(num_blocks=12, watermark=0.0)
+        first, second, large = make_request("a", 8, 4), make_request("b", 8, 9), make_request("c", 36, 2)
+        engine.add(first, second, large)
+        cache = engine.scheduler.pool.cache
+        looked_up = []
+        match = cache.match
+        monkeypatch.setattr(cache, "match", lambda digests, *args: looked_up.append(1) or match(digests, *args))
+        counts = []
+        while not second.finished:
+            engine.step()
+            counts.append(len(looked_up))
+        assert counts == [3, 3, 3, 3, 4, 4, 4, 4, 4]
+        engine.run()
+        assert_complete(first, second, large)
+
     def test_priority_goes_before_arrival_and_arrival_breaks_ties(self):
         engine = Engine(max_num_seqs=1, policy="priority")
         requests = [make_request(name, 4, 2, priority=p) for name, p in (("c", 5), ("a", -1), ("b", 0), ("d", 5))]
@@ -180,10 +196,12 @@ class TestPreemption:
             engine.step()
         assert a.status == RequestStatus.RUNNING
         assert len(b.output_token_ids) > 1
+        first_token_time = b.stats.first_token_time
         assert b.output_token_ids == expected_tokens(b)[: len(b.output_token_ids)]
         engine.run()
         assert_complete(a, b)
         assert engine.reported == {"a": a.output_token_ids, "b": b.output_token_ids}
+        assert b.stats.first_token_time == first_token_time < b.stats.last_token_time
         assert (a.stats.num_preemptions, b.stats.num_preemptions) == (0, 1)
         assert engine.core.stats().num_preemptions == 1
 
