@@ -107,18 +107,20 @@ class PrefixCache:
         if stop <= start:
             return
         self.extend_digests(digests, token_ids, stop, salt)
-        size = self._block_size
-        for index in range(start, stop):
+        parent = digests[start - 1] if start else root_digest(salt)
+        new = []
+        for index, block_id in enumerate(block_ids[start:stop].tolist(), start):
             digest = digests[index]
-            if digest in self._block_of:
-                continue
-            block_id = int(block_ids[index])
-            self._block_of[digest] = block_id
-            self._digests[block_id] = digest
-            self._parents[block_id] = digests[index - 1] if index else root_digest(salt)
-            self._tokens[block_id] = token_ids[index * size : (index + 1) * size]
-            self._registered[block_id] = True
-            self.num_registrations += 1
+            if digest not in self._block_of:
+                self._block_of[digest] = block_id
+                self._digests[block_id] = digest
+                self._parents[block_id] = parent
+                new.append(index)
+            parent = digest
+        named = block_ids[new]
+        self._tokens[named] = token_ids[: stop * self._block_size].reshape(stop, self._block_size)[new]
+        self._registered[named] = True
+        self.num_registrations += len(new)
 
     def forget(self, block_ids: np.ndarray) -> None:
         """Drops the names of blocks that are about to hold something else."""
