@@ -98,8 +98,6 @@ class Scheduler:
         self._blocked: tuple[Request, int, int] | None = None
         self._counters = Counters()
 
-    # --- requests come and go -------------------------------------------------------------------------------------
-
     @property
     def num_unfinished(self) -> int:
         """Requests waiting or running."""
@@ -171,8 +169,6 @@ class Scheduler:
         if self.pool.cache is not None:
             self.pool.cache.reset()
         return True
-
-    # --- planning ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step and takes it as executed: the caller dispatches plans in the order it gets them.
@@ -316,8 +312,6 @@ class Scheduler:
                 return variant
         return SamplingVariant.GREEDY
 
-    # --- preemption -------------------------------------------------------------------------------------------------
-
     def _in_policy_order(self, slots: np.ndarray) -> np.ndarray:
         """Sorts slots, those that are preempted last first."""
         arrival = self.slots.arrival[slots]
@@ -348,8 +342,6 @@ class Scheduler:
         request.stats.num_preemptions += 1
         self._counters.num_preemptions += 1
         self._waiting.push(request)
-
-    # --- results ----------------------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Takes in what a step found. Plans come back in the order in which they were made.
@@ -434,8 +426,6 @@ class Scheduler:
                     )
                 )
 
-    # --- leaving a slot ---------------------------------------------------------------------------------------------
-
     def _register(self, request: Request, num_tokens: int) -> None:
         """Names the full blocks among the first `num_tokens` tokens of a running request, known and computed."""
         cache, slot = self.pool.cache, request.slot
@@ -478,8 +468,6 @@ class Scheduler:
         request.block_digests = []
         del self._requests[request.request_id]
         self._counters.num_finished += 1
-
-    # --- looking in ---------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and occupancy."""
