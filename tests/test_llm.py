@@ -1,0 +1,380 @@
+"""The Python API on a tiny random model: what a user may pass, what comes back, and what is refused."""
+
+from dataclasses import replace
+
+import jax.monitoring
+import numpy as np
+import pytest
+
+from jpaged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged.errors import (
+    CheckpointError,
+    EngineDeadError,
+    InvalidParameterError,
+    InvalidPromptError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+    UnsupportedParameterError,
+)
+from tests.tiny_models import MAX_LENGTH, VOCAB_SIZE, tiny_model, write_tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+_compiled: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, duration, **kwargs: _compiled.append(event) if event == COMPILE_EVENT else None
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return str(write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path_factory.mktemp("model"), use_torch=False))
+
+
+@pytest.fixture(scope="module")
+def options(directory):
+    return {
+        "model": directory,
+        "dtype": "float32",
+        "block_size": 4,
+        "num_gpu_blocks_override": 512,
+        "max_model_len": 128,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 128,
+        "decode_buckets": (32,),
+        "token_buckets": (128,),
+        "skip_tokenizer_init": True,
+        "verbose": False,
+    }
+
+
+@pytest.fixture(scope="module")
+def llm(options):
+    return LLM(**options)
+
+
+@pytest.fixture
+def engine(llm, options):
+    """An engine of its own on the module's runner."""
+    return LLMEngine(EngineArgs(**options), llm.engine.startup)
+
+
+def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB_SIZE, rng.integers(1, 50)).tolist() for _ in range(count)]
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_idle(llm: LLM) -> None:
+    llm.engine._core.check_integrity()
+    metrics = llm.get_metrics()
+    assert (metrics.num_running, metrics.num_waiting, metrics.num_used_blocks) == (0, 0, 0)
+
+
+# --- what can be asked ------------------------------------------------------------------------------------------------
+
+
+def test_outputs_come_in_the_order_of_the_prompts_with_their_own_parameters(llm):
+    prompts = prompts_of(5)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5, 3, 7)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(tokens) for tokens in tokens_of(outputs)] == [9, 1, 5, 3, 7]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("form", [list, np.array, lambda p: {"prompt_token_ids": p}], ids=["list", "array", "dict"])
+def test_token_ids_may_come_in_any_form(llm, form):
+    prompt = prompts_of(1)[0]
+    expected = tokens_of(llm.generate([prompt], GREEDY, use_tqdm=False))
+    assert tokens_of(llm.generate([form(prompt)], GREEDY, use_tqdm=False)) == expected
+
+
+def test_a_list_of_integers_is_one_prompt_and_no_prompts_give_no_outputs(llm):
+    assert len(llm.generate([5, 6, 7], GREEDY, use_tqdm=False)) == 1
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(seed=7, max_tokens=12, ignore_eos=True),
+        SamplingParams(seed=-3, max_tokens=12, temperature=1.7, top_p=0.9, ignore_eos=True),
+        SamplingParams(seed=2**62, max_tokens=12, top_k=20, frequency_penalty=0.5, repetition_penalty=1.3),
+        SamplingParams(seed=0, max_tokens=12, min_p=0.02, min_tokens=5, logit_bias={5: 4.0}, logprobs=2),
+    ],
+    ids=["plain", "top-p", "penalties", "min-p"],
+)
+def test_a_seeded_request_gives_the_same_tokens_alone_and_among_31_others(llm, params):
+    prompt, *others = prompts_of(32, seed=1)
+    alone = tokens_of(llm.generate([prompt], params, use_tqdm=False))[0]
+    crowd = [SamplingParams(temperature=t % 3, max_tokens=5 + t, seed=t if t % 2 else None) for t in range(31)]
+    among = tokens_of(llm.generate([*others, prompt], [*crowd, params], use_tqdm=False))[-1]
+    assert among == alone
+    other_seed = tokens_of(llm.generate([prompt], replace(params, seed=params.seed + 1), use_tqdm=False))[0]
+    assert other_seed != alone
+
+
+def test_equal_engines_give_unseeded_requests_equal_tokens_and_other_seeds_other_ones(llm, options):
+    params = SamplingParams(max_tokens=10, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    def run(seed: int) -> list[int]:
+        engine = LLMEngine(EngineArgs(**options, seed=seed), llm.engine.startup)
+        engine.add_request("a", [3, 4, 5], params)
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        return outputs[0].outputs[0].token_ids
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_logprobs_are_of_the_model_and_in_order(llm):
+    prompt = prompts_of(1, seed=2)[0]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    output = llm.generate([prompt], params, use_tqdm=False)[0]
+    completion = output.outputs[0]
+    assert len(completion.logprobs) == 6
+    for token, position in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert position[token].rank == 1  # greedy takes the most likely
+        assert len(position) == 3
+        values = [entry.logprob for entry in position.values()]
+        assert values == sorted(values, reverse=True)
+    sampled = sum(p[t].logprob for t, p in zip(completion.token_ids, completion.logprobs, strict=True))
+    assert completion.cumulative_logprob == pytest.approx(sampled)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompt)
+    assert all(token in position for token, position in zip(prompt[1:], output.prompt_logprobs[1:], strict=True))
+    # Scoring the whole text as a prompt gives the same figures.
+    again = llm.generate(
+        [prompt + completion.token_ids], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False
+    )[0]
+    for token, position, scored in zip(
+        completion.token_ids, completion.logprobs, again.prompt_logprobs[len(prompt) :], strict=True
+    ):
+        assert scored[token].logprob == pytest.approx(position[token].logprob, abs=1e-4)
+
+
+def test_a_stop_token_ends_the_output_and_is_reported(llm):
+    prompt = prompts_of(1, seed=3)[0]
+    greedy = tokens_of(llm.generate([prompt], GREEDY, use_tqdm=False))[0]
+    stop = greedy[3]
+    params = replace(GREEDY, stop_token_ids=[stop])
+    completion = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+    assert completion.token_ids == greedy[: greedy.index(stop) + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    later = llm.generate([prompt], replace(params, min_tokens=6), use_tqdm=False)[0].outputs[0]
+    assert len(later.token_ids) >= 6
+    assert stop not in later.token_ids[:6]
+
+
+def test_streamed_deltas_join_to_the_whole(engine):
+    prompt = prompts_of(1, seed=4)[0]
+    for kind in RequestOutputKind:
+        engine.add_request(kind.name, prompt, replace(GREEDY, output_kind=kind))
+    seen: dict[str, list] = {kind.name: [] for kind in RequestOutputKind}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            seen[output.request_id].append(output.outputs[0].token_ids)
+    whole = seen["FINAL_ONLY"][0]
+    assert len(seen["FINAL_ONLY"]) == 1
+    assert [token for tokens in seen["DELTA"] for token in tokens] == whole
+    assert seen["CUMULATIVE"] == [whole[: i + 1] for i in range(len(whole))]
+
+
+def test_an_aborted_request_frees_everything_and_the_others_go_on(engine):
+    prompts = prompts_of(6, seed=5)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, replace(GREEDY, max_tokens=20, output_kind=RequestOutputKind.FINAL_ONLY))
+    for _ in range(4):
+        engine.step()
+    engine.abort_request(["1", "4", "unknown"])
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished.update((output.request_id, output) for output in engine.step())
+    assert sorted(finished) == ["0", "2", "3", "5"]
+    assert all(len(output.outputs[0].token_ids) == 20 for output in finished.values())
+    engine._core.check_integrity()
+    assert engine.get_metrics().num_used_blocks == 0
+
+
+def test_nothing_compiles_after_warm_up(llm):
+    prompts = prompts_of(20, seed=6)
+    kinds = [
+        GREEDY,
+        SamplingParams(max_tokens=9, top_p=0.9, top_k=30),
+        SamplingParams(max_tokens=5, presence_penalty=1.0, logprobs=4, prompt_logprobs=1),
+        SamplingParams(max_tokens=3, logit_bias={3: 5.0}, allowed_token_ids=[3, 4, 5], min_tokens=2),
+    ]
+    before = len(_compiled)
+    llm.generate(prompts, [kinds[i % 4] for i in range(20)], use_tqdm=False)
+    llm.generate(prompts[:1], GREEDY, use_tqdm=False)
+    assert len(_compiled) == before
+    jax.jit(lambda x: x * 3 + before)(np.float32(1))  # the counter counts
+    assert len(_compiled) > before
+
+
+def test_a_second_round_hits_the_prefix_cache_until_it_is_reset(llm):
+    prompt = list(range(3, 43))
+    llm.reset_prefix_cache()
+    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 36
+    assert llm.reset_prefix_cache()
+    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([[]], "no tokens"),
+        ([[1, VOCAB_SIZE]], rf"prompt_token_ids\[1\] is {VOCAB_SIZE}"),
+        ([[-1]], "outside the vocabulary"),
+        ([[5] * 128], "128 tokens.*max_model_len=128"),
+        ([[1.5]], "must be an integer"),
+        ([[True]], "must be an integer"),
+        (["text"], "skip_tokenizer_init"),
+        ([{"text": "x"}], "prompt_token_ids"),
+        ([{"prompt_token_ids": "12"}], "list of integers"),
+        ([None], "must be a string"),
+        (7, "prompts must be"),
+    ],
+)
+def test_a_bad_prompt_is_refused_by_name_and_nothing_runs(llm, prompt, says):
+    with pytest.raises(InvalidPromptError, match=says):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert_idle(llm)
+
+
+def test_one_bad_prompt_among_good_ones_is_named_and_none_has_run(llm):
+    steps = llm.get_metrics().num_steps
+    with pytest.raises(InvalidPromptError, match=r"prompts\[2\]"):
+        llm.generate([[3], [4], [VOCAB_SIZE + 5], [6]], GREEDY, use_tqdm=False)
+    assert_idle(llm)
+    assert llm.get_metrics().num_steps == steps
+    assert len(llm.generate([[3], [4]], GREEDY, use_tqdm=False)) == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        (SamplingParams(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"),
+        (SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias"),
+        (SamplingParams(allowed_token_ids=[0, VOCAB_SIZE]), "allowed_token_ids"),
+        (SamplingParams(stop="end"), "stop needs a tokenizer"),
+        (SamplingParams(bad_words=["no"]), "bad_words needs a tokenizer"),
+    ],
+)
+def test_parameters_that_do_not_fit_the_model_are_refused_by_name(llm, params, says):
+    with pytest.raises(InvalidParameterError, match=says):
+        llm.generate([[3]], params, use_tqdm=False)
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.0}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 20, "max_tokens": 10}, "min_tokens=20 is above max_tokens=10"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": "x", "detokenize": False}, "detokenize"),
+        ({"stop_token_ids": ["1"]}, "stop_token_ids"),
+        ({"stop_token_ids": list(range(65))}, "at most 64"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "at most 300"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"output_kind": 9}, "output_kind"),
+        ({"n": 0}, "n must be"),
+    ],
+)
+def test_a_sampling_parameter_out_of_range_is_refused_by_name(fields, says):
+    with pytest.raises(InvalidParameterError, match=says):
+        SamplingParams(**fields)
+
+
+def test_several_samples_a_prompt_are_refused_as_not_supported_yet():
+    with pytest.raises(UnsupportedParameterError, match="n=2"):
+        SamplingParams(n=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"max_model_len": MAX_LENGTH + 1}, InvalidParameterError, f"max_model_len={MAX_LENGTH + 1}"),
+        ({"num_gpu_blocks_override": 16}, OutOfMemoryError, "max_model_len=128 does not fit"),
+        ({"max_model_len": 0}, InvalidParameterError, "max_model_len"),
+        ({"block_size": 3}, InvalidParameterError, "block_size"),
+        ({"gpu_memory_utilization": 1.5}, InvalidParameterError, "gpu_memory_utilization"),
+        ({"dtype": "int8"}, InvalidParameterError, "dtype"),
+        ({"load_format": "pt"}, InvalidParameterError, "load_format"),
+        ({"scheduling_policy": "random"}, InvalidParameterError, "scheduling_policy"),
+        ({"decode_buckets": (4,)}, InvalidParameterError, "decode_buckets must end with max_num_seqs=32"),
+        ({"token_buckets": (8, 4)}, InvalidParameterError, "token_buckets must ascend"),
+        ({"enforce_eager": True}, InvalidParameterError, "enforce_eager"),
+        ({"model": "/no/such/directory"}, ModelNotFoundError, "/no/such/directory"),
+    ],
+)
+def test_an_engine_option_that_cannot_be_is_refused_by_name(options, changes, error, says):
+    with pytest.raises(error, match=says):
+        LLM(**(options | changes))
+
+
+def test_a_checkpoint_of_an_unknown_architecture_or_without_weights_is_refused(options, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    with pytest.raises(UnsupportedModelError, match="NoSuchModel"):
+        LLM(**(options | {"model": str(tmp_path)}))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        LLM(**(options | {"model": str(empty)}))
+
+
+def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on(engine):
+    engine.add_request("a", [3, 4], GREEDY)
+    with pytest.raises(InvalidParameterError, match="'a'"):
+        engine.add_request("a", [5], GREEDY)
+    last = None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            last = output
+    assert last.prompt_token_ids == [3, 4]
+    assert len(last.outputs[0].token_ids) == 8
+
+
+def test_an_engine_whose_device_fails_says_so_from_then_on(engine, monkeypatch):
+    engine.add_request("a", [3, 4], GREEDY)
+    monkeypatch.setattr(engine._core, "_executor", None)
+    with pytest.raises(EngineDeadError):
+        engine.step()
+    assert not engine.has_unfinished_requests()
+    with pytest.raises(EngineDeadError):
+        engine.add_request("b", [3], GREEDY)
