@@ -1,4 +1,21 @@
-"""Flax models, their configurations and their checkpoints."""
+"""Flax models, their configurations and their checkpoints.
+
+From a checkpoint to logits:
+
+    directory = resolve("Qwen/Qwen3-0.6B")
+    model = build(ModelConfig.from_directory(directory), dtype="bfloat16")
+    weights = load(model, directory)
+    hidden = model.forward(weights, tokens, positions, dense_causal_attend)   # tokens, positions: int32 [T]
+    logits = model.logits(weights, hidden)                                    # float32 [T, vocab]
+
+From training to a checkpoint that `load`, transformers and other engines read. The flat tuple of weights is a
+pytree, so optax can train it as it is; who prefers a Flax module takes one and gives it back:
+
+    model = build(ModelConfig.from_dict(config_json), dtype="float32")
+    module = model.module(model.init(seed=0))
+    ...                                                 # nnx.value_and_grad, nnx.Optimizer
+    save_pretrained(model, model.flatten(module), "my-model", dtype="bfloat16")
+"""
 
 from jpaged.models.checkpoint import load, save_pretrained
 from jpaged.models.config import ModelConfig, supported_architectures

@@ -157,10 +157,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _stored_dtype(directory: Path) -> str | None:
-    """The type of the first tensor of the first safetensors file; None where there is none."""
+    """The type of the first floating-point tensor of the safetensors files; None where there is none."""
     for path in sorted(directory.glob("*.safetensors")):
         for tensor in read_header(path).values():
-            return tensor.dtype.name
+            if tensor.is_floating:
+                return tensor.dtype.name
     return None
 
 

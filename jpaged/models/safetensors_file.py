@@ -40,6 +40,11 @@ class StoredTensor:
     num_bytes: int
 
     @property
+    def is_floating(self) -> bool:
+        """Whether it is of a type that weights are read from."""
+        return self.type_name in _TYPES
+
+    @property
     def dtype(self) -> np.dtype:
         """Raises CheckpointError for a type that no supported model has weights in."""
         if self.type_name not in _TYPES:
