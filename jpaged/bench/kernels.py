@@ -1,0 +1,324 @@
+"""`jpaged bench kernels`: the attention ops and block moves against the card's own limits.
+
+Every case is one jitted program of many calls in a row, each of which needs the one before it, so that dispatch is
+out of it; several programs are enqueued at once. Calls rotate among block tables that together point at more memory
+than the L2 cache holds. Bytes and operations are counted from the lengths: each key and value once, four operations
+for each score that the causal mask leaves. The card's read and copy bandwidth, matrix rate and cuDNN's dense
+attention come from the same run.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jpaged import pallas_kernels as ops
+
+_L2_BYTES = 256 << 20  # rotate over at least this much; the largest L2 cache is 60 MB
+_PROGRAM_S = 4e-3  # aimed length of one program, far above its dispatch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. `work` is bytes or floating-point operations a call, as `unit` says."""
+
+    name: str
+    unit: str  # GB/s, TFLOP/s or us
+    bar: float | None
+    build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], int, float]]
+    """Makes (a jitted program, its arguments, calls in it, bytes or operations of one call)."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Shape of an attention case."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: Any = jnp.bfloat16
+
+
+def _random(key: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal numbers, drawn a part at a time: float32 temporaries of a whole pool would not fit beside it."""
+    rows = max(1, min(shape[0], (1 << 27) // max(1, int(np.prod(shape[1:])))))
+    part = jax.random.normal(jax.random.key(key), (rows, *shape[1:]), dtype)
+    return jnp.tile(part, (-(-shape[0] // rows), *[1] * (len(shape) - 1)))[: shape[0]]
+
+
+def _tables(rng: np.random.Generator, copies: int, lens: np.ndarray, block_size: int) -> tuple[int, list[jax.Array]]:
+    """Block tables of `copies` disjoint sets of sequences, shuffled; and the size of the pool they need."""
+    need = -(-lens // block_size)
+    width, total = int(need.max()), int(need.sum())
+    ids = rng.permutation(copies * total).astype(np.int32) + 1
+    tables = []
+    for c in range(copies):
+        table = np.zeros((len(lens), width), np.int32)
+        at = c * total
+        for row, n in enumerate(need):
+            table[row, :n] = ids[at : at + n]
+            at += n
+        tables.append(jnp.asarray(table))
+    return copies * total + 1, tables
+
+
+def attention_case(
+    lens: np.ndarray, queries: np.ndarray | None, setting: Setting, backend: str | None, **options: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    """Decode (queries None; work in bytes) or ragged attention (queries a row; work in operations)."""
+    rng = np.random.default_rng(0)
+    s = setting
+    itemsize = jnp.dtype(s.dtype).itemsize
+    kv_bytes = float(lens.sum()) * 2 * s.kv_heads * s.head_dim * itemsize
+    copies = max(1, -(-_L2_BYTES // int(kv_bytes)))
+    num_blocks, tables = _tables(rng, min(copies, 64), lens, s.block_size)
+    pool = _random(1, (num_blocks, 2, s.kv_heads, s.block_size, s.head_dim), s.dtype)
+    kv_lens = jnp.asarray(lens, jnp.int32)
+    if queries is None:
+        q = _random(2, (len(lens), s.heads, s.head_dim), s.dtype)
+        work, rate = kv_bytes, 3.5e12
+        call: Callable[..., Any] = partial(ops.decode_attention, backend=backend, **options)
+        extra: tuple[Any, ...] = ()
+    else:
+        q = _random(2, (int(queries.sum()), s.heads, s.head_dim), s.dtype)
+        scores = float((queries * (lens - queries) + queries * (queries + 1) / 2).sum())
+        work, rate = 4 * scores * s.heads * s.head_dim, 4e14
+        call = partial(ops.ragged_attention, backend=backend, **options)
+        extra = (jnp.asarray(np.concatenate([[0], np.cumsum(queries)]), jnp.int32),)
+    calls = int(np.clip(_PROGRAM_S / (work / rate + 5e-6), len(tables), 256)) // len(tables) * len(tables)
+
+    @jax.jit
+    def program(q: jax.Array, pool: jax.Array, tables: list[jax.Array], lens: jax.Array, *extra: Any) -> jax.Array:
+        for i in range(calls):
+            q = call(q, pool, tables[i % len(tables)], lens, *extra)
+        return q
+
+    return program, (q, pool, tables, kv_lens, *extra), calls, work
+
+
+def write_case(tokens: int, backend: str | None) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    s = Setting()
+    blocks = 20_000
+    pool = _random(1, (blocks, 2, s.kv_heads, s.block_size, s.head_dim), s.dtype)
+    copies = max(1, -(-_L2_BYTES // (tokens * s.kv_heads * s.head_dim * 4)))
+    copies = min(copies, 64)
+    rng = np.random.default_rng(0)
+    slots = [jnp.asarray(rng.permutation(blocks * s.block_size - 16)[:tokens] + 16, jnp.int32) for _ in range(copies)]
+    new = [_random(i, (tokens, s.kv_heads, s.head_dim), s.dtype) for i in range(min(copies, 8))]
+    calls = max(copies, 64)
+
+    @partial(jax.jit, donate_argnums=0)
+    def program(pool: jax.Array, new: list[jax.Array], slots: list[jax.Array]) -> jax.Array:
+        for i in range(calls):
+            x = new[i % len(new)]
+            pool = ops.write_kv(pool, x, x, slots[i % len(slots)], backend=backend)
+        return pool
+
+    # k and v are one array here, so each call reads it twice and writes two: what a real call moves.
+    return program, (pool, new, slots), calls, 4.0 * tokens * s.kv_heads * s.head_dim * jnp.dtype(s.dtype).itemsize
+
+
+def copy_case(pairs: int, layers: int, backend: str | None) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    s = Setting()
+    shape = (2 * pairs + 1, 2, s.kv_heads, s.block_size, s.head_dim)
+    pools = tuple(_random(i, shape, s.dtype) for i in range(layers))
+    ids = np.random.default_rng(0).permutation(2 * pairs) + 1
+    src, dst = (jnp.asarray(x, jnp.int32) for x in (ids[:pairs], ids[pairs:]))
+    calls = 8
+
+    @partial(jax.jit, donate_argnums=0)
+    def program(pools: tuple[jax.Array, ...], src: jax.Array, dst: jax.Array) -> tuple[jax.Array, ...]:
+        for i in range(calls):
+            pools = ops.copy_blocks(pools, *((src, dst) if i % 2 else (dst, src)), backend=backend)
+        return pools
+
+    return program, (pools, src, dst), calls, 2.0 * pairs * layers * pools[0][0].nbytes
+
+
+def _read_case() -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    x = _random(0, (1 << 14, 1 << 17), jnp.bfloat16)  # 4 GiB
+    return jax.jit(lambda x: jnp.max(x)), (x,), 1, float(x.nbytes)
+
+
+def _card_copy_case() -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    x = _random(0, (1 << 13, 1 << 17), jnp.bfloat16)
+    return jax.jit(lambda x: -x, donate_argnums=()), (x,), 1, 2.0 * x.nbytes
+
+
+def _matmul_case() -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    n = 8192
+    x, y = (_random(i, (n, n), jnp.bfloat16) * 0.01 for i in range(2))
+
+    @jax.jit
+    def program(x: jax.Array, y: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 8, lambda _, x: x @ y, x)
+
+    return program, (x, y), 8, 2.0 * n**3
+
+
+def _cudnn_case(batch: int, length: int, s: Setting) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    q = _random(0, (batch, length, s.heads, s.head_dim), s.dtype)
+    k = _random(1, (batch, length, s.kv_heads, s.head_dim), s.dtype)
+
+    @jax.jit
+    def program(q: jax.Array, k: jax.Array) -> jax.Array:
+        for _ in range(4):
+            q = jax.nn.dot_product_attention(q, k, k, is_causal=True, implementation="cudnn")
+        return q
+
+    return program, (q, k), 4, 2.0 * batch * length * (length + 1) * s.heads * s.head_dim
+
+
+def cases(backend: str | None) -> Iterator[Case]:
+    """Every case; those of the card itself have no bar."""
+    yield Case("card: read", "GB/s", None, _read_case)
+    yield Case("card: copy", "GB/s", None, _card_copy_case)
+    yield Case("card: 8192^3 bf16 product", "TFLOP/s", None, _matmul_case)
+
+    def same(batch: int, length: int) -> np.ndarray:
+        return np.full(batch, length, np.int64)
+
+    def decode(
+        name: str, unit: str, bar: float, lens: np.ndarray, setting: Setting | None = None, **options: Any
+    ) -> Case:
+        build = partial(attention_case, lens, None, setting or Setting(), backend, **options)
+        return Case("decode " + name, unit, bar, build)
+
+    ragged = np.random.default_rng(5).integers(2048, 4097, 64)
+    yield decode("64 x 4,096", "GB/s", 4300, same(64, 4096))
+    yield decode("64 x 4,096, block 64", "GB/s", 4300, same(64, 4096), Setting(block_size=64))
+    yield decode("256 x 1,024", "GB/s", 4000, same(256, 1024))
+    yield decode("8 x 16,384", "GB/s", 4150, same(8, 16384))
+    yield decode("64 ragged in 2,048..4,096", "GB/s", 4200, ragged)
+    yield decode("32 x 1,024", "GB/s", 3300, same(32, 1024))
+    yield decode("1 x 16,384", "us", 25, same(1, 16384))
+    yield decode("1 x 512", "us", 8, same(1, 512))
+    yield decode("16 x 4,096 MHA 32/32", "GB/s", 4300, same(16, 4096), Setting(kv_heads=32))
+    yield decode("64 x 4,096 MQA 32/1", "GB/s", 3300, same(64, 4096), Setting(kv_heads=1))
+    yield decode("64 x 4,096 D 64", "GB/s", 3900, same(64, 4096), Setting(head_dim=64))
+    yield decode("64 x 4,096 D 256 (16/4)", "GB/s", 4240, same(64, 4096), Setting(16, 4, 256))
+
+    def prefill(name: str, bar: float | None, lens: np.ndarray, queries: np.ndarray, s: Setting | None = None) -> Case:
+        return Case(name, "TFLOP/s", bar, partial(attention_case, lens, queries, s or Setting(), backend))
+
+    for batch, length, bar in ((1, 16384, 600), (4, 4096, 520), (16, 1024, 390)):
+        name = f"prefill {batch} x {length:,}"
+        yield prefill(name, bar, same(batch, length), same(batch, length))
+        yield Case(f"cuDNN {name}", "TFLOP/s", None, partial(_cudnn_case, batch, length, Setting()))
+    yield prefill("chunk of 2,048 on a 14,336 prefix", 600, same(1, 16384), same(1, 2048))
+    yield prefill("prefill 1 x 8,192 D 64", 450, same(1, 8192), same(1, 8192), Setting(head_dim=64))
+    yield prefill("prefill 1 x 8,192 D 256 (16/4)", 620, same(1, 8192), same(1, 8192), Setting(16, 4, 256))
+
+    chunk, rows = np.array([2048]), same(128, 2048)
+    for name, lens, queries in (
+        ("mixed: 128 decode rows at 2,048", rows, np.ones(128, np.int64)),
+        ("mixed: one chunk of 2,048", chunk, chunk),
+        ("mixed: both", np.concatenate([rows, chunk]), np.concatenate([np.ones(128, np.int64), chunk])),
+    ):
+        yield Case(name, "us", None, partial(attention_case, lens, queries, Setting(), backend))
+
+    yield Case("KV write, 256 tokens", "us", 6, partial(write_case, 256, backend))
+    yield Case("KV write, 16,384 tokens", "GB/s", None, partial(write_case, 16384, backend))
+    yield Case("block copy, 256 blocks x 32 layers", "GB/s", None, partial(copy_case, 256, 32, backend))
+
+
+def measure(
+    build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], int, float]], repeats: int = 7
+) -> tuple[list[float], float]:
+    """Seconds a call, one figure for each of `repeats` batches of programs; and the work of a call."""
+    program, arguments, calls, work = build()
+    donates = False
+
+    def run(times: int) -> float:
+        nonlocal arguments, donates
+        start = time.perf_counter()
+        out = None
+        for _ in range(times):
+            out = program(*arguments)
+            if donates:
+                arguments = (out, *arguments[1:])
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    first = program(*arguments)
+    jax.block_until_ready(first)
+    if any(x.is_deleted() for x in jax.tree.leaves(arguments[0])):
+        donates, arguments = True, (first, *arguments[1:])
+    once = run(2) / 2
+    times = int(np.clip(0.03 / once, 2, 40))
+    return [run(times) / times / calls for _ in range(repeats)], work
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the cases whose name contains `--only`, prints a table and writes the figures as JSON."""
+    parser = argparse.ArgumentParser(prog="jpaged bench kernels", description=main.__doc__)
+    parser.add_argument("--only", default="", help="run only the cases whose name contains this text")
+    parser.add_argument("--backend", choices=["xla", "mosaic"], help="force one backend; by device otherwise")
+    parser.add_argument("--output", type=Path, help="where to write JSON (benchmarks/results/kernels-<date>.json)")
+    parser.add_argument("--repeats", type=int, default=7, help="batches of programs that the median is taken of")
+    options = parser.parse_args(argv)
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        print(f"jpaged bench kernels needs a GPU; JAX sees only {device.platform}", file=sys.stderr)
+        return 1
+    rows: list[dict[str, Any]] = []
+    print(f"{device.device_kind}, JAX {jax.__version__}, {options.backend or 'default'} backend")
+    print(f"{'case':44s} {'median':>10s} {'spread':>7s} {'unit':8s} {'us':>9s}  bar")
+    for case in cases(options.backend):
+        if options.only not in case.name:
+            continue
+        try:
+            seconds, work = measure(case.build, options.repeats)
+        except Exception as error:  # one case that fails must not cost the others
+            print(f"{case.name:44s} failed: {type(error).__name__}: {str(error)[:200]}")
+            rows.append({"case": case.name, "error": f"{type(error).__name__}: {error}"[:500]})
+            continue
+        median = statistics.median(seconds)
+        value = {"us": median * 1e6, "GB/s": work / median / 1e9, "TFLOP/s": work / median / 1e12}[case.unit]
+        spread = (max(seconds) - min(seconds)) / median
+        bar = "" if case.bar is None else f"{case.bar:g}"
+        print(
+            f"{case.name:44s} {value:10,.1f} {spread:6.1%} {case.unit:8s} {median * 1e6:9.2f}  {bar}",
+            flush=True,
+        )
+        rows.append(
+            {
+                "case": case.name,
+                "value": value,
+                "unit": case.unit,
+                "bar": case.bar,
+                "median_us": median * 1e6,
+                "spread": spread,
+                "all_us": [s * 1e6 for s in seconds],
+            }
+        )
+    now = datetime.datetime.now(datetime.UTC)
+    path = options.output or Path("benchmarks/results") / f"kernels-{now:%Y-%m-%d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "date": now.isoformat(timespec="seconds"),
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "backend": options.backend,
+        "cases": rows,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

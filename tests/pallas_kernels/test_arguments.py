@@ -1,0 +1,112 @@
+"""Bad input is refused while tracing, by a ValueError that names the argument."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged.pallas_kernels import (
+    copy_blocks,
+    decode_attention,
+    gather_blocks,
+    ragged_attention,
+    scatter_blocks,
+    write_kv,
+)
+from jpaged.pallas_kernels.backends import mosaic_missing
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def ids(*shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+POOL = array(10, 2, 2, 16, 32)
+DECODE = {"q": array(3, 4, 32), "kv_pool": POOL, "block_tables": ids(3, 5), "kv_lens": ids(3)}
+RAGGED = {**DECODE, "q": array(9, 4, 32), "query_starts": ids(4)}
+WRITE = {"kv_pool": POOL, "k": array(3, 2, 32), "v": array(3, 2, 32), "slot_mapping": ids(3)}
+COPY = {"kv_pools": (POOL, POOL), "src": ids(3), "dst": ids(3)}
+GATHER = {"kv_pools": (POOL, POOL), "block_ids": ids(3)}
+SCATTER = {"kv_pools": (POOL, POOL), "staging": array(2, 3, 2, 2, 16, 32), "block_ids": ids(3)}
+
+CASES = [
+    (decode_attention, DECODE, "q", array(3, 32)),
+    (decode_attention, DECODE, "q", array(3, 5, 32)),
+    (decode_attention, DECODE, "q", array(3, 4, 64)),
+    (decode_attention, DECODE, "q", array(3, 4, 32, dtype=jnp.bfloat16)),
+    (decode_attention, DECODE, "kv_pool", array(10, 2, 16, 32)),
+    (decode_attention, DECODE, "kv_pool", array(10, 3, 2, 16, 32)),
+    (decode_attention, DECODE, "kv_pool", array(10, 2, 2, 16, 32, dtype=jnp.int8)),
+    (decode_attention, DECODE, "block_tables", ids(4, 5)),
+    (decode_attention, DECODE, "block_tables", ids(3, 0)),
+    (decode_attention, DECODE, "block_tables", ids(3)),
+    (decode_attention, DECODE, "block_tables", ids(3, 5, dtype=jnp.uint32)),
+    (decode_attention, DECODE, "kv_lens", ids(4)),
+    (decode_attention, DECODE, "kv_lens", array(3)),
+    (ragged_attention, RAGGED, "query_starts", ids(3)),
+    (ragged_attention, RAGGED, "kv_lens", ids(2)),
+    (write_kv, WRITE, "k", array(3, 4, 32)),
+    (write_kv, WRITE, "v", array(2, 2, 32)),
+    (write_kv, WRITE, "v", array(3, 2, 32, dtype=jnp.float16)),
+    (write_kv, WRITE, "slot_mapping", ids(4)),
+    (write_kv, WRITE, "kv_pool", array(2**28, 2, 2, 16, 32)),
+    (copy_blocks, COPY, "dst", ids(4)),
+    (copy_blocks, COPY, "src", ids(3, 1)),
+    (copy_blocks, COPY, "kv_pools", ()),
+    (copy_blocks, COPY, "kv_pools", POOL),
+    (copy_blocks, COPY, "kv_pools", (POOL, array(11, 2, 2, 16, 32))),
+    (gather_blocks, GATHER, "block_ids", array(3)),
+    (scatter_blocks, SCATTER, "staging", array(2, 4, 2, 2, 16, 32)),
+    (scatter_blocks, SCATTER, "staging", array(2, 3, 2, 2, 16, 32, dtype=jnp.bfloat16)),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "good", "name", "bad"), CASES, ids=[f"{op.__name__}-{name}-{i}" for i, (op, _, name, _) in enumerate(CASES)]
+)
+def test_an_argument_that_does_not_fit_is_named(op, good, name, bad):
+    jax.eval_shape(lambda kw: op(**kw), good)
+    with pytest.raises(ValueError, match=name):
+        jax.eval_shape(lambda kw: op(**kw), {**good, name: bad})
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("sliding_window", 0),
+        ("sliding_window", 2.0),
+        ("sliding_window", True),
+        ("logit_softcap", -1.0),
+        ("logit_softcap", float("nan")),
+        ("scale", "big"),
+        ("scale", float("inf")),
+        ("alibi_slopes", jnp.ones(3)),
+        ("alibi_slopes", jnp.ones(4, jnp.int32)),
+        ("backend", "cuda"),
+    ],
+)
+@pytest.mark.parametrize(("op", "good"), [(decode_attention, DECODE), (ragged_attention, RAGGED)])
+def test_an_option_out_of_range_is_named(op, good, name, bad):
+    with pytest.raises(ValueError, match=name):
+        jax.eval_shape(lambda kw: op(**kw, **{name: bad}), good)
+
+
+def test_a_forced_mosaic_backend_says_why_it_cannot():
+    reason = "JAX" if mosaic_missing() else "float32"
+    with pytest.raises(ValueError, match=rf"backend='mosaic' cannot do this decode_attention: .*{reason}"):
+        jax.eval_shape(lambda kw: decode_attention(**kw, backend="mosaic"), DECODE)
+
+
+@pytest.mark.skipif(mosaic_missing() is not None, reason=str(mosaic_missing()))
+@pytest.mark.parametrize(("head_dim", "block_size", "reason"), [(72, 16, "head_dim 72"), (64, 8, "block size 8")])
+def test_mosaic_names_the_shape_it_does_not_have(head_dim, block_size, reason):
+    half = jnp.bfloat16
+    arguments = {
+        **DECODE,
+        "q": array(3, 4, head_dim, dtype=half),
+        "kv_pool": array(10, 2, 2, block_size, head_dim, dtype=half),
+    }
+    with pytest.raises(ValueError, match=reason):
+        jax.eval_shape(lambda kw: decode_attention(**kw, backend="mosaic"), arguments)
