@@ -174,3 +174,119 @@ def test_a_config_that_is_no_json_object_is_a_checkpoint_error(content: str, tmp
 def test_a_missing_config_is_a_checkpoint_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         ModelConfig.from_directory(tmp_path)
+
+
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+MISTRAL_7B = LLAMA_3_1_8B | {
+    "architectures": ["MistralForCausalLM"],
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "sliding_window": 4096,
+}
+QWEN2_5_0_5B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_0_6B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+OPT_125M = {
+    "architectures": ["OPTForCausalLM"],
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "ffn_dim": 3072,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "max_position_embeddings": 2048,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 768,
+    "torch_dtype": "float16",
+}
+OPT_350M = OPT_125M | {
+    "do_layer_norm_before": False,
+    "ffn_dim": 4096,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "word_embed_proj_dim": 512,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (LLAMA_3_1_8B, 8_030_261_248),
+        (MISTRAL_7B, 7_241_732_096),
+        (QWEN2_5_0_5B, 494_032_768),
+        (QWEN3_0_6B, 596_049_920),
+        (OPT_125M, 125_239_296),
+        (OPT_350M, 331_196_416),
+        (GPT2, 124_439_808),
+    ],
+    ids=["llama-3.1-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "opt-125m", "opt-350m", "gpt2"],
+)
+def test_published_models_have_their_published_number_of_parameters(config: dict[str, Any], parameters: int) -> None:
+    assert models.build(ModelConfig.from_dict(config)).num_parameters == parameters
