@@ -42,7 +42,7 @@ from jpaged.sampling_params import (
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM: float32 logits divided by less say nothing more than the argmax."""
 
-_HIGHEST_TEMPERATURE = 1e30  # its reciprocal is still a normal float32
+_HIGHEST_TEMPERATURE = 1e30  # its reciprocal is still above zero in float32
 
 _TOP_K_BITS = 4  # bits of the threshold fixed by one pass over the logits: 8 passes of 15 counts
 _TOP_P_BITS = 3  # 11 passes of 7 sums; a pass of 15 sums would be bound by arithmetic instead of by memory
@@ -313,7 +313,7 @@ def core_record(
             f"the request has {len(stops)} stop tokens, its model's included; at most {MAX_STOP_TOKEN_IDS} are tested."
         )
     record = np.full(CORE_RECORD_WORDS, NO_TOKEN, np.int32)
-    record[:3].view(np.float32)[:] = params.temperature, params.top_p, params.min_p
+    record[:3].view(np.float32)[:] = min(params.temperature, _HIGHEST_TEMPERATURE), params.top_p, params.min_p
     record[3] = min(max(params.top_k, 0), np.iinfo(np.int32).max)
     record[4:6].view(np.uint32)[:] = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     record[6:9] = min(prompt_len + params.min_tokens, np.iinfo(np.int32).max), max_len, uses_extras(params)
@@ -474,7 +474,7 @@ def _draw(
     """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] -> int32 [R]."""
     temperature = state.temperature[slots]
     greedy = temperature < GREEDY_TEMPERATURE
-    rate = jnp.where(greedy, 1.0, 1.0 / jnp.minimum(temperature, _HIGHEST_TEMPERATURE))[:, None]
+    rate = jnp.where(greedy, 1.0, 1.0 / temperature)[:, None]
     most_likely = _most_likely(logits)
     largest = _finite(jnp.take_along_axis(_without_nan(logits), most_likely[:, None], axis=1))
     # The largest is taken off first, so that however low the temperature, the best few tokens stay near zero, where

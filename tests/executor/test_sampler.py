@@ -150,7 +150,7 @@ TRUNCATIONS = [
     {},
     {"temperature": 0.3},
     {"temperature": 5.0},
-    {"temperature": 1e35},
+    {"temperature": 1e300},
     {"top_k": 1},
     {"top_k": 5},
     {"top_k": VOCAB - 1},
@@ -208,6 +208,7 @@ EXTRAS = [
     {"logit_bias": {0: 1.5, VOCAB - 1: -2.5, 4: 3.0}},
     {"allowed_token_ids": [0, 5, 31, 32, VOCAB - 1]},
     {"allowed_token_ids": [17]},
+    {"allowed_token_ids": [17, 33], "temperature": 1e300},
     {"bad_words": ["x"]},
     {"min_tokens": 10**6, "max_tokens": None},
     {"min_tokens": len(OUTPUT)},
@@ -665,16 +666,17 @@ def test_logprobs_of_bad_rows_and_absent_targets_are_not_nan():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_finish_codes_name_the_stop_before_the_length():
+def test_finish_codes_name_a_stop_before_a_length_and_heed_min_tokens():
     slots = Slots().start(SamplingParams(), 0, stops=range(MAX_STOP_TOKEN_IDS), max_len=10)
+    slots.start(SamplingParams(min_tokens=2), 2, prompt=[1, 2], stops=[5], max_len=10)
     codes = sampler.finish_codes(
         slots.state,
-        np.array([0, 0, 0, 0, 0, 1, SLOTS]),
-        np.array([8, 9, 8, 9, 10, 0, 0]),
-        np.array([99, 99, MAX_STOP_TOKEN_IDS - 1, 0, 99, 0, 0]),
+        np.array([0, 0, 0, 0, 0, 1, 2, 2, SLOTS]),
+        np.array([8, 9, 8, 9, 10, 0, 3, 4, 0]),
+        np.array([99, 99, MAX_STOP_TOKEN_IDS - 1, 0, 99, 0, 5, 5, 0]),
     )
     running, stop, length = FinishCode.RUNNING, FinishCode.STOP, FinishCode.LENGTH
-    assert codes.tolist() == [running, length, stop, stop, length, running, running]
+    assert codes.tolist() == [running, length, stop, stop, length, running, running, stop, running]
     assert codes.dtype == np.uint8
 
 
