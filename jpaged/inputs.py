@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError, InvalidPromptError
@@ -66,18 +66,20 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, self._tokenize(prompt)
         if isinstance(prompt, Mapping):
-            given = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
-            if given == ["prompt"]:
-                if not isinstance(prompt["prompt"], str):
-                    raise InvalidPromptError(f'"prompt" must be a string, got {_kind(prompt["prompt"])}.')
-                return prompt["prompt"], self._tokenize(prompt["prompt"])
-            if "prompt_token_ids" in given:
-                text = prompt.get("prompt")  # kept for the output, as the token ids are what counts
-                return text, _integers(prompt["prompt_token_ids"])
-            raise InvalidPromptError(f'A prompt dict needs "prompt" or "prompt_token_ids", got keys {list(prompt)}.')
+            return self._tokens_of_dict(prompt)
         if isinstance(prompt, Sequence) or hasattr(prompt, "tolist"):
             return None, _integers(prompt)
         raise InvalidPromptError(f"A prompt must be a string, a list of token ids or a dict, got {_kind(prompt)}.")
+
+    def _tokens_of_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise InvalidPromptError(f'"prompt" must be a string, got {_kind(text)}.')
+        if token_ids is not None:
+            return text, _integers(token_ids)  # the text is kept for the output; the token ids are what counts
+        if text is None:
+            raise InvalidPromptError(f'A prompt dict needs "prompt" or "prompt_token_ids", got keys {list(prompt)}.')
+        return text, self._tokenize(text)
 
     def _tokenize(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -132,8 +134,8 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence):
         raise InvalidPromptError(f"prompts must be a prompt or a list of prompts, got {_kind(prompts)}.")
     if prompts and isinstance(prompts[0], Integral):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
 
 
 def _integers(values: Any) -> list[int]:
