@@ -447,7 +447,6 @@ class SentencePieceStream:
         self._run_length = 0  # byte tokens since the last token of text
         self._run_decoder = codecs.getincrementaldecoder("utf-8")("strict")
         self._run_valid = True
-        self._to_strip_before_run = 0
 
     def begin_after(self, prompt_token_ids: Sequence[int], incomplete: bytes) -> None:
         """Stands the stream behind a prompt that ends in the bytes of an incomplete character (usually none)."""
@@ -475,8 +474,6 @@ class SentencePieceStream:
         return self._close_run()
 
     def _push_byte(self, byte: int) -> tuple[int, str]:
-        if not self._run_length:
-            self._to_strip_before_run = self._to_strip
         self._run_length += 1
         if not self._run_valid:
             return 0, ""
@@ -493,8 +490,8 @@ class SentencePieceStream:
         retracted, new = 0, ""
         if not self._run_valid or self._run_decoder.getstate()[0]:
             retracted = self.provisional
-            self._to_strip = self._to_strip_before_run
-            new = self._strip(REPLACEMENT * self._run_length)
+            new = REPLACEMENT * self._run_length
+            self._to_strip = 0
         self.provisional = 0
         self._run_length = 0
         self._run_valid = True
@@ -549,8 +546,10 @@ class WindowStream:
         ids    [ context, text returned | new ]
         text   [ given                  | new, less incomplete bytes at its end ]
 
-    The window grows to LIMIT tokens and is then cut to about CONTEXT, where the text of the tokens kept is an end of
-    the text of all of them; so a token costs O(LIMIT).
+    While the text ends in U+FFFD, all of these are held back: incomplete bytes may show as one, as one each, or (in
+    `tokenizers`' ByteFallback) take the complete characters before them along. The window grows to LIMIT tokens and is
+    then cut to about CONTEXT, between characters, where the text of the tokens kept is an end of the text of all of
+    them; so a token costs O(LIMIT). Bytes that go on being invalid are given up waiting for, a few times LIMIT later.
     """
 
     CONTEXT = 6  # a character's bytes, and a token or two before them
@@ -561,17 +560,21 @@ class WindowStream:
         self._decode = decode
         self._has_text = has_text
         self._ids = context
-        self._given = _complete_length(decode(context)) if context else 0
+        text = decode(context) if context else ""
+        self._given = max(len(text.rstrip(REPLACEMENT)), len(text) - MAX_INCOMPLETE_BYTES)
 
     def push(self, token_id: int) -> tuple[int, str]:
         if not self._has_text(token_id):
             return 0, ""
         self._ids.append(int(token_id))
         text = self._decode(self._ids)
-        end = max(self._given, _complete_length(text))
+        end = len(text.rstrip(REPLACEMENT))
+        if len(text) - end > 2 * self.LIMIT:
+            end = len(text) - MAX_INCOMPLETE_BYTES
+        end = max(self._given, end)
         new = text[self._given : end]
         self._given = end
-        if len(self._ids) > self.LIMIT:
+        if len(self._ids) > (self.LIMIT if end == len(text) else 4 * self.LIMIT):
             self._shrink(text)
         return 0, new
 
@@ -585,16 +588,7 @@ class WindowStream:
         pending = len(text) - self._given
         for kept in range(self.CONTEXT, len(self._ids)):
             end = self._decode(self._ids[-kept:])
-            inside = end.startswith(REPLACEMENT) and kept < self.LIMIT  # it may begin inside a character
-            if text.endswith(end) and len(end) > pending and not inside:
+            if text.endswith(end) and len(end) > pending:
                 self._ids = self._ids[-kept:]
                 self._given = len(end) - pending
                 return
-
-
-def _complete_length(text: str) -> int:
-    """The length of `text` without U+FFFD at its end that further bytes may turn into a character."""
-    end = len(text)
-    while end > max(0, len(text) - MAX_INCOMPLETE_BYTES) and text[end - 1] == REPLACEMENT:
-        end -= 1
-    return end

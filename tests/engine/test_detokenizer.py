@@ -163,6 +163,14 @@ class TestCharactersSplitOverTokens:
         ids = bytes_of("slow", "a😀b")
         assert stream("slow", ids[:3], ids[3:])[0].text == "😀b"
 
+    @pytest.mark.parametrize("name", ["slow", "byte-fallback, reordered"])
+    def test_a_window_is_cut_between_characters(self, name):
+        assert isinstance(token_decoder(tokenizer(name), True), WindowDecoder)
+        for text in ("x" + "😀" * 60, "x" + "aé你😀" * 30):
+            d, deltas = stream(name, [], bytes_of(name, text))
+            assert d.text == text
+            assert not any(REPLACEMENT in delta for delta in deltas)
+
     def test_a_run_of_bytes_does_not_reach_back_into_the_prompt(self):
         name = "byte-fallback, strip"
         prompt = [*tokenizer(name).encode("a", add_special_tokens=False), *bytes_of(name, "\n")]
