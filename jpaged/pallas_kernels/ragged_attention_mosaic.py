@@ -61,7 +61,7 @@ def pick_tiling(head_dim: int) -> Tiling:
     return Tiling()
 
 
-def unsupported(q: jax.Array, kv_pool: jax.Array, block_tables: jax.Array) -> str | None:
+def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
     """Why the kernel cannot take these (checked) arguments; None if it can."""
     _, _, _, block_size, head_dim = kv_pool.shape
     if kv_pool.dtype not in (jnp.bfloat16.dtype, jnp.float16.dtype):
@@ -291,7 +291,7 @@ class _Shape:
 
 
 def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_ref, out_ref, lse_ref, *scratch) -> None:
-    q_smem, k_smem, v_smem, *p_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_landed, turn = scratch
+    q_smem, k_smem, v_smem, info_smem, *p_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_landed, turn = scratch
     tiling = s.tiling
     block_kv, stages, consumers = tiling.block_kv, tiling.stages, tiling.consumers
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
@@ -319,8 +319,6 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
             row, token, kv_len = work_ref[tile, _ROW], work_ref[tile, _TOKEN], work_ref[tile, _KV_LEN]
             lo = work_ref[tile, _LO]
             hi = jnp.where(exists, work_ref[tile, _HI], lo)
-            has_steps = hi > lo
-
             def blocks(t):
                 """Blocks of step t's copies; the null block where no live token is."""
                 ids = []
@@ -337,7 +335,7 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                         source = source.at[pl.ds(lax.rem(t * block_kv + j * s.copy_rows, s.block_size), s.copy_rows)]
                     plgpu.copy_gmem_to_smem(source, target.at[pl.ds(j * s.copy_rows, s.copy_rows)], barrier)
 
-            @pl.when(has_steps)
+            @pl.when(exists)
             def queries():
                 for w in range(consumers):
 
@@ -345,6 +343,8 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                     def _(w=w):
                         plgpu.barrier_wait(q_free.at[w])
 
+                    # The item's row of the work list travels with its queries: shared memory answers a consumer sooner.
+                    plgpu.copy_gmem_to_smem(work_ref.at[tile], info_smem.at[w, lax.rem(items, 2)], q_full.at[w])
                     for g in range(s.heads):
                         plgpu.copy_gmem_to_smem(
                             q_ref.at[pl.ds(token + w * s.tokens, s.tokens), unit * s.heads + g],
@@ -391,7 +391,7 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                 return (step + 1, *ahead)
 
             step, *_ = lax.fori_loop(lo, hi, keys_and_values, (step, *blocks(lo)))
-            return step, items + has_steps.astype(jnp.int32)
+            return step, items + exists.astype(jnp.int32)
 
         steps, items = lax.fori_loop(0, rounds, item, (jnp.int32(0), jnp.int32(0)))
         # Every release is waited for, so that barriers end as they began; the interpreter insists.
@@ -462,12 +462,17 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
             return p, new_top, total * shrink + p.sum(axis=1), shrink
 
         def item(r, step):
-            exists, tile, unit = work(r)
-            token = work_ref[tile, _TOKEN] + wg * s.tokens
-            first, end = work_ref[tile, _FIRST], work_ref[tile, _END]
-            lo, lo_full = work_ref[tile, _LO], work_ref[tile, _LO_FULL]
-            hi_full, hi = work_ref[tile, _HI_FULL], work_ref[tile, _HI]
-            position = token + work_ref[tile, _SHIFT]
+            exists, _, unit = work(r)
+
+            @pl.when(exists)
+            def _():
+                plgpu.barrier_wait(q_full.at[wg])
+
+            info = info_smem.at[wg, lax.rem(r, 2)]
+            token = info[_TOKEN] + wg * s.tokens
+            first, end = info[_FIRST], info[_END]
+            lo, lo_full, hi_full, hi = info[_LO], info[_LO_FULL], info[_HI_FULL], info[_HI]
+            position = token + info[_SHIFT]
             head = unit * s.heads
 
             def store(out, lse):
@@ -485,6 +490,7 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
 
             @pl.when(exists & (hi <= lo))
             def nothing_to_see():
+                plgpu.barrier_arrive(q_free.at[wg])
                 zeros = plgpu.layout_cast(jnp.zeros((_ROWS, s.head_dim), jnp.float32), layout)
                 store(zeros, full(-jnp.inf))
 
@@ -562,7 +568,6 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                         acc = None
                     return acc, p.astype(s.dtype), top, total_p
 
-                plgpu.barrier_wait(q_full.at[wg])
                 await_keys(lo)
                 take_turn()
                 p, top, total_p, _ = pl.run_scoped(first_step, plgpu.ACC((_ROWS, block_kv), jnp.float32))
@@ -690,8 +695,9 @@ def ragged_attention(
             smem((tiling.consumers, _ROWS, head_dim)),
             smem((tiling.stages, tiling.block_kv, head_dim)),
             smem((tiling.stages, tiling.block_kv, head_dim)),
+            plgpu.SMEM((tiling.consumers, 2, _COLUMNS), jnp.int32),
             *([smem((tiling.consumers, _ROWS, tiling.block_kv), transforms=p_transforms)] if s.interpret else []),
-            plgpu.Barrier(num_barriers=tiling.consumers, num_arrivals=heads),
+            plgpu.Barrier(num_barriers=tiling.consumers, num_arrivals=heads + 1),
             plgpu.Barrier(num_barriers=tiling.consumers),
             barrier(num_arrivals=s.copies),
             barrier(num_arrivals=tiling.consumers),

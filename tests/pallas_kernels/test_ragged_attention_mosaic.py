@@ -84,7 +84,7 @@ def run_case(
         "sliding_window": sliding_window,
         "logit_softcap": logit_softcap,
     }
-    assert kernel.unsupported(q, pool, tables) is None
+    assert kernel.unsupported(q, pool) is None
     out, lse = kernel.ragged_attention(
         q,
         pool,
@@ -170,11 +170,11 @@ def test_the_plan_needs_no_mask_below_the_diagonal():
 
 def test_what_the_kernel_refuses_it_names():
     q, pool, table = jnp.zeros((4, 4, 128)), jnp.zeros((3, 2, 2, 16, 128)), jnp.zeros((1, 2), jnp.int32)
-    assert "float32" in kernel.unsupported(q, pool, table)
+    assert "float32" in kernel.unsupported(q, pool)
     q, pool = q.astype(jnp.bfloat16), pool.astype(jnp.bfloat16)
-    assert kernel.unsupported(q, pool, table) is None
-    assert "head_dim" in kernel.unsupported(q[..., :72], pool[..., :72], table)
-    assert "block size" in kernel.unsupported(q, jnp.zeros((3, 2, 2, 4, 128), jnp.bfloat16), table)
+    assert kernel.unsupported(q, pool) is None
+    assert "head_dim" in kernel.unsupported(q[..., :72], pool[..., :72])
+    assert "block size" in kernel.unsupported(q, jnp.zeros((3, 2, 2, 4, 128), jnp.bfloat16))
 
 
 @pytest.mark.parametrize(
