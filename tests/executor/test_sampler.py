@@ -476,6 +476,13 @@ def test_bad_logits_give_a_valid_token_and_never_a_masked_one_while_another_is_l
         assert (ids[some_inf] == 13).all()
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e300])
+def test_repetition_penalties_beyond_float32_make_no_nan(penalty):
+    slots = Slots().start(SamplingParams(repetition_penalty=penalty), prompt=range(VOCAB))
+    logits = np.resize(np.float32([0.0, 2.0, -2.0]), (1, VOCAB))
+    assert not np.isnan(process_logits(logits, np.array([0]), np.array([9]), slots.state, slots.full)).any()
+
+
 def test_a_request_whose_every_token_is_masked_still_gets_a_valid_one():
     slots = Slots().start(SamplingParams(allowed_token_ids=[7], bad_words=["x"]), 0, bad_words=[[7]])
     slots.start(SamplingParams(allowed_token_ids=[3], min_tokens=4, temperature=0.0), 1, stops=[3])
