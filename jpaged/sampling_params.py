@@ -103,6 +103,11 @@ class SamplingParams:
         return self.stop  # type: ignore[return-value]  # normalised to a tuple in __post_init__
 
     @property
+    def truncates(self) -> bool:
+        """Whether top_k, top_p or min_p is asked for and has anything to do."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def uses_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
@@ -242,4 +247,3 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
             raise InvalidParameterError(f"a key of logit_bias must be a token id from 0 up, got {token}.")
         result[token] = min(100.0, max(-100.0, _number(f"logit_bias[{key}]", value)))
     return result
-

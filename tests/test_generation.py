@@ -34,7 +34,10 @@ ARGS = EngineArgs(
 )
 
 
-@pytest.fixture(scope="module", params=tiny_models(), ids=lambda case: case.name)
+@pytest.fixture(
+    scope="module",  # one worker runs all tests of a model, so that it is compiled once
+    params=[pytest.param(case, marks=pytest.mark.xdist_group(case.name), id=case.name) for case in tiny_models()],
+)
 def started(request, tmp_path_factory) -> tuple[EngineArgs, Startup, torch.nn.Module]:
     """A tiny model of the family, on disk, loaded and compiled once; and the same in transformers."""
     case: TinyModel = request.param

@@ -19,6 +19,8 @@ from jpaged.errors import (
 )
 from tests.tiny_models import MAX_LENGTH, VOCAB_SIZE, tiny_model, write_tiny_model
 
+pytestmark = pytest.mark.xdist_group("llm")  # one worker, which compiles once
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 

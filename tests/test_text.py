@@ -8,6 +8,8 @@ from jpaged import LLM, RequestOutputKind, SamplingParams
 from jpaged.assets import demo_model_path
 from jpaged.errors import InvalidParameterError, InvalidPromptError
 
+pytestmark = pytest.mark.xdist_group("text")  # one worker, which compiles once
+
 REQUEST = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
 GREEDY = SamplingParams(temperature=0, max_tokens=300)
 

@@ -32,8 +32,9 @@ class SamplingVariant(IntEnum):
     """Which sampling program a step needs; each does all that the ones before it do."""
 
     GREEDY = 0  # every row is greedy: an argmax
-    SAMPLING = 1  # temperature, top_k, top_p, min_p, seeds
-    FULL = 2  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs
+    SAMPLING = 1  # temperature and seeds
+    TRUNCATED = 2  # top_k, top_p, min_p
+    FULL = 3  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs
 
 
 class FinishCode(IntEnum):

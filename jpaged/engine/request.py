@@ -79,13 +79,7 @@ class Request:
             )
         self.bad_words_token_ids = tuple(tuple(word) for word in bad_words_token_ids)
         self.reports_each_token = sampling.output_kind != RequestOutputKind.FINAL_ONLY or bool(sampling.stop)
-        self.variant = (
-            SamplingVariant.FULL
-            if sampling.needs_full_variant
-            else SamplingVariant.GREEDY
-            if sampling.greedy
-            else SamplingVariant.SAMPLING
-        )
+        self.variant = _variant_of(sampling)
 
         self.status = RequestStatus.WAITING
         self.arrival_number = -1
@@ -126,6 +120,15 @@ class Request:
     def stop_reason_of(self, token_id: int) -> int | None:
         """What `stop_reason` says when this token stopped the request: None for an end-of-sequence token."""
         return None if token_id in self._eos_token_ids else token_id
+
+
+def _variant_of(sampling: SamplingParams) -> SamplingVariant:
+    """The least sampling program that does what is asked."""
+    if sampling.needs_full_variant:
+        return SamplingVariant.FULL
+    if sampling.truncates:
+        return SamplingVariant.TRUNCATED
+    return SamplingVariant.GREEDY if sampling.greedy else SamplingVariant.SAMPLING
 
 
 def _as_token_array(request_id: str, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -307,10 +307,7 @@ class Scheduler:
 
     def _variant(self) -> SamplingVariant:
         """The least program that does for every running request."""
-        for variant in (SamplingVariant.FULL, SamplingVariant.SAMPLING):
-            if self._variant_counts[variant]:
-                return variant
-        return SamplingVariant.GREEDY
+        return max((v for v in SamplingVariant if self._variant_counts[v]), default=SamplingVariant.GREEDY)
 
     def _in_policy_order(self, slots: np.ndarray) -> np.ndarray:
         """Sorts slots, those that are preempted last first."""

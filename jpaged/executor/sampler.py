@@ -21,6 +21,7 @@ the logits changes a token with probability about e (a draw by inverting the cum
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -130,7 +131,6 @@ def sample(
     full: FullSamplingState | None = None,
     *,
     variant: SamplingVariant,
-    truncates: bool = True,
     num_logprobs: int = MAX_LOGPROBS,
 ) -> SampleOutput:
     """Draws a token for every row.
@@ -139,10 +139,9 @@ def sample(
     slots: int32 [R]; the null slot for padded rows.
     positions: int32 [R]; the position that the new token will have, that is, the sequence's length so far.
     full: needed by SamplingVariant.FULL, ignored by the others.
-    variant: static. SAMPLING and FULL draw the same tokens from the same (processed) logits.
-    truncates: static. False leaves top_k, top_p and min_p out of the program: for a batch where no row asks for them
-        the 19 passes over the logits that find thresholds would change nothing. (A `lax.cond` on the device would
-        make XLA wait for the predicate on the host, which stalls the pipelined loop.)
+    variant: static. All but GREEDY draw the same tokens from the same (processed) logits where no row truncates.
+        SAMPLING leaves the 19 passes that find thresholds out of the program. (A `lax.cond` on the device would make
+        XLA wait for the predicate on the host, which stalls the pipelined loop.)
     num_logprobs: static; alternatives returned by FULL.
 
     Rows with a temperature below GREEDY_TEMPERATURE get the most likely token, the lowest id on ties. A row whose
@@ -156,7 +155,7 @@ def sample(
         if full is None:
             raise ValueError("SamplingVariant.FULL needs a FullSamplingState.")
         processed = process_logits(logits, slots, positions, state, full)
-    token_ids = _draw(processed, slots, positions, state, truncates)
+    token_ids = _draw(processed, slots, positions, state, truncates=variant >= SamplingVariant.TRUNCATED)
     if variant == SamplingVariant.FULL:
         logprobs = logprobs_of(logits, token_ids, num_logprobs)
     return SampleOutput(token_ids, logprobs)
@@ -290,11 +289,6 @@ def init_full_state(num_slots: int, vocab_size: int) -> FullSamplingState:
 def uses_extras(params: SamplingParams) -> bool:
     """Whether a request needs its row of `FullSamplingState` written (logprobs and min_tokens do not)."""
     return bool(params.uses_penalties or params.logit_bias or params.allowed_token_ids is not None or params.bad_words)
-
-
-def truncates(params: SamplingParams) -> bool:
-    """Whether a request asks for top_k, top_p or min_p (see `sample`)."""
-    return not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
 
 
 def core_record(
@@ -469,7 +463,7 @@ def _checked_ids(name: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
 
 
 def _draw(
-    logits: jax.Array, slots: jax.Array, positions: jax.Array, state: SamplingState, truncates: bool
+    logits: jax.Array, slots: jax.Array, positions: jax.Array, state: SamplingState, *, truncates: bool
 ) -> jax.Array:
     """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] -> int32 [R]."""
     temperature = state.temperature[slots]
@@ -527,10 +521,19 @@ def _largest_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array,
     while shift:
         width = min(bits, shift)
         shift -= width
-        candidates = [_float_of_image(image + np.uint32(digit << shift)) for digit in range(1, 1 << width)]
-        for weight in _sums_above(logits, weights, candidates):
-            image = image + jnp.where(weight >= wanted, np.uint32(1 << shift), np.uint32(0))
+        image = _fix_bits(logits, weights, wanted, image, np.uint32(shift), width)
     return _float_of_image(image)
+
+
+@partial(jax.jit, static_argnames="width")  # so that the passes of a search are traced and lowered once
+def _fix_bits(
+    logits: jax.Array, weights: jax.Array, wanted: jax.Array, image: jax.Array, shift: jax.Array, width: int
+) -> jax.Array:
+    """One pass of `_largest_threshold`: the `width` bits of the image from `shift` up."""
+    candidates = [_float_of_image(image + (np.uint32(digit) << shift)) for digit in range(1, 1 << width)]
+    for weight in _sums_above(logits, weights, candidates):
+        image = image + jnp.where(weight >= wanted, np.uint32(1) << shift, np.uint32(0))
+    return image
 
 
 def _float_of_image(image: jax.Array) -> jax.Array:

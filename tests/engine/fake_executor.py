@@ -225,6 +225,8 @@ class FakeExecutor:
 def needed_variant(start: SlotStart) -> SamplingVariant:
     if start.sampling.needs_full_variant:
         return SamplingVariant.FULL
+    if start.sampling.truncates:
+        return SamplingVariant.TRUNCATED
     return SamplingVariant.GREEDY if start.sampling.greedy else SamplingVariant.SAMPLING
 
 

@@ -610,12 +610,13 @@ class TestPlans:
     def test_the_variant_is_the_least_that_does_for_all_running_requests(self):
         engine = Engine()
         greedy = make_request("greedy", 4, 12)
-        random = make_request("random", 4, 8, temperature=0.7)
-        full = make_request("full", 4, 4, presence_penalty=0.5)
-        engine.add(greedy, random, full)
+        random = make_request("random", 4, 9, temperature=0.7)
+        truncated = make_request("truncated", 4, 6, top_p=0.9)
+        full = make_request("full", 4, 3, presence_penalty=0.5)
+        engine.add(greedy, random, truncated, full)
         engine.run()
         variants = [plan.variant for plan in engine.plans]
-        assert variants == [SamplingVariant.FULL] * 4 + [SamplingVariant.SAMPLING] * 4 + [SamplingVariant.GREEDY] * 4
+        assert variants == [variant for variant in reversed(SamplingVariant) for _ in range(3)]
 
     def test_a_seed_is_passed_on_and_others_derive_from_the_engine_and_the_arrival(self):
         def seeds(engine_seed: int) -> list[int]:

@@ -17,6 +17,8 @@ from jpaged.models import Model, ModelConfig, build, dense_causal_attend
 from jpaged.sampling_params import SamplingParams
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
+pytestmark = pytest.mark.xdist_group("programs")  # one worker, which compiles once
+
 CONFIG = ExecutorConfig(
     max_num_seqs=4, max_model_len=64, block_size=4, num_blocks=8192, decode_buckets=(4,), token_buckets=(16,)
 )

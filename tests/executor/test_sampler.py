@@ -17,9 +17,9 @@ from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_
 VOCAB = 40
 SLOTS = 40
 DRAWS = 20_000
-GREEDY, SAMPLING, FULL = SamplingVariant.GREEDY, SamplingVariant.SAMPLING, SamplingVariant.FULL
+GREEDY, SAMPLING, TRUNCATED, FULL = SamplingVariant
 
-sample = jax.jit(sampler.sample, static_argnames=("variant", "truncates", "num_logprobs"))
+sample = jax.jit(sampler.sample, static_argnames=("variant", "num_logprobs"))
 start_slots = jax.jit(sampler.start_slots)
 start_full_slot = jax.jit(sampler.start_full_slot)
 add_known_tokens = jax.jit(sampler.add_known_tokens)
@@ -174,7 +174,7 @@ TRUNCATIONS = [
 @pytest.mark.parametrize("kwargs", TRUNCATIONS, ids=str)
 def test_temperature_and_truncation_give_the_reference_distribution(kwargs):
     params, logits = SamplingParams(**kwargs), request_logits()
-    draws = Slots().start(params, seed=11).draws(logits, SAMPLING)
+    draws = Slots().start(params, seed=11).draws(logits, TRUNCATED)
     assert_distributed_as(draws, reference_probabilities(logits, params))
 
 
@@ -185,11 +185,11 @@ def test_full_draws_what_sampling_draws_and_truncation_is_left_out_only_where_it
     logits = np.random.default_rng(1).normal(size=(DRAWS, VOCAB)) * 3
     rows = np.arange(DRAWS) % len(TRUNCATIONS)
     batch = (logits, rows, np.arange(DRAWS))
-    ids = slots.sample(*batch, SAMPLING).token_ids
+    ids = slots.sample(*batch, TRUNCATED).token_ids
     np.testing.assert_array_equal(slots.sample(*batch, FULL).token_ids, ids)
-    same = slots.sample(*batch, SAMPLING, truncates=False).token_ids == ids
+    same = slots.sample(*batch, SAMPLING).token_ids == ids
     for slot, kwargs in enumerate(TRUNCATIONS):
-        if not sampler.truncates(SamplingParams(**kwargs)):
+        if not SamplingParams(**kwargs).truncates:
             assert same[rows == slot].all()
     assert not same.all()
 
@@ -243,14 +243,14 @@ def test_masks_bias_and_penalties_give_the_reference_distribution(kwargs):
 
 def test_noise_is_independent_across_positions_seeds_and_tokens():
     logits = np.zeros(6)
-    first = Slots().start(SamplingParams(), seed=1).draws(logits, SAMPLING)
+    first = Slots().start(SamplingParams(), seed=1).draws(logits, TRUNCATED)
     uniform = np.full(36, 1 / 36)
     assert_distributed_as(first[:-1] * 6 + first[1:], uniform)
-    assert_distributed_as(first * 6 + Slots().start(SamplingParams(), seed=2).draws(logits, SAMPLING), uniform)
-    assert_distributed_as(first * 6 + Slots().start(SamplingParams(), seed=1 + 2**32).draws(logits, SAMPLING), uniform)
+    assert_distributed_as(first * 6 + Slots().start(SamplingParams(), seed=2).draws(logits, TRUNCATED), uniform)
+    assert_distributed_as(first * 6 + Slots().start(SamplingParams(), seed=1 + 2**32).draws(logits, TRUNCATED), uniform)
     # The runner-up is independent of the winner, too: without the winner the same noise draws uniformly again.
     winner = 5
-    second = Slots().start(SamplingParams(), seed=1).draws(np.where(np.arange(6) == winner, -np.inf, 0), SAMPLING)
+    second = Slots().start(SamplingParams(), seed=1).draws(np.where(np.arange(6) == winner, -np.inf, 0), TRUNCATED)
     np.testing.assert_array_equal(second[first != winner], first[first != winner])
     assert_distributed_as(second[first == winner], np.array([0.2] * 5 + [0.0]))
 
@@ -267,7 +267,6 @@ def test_rare_tokens_of_a_large_vocabulary_get_their_share():
                 np.zeros(rows),
                 np.arange(start, start + rows),
                 SAMPLING,
-                truncates=False,
             ).token_ids
             for start in range(0, 2000, rows)
         ]
@@ -295,7 +294,7 @@ def test_greedy_rows_take_the_first_of_the_most_likely_in_every_variant(variant)
 def test_rows_of_one_batch_are_greedy_or_drawn_each_for_itself():
     logits = np.zeros((4000, VOCAB), np.float32)
     slots = Slots().start(SamplingParams(temperature=0.0), 0).start(SamplingParams(), 1)
-    ids = np.asarray(slots.sample(logits, np.arange(4000) % 2, np.arange(4000), SAMPLING).token_ids)
+    ids = np.asarray(slots.sample(logits, np.arange(4000) % 2, np.arange(4000), TRUNCATED).token_ids)
     assert (ids[::2] == 0).all()
     assert_distributed_as(ids[1::2], np.full(VOCAB, 1 / VOCAB))
 
@@ -320,7 +319,7 @@ TIED = np.array([1.0, 3.0, 2.0, 3.0, 2.0, 2.0, -1.0, 3.0, 0.0, -0.0], np.float32
 )
 def test_tokens_tied_with_the_last_one_kept_are_kept(kwargs, kept):
     params = SamplingParams(**kwargs)
-    draws = Slots().start(params, seed=8).draws(TIED, SAMPLING)
+    draws = Slots().start(params, seed=8).draws(TIED, TRUNCATED)
     # exp(-1) = 0.3679 against min_p 0.36; the top three hold 0.668 of the mass, the top six 0.914.
     expected = np.where(np.isin(np.arange(10), kept), np.exp((TIED.astype(float) - 3) / params.temperature), 0)
     assert_distributed_as(draws, expected / expected.sum())
@@ -390,7 +389,7 @@ def generate(requests, rows, steps=12, variant=FULL):
     return [known[1:] for known in tokens]
 
 
-@pytest.mark.parametrize("variant", [SAMPLING, FULL])
+@pytest.mark.parametrize("variant", [SAMPLING, TRUNCATED, FULL])
 def test_a_seeded_request_gives_the_same_tokens_alone_and_among_31_others(variant):
     extras = {"presence_penalty": 1.0, "bad_words": ["x"], "logit_bias": {4: 1.0}} if variant == FULL else {}
     mine = (SamplingParams(top_p=0.9, top_k=30, temperature=1.2, **extras), 2**63 - 17, 99)
@@ -410,7 +409,7 @@ def test_seeds_have_64_bits_and_may_be_negative():
 
     def draws(seed):
         slots = Slots().start(SamplingParams(), seed=seed)
-        return tuple(slots.sample(logits, np.zeros(64), np.arange(64), SAMPLING).token_ids)
+        return tuple(slots.sample(logits, np.zeros(64), np.arange(64), TRUNCATED).token_ids)
 
     assert len({draws(seed) for seed in (0, 1, -1, 2**32, 2**62, -(2**63), 2**63 - 1)}) == 7
     assert draws(-1 + 2**64) == draws(-1)
@@ -442,7 +441,7 @@ def test_stale_extras_of_a_slot_do_not_touch_its_next_request():
     )
     params = SamplingParams(logprobs=1)
     slots.start(params, seed=4)
-    np.testing.assert_array_equal(slots.draws(logits, FULL), Slots().start(params, seed=4).draws(logits, SAMPLING))
+    np.testing.assert_array_equal(slots.draws(logits, FULL), Slots().start(params, seed=4).draws(logits, TRUNCATED))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -613,7 +612,7 @@ def test_processors_agree_with_transformers():
         many = Slots().start(
             SamplingParams(**{name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")})
         )
-        draws = many.draws(ours, SAMPLING)
+        draws = many.draws(ours, TRUNCATED)
         assert_distributed_as(draws, probabilities / probabilities.sum())
         assert set(draws[probabilities[draws] < 1e-12].tolist()) == set()
 
