@@ -54,26 +54,26 @@ TINY = {
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="directory for the trained model")
     parser.add_argument("--tokenizer", type=Path, help="use the tokenizer of this directory instead of training one")
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.2 million parameters, for smoke runs")
-    parser.add_argument("--steps", type=int, default=5000, help="optimizer steps")
+    parser.add_argument("--tiny", action="store_true", help="a model of 0.14 million parameters, for smoke runs")
+    parser.add_argument("--steps", type=int, default=5000, help="optimizer steps (%(default)s)")
     parser.add_argument(
         "--minutes", type=float, help="after the warm-up, choose the steps so that training takes this long"
     )
-    parser.add_argument("--rows", type=int, help="packed rows in a batch (default: 64, or 4 with --tiny)")
-    parser.add_argument("--length", type=int, help=f"tokens in a row (default: {CONTEXT}, or 512 with --tiny)")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak")
-    parser.add_argument("--warmup", type=int, default=200, help="steps of linear warm-up, then cosine to a tenth")
-    parser.add_argument("--weight-decay", type=float, default=0.1, help="on matrices, not on norms")
-    parser.add_argument("--workers", type=int, default=2, help="processes that make up text")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and text; the same seed gives the same run")
-    parser.add_argument("--log-every", type=int, default=50, help="steps between lines of progress")
+    parser.add_argument("--rows", type=int, help="packed rows in a batch (64, or 4 with --tiny)")
+    parser.add_argument("--length", type=int, help=f"tokens in a row ({CONTEXT}, or 512 with --tiny)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak (%(default)s)")
+    parser.add_argument(
+        "--warmup", type=int, default=200, help="steps of linear warm-up, then cosine to a tenth (%(default)s)"
+    )
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="on matrices, not on norms (%(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="processes that make up text (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and text (%(default)s)")
+    parser.add_argument("--log-every", type=int, default=50, help="steps between lines of progress (%(default)s)")
     parser.add_argument("--checkpoint", type=Path, help="directory for Orbax checkpoints; training resumes from it")
-    parser.add_argument("--checkpoint-every", type=int, default=1000, help="steps between checkpoints")
+    parser.add_argument("--checkpoint-every", type=int, default=1000, help="steps between checkpoints (%(default)s)")
     args = parser.parse_args()
     args.rows = args.rows or (4 if args.tiny else 64)
     args.length = args.length or (512 if args.tiny else CONTEXT)
