@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from jpaged.assets import demo_model_path
-from jpaged.models import ModelConfig, build
+from jpaged.models import ModelConfig, build, load
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_story_model"
 MAX_WEIGHT_BYTES = 8_000_000
@@ -205,3 +206,18 @@ def test_packed_rows_keep_conversations_apart(example: dict[str, ModuleType]) ->
             assert batch.positions[row][inside].tolist() == list(range(inside.sum()))
             assert batch.learned[row][inside][-1] == 0
     assert batch.learned[batch.segments == 0].sum() == 0
+
+
+def test_the_example_trains_a_model_that_loads(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE / "train.py"), "--output", str(tmp_path), "--tiny", "--steps", "3"]
+    options = ["--rows", "1", "--length", "256", "--workers", "1", "--log-every", "1"]
+    run = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    assert "tokens/s" in run.stdout
+    log = json.loads((tmp_path / "training.json").read_text())
+    assert [entry["step"] for entry in log["steps"]] == [1, 2, 3]
+    assert 3 < log["held_out_loss"] < 8  # log(1024 tokens) is 6.9
+    model = build(ModelConfig.from_directory(tmp_path))
+    weights = load(model, tmp_path)
+    assert sum(w.size for w in weights) == model.num_parameters
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) == model.config.vocab_size
