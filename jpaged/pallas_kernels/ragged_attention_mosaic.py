@@ -48,16 +48,18 @@ class Tiling:
     """
 
     block_kv: int = 128
-    stages: int = 2
+    stages: int = 3
     consumers: int = 2
-    turns: bool = True
+    turns: bool = False
     registers: tuple[int, int] = (240, 24)
 
 
 def pick_tiling(head_dim: int) -> Tiling:
     """The measured best for a head_dim."""
     if head_dim > 128:
-        return Tiling(block_kv=64)
+        return Tiling(block_kv=64, stages=2, turns=True)
+    if head_dim <= 64:
+        return Tiling(stages=4, consumers=3, registers=(160, 32))
     return Tiling()
 
 
@@ -78,7 +80,7 @@ def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
 
 # Columns of the work list, one row a tile.
 _ROW, _TOKEN, _FIRST, _END, _SHIFT, _KV_LEN, _LO, _LO_FULL, _HI_FULL, _HI = range(10)
-_COLUMNS = 16
+_COLUMNS = 32  # the least that one TMA copy brings: 128 bytes
 
 
 def plan_tiles(
@@ -98,7 +100,7 @@ def plan_tiles(
         query_starts: int32 [R + 1]; kv_lens: int32 [R].
         tokens: T, the static number of tokens. window: tokens of a tile. block_kv: keys of a step.
     Returns:
-        int32 [tiles, 16] and its number of live rows, int32 [1]. Columns: row of the block table, first token of the
+        int32 [tiles, 32] and its number of live rows, int32 [1]. Columns: row of the block table, first token of the
         window, first and end token of the row in it, position of a token minus its index, the row's kv_len, and the
         steps: begin, begin and end of those that need no mask, end.
     """
@@ -217,7 +219,7 @@ def _store_rows(out_ref, lse_ref, out, lse, token, first, end, head, tokens: int
 
 
 def _zero_rows(tile_ref, begin, swizzle: int, transforms: tuple) -> None:
-    """Zeroes rows `begin` and up of a [rows, D] tile of 16-bit values in swizzled shared memory.
+    """Zeroes rows `begin` and up of a [rows, D] tile of 16-bit values in swizzled shared memory; for one warp.
 
     The swizzle moves 16-byte pieces within a row of a tile only, so a whole row can be zeroed without knowing it.
     """
@@ -230,11 +232,11 @@ def _zero_rows(tile_ref, begin, swizzle: int, transforms: tuple) -> None:
         del ctx
         i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
         base = mgpu.utils.memref_ptr(tile)
-        thread = arith.remui(mgpu.utils.thread_idx(), _const(128))
+        _, lane = _lane_ids()
         quad = ir.VectorType.get((4,), i32)
         nothing = arith.constant(quad, ir.DenseElementsAttr.get_splat(quad, ir.IntegerAttr.get(i32, 0)))
-        first = arith.addi(arith.muli(_i32(begin), _const(pieces)), thread)
-        loop = scf.ForOp(first, _const(rows * pieces), _const(128), [])
+        first = arith.addi(arith.muli(_i32(begin), _const(pieces)), lane)
+        loop = scf.ForOp(first, _const(rows * pieces), _const(32), [])
         with ir.InsertionPoint(loop.body):
             row = arith.divui(loop.induction_variable, _const(pieces))
             piece = arith.remui(loop.induction_variable, _const(pieces))
@@ -249,6 +251,9 @@ def _zero_rows(tile_ref, begin, swizzle: int, transforms: tuple) -> None:
             at = arith.addi(arith.muli(tile_index, _const(8 * swizzle)), in_tile)
             llvm.store(nothing, _offset(base, at, i8), alignment=16)
             scf.yield_([])
+        # What the tensor cores read next goes through another proxy.
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [], "fence.proxy.async.shared::cta;", "", has_side_effects=True)
 
     zero(tile_ref, begin)
 
@@ -307,10 +312,8 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
         item = jnp.minimum(item, total - 1)
         return exists, lax.div(item, s.units), lax.rem(item, s.units)
 
-    @pl.when(wg == consumers)
-    def producer():
-        if not s.interpret:
-            plgpu.set_max_registers(tiling.registers[1], action="decrease")
+    def load(keys: bool, values: bool) -> None:
+        """Brings all items' keys (and queries) or values or both into shared memory."""
 
         def item(r, carry):
             step, items = carry
@@ -319,6 +322,7 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
             row, token, kv_len = work_ref[tile, _ROW], work_ref[tile, _TOKEN], work_ref[tile, _KV_LEN]
             lo = work_ref[tile, _LO]
             hi = jnp.where(exists, work_ref[tile, _HI], lo)
+
             def blocks(t):
                 """Blocks of step t's copies; the null block where no live token is."""
                 ids = []
@@ -335,36 +339,34 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                         source = source.at[pl.ds(lax.rem(t * block_kv + j * s.copy_rows, s.block_size), s.copy_rows)]
                     plgpu.copy_gmem_to_smem(source, target.at[pl.ds(j * s.copy_rows, s.copy_rows)], barrier)
 
-            @pl.when(exists)
-            def queries():
-                for w in range(consumers):
+            if keys:
 
-                    @pl.when(items > 0)
-                    def _(w=w):
-                        plgpu.barrier_wait(q_free.at[w])
+                @pl.when(exists)
+                def queries():
+                    for w in range(consumers):
 
-                    # The item's row of the work list travels with its queries: shared memory answers a consumer sooner.
-                    plgpu.copy_gmem_to_smem(work_ref.at[tile], info_smem.at[w, lax.rem(items, 2)], q_full.at[w])
-                    for g in range(s.heads):
-                        plgpu.copy_gmem_to_smem(
-                            q_ref.at[pl.ds(token + w * s.tokens, s.tokens), unit * s.heads + g],
-                            q_smem.at[w, pl.ds(g * s.tokens, s.tokens)],
-                            q_full.at[w],
-                        )
+                        @pl.when(items > 0)
+                        def _(w=w):
+                            plgpu.barrier_wait(q_free.at[w])
 
-            def keys_and_values(t, carry):
-                step, *ids = carry
-                # The next step's blocks are read ahead of the waits, so that the table's latency is hidden.
-                ahead = blocks(jnp.minimum(t + 1, hi - 1))
-                slot = lax.rem(step, stages)
+                        # The item's row of the work list travels with its queries: a consumer reads it sooner there.
+                        plgpu.copy_gmem_to_smem(work_ref.at[tile], info_smem.at[w, lax.rem(items, 2)], q_full.at[w])
+                        for g in range(s.heads):
+                            plgpu.copy_gmem_to_smem(
+                                q_ref.at[pl.ds(token + w * s.tokens, s.tokens), unit * s.heads + g],
+                                q_smem.at[w, pl.ds(g * s.tokens, s.tokens)],
+                                q_full.at[w],
+                            )
 
-                @pl.when(step >= stages)
+            def copy_keys(t, ids, slot, reused):
+                @pl.when(reused)
                 def _():
                     plgpu.barrier_wait(k_free.at[slot])
 
                 copy(0, t, ids, k_smem.at[slot], k_full.at[slot])
 
-                @pl.when(step >= stages)
+            def copy_values(t, ids, slot, reused):
+                @pl.when(reused)
                 def _():
                     plgpu.barrier_wait(v_free.at[slot])
 
@@ -380,17 +382,26 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                     copy(1, t, ids, v_smem.at[slot], v_landed)
                     plgpu.barrier_wait(v_landed)
                     if s.interpret:
-                        keys = t * block_kv + lax.broadcasted_iota(jnp.int32, (block_kv, s.head_dim), 0)
-                        v_smem[slot] = jnp.where(keys < kv_len, v_smem[slot], 0).astype(s.dtype)
+                        position = t * block_kv + lax.broadcasted_iota(jnp.int32, (block_kv, s.head_dim), 0)
+                        v_smem[slot] = jnp.where(position < kv_len, v_smem[slot], 0).astype(s.dtype)
+                        plgpu.commit_smem()
                     else:
                         _zero_rows(v_smem.at[slot], kv_len - t * block_kv, swizzle, transforms)
-                    plgpu.commit_smem()
                     for _ in range(s.copies):
                         plgpu.barrier_arrive(v_full.at[slot])
 
+            def one_step(t, carry):
+                step, *ids = carry
+                # The next step's blocks are read ahead of the waits, so that the table's latency is hidden.
+                ahead = blocks(jnp.minimum(t + 1, hi - 1))
+                slot, reused = lax.rem(step, stages), step >= stages
+                if keys:
+                    copy_keys(t, ids, slot, reused)
+                if values:
+                    copy_values(t, ids, slot, reused)
                 return (step + 1, *ahead)
 
-            step, *_ = lax.fori_loop(lo, hi, keys_and_values, (step, *blocks(lo)))
+            step, *_ = lax.fori_loop(lo, hi, one_step, (step, *blocks(lo)))
             return step, items + exists.astype(jnp.int32)
 
         steps, items = lax.fori_loop(0, rounds, item, (jnp.int32(0), jnp.int32(0)))
@@ -399,13 +410,30 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
 
             @pl.when(slot < steps)
             def _(slot=slot):
-                plgpu.barrier_wait(k_free.at[slot])
-                plgpu.barrier_wait(v_free.at[slot])
+                if keys:
+                    plgpu.barrier_wait(k_free.at[slot])
+                if values:
+                    plgpu.barrier_wait(v_free.at[slot])
 
-        @pl.when(items > 0)
-        def _():
-            for w in range(consumers):
-                plgpu.barrier_wait(q_free.at[w])
+        if keys:
+
+            @pl.when(items > 0)
+            def _():
+                for w in range(consumers):
+                    plgpu.barrier_wait(q_free.at[w])
+
+    @pl.when(wg == consumers)
+    def producer():
+        if s.interpret:
+            load(keys=True, values=True)
+            return
+        plgpu.set_max_registers(tiling.registers[1], action="decrease")
+
+        # One warp for the keys and one for the values: half the copies each, and neither waits for the other's slots.
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(lambda: load(keys=True, values=False))
+            pl.when(warp == 1)(lambda: load(keys=False, values=True))
 
     @pl.when(wg < consumers)
     def consumer():
@@ -712,6 +740,7 @@ def ragged_attention(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
+            reduction_scratch_bytes=512,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         kernel_name="ragged_attention",
