@@ -611,7 +611,7 @@ class TestPlans:
         engine = Engine()
         greedy = make_request("greedy", 4, 12)
         random = make_request("random", 4, 9, temperature=0.7)
-        truncated = make_request("truncated", 4, 6, top_p=0.9)
+        truncated = make_request("truncated", 4, 6, temperature=0.7, top_p=0.9)
         full = make_request("full", 4, 3, presence_penalty=0.5)
         engine.add(greedy, random, truncated, full)
         engine.run()
