@@ -165,11 +165,11 @@ def max_error(case: Case, data: dict, **options) -> float:
 
 
 def parse_tiling(text: str) -> kernel.Tiling | None:
-    """ "block_kv,stages,consumers,turns,consumer registers,producer registers"; "best" for the measured best."""
+    """Of "block_kv,stages,consumers,turns,consumer registers,producer registers,q stages"; "best": None."""
     if text == "best":
         return None
-    block_kv, stages, consumers, turns, most, least = (int(part) for part in text.split(","))
-    return kernel.Tiling(block_kv, stages, consumers, bool(turns), (most, least))
+    block_kv, stages, consumers, turns, most, least, q_stages = (int(part) for part in text.split(","))
+    return kernel.Tiling(block_kv, stages, consumers, bool(turns), (most, least), q_stages)
 
 
 def main() -> None:

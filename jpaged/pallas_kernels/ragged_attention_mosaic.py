@@ -45,19 +45,21 @@ class Tiling:
         consumers: warpgroups that compute, each on 64 rows.
         turns: whether consumers take turns at issuing products, so that their softmaxes do not coincide.
         registers: of a consumer and of the producer, a thread.
+        q_stages: tiles of queries that a consumer has room for.
     """
 
     block_kv: int = 128
-    stages: int = 3
+    stages: int = 2
     consumers: int = 2
     turns: bool = False
-    registers: tuple[int, int] = (240, 24)
+    registers: tuple[int, int] = (232, 40)
+    q_stages: int = 2
 
 
 def pick_tiling(head_dim: int) -> Tiling:
     """The measured best for a head_dim."""
     if head_dim > 128:
-        return Tiling(block_kv=64, stages=2, turns=True)
+        return Tiling(block_kv=64, turns=True, q_stages=1)
     if head_dim <= 64:
         return Tiling(stages=4, consumers=3, registers=(160, 32))
     return Tiling()
@@ -146,7 +148,7 @@ def plan_tiles(
 
 def _i32(x: object) -> ir.Value:
     """The MLIR value of a scalar that `inline_mgpu` passes."""
-    return x.registers.item() if isinstance(x, mgpu.FragmentedArray) else x  # type: ignore[return-value]
+    return x.registers.item() if isinstance(x, mgpu.FragmentedArray) else x
 
 
 def _const(value: int, bits: int = 32) -> ir.Value:
@@ -216,6 +218,22 @@ def _store_rows(out_ref, lse_ref, out, lse, token, first, end, head, tokens: int
                     llvm.store(lse_regs[half], _offset(lse_base, pair, f32))
 
     store(out_ref, lse_ref, out, lse, token, first, end, head)
+
+
+def _named_barrier(operation: str, index) -> None:
+    """Syncs on, or arrives at, hardware barrier 8 + index, for the 256 threads of two warpgroups.
+
+    Pallas' own barriers live in shared memory; as turns they cost 1.6 % of prefill_1x16384's time.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def barrier(ctx, index):
+        del ctx
+        number = arith.addi(_i32(index), _const(8))
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [number], f"bar.{operation} $0, 256;", "r", has_side_effects=True)
+
+    barrier(index)
 
 
 def _zero_rows(tile_ref, begin, swizzle: int, transforms: tuple) -> None:
@@ -296,7 +314,7 @@ class _Shape:
 
 
 def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_ref, out_ref, lse_ref, *scratch) -> None:
-    q_smem, k_smem, v_smem, info_smem, *p_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_landed, turn = scratch
+    q_smem, k_smem, v_smem, info_smem, *p_smem, q_full, q_free, k_full, k_free, v_full, v_free, v_landed = scratch
     tiling = s.tiling
     block_kv, stages, consumers = tiling.block_kv, tiling.stages, tiling.consumers
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
@@ -312,8 +330,8 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
         item = jnp.minimum(item, total - 1)
         return exists, lax.div(item, s.units), lax.rem(item, s.units)
 
-    def load(keys: bool, values: bool) -> None:
-        """Brings all items' keys (and queries) or values or both into shared memory."""
+    def load(queries: bool, keys: bool, values: bool) -> None:
+        """Brings all items' queries, keys or values into shared memory."""
 
         def item(r, carry):
             step, items = carry
@@ -339,24 +357,22 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                         source = source.at[pl.ds(lax.rem(t * block_kv + j * s.copy_rows, s.block_size), s.copy_rows)]
                     plgpu.copy_gmem_to_smem(source, target.at[pl.ds(j * s.copy_rows, s.copy_rows)], barrier)
 
-            if keys:
+            def copy_queries():
+                for w in range(consumers):
+                    buffer = lax.rem(items, tiling.q_stages) * consumers + w
 
-                @pl.when(exists)
-                def queries():
-                    for w in range(consumers):
+                    @pl.when(items >= tiling.q_stages)
+                    def _(buffer=buffer):
+                        plgpu.barrier_wait(q_free.at[buffer])
 
-                        @pl.when(items > 0)
-                        def _(w=w):
-                            plgpu.barrier_wait(q_free.at[w])
-
-                        # The item's row of the work list travels with its queries: a consumer reads it sooner there.
-                        plgpu.copy_gmem_to_smem(work_ref.at[tile], info_smem.at[w, lax.rem(items, 2)], q_full.at[w])
-                        for g in range(s.heads):
-                            plgpu.copy_gmem_to_smem(
-                                q_ref.at[pl.ds(token + w * s.tokens, s.tokens), unit * s.heads + g],
-                                q_smem.at[w, pl.ds(g * s.tokens, s.tokens)],
-                                q_full.at[w],
-                            )
+                    # The item's row of the work list travels with its queries: a consumer reads it sooner there.
+                    plgpu.copy_gmem_to_smem(work_ref.at[tile], info_smem.at[w, lax.rem(items, 4)], q_full.at[buffer])
+                    for g in range(s.heads):
+                        plgpu.copy_gmem_to_smem(
+                            q_ref.at[pl.ds(token + w * s.tokens, s.tokens), unit * s.heads + g],
+                            q_smem.at[buffer, pl.ds(g * s.tokens, s.tokens)],
+                            q_full.at[buffer],
+                        )
 
             def copy_keys(t, ids, slot, reused):
                 @pl.when(reused)
@@ -390,10 +406,11 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                     for _ in range(s.copies):
                         plgpu.barrier_arrive(v_full.at[slot])
 
-            def one_step(t, carry):
+            def one_step(j, carry):
                 step, *ids = carry
                 # The next step's blocks are read ahead of the waits, so that the table's latency is hidden.
-                ahead = blocks(jnp.minimum(t + 1, hi - 1))
+                ahead = blocks(lo + j)
+                t = jnp.where(j == 0, hi - 1, lo + j - 1)
                 slot, reused = lax.rem(step, stages), step >= stages
                 if keys:
                     copy_keys(t, ids, slot, reused)
@@ -401,7 +418,10 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                     copy_values(t, ids, slot, reused)
                 return (step + 1, *ahead)
 
-            step, *_ = lax.fori_loop(lo, hi, one_step, (step, *blocks(lo)))
+            if queries:
+                pl.when(exists)(copy_queries)
+            if keys or values:
+                step, *_ = lax.fori_loop(0, hi - lo, one_step, (step, *blocks(hi - 1)))
             return step, items + exists.astype(jnp.int32)
 
         steps, items = lax.fori_loop(0, rounds, item, (jnp.int32(0), jnp.int32(0)))
@@ -415,25 +435,26 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                 if values:
                     plgpu.barrier_wait(v_free.at[slot])
 
-        if keys:
+        for buffer in range(tiling.q_stages) if queries else ():
 
-            @pl.when(items > 0)
-            def _():
+            @pl.when(items > buffer)
+            def _(buffer=buffer):
                 for w in range(consumers):
-                    plgpu.barrier_wait(q_free.at[w])
+                    plgpu.barrier_wait(q_free.at[buffer * consumers + w])
 
     @pl.when(wg == consumers)
     def producer():
         if s.interpret:
-            load(keys=True, values=True)
+            load(queries=True, keys=True, values=True)
             return
         plgpu.set_max_registers(tiling.registers[1], action="decrease")
 
-        # One warp for the keys and one for the values: half the copies each, and neither waits for the other's slots.
+        # A warp each for queries, keys and values, so that none waits for the others' buffers.
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(lambda: load(keys=True, values=False))
-            pl.when(warp == 1)(lambda: load(keys=False, values=True))
+            pl.when(warp == 0)(lambda: load(queries=False, keys=True, values=False))
+            pl.when(warp == 1)(lambda: load(queries=False, keys=False, values=True))
+            pl.when(warp == 2)(lambda: load(queries=True, keys=False, values=False))
 
     @pl.when(wg < consumers)
     def consumer():
@@ -451,19 +472,22 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
         def spread(x, columns):
             return lax.broadcast_in_dim(x, (_ROWS, columns), [0])
 
+        turns = tiling.turns and not s.interpret
+
         def take_turn():
-            if tiling.turns:
-                plgpu.barrier_wait(turn.at[wg])
+            if turns:
+                _named_barrier("sync", wg)
 
         def pass_turn():
-            if tiling.turns:
-                plgpu.barrier_arrive(turn.at[jnp.where(wg == consumers - 1, 0, wg + 1)])
+            if turns:
+                _named_barrier("arrive", jnp.where(wg == consumers - 1, 0, wg + 1))
 
-        if tiling.turns:
+        if turns:
+            pl.when(wg == consumers - 1)(pass_turn)
 
-            @pl.when(wg == consumers - 1)
-            def _():
-                plgpu.barrier_arrive(turn.at[0])
+        def by_eights(op, x):
+            """[64, n] to [64, 8], each lane's part of a reduction: chains a quarter as long, and no shuffles."""
+            return functools.reduce(op, [x[:, i : i + 8] for i in range(0, x.shape[1], 8)])
 
         def softmax(scores, top, total, t, position, slopes, masked):
             """Probabilities of one step, and the running maximum (in powers of 2) and sum."""
@@ -475,33 +499,43 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                 scores = scores * factor
                 factor = 1.0
             if s.alibi or masked:
-                # position of the key minus position of the query
-                ahead = iota(scores.shape, 1) - (iota(scores.shape, 0) & (s.tokens - 1)) + (t * block_kv - position)
-                if s.alibi:
-                    scores = scores + spread(slopes, block_kv) * ahead.astype(jnp.float32)
-                if masked:
-                    seen = ahead <= 0
-                    if s.sliding_window is not None:
-                        seen = seen & (ahead > -s.sliding_window)
-                    scores = jnp.where(seen, scores, -jnp.inf)
-            new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+                # How far each row's query is ahead of each lane's columns of the first eight keys. Later columns are a
+                # multiple of 8 further, a constant: compared so, the mask keeps no registers.
+                room = (iota((_ROWS, 8), 0) & (s.tokens - 1)) - iota((_ROWS, 8), 1) + (position - t * block_kv)
+                pieces = []
+                for column in range(0, block_kv, 8):
+                    piece = scores[:, column : column + 8]
+                    if s.alibi:
+                        piece = piece + spread(slopes, 8) * (column - room).astype(jnp.float32)
+                    if masked:
+                        seen = room >= column
+                        if s.sliding_window is not None:
+                            seen = seen & (room < column + s.sliding_window)
+                        piece = jnp.where(seen, piece, -jnp.inf)
+                    pieces.append(piece)
+                scores = jnp.concatenate(pieces, axis=1)
+            new_top = jnp.maximum(top, by_eights(jnp.maximum, scores).max(axis=1) * factor)
             shrink = jnp.exp2(top - new_top)
             p = jnp.exp2(scores * factor - spread(new_top, block_kv))
-            return p, new_top, total * shrink + p.sum(axis=1), shrink
+            return p, new_top, total * spread(shrink, 8) + by_eights(jnp.add, p), shrink
 
         def item(r, step):
             exists, _, unit = work(r)
+            buffer = lax.rem(r, tiling.q_stages) * consumers + wg
 
-            @pl.when(exists)
-            def _():
-                plgpu.barrier_wait(q_full.at[wg])
+            pl.when(exists)(lambda: plgpu.barrier_wait(q_full.at[buffer]))
 
-            info = info_smem.at[wg, lax.rem(r, 2)]
+            info = info_smem.at[wg, lax.rem(r, 4)]
             token = info[_TOKEN] + wg * s.tokens
             first, end = info[_FIRST], info[_END]
             lo, lo_full, hi_full, hi = info[_LO], info[_LO_FULL], info[_HI_FULL], info[_HI]
             position = token + info[_SHIFT]
             head = unit * s.heads
+            # Steps in the order they are taken: the last keys, which need the mask of the diagonal, come first.
+            count = hi - lo
+
+            def slot_of(j):
+                return lax.rem(step + j, stages)
 
             def store(out, lse):
                 out = out.astype(s.dtype)
@@ -518,7 +552,7 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
 
             @pl.when(exists & (hi <= lo))
             def nothing_to_see():
-                plgpu.barrier_arrive(q_free.at[wg])
+                plgpu.barrier_arrive(q_free.at[buffer])
                 zeros = plgpu.layout_cast(jnp.zeros((_ROWS, s.head_dim), jnp.float32), layout)
                 store(zeros, full(-jnp.inf))
 
@@ -527,26 +561,23 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
                 if s.alibi:
                     slopes = plgpu.load(slopes_ref.at[unit], layout=by_row, optimized=False)
 
-                def slot_of(t):
-                    return lax.rem(step + (t - lo), stages)
-
-                def await_keys(t):
-                    @pl.when(t < hi)
+                def await_keys(j):
+                    @pl.when(j < count)
                     def _():
-                        plgpu.barrier_wait(k_full.at[slot_of(t)])
+                        plgpu.barrier_wait(k_full.at[slot_of(j)])
 
-                def score(scores_ref, t, and_then, wait_n):
-                    """Issues the product of queries and keys of step t, then `and_then`, and waits for the product."""
-                    plgpu.wgmma(scores_ref, q_smem.at[wg], k_smem.at[slot_of(t)].T)
+                def score(scores_ref, j, and_then, wait_n):
+                    """Issues the product of queries and keys of step j, then `and_then`, and waits for the product."""
+                    plgpu.wgmma(scores_ref, q_smem.at[buffer], k_smem.at[slot_of(j)].T)
                     and_then()
                     scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=wait_n)
-                    plgpu.barrier_arrive(k_free.at[slot_of(t)])
+                    plgpu.barrier_arrive(k_free.at[slot_of(j)])
                     return scores
 
                 # The accumulator lives in acc_ref, in flight while the softmax runs. The interpreter can neither write
                 # such a reference nor take p from registers: there `acc` is a value, otherwise None.
-                def add_values(acc, p, t):
-                    slot = slot_of(t)
+                def add_values(acc, p, j):
+                    slot = slot_of(j)
                     plgpu.barrier_wait(v_full.at[slot])
                     if not s.interpret:
                         plgpu.wgmma(acc_ref, p, v_smem.at[slot])
@@ -560,76 +591,95 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
 
                     return acc + pl.run_scoped(product, plgpu.ACC((_ROWS, s.head_dim), jnp.float32))
 
-                def await_values(acc, t):
+                def await_values(acc, j):
                     if not s.interpret:
                         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                    plgpu.barrier_arrive(v_free.at[slot_of(t)])
+                    plgpu.barrier_arrive(v_free.at[slot_of(j)])
                     return acc
 
+                nothing = plgpu.layout_cast(jnp.zeros((_ROWS, 8), jnp.float32), layout)
+
                 def first_step(scores_ref):
-                    scores = score(scores_ref, lo, pass_turn, wait_n=0)
-                    return softmax(scores, full(_FLOOR), full(0.0), lo, position, slopes, True)
+                    scores = score(scores_ref, 0, pass_turn, wait_n=0)
+                    return softmax(scores, full(_FLOOR), nothing, hi - 1, position, slopes, True)
 
                 def next_step(t, carry, masked):
                     acc, old_p, top, total_p = carry
+                    j = t - lo + 1
                     take_turn()
 
                     def products(scores_ref):
                         def values_of_last_step():
                             nonlocal acc
-                            acc = add_values(acc, old_p, t - 1)
+                            acc = add_values(acc, old_p, j - 1)
                             pass_turn()
 
-                        scores = score(scores_ref, t, values_of_last_step, wait_n=1)
+                        scores = score(scores_ref, j, values_of_last_step, wait_n=1)
                         # These keep the compiler and then the assembler, which moves nothing over a branch, from
                         # computing the softmax after the wait for the values' product. p is rounded after that wait:
                         # the assembler serialises all products if it finds the next ones' operands written while
                         # some are in flight.
                         results = lax.optimization_barrier(softmax(scores, top, total_p, t, position, slopes, masked))
-                        await_keys(t + 1)
+                        await_keys(j + 1)
                         return acc, *results
 
                     acc, p, top, total_p, shrink = pl.run_scoped(products, plgpu.ACC((_ROWS, block_kv), jnp.float32))
-                    acc = await_values(acc, t - 1) * spread(shrink, s.head_dim)
+                    acc = await_values(acc, j - 1) * spread(shrink, s.head_dim)
                     if not s.interpret:
                         acc_ref[...] = acc
                         acc = None
                     return acc, p.astype(s.dtype), top, total_p
 
-                await_keys(lo)
+                await_keys(0)
                 take_turn()
                 p, top, total_p, _ = pl.run_scoped(first_step, plgpu.ACC((_ROWS, block_kv), jnp.float32))
-                await_keys(lo + 1)
+                await_keys(1)
                 acc = jnp.zeros((_ROWS, s.head_dim), jnp.float32) if s.interpret else None
                 carry = (acc, p.astype(s.dtype), top, total_p)
-                begin = lo + 1
+                begin = lo
                 for until, masked in ((lo_full, True), (hi_full, False), (hi, True)):
                     if until is lo_full and s.sliding_window is None:
                         continue
-                    until = jnp.maximum(until, begin)
+                    until = jnp.maximum(jnp.minimum(until, hi - 1), begin)
                     carry = lax.fori_loop(begin, until, functools.partial(next_step, masked=masked), carry)
                     begin = until
                 acc, p, top, total_p = carry
-                plgpu.barrier_arrive(q_free.at[wg])
-                acc = await_values(add_values(acc, p, hi - 1), hi - 1)
+                plgpu.barrier_arrive(q_free.at[buffer])
+                acc = await_values(add_values(acc, p, count - 1), count - 1)
 
+                total_p = total_p.sum(axis=1)
                 seen = total_p > 0
                 safe = jnp.where(seen, total_p, 1.0)
                 lse = jnp.where(seen, (top + jnp.log2(safe)) * (1 / _LOG2E), -jnp.inf)
                 store(acc * spread(1.0 / safe, s.head_dim), lse)
 
-            @pl.when(exists & (hi > lo))
-            def _():
-                pl.run_scoped(attend, plgpu.ACC((_ROWS, s.head_dim), jnp.float32))
+            def stand_by():
+                """Lets the steps pass by: none of the tile's tokens are this consumer's."""
+                plgpu.barrier_arrive(q_free.at[buffer])
 
-            return step + jnp.where(exists, hi - lo, 0)
+                def one_step(j, carry):
+                    plgpu.barrier_wait(k_full.at[slot_of(j)])
+                    plgpu.barrier_arrive(k_free.at[slot_of(j)])
+                    take_turn()
+                    pass_turn()
+                    plgpu.barrier_wait(v_full.at[slot_of(j)])
+                    plgpu.barrier_arrive(v_free.at[slot_of(j)])
+                    return carry
+
+                lax.fori_loop(0, count, one_step, jnp.int32(0))
+
+            works = exists & (hi > lo)
+            mine = (token < end) & (token + s.tokens > first)
+            pl.when(works & jnp.logical_not(mine))(stand_by)
+
+            accumulator = plgpu.ACC((_ROWS, s.head_dim), jnp.float32)
+            pl.when(works & mine)(lambda: pl.run_scoped(attend, accumulator))
+
+            return step + jnp.where(exists, count, 0)
 
         lax.fori_loop(0, rounds, item, jnp.int32(0))
-        if tiling.turns:
-
-            @pl.when(wg == 0)
-            def _():
-                take_turn()
+        if turns:
+            pl.when(wg == 0)(take_turn)
 
 
 def _transforms(head_dim: int) -> tuple[int, tuple]:
@@ -720,19 +770,18 @@ def ragged_attention(
         functools.partial(_kernel, s),
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)],
         scratch_types=[
-            smem((tiling.consumers, _ROWS, head_dim)),
+            smem((tiling.q_stages * tiling.consumers, _ROWS, head_dim)),
             smem((tiling.stages, tiling.block_kv, head_dim)),
             smem((tiling.stages, tiling.block_kv, head_dim)),
-            plgpu.SMEM((tiling.consumers, 2, _COLUMNS), jnp.int32),
+            plgpu.SMEM((tiling.consumers, 4, _COLUMNS), jnp.int32),
             *([smem((tiling.consumers, _ROWS, tiling.block_kv), transforms=p_transforms)] if s.interpret else []),
-            plgpu.Barrier(num_barriers=tiling.consumers, num_arrivals=heads + 1),
-            plgpu.Barrier(num_barriers=tiling.consumers),
+            plgpu.Barrier(num_barriers=tiling.q_stages * tiling.consumers, num_arrivals=heads + 1),
+            plgpu.Barrier(num_barriers=tiling.q_stages * tiling.consumers),
             barrier(num_arrivals=s.copies),
             barrier(num_arrivals=tiling.consumers),
             barrier(num_arrivals=s.copies),
             barrier(num_arrivals=tiling.consumers),
             plgpu.Barrier(num_arrivals=s.copies),
-            plgpu.Barrier(num_barriers=tiling.consumers),
         ],
         grid=(s.ctas,),
         grid_names=("cta",),

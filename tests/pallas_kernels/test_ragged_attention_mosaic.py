@@ -169,7 +169,7 @@ def test_the_plan_needs_no_mask_below_the_diagonal():
 
 
 def test_what_the_kernel_refuses_it_names():
-    q, pool, table = jnp.zeros((4, 4, 128)), jnp.zeros((3, 2, 2, 16, 128)), jnp.zeros((1, 2), jnp.int32)
+    q, pool = jnp.zeros((4, 4, 128)), jnp.zeros((3, 2, 2, 16, 128))
     assert "float32" in kernel.unsupported(q, pool)
     q, pool = q.astype(jnp.bfloat16), pool.astype(jnp.bfloat16)
     assert kernel.unsupported(q, pool) is None
