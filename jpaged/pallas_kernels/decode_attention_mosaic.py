@@ -49,24 +49,35 @@ BLOCK_SIZES = (16, 32, 64, 128)
 class Config:
     """Shape of the kernel.
 
-    tile: tokens a stage holds. stages: depth of the K and V rings. chunk: tokens between split boundaries, a
-    multiple of the tile. ctas: size of the persistent grid. overlap_merge: start the merge kernel's CTAs while the
-    last units still run (programmatic dependent launch).
+    tile: tokens a stage holds.
+    stages: depth of the K and V rings of each consumer.
+    chunk: tokens between split boundaries, a multiple of the tile.
+    ctas: size of the persistent grid.
+    consumers: warpgroups that compute, 1 or 2. Two share a unit, one tile each in turn, and merge at its end; each
+        has a ring of its own, since a warpgroup must see every phase of the barriers that it waits on.
+    q_stages: units whose queries are held at once.
+    overlap_merge: start the merge kernel's CTAs while the last units still run (programmatic dependent launch).
     """
 
     tile: int
     stages: int
     chunk: int
     ctas: int
+    consumers: int = 2
+    q_stages: int = 2
     overlap_merge: bool = True
 
 
 def default_config(head_dim: int) -> Config:
     device = jax.devices()[0]
     ctas = getattr(device, "core_count", 132) if device.platform == "gpu" else 132
+    consumers = 1 if head_dim > 128 else 2  # two with 256 columns of accumulators do not fit the registers
     tile = 128 if head_dim == 64 else 64
-    fixed = _ROWS * head_dim * (2 + 4) + _ROWS * _LSE_COLUMNS * 4
-    return Config(tile, min(8, (_SMEM_BYTES - fixed) // (tile * head_dim * 4)), 1024, ctas)
+    q_stages = 1 if head_dim > 128 else 2
+    queries = q_stages * _ROWS * head_dim * 2
+    results = _ROWS * (head_dim * (6 if consumers > 1 else 4) + _LSE_COLUMNS * 4 + 8 * (consumers - 1))
+    stages = min(8, (_SMEM_BYTES - queries - results) // (tile * head_dim * 4)) // consumers
+    return Config(tile, stages, 1024, ctas, consumers, q_stages)
 
 
 def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
@@ -123,6 +134,11 @@ def plan(kv_lens: jax.Array, max_len: int, chunk: int, tile: int, sliding_window
     return Plan(units, jnp.sum(num_chunks, dtype=jnp.int32)[None], num_chunks)
 
 
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Reads a reference into registers of the given layout, by whatever loads it takes."""
+    return plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[call-arg]
+
+
 def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory in the layout that wgmma and TMA agree on."""
     swizzle = plgpu.find_swizzle(shape[-1] * 16)
@@ -147,12 +163,13 @@ class _Shape(NamedTuple):
 def _tile_queries(q: jax.Array, rows: int) -> jax.Array:
     """Cuts the queries into tiles of 8 rows or more, as TMA moves them, none of which cuts a group of `rows` heads.
 
-    [batch, heads, head_dim] -> [tiles, q_rows, head_dim]. It is the same memory, seen otherwise, where `rows` divides
-    8 or is a multiple of it (a group of 4 is then half a tile); other groups are padded, one to a tile.
+    [batch, heads, head_dim] -> [tiles, q_rows, head_dim]. It is the same memory, seen otherwise, where `rows` is 4 (two
+    groups a tile) or a multiple of 8; other groups are padded, one to a tile. (Results of 1 or 2 rows in the middle of
+    a tile would not start at a multiple of 128 bytes, as TMA needs.)
     """
     batch, heads, head_dim = q.shape
     q_rows = -(-rows // 8) * 8
-    if 8 % rows == 0 or rows % 8 == 0:
+    if rows == 4 or rows % 8 == 0:
         flat = q.reshape(batch * heads, head_dim)
         return jnp.pad(flat, ((0, -(batch * heads) % q_rows), (0, 0))).reshape(-1, q_rows, head_dim)
     grouped = q.reshape(batch * heads // rows, rows, head_dim)
@@ -181,7 +198,7 @@ def _units_kernel(
     head_dim]; slopes: float32 [8 + heads + 64], those of the heads from 8 on.
     """
     batch, heads, kv_heads, rows, slots, block_size, head_dim, dtype = shape
-    tile, stages = config.tile, config.stages
+    tile, stages, q_stages, consumers = config.tile, config.stages, config.q_stages, config.consumers
     box = pool.shape[1]
     boxes, boxes_a_block = tile // box, block_size // box
     groups = heads // rows
@@ -193,84 +210,133 @@ def _units_kernel(
     # The interpreter has no accumulators that start from registers, nor operands in them.
     p_in_smem = interpret is not None
 
-    def body(q_ref, pool_ref, tables_ref, units_ref, num_units_ref, slopes_ref, o_ref, lse_ref, *scratch):
-        q_s, k_s, v_s, o_s, lse_s, q_full, k_full, v_full, k_free, v_free, *p_s = scratch
-        cta = lax.axis_index("cta")
+    def body(
+        q_ref: Any,
+        pool_ref: Any,
+        tables_ref: Any,
+        units_ref: Any,
+        num_units_ref: Any,
+        slopes_ref: Any,
+        o_ref: Any,
+        lse_ref: Any,
+        q_s: Any,
+        k_s: Any,
+        v_s: Any,
+        o_s: Any,
+        lse_s: Any,
+        q_full: Any,
+        q_free: Any,
+        k_full: Any,
+        v_full: Any,
+        k_free: Any,
+        v_free: Any,
+        handover: tuple[Any, ...],
+        out_s: Any = None,
+        p_s: Any = None,
+    ) -> None:
+        cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
         total = num_units_ref[0] * groups
         mine = lax.div(jnp.maximum(total - cta, 0) + (config.ctas - 1), jnp.int32(config.ctas))
 
-        def unit(i):
+        def unit(i: jax.Array) -> tuple[jax.Array, ...]:
+            """Its group of heads, the five fields of its plan, its first tile and its number of tiles."""
             index = cta + i * config.ctas
             w, group = lax.div(index, jnp.int32(groups)), lax.rem(index, jnp.int32(groups))
-            return group, *(units_ref[w, field] for field in range(5))
+            row, slot, begin, end, length = (units_ref[w, field] for field in range(5))
+            first = lax.div(begin, jnp.int32(tile))
+            return group, row, slot, end, length, first, pl.cdiv(end, jnp.int32(tile)) - first
 
-        @pl.when(lax.axis_index("warpgroup") == 1)
-        def _producer():
-            def run_unit(i, step):
-                group, row, _, begin, end, _ = unit(i)
+        def query_tile(row: jax.Array, group: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Which tile of the queries holds the group, and from which row of it on."""
+            if padded_groups:
+                return row * groups + group, jnp.int32(0)
+            first = row * heads + group * rows
+            return lax.div(first, jnp.int32(q_rows)), lax.rem(first, jnp.int32(q_rows))
+
+        @pl.when(warpgroup == consumers)
+        def _producer() -> None:
+            if consumers > 1:
+                plgpu.set_max_registers(40, action="decrease")
+
+            def run_unit(i: jax.Array, steps: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                group, row, _, end, _, first, tiles = unit(i)
                 head = lax.div(group, jnp.int32(groups_a_kv_head))
+                q_slot = lax.rem(i, jnp.int32(q_stages))
 
-                def load_tile(t, step):
-                    stage = lax.rem(step, jnp.int32(stages))
-                    tiles = []
+                @pl.when(i >= q_stages)
+                def _wait_q() -> None:
+                    plgpu.barrier_wait(q_free.at[q_slot])
+
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[query_tile(row, group)[0]], q_s.at[q_slot, pl.ds(0, q_rows)], q_full.at[q_slot]
+                )
+
+                def load_tile(nth: jax.Array, steps: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                    consumer = lax.rem(nth, jnp.int32(consumers))
+                    step = steps[0] if consumers == 1 else jnp.where(consumer == 0, *steps)
+                    stage = consumer * stages + lax.rem(step, jnp.int32(stages))
+                    copies = []
                     for j in range(boxes):
-                        position = t * tile + j * box
+                        position = (first + nth) * tile + j * box
                         # Entries past the last token may be anything; the null block is always there to read.
-                        entry = jnp.minimum(position // block_size, tables_ref.shape[1] - 1)
+                        entry = jnp.minimum(lax.div(position, jnp.int32(block_size)), tables_ref.shape[1] - 1)
                         block = jnp.where(position < end, tables_ref[row, entry], 0)
-                        part = lax.rem(position // box, boxes_a_block)
-                        tiles.append((block * (2 * kv_heads) + head) * boxes_a_block + part)
+                        part = lax.rem(lax.div(position, jnp.int32(box)), jnp.int32(boxes_a_block))
+                        copies.append((block * (2 * kv_heads) + head) * boxes_a_block + part)
                     for kv, ring, full, free in ((0, k_s, k_full, k_free), (1, v_s, v_full, v_free)):
 
                         @pl.when(step >= stages)
-                        def _wait(free=free):
+                        def _wait(free: Any = free) -> None:
                             plgpu.barrier_wait(free.at[stage])
 
-                        for j, index in enumerate(tiles):
+                        for j, index in enumerate(copies):
                             plgpu.copy_gmem_to_smem(
                                 pool_ref.at[index + kv * (kv_heads * boxes_a_block)],
                                 ring.at[stage, pl.ds(j * box, box)],
                                 full.at[stage],
                             )
-                    return step + 1
+                    return tuple(n + (consumer == c).astype(jnp.int32) for c, n in enumerate(steps))
 
-                return lax.fori_loop(lax.div(begin, jnp.int32(tile)), pl.cdiv(end, jnp.int32(tile)), load_tile, step)
+                return lax.fori_loop(0, tiles, load_tile, steps)
 
-            steps = lax.fori_loop(0, mine, run_unit, jnp.int32(0))
+            steps = lax.fori_loop(0, mine, run_unit, (jnp.int32(0),) * consumers)
             # No barrier may have an arrival outstanding when the CTA ends.
-            for stage in range(stages):
+            for consumer in range(consumers):
+                for stage in range(stages):
 
-                @pl.when(stage < steps)
-                def _drain(stage=stage):
-                    plgpu.barrier_wait(k_free.at[stage])
-                    plgpu.barrier_wait(v_free.at[stage])
+                    @pl.when(stage < steps[consumer])
+                    def _drain(stage: int = consumer * stages + stage) -> None:
+                        plgpu.barrier_wait(k_free.at[stage])
+                        plgpu.barrier_wait(v_free.at[stage])
 
-        @pl.when(lax.axis_index("warpgroup") == 0)
-        def _consumer():
-            def run_unit(i, step):
-                group, row, slot, begin, end, length = unit(i)
-                if padded_groups:
-                    q_tile, q_at = row * groups + group, jnp.int32(0)
-                else:
-                    first_row = row * heads + group * rows
-                    q_tile, q_at = lax.div(first_row, jnp.int32(q_rows)), lax.rem(first_row, jnp.int32(q_rows))
-                plgpu.copy_gmem_to_smem(q_ref.at[q_tile], q_s.at[pl.ds(0, q_rows)], q_full)
+            for q_slot in range(q_stages):
+
+                @pl.when(q_slot < mine)
+                def _drain_q(q_slot: int = q_slot) -> None:
+                    plgpu.barrier_wait(q_free.at[q_slot])
+
+        @pl.when(warpgroup < consumers)
+        def _consumer() -> None:
+            if consumers > 1:
+                plgpu.set_max_registers(232, action="increase")
+
+            def run_unit(i: jax.Array, step: jax.Array) -> jax.Array:
+                group, row, slot, end, length, first, tiles = unit(i)
+                q_at = query_tile(row, group)[1]
+                q_slot = lax.rem(i, jnp.int32(q_stages))
                 if alibi:
-                    slope = (
-                        plgpu.load(
-                            slopes_ref.at[pl.ds(8 + group * rows - q_at, _ROWS)], layout=row_layout, optimized=False
-                        )
-                        * _LOG2E
-                    )
-                plgpu.barrier_wait(q_full)
+                    slope = load(slopes_ref.at[pl.ds(8 + group * rows - q_at, _ROWS)], row_layout) * _LOG2E
+                plgpu.barrier_wait(q_full.at[q_slot])
 
-                def attend(t, carry):
-                    acc, top, denominator, step = carry
-                    stage = lax.rem(step, jnp.int32(stages))
+                def attend(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                    acc, top, denominator = carry
+                    nth = n * consumers + warpgroup
+                    start = (first + nth) * tile
+                    stage = warpgroup * stages + lax.rem(step + n, jnp.int32(stages))
                     plgpu.barrier_wait(k_full.at[stage])
 
-                    def scores(s_ref):
-                        plgpu.wgmma(s_ref, q_s, k_s.at[stage].T)
+                    def scores(s_ref: Any) -> jax.Array:
+                        plgpu.wgmma(s_ref, q_s.at[q_slot], k_s.at[stage].T)
                         return s_ref[...]
 
                     s = pl.run_scoped(scores, plgpu.ACC((_ROWS, tile), jnp.float32))
@@ -280,7 +346,7 @@ def _units_kernel(
                     else:  # tanh(x) = 1 - 2 / (1 + exp(2 x)); the hardware's tanh is too coarse
                         e = jnp.exp2(s * (2 * _LOG2E * scale / logit_softcap))
                         s = (logit_softcap * _LOG2E) - (2 * logit_softcap * _LOG2E) / (1.0 + e)
-                    keys = plgpu.broadcasted_iota(jnp.int32, (_ROWS, tile), 1, layout=plgpu.Layout.WGMMA) + t * tile
+                    keys = plgpu.broadcasted_iota(jnp.int32, (_ROWS, tile), 1, layout=plgpu.Layout.WGMMA) + start
                     if alibi:
                         distance = (keys - (length - 1)).astype(jnp.float32)
                         s = s + lax.broadcast_in_dim(slope, s.shape, [0]) * distance
@@ -298,89 +364,139 @@ def _units_kernel(
 
                     # Rows that the sequence does not own may hold NaN, and 0 * NaN is NaN.
                     first_seen = jnp.int32(0) if sliding_window is None else length - sliding_window
-                    partial_tile = ((t + 1) * tile > end) | (t * tile < first_seen)
 
-                    @pl.when(partial_tile)
-                    def _zero_unowned():
+                    @pl.when((start + tile > end) | (start < first_seen))
+                    def _zero_unowned() -> None:
                         for r in range(0, tile, _ROWS):
                             at = v_s.at[stage, pl.ds(r, _ROWS)]
-                            keys = plgpu.broadcasted_iota(
-                                jnp.int32, (_ROWS, head_dim), 0, layout=plgpu.Layout.WGMMA
-                            ) + (t * tile + r)
+                            key = plgpu.broadcasted_iota(jnp.int32, (_ROWS, head_dim), 0, layout=plgpu.Layout.WGMMA) + (
+                                start + r
+                            )
                             v = plgpu.layout_cast(at[...], plgpu.Layout.WGMMA)
-                            at[...] = jnp.where((keys < end) & (keys >= first_seen), v, jnp.zeros_like(v))
+                            at[...] = jnp.where((key < end) & (key >= first_seen), v, jnp.zeros_like(v))
                         plgpu.commit_smem()
 
                     if p_in_smem:
-                        p_s[0][...] = p
+                        p_s.at[warpgroup][...] = p
                         plgpu.commit_smem()
 
-                        def product(o_ref):
-                            plgpu.wgmma(o_ref, p_s[0], v_s.at[stage])
-                            return o_ref[...]
+                        def product(acc_ref: Any) -> jax.Array:
+                            plgpu.wgmma(acc_ref, p_s.at[warpgroup], v_s.at[stage])
+                            return acc_ref[...]
 
                         acc = acc + pl.run_scoped(product, plgpu.ACC((_ROWS, head_dim), jnp.float32))
                     else:
 
-                        def accumulate(o_ref):
-                            plgpu.wgmma(o_ref, p, v_s.at[stage])
+                        def accumulate(acc_ref: Any) -> None:
+                            plgpu.wgmma(acc_ref, p, v_s.at[stage])
 
                         acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
                     plgpu.barrier_arrive(v_free.at[stage])
-                    return acc, new_top, denominator, step + 1
+                    return acc, new_top, denominator
 
                 zeros = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), row_layout)
-                start = (
-                    plgpu.layout_cast(jnp.zeros((_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
-                    zeros + _NO_KEYS,
-                    zeros,
-                    step,
+                own_tiles = lax.div(tiles - warpgroup + (consumers - 1), jnp.int32(consumers))
+                acc, top, denominator = lax.fori_loop(
+                    0,
+                    own_tiles,
+                    attend,
+                    (
+                        plgpu.layout_cast(jnp.zeros((_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+                        zeros + _NO_KEYS,
+                        zeros,
+                    ),
                 )
-                acc, top, denominator, step = lax.fori_loop(
-                    lax.div(begin, jnp.int32(tile)), pl.cdiv(end, jnp.int32(tile)), attend, start
-                )
-                denominator = jnp.where(denominator > 0, denominator, 1.0)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the unit before this one has left the buffers
-                o_s[...] = (acc / lax.broadcast_in_dim(denominator, acc.shape, [0])).astype(o_s.dtype)
-                lse = lax.broadcast_in_dim(top + jnp.log2(denominator), (_ROWS, _LSE_COLUMNS), [0])
-                lse_s[...] = lse
-                plgpu.commit_smem()
-                to = pl.ds(slot * heads + group * rows, rows)
-                for at in range(0, q_rows - rows + 1, rows):
+                plgpu.barrier_arrive(q_free.at[q_slot])
 
-                    @pl.when(q_at == at)
-                    def _store(at=at):
-                        plgpu.copy_smem_to_gmem(o_s.at[pl.ds(at, rows)], o_ref.at[to])
-                        plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(at, rows)], lse_ref.at[to])
+                def finish(acc: jax.Array, top: jax.Array, denominator: jax.Array) -> None:
+                    denominator = jnp.where(denominator > 0, denominator, 1.0)
+                    staging = o_s if out_s is None else out_s
+                    staging[...] = (acc / lax.broadcast_in_dim(denominator, acc.shape, [0])).astype(o_dtype)
+                    lse_s[...] = lax.broadcast_in_dim(top + jnp.log2(denominator), (_ROWS, _LSE_COLUMNS), [0])
+                    plgpu.commit_smem()
+                    to = pl.ds(slot * heads + group * rows, rows)
+                    for at in range(0, q_rows - rows + 1, rows):
 
-                return step
+                        @pl.when(q_at == at)
+                        def _store(at: int = at) -> None:
+                            plgpu.copy_smem_to_gmem(staging.at[pl.ds(at, rows)], o_ref.at[to])
+                            plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(at, rows)], lse_ref.at[to])
+
+                if consumers == 1:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the unit before this one has left the buffers
+                    finish(acc, top, denominator)
+                    return step + own_tiles
+
+                top_s, denominator_s, handed, taken = handover
+
+                @pl.when(warpgroup == 1)
+                def _hand_over() -> None:
+                    @pl.when(i > 0)
+                    def _wait_taken() -> None:
+                        plgpu.barrier_wait(taken)
+
+                    o_s[...] = acc
+                    top_s[...] = top
+                    denominator_s[...] = denominator
+                    plgpu.barrier_arrive(handed)
+
+                @pl.when(warpgroup == 0)
+                def _merge() -> None:
+                    plgpu.barrier_wait(handed)
+                    other_top = plgpu.layout_cast(top_s[...], row_layout)
+                    new_top = jnp.maximum(top, other_top)
+                    mine_by, other_by = jnp.exp2(top - new_top), jnp.exp2(other_top - new_top)
+                    other = load(o_s, plgpu.Layout.WGMMA)
+                    other_denominator = plgpu.layout_cast(denominator_s[...], row_layout)
+                    merged = acc * lax.broadcast_in_dim(mine_by, acc.shape, [0])
+                    merged = merged + other * lax.broadcast_in_dim(other_by, acc.shape, [0])
+                    finish(merged, new_top, denominator * mine_by + other_denominator * other_by)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(taken)
+
+                return step + own_tiles
 
             lax.fori_loop(0, mine, run_unit, jnp.int32(0))
+            if consumers > 1:
+
+                @pl.when((warpgroup == 1) & (mine > 0))
+                def _drain_taken() -> None:
+                    plgpu.barrier_wait(handover[3])
+
             plgpu.wait_smem_to_gmem(0)
 
-    single = slots == 1
+    scratch: dict[str, Any] = {
+        "q_s": _swizzled((q_stages, _ROWS, head_dim), dtype),
+        "k_s": _swizzled((consumers * stages, tile, head_dim), dtype),
+        "v_s": _swizzled((consumers * stages, tile, head_dim), dtype),
+        "o_s": plgpu.SMEM((_ROWS, head_dim), jnp.float32 if consumers > 1 else o_dtype),
+        "lse_s": plgpu.SMEM((_ROWS, _LSE_COLUMNS), jnp.float32),
+        "q_full": plgpu.Barrier(num_barriers=q_stages),
+        "q_free": plgpu.Barrier(num_barriers=q_stages, num_arrivals=consumers),
+        "k_full": plgpu.Barrier(num_barriers=consumers * stages, num_arrivals=boxes),
+        "v_full": plgpu.Barrier(num_barriers=consumers * stages, num_arrivals=boxes),
+        "k_free": plgpu.Barrier(num_barriers=consumers * stages),
+        "v_free": plgpu.Barrier(num_barriers=consumers * stages),
+        "handover": (),
+    }
+    if consumers > 1:
+        row_of_floats = plgpu.SMEM((_ROWS,), jnp.float32)
+        scratch["handover"] = (row_of_floats, row_of_floats, plgpu.Barrier(), plgpu.Barrier())
+        if o_dtype != jnp.float32:
+            scratch["out_s"] = plgpu.SMEM((_ROWS, head_dim), o_dtype)
+    if p_in_smem:
+        scratch["p_s"] = _swizzled((consumers, _ROWS, tile), dtype)
+    results = batch * slots * heads + (0 if slots == 1 else _ROWS)  # the merge reads 64 rows at a time
     return plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((batch * slots * heads + (0 if single else _ROWS), head_dim), o_dtype),
-            jax.ShapeDtypeStruct((batch * slots * heads + (0 if single else _ROWS), _LSE_COLUMNS), jnp.float32),
+            jax.ShapeDtypeStruct((results, head_dim), o_dtype),
+            jax.ShapeDtypeStruct((results, _LSE_COLUMNS), jnp.float32),
         ],
-        scratch_types=[
-            _swizzled((_ROWS, head_dim), dtype),
-            _swizzled((stages, tile, head_dim), dtype),
-            _swizzled((stages, tile, head_dim), dtype),
-            plgpu.SMEM((_ROWS, head_dim), o_dtype),
-            plgpu.SMEM((_ROWS, _LSE_COLUMNS), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=boxes),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=boxes),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-            *([_swizzled((_ROWS, tile), dtype)] if p_in_smem else []),
-        ],
+        scratch_types=scratch,
         grid=(config.ctas,),
         grid_names=("cta",),
-        num_threads=2,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_decode_units",
@@ -419,8 +535,8 @@ def _merge_kernel(
             for j in range(_MERGE_UNROLL):
                 chunk = i * _MERGE_UNROLL + j
                 at = pl.ds((row * slots + jnp.minimum(chunk, chunks - 1)) * heads + part * rows, _ROWS)
-                lse = plgpu.load(lse_ref.at[at], layout=layout, optimized=False).max(axis=1)
-                o = plgpu.load(o_ref.at[at, columns], layout=layout, optimized=False)
+                lse = load(lse_ref.at[at], layout).max(axis=1)
+                o = load(o_ref.at[at, columns], layout)
                 parts.append((lse + jnp.where(chunk < chunks, 0.0, 2 * _NO_KEYS), o))
             new_top = top
             for lse, _ in parts:
