@@ -54,6 +54,7 @@ class SchedulerConfig:
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+KernelBackend = Literal["mosaic", "xla"]
 Policy = Literal["fcfs", "priority"]
 
 
@@ -79,6 +80,8 @@ class EngineArgs:
         pipeline_depth: steps dispatched before the first one's tokens are read; 0 reads each at once.
         decode_buckets, token_buckets: ascending sizes that programs are compiled for.
         seed: of sampling, for requests without one, and of random weights.
+        kernel_backend: implementation of attention and cache writes: "mosaic" (kernels for Hopper), "xla" (anywhere);
+            by default the kernels where the device and the model's shapes allow.
         load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights from its config.json.
         skip_tokenizer_init: take and give token ids only.
         verbose: print the start-up table and progress.
@@ -104,6 +107,7 @@ class EngineArgs:
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
     seed: int = 0
+    kernel_backend: KernelBackend | None = None
     load_format: LoadFormat = "auto"
     skip_tokenizer_init: bool = False
     verbose: bool = True
@@ -117,6 +121,11 @@ class EngineArgs:
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))
                 raise InvalidParameterError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
+        if self.kernel_backend is not None and self.kernel_backend not in get_args(KernelBackend):
+            choices = ", ".join(map(repr, get_args(KernelBackend)))
+            raise InvalidParameterError(
+                f"kernel_backend must be None or one of {choices}, got {self.kernel_backend!r}."
+            )
         for name in ("max_model_len", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), 2 if name == "num_gpu_blocks_override" else 1)

@@ -339,6 +339,8 @@ def test_several_samples_a_prompt_are_refused_as_not_supported_yet():
         ({"dtype": "int8"}, InvalidParameterError, "dtype"),
         ({"load_format": "pt"}, InvalidParameterError, "load_format"),
         ({"scheduling_policy": "random"}, InvalidParameterError, "scheduling_policy"),
+        ({"kernel_backend": "triton"}, InvalidParameterError, "kernel_backend must be"),
+        ({"kernel_backend": "mosaic"}, InvalidParameterError, "kernel_backend='mosaic' cannot serve this"),
         ({"decode_buckets": (4,)}, InvalidParameterError, "decode_buckets must end with max_num_seqs=32"),
         ({"token_buckets": (8, 4)}, InvalidParameterError, "token_buckets must ascend"),
         ({"enforce_eager": True}, InvalidParameterError, "enforce_eager"),

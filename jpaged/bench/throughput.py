@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--max-num-batched-tokens", type=int, default=None)
     result.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     result.add_argument("--pipeline-depth", type=int, default=2)
+    result.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         max_num_batched_tokens=args.max_num_batched_tokens,
         gpu_memory_utilization=args.gpu_memory_utilization,
         pipeline_depth=args.pipeline_depth,
+        kernel_backend=args.kernel_backend,
         skip_tokenizer_init=True,
         seed=args.seed,
     )

@@ -5,7 +5,7 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from jpaged.config import DType, EngineArgs, LoadFormat
+from jpaged.config import DType, EngineArgs, KernelBackend, LoadFormat
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=False,
         help="compute equal beginnings of prompts anew",
+    )
+    group.add_argument(
+        "--kernel-backend", choices=get_args(KernelBackend), help="attention and cache kernels (default: by device)"
     )
     group.add_argument("--load-format", choices=get_args(LoadFormat), help='"dummy" makes random weights')
     group.add_argument("-q", "--quiet", action="store_true", help="no start-up table, progress or timing")

@@ -14,6 +14,7 @@ class ExecutorConfig:
     num_blocks: blocks in the pool, the null block included.
     decode_buckets: ascending batch sizes that decode programs exist for; the last is max_num_seqs.
     token_buckets: ascending token counts that mixed programs exist for; the last is the step's token budget.
+    kernel_backend: which implementation of the attention and cache ops; None picks by device.
     """
 
     max_num_seqs: int
@@ -22,6 +23,7 @@ class ExecutorConfig:
     num_blocks: int
     decode_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]
+    kernel_backend: str | None = None
 
     @property
     def null_slot(self) -> int:

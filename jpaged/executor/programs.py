@@ -95,15 +95,19 @@ class PagedAttention:
     A trace-time object: it replaces each layer's pool by the written one, and `pools` is the program's output.
     """
 
-    def __init__(self, pools: Pools, mapping: Int[Array, " tokens"], attention: Callable[..., Any]) -> None:
+    def __init__(
+        self, pools: Pools, mapping: Int[Array, " tokens"], attention: Callable[..., Any], backend: str | None
+    ) -> None:
         self.pools = list(pools)
         self._mapping = mapping
         self._attention = attention
+        self._backend = backend
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array, **features: Any) -> Array:
         pool = self.pools[layer]
-        self.pools[layer] = write_kv(pool, k.astype(pool.dtype), v.astype(pool.dtype), self._mapping)
-        return self._attention(q, self.pools[layer], **features)
+        k, v = k.astype(pool.dtype), v.astype(pool.dtype)
+        self.pools[layer] = write_kv(pool, k, v, self._mapping, backend=self._backend)
+        return self._attention(q, self.pools[layer], backend=self._backend, **features)
 
 
 def decode_step(
@@ -125,7 +129,8 @@ def decode_step(
     tables = block_tables[slots]
     mapping = slot_mapping(tables, jnp.arange(batch), positions, active, config.block_size)
     kv_lens = jnp.where(active, positions + 1, 0)
-    attend = PagedAttention(pools, mapping, partial(decode_attention, block_tables=tables, kv_lens=kv_lens))
+    attention = partial(decode_attention, block_tables=tables, kv_lens=kv_lens)
+    attend = PagedAttention(pools, mapping, attention, config.kernel_backend)
 
     hidden = model.forward(weights, state.last_token[slots], positions, attend)
     state = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)), block_tables=block_tables)
@@ -163,9 +168,8 @@ def mixed_step(
     tables = jnp.where(active[:, None], tables, NULL_BLOCK)  # a row that stopped reads what it just wrote there
     kv_lens = computed + query_lens
     query_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-    attend = PagedAttention(
-        pools, mapping, partial(ragged_attention, block_tables=tables, kv_lens=kv_lens, query_starts=query_starts)
-    )
+    attention = partial(ragged_attention, block_tables=tables, kv_lens=kv_lens, query_starts=query_starts)
+    attend = PagedAttention(pools, mapping, attention, config.kernel_backend)
 
     is_decode = (kinds & RowKind.DECODE) != 0
     tokens = jnp.where(is_decode[row], state.last_token[slots][row], host["tokens"])

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jpaged.config import EngineArgs
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor import sampler
 from jpaged.executor.buckets import geometric_buckets
-from jpaged.executor.compilation import Compiler, abstract_pools, enable_persistent_cache
+from jpaged.executor.compilation import Compiler, Key, Program, abstract_pools, enable_persistent_cache
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.memory import MemoryPlan, free_device_memory, plan_memory, reserve_device_memory
 from jpaged.executor.runner import Runner
@@ -87,9 +88,7 @@ def start(args: EngineArgs, directory: Path) -> Startup:
             memory = plan_memory(model, config, dtype, limit, args.num_gpu_blocks_override)
             config = _fit_to_pool(config, memory, args.max_model_len)
         with _timed(seconds, "compile"):
-            compiler = Compiler(model, config, dtype)
-            compiler.submit_all()
-            programs = compiler.results(progress=progress)
+            programs = _compile_all(model, config, dtype, progress)
         with _timed(seconds, "load weights"):  # what loading takes beyond the phases it ran beside
             weights = loading.result()
 
@@ -136,6 +135,7 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
         num_blocks=args.num_gpu_blocks_override or NOMINAL_BLOCKS,
         decode_buckets=decode_buckets,
         token_buckets=token_buckets,
+        kernel_backend=args.kernel_backend,
     )
 
 
@@ -148,6 +148,17 @@ def _fit_to_pool(config: ExecutorConfig, memory: MemoryPlan, asked: int | None) 
             f"gpu_memory_utilization or num_gpu_blocks_override."
         )
     return replace(config, num_blocks=memory.num_blocks, max_model_len=min(config.max_model_len, capacity))
+
+
+def _compile_all(model: Model, config: ExecutorConfig, dtype: Any, progress: bool) -> dict[Key, Program]:
+    compiler = Compiler(model, config, dtype)
+    try:
+        compiler.submit_all()
+    except ValueError as error:  # the ops' own word, while they are traced
+        if config.kernel_backend is None:
+            raise
+        raise InvalidParameterError(f"kernel_backend={config.kernel_backend!r} cannot serve this: {error}") from error
+    return compiler.results(progress=progress)
 
 
 @contextmanager
