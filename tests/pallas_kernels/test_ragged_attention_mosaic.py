@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing
-
-if (_missing := mosaic_missing()) is not None:
-    pytest.skip(_missing, allow_module_level=True)
-
 from jpaged.pallas_kernels import ragged_attention_mosaic as kernel
+from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing
 
 on_gpu = pytest.mark.skipif(not device_runs_mosaic(), reason="needs a Hopper GPU")
 
@@ -177,13 +173,13 @@ def test_what_the_kernel_refuses_it_names():
     assert "block size" in kernel.unsupported(q, jnp.zeros((3, 2, 2, 4, 128), jnp.bfloat16))
 
 
+@pytest.mark.skipif(mosaic_missing() is not None, reason="needs JAX >= 0.11")
 @pytest.mark.parametrize(
     "features",
     [{}, {"sliding_window": 20, "logit_softcap": 5.0, "alibi": True}],
     ids=["plain", "features"],
 )
 def test_the_interpreter_agrees_and_finds_no_race(features):
-    pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     rows = [(5, 5), (1, 77), (20, 90), (0, 9)]
@@ -218,6 +214,9 @@ _MIXED = [(1, 1), (1, 2047), (300, 300), (5, 1000), (0, 64), (128, 128), (1, 16)
         {"head_dim": 64},
         {"head_dim": 80},
         {"head_dim": 96},
+        {"head_dim": 32},
+        {"head_dim": 112},
+        {"head_dim": 192},
         {"head_dim": 256},
         {"head_dim": 256, "block_size": 128},
         {"heads": 4, "kv_heads": 4},
