@@ -421,7 +421,9 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
             if queries:
                 pl.when(exists)(copy_queries)
             if keys or values:
-                step, *_ = lax.fori_loop(0, hi - lo, one_step, (step, *blocks(hi - 1)))
+                # An item without steps has no last step; its table is read all the same.
+                first_blocks = blocks(jnp.maximum(hi - 1, 0))
+                step, *_ = lax.fori_loop(0, hi - lo, one_step, (step, *first_blocks))
             return step, items + exists.astype(jnp.int32)
 
         steps, items = lax.fori_loop(0, rounds, item, (jnp.int32(0), jnp.int32(0)))
