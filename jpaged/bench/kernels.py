@@ -117,17 +117,16 @@ def write_case(tokens: int, backend: str | None) -> tuple[Callable[..., Any], tu
     copies = min(copies, 64)
     rng = np.random.default_rng(0)
     slots = [jnp.asarray(rng.permutation(blocks * s.block_size - 16)[:tokens] + 16, jnp.int32) for _ in range(copies)]
-    new = [_random(i, (tokens, s.kv_heads, s.head_dim), s.dtype) for i in range(min(copies, 8))]
+    new = [_random(i, (tokens, s.kv_heads, s.head_dim), s.dtype) for i in range(min(copies + 1, 8))]
     calls = max(copies, 64)
 
     @partial(jax.jit, donate_argnums=0)
     def program(pool: jax.Array, new: list[jax.Array], slots: list[jax.Array]) -> jax.Array:
         for i in range(calls):
-            x = new[i % len(new)]
-            pool = ops.write_kv(pool, x, x, slots[i % len(slots)], backend=backend)
+            k, v = new[i % len(new)], new[(i + 1) % len(new)]
+            pool = ops.write_kv(pool, k, v, slots[i % len(slots)], backend=backend)
         return pool
 
-    # k and v are one array here, so each call reads it twice and writes two: what a real call moves.
     return program, (pool, new, slots), calls, 4.0 * tokens * s.kv_heads * s.head_dim * jnp.dtype(s.dtype).itemsize
 
 

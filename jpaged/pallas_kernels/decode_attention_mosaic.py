@@ -40,7 +40,7 @@ _ROWS = 64  # of a wgmma tile; a group's query heads take the first of them
 _LSE_COLUMNS = 8  # a log-sum-exp is stored this many times over: the narrowest tile of the wgmma layout, 32 bytes
 _SMEM_BYTES = 227 * 1024 - 512
 _MERGE_COLUMNS = 16
-_MERGE_UNROLL = 8
+_MERGE_UNROLL = 8  # at most; more chunks at once cost registers, and so resident CTAs
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -521,6 +521,7 @@ def _merge_kernel(
     batch, heads, slots, head_dim = shape.batch, shape.heads, shape.slots, shape.head_dim
     rows = max(r for r in range(1, min(heads, _ROWS) + 1) if heads % r == 0)
     layout = plgpu.Layout.WGMMA
+    unroll = min(_MERGE_UNROLL, slots)
 
     def body(o_ref, lse_ref, num_chunks_ref, out_ref, out_lse_ref, out_s, lse_s):
         row, part, column = (lax.axis_index(name) for name in ("row", "part", "column"))
@@ -532,8 +533,8 @@ def _merge_kernel(
         def add(i, carry):
             acc, top, total = carry
             parts = []
-            for j in range(_MERGE_UNROLL):
-                chunk = i * _MERGE_UNROLL + j
+            for j in range(unroll):
+                chunk = i * unroll + j
                 at = pl.ds((row * slots + jnp.minimum(chunk, chunks - 1)) * heads + part * rows, _ROWS)
                 lse = load(lse_ref.at[at], layout).max(axis=1)
                 o = load(o_ref.at[at, columns], layout)
@@ -554,7 +555,7 @@ def _merge_kernel(
             zeros + _NO_KEYS,
             zeros,
         )
-        acc, top, total = lax.fori_loop(0, pl.cdiv(chunks, jnp.int32(_MERGE_UNROLL)), add, start)
+        acc, top, total = lax.fori_loop(0, pl.cdiv(chunks, jnp.int32(unroll)), add, start)
         out_s[...] = (acc / lax.broadcast_in_dim(total, acc.shape, [0])).astype(shape.dtype)
         lse_s[...] = lax.broadcast_in_dim(top + jnp.log2(total), (_ROWS, _LSE_COLUMNS), [0])
         plgpu.commit_smem()

@@ -1,0 +1,67 @@
+"""Compiles every Mosaic kernel of this package for an H200 and prints one JSON line a program.
+
+A program of its own: the CUDA compiler must be found before JAX starts. `test_mosaic_compile.py` runs it.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.h200_compile import compile_for_h200  # isort: skip
+
+import jax
+import jax.numpy as jnp
+
+from jpaged import pallas_kernels as ops
+
+Shape = jax.ShapeDtypeStruct
+
+
+def ids(*shape: int) -> Shape:
+    return Shape(shape, jnp.int32)
+
+
+def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
+    """(name, function, arguments, whether the pools, its first argument, are donated)."""
+    for heads, kv_heads, head_dim, block_size, dtype, options in (
+        (32, 8, 128, 16, jnp.bfloat16, {}),
+        (32, 32, 64, 32, jnp.float16, {"sliding_window": 1500}),
+        (32, 1, 80, 64, jnp.bfloat16, {"logit_softcap": 30.0}),
+        (28, 4, 96, 128, jnp.bfloat16, {"alibi_slopes": jnp.ones(28)}),
+    ):
+        pool = Shape((4096, 2, kv_heads, block_size, head_dim), dtype)
+        call = partial(ops.decode_attention, backend="mosaic", return_lse=True, **options)
+        arguments = (Shape((16, heads, head_dim), dtype), pool, ids(16, 4096 // block_size), ids(16))
+        yield f"decode {heads}/{kv_heads} D {head_dim} block {block_size}", call, arguments, False
+    pool = Shape((20_000, 2, 8, 16, 128), jnp.bfloat16)
+    new = Shape((256, 8, 128), jnp.bfloat16)
+    yield "write_kv", partial(ops.write_kv, backend="mosaic"), (pool, new, new, ids(256)), True
+    pools = (pool,) * 10
+    staging = Shape((10, 8, 2, 8, 16, 128), jnp.bfloat16)
+    yield "copy_blocks", partial(ops.copy_blocks, backend="mosaic"), (pools, ids(8), ids(8)), True
+    yield "gather_blocks", partial(ops.gather_blocks, backend="mosaic"), (pools, ids(8)), False
+    yield "scatter_blocks", partial(ops.scatter_blocks, backend="mosaic"), (pools, staging, ids(8)), True
+    yield "write_kv in XLA", partial(ops.write_kv, backend="xla"), (pool, new, new, ids(256)), True
+    yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
+
+
+def main() -> None:
+    for name, fn, arguments, donated in programs():
+        memory = compile_for_h200(fn, *arguments, donate_argnums=(0,) if donated else ()).memory_analysis()
+        pool_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[0])) if donated else 0
+        record = {
+            "name": name,
+            "pool": pool_bytes,
+            "alias": memory.alias_size_in_bytes,
+            "temp": memory.temp_size_in_bytes,
+        }
+        print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
