@@ -136,7 +136,7 @@ def plan(kv_lens: jax.Array, max_len: int, chunk: int, tile: int, sliding_window
 
 def load(ref: Any, layout: Any) -> jax.Array:
     """Reads a reference into registers of the given layout, by whatever loads it takes."""
-    return plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[call-arg]
+    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -273,7 +273,7 @@ def _units_kernel(
 
                 def load_tile(nth: jax.Array, steps: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     consumer = lax.rem(nth, jnp.int32(consumers))
-                    step = steps[0] if consumers == 1 else jnp.where(consumer == 0, *steps)
+                    step = steps[0] if consumers == 1 else jnp.where(consumer == 0, steps[0], steps[1])
                     stage = consumer * stages + lax.rem(step, jnp.int32(stages))
                     copies = []
                     for j in range(boxes):
@@ -523,14 +523,16 @@ def _merge_kernel(
     layout = plgpu.Layout.WGMMA
     unroll = min(_MERGE_UNROLL, slots)
 
-    def body(o_ref, lse_ref, num_chunks_ref, out_ref, out_lse_ref, out_s, lse_s):
+    def body(
+        o_ref: Any, lse_ref: Any, num_chunks_ref: Any, out_ref: Any, out_lse_ref: Any, out_s: Any, lse_s: Any
+    ) -> None:
         row, part, column = (lax.axis_index(name) for name in ("row", "part", "column"))
         if config.overlap_merge and interpret is None:
             plgpu.griddepcontrol_wait()
         chunks = num_chunks_ref[row]
         columns = pl.ds(column * _MERGE_COLUMNS, _MERGE_COLUMNS)
 
-        def add(i, carry):
+        def add(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, top, total = carry
             parts = []
             for j in range(unroll):
@@ -563,7 +565,7 @@ def _merge_kernel(
         plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, rows)], out_ref.at[to, columns])
 
         @pl.when(column == 0)
-        def _store_lse():
+        def _store_lse() -> None:
             plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(0, rows)], out_lse_ref.at[to])
 
         plgpu.wait_smem_to_gmem(0)
