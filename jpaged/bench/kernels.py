@@ -9,7 +9,6 @@ attention come from the same run.
 
 import argparse
 import datetime
-import json
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from jpaged import pallas_kernels as ops
+from jpaged.bench.report import write_report
 
 _L2_BYTES = 256 << 20  # rotate over at least this much; the largest L2 cache is 60 MB
 _PROGRAM_S = 4e-3  # aimed length of one program, far above its dispatch
@@ -266,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="jpaged bench kernels", description=main.__doc__)
     parser.add_argument("--only", default="", help="run only the cases whose name contains this text")
     parser.add_argument("--backend", choices=["xla", "mosaic"], help="force one backend; by device otherwise")
-    parser.add_argument("--output", type=Path, help="where to write JSON (benchmarks/results/kernels-<date>.json)")
+    parser.add_argument("--json", type=Path, help="where to write JSON (benchmarks/results/kernels-<date>.json)")
     parser.add_argument("--repeats", type=int, default=7, help="batches of programs that the median is taken of")
     options = parser.parse_args(argv)
     device = jax.devices()[0]
@@ -304,18 +304,8 @@ def main(argv: list[str] | None = None) -> int:
                 "all_us": [s * 1e6 for s in seconds],
             }
         )
-    now = datetime.datetime.now(datetime.UTC)
-    path = options.output or Path("benchmarks/results") / f"kernels-{now:%Y-%m-%d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "date": now.isoformat(timespec="seconds"),
-        "device": device.device_kind,
-        "jax": jax.__version__,
-        "backend": options.backend,
-        "cases": rows,
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written to {path}")
+    path = options.json or Path("benchmarks/results") / f"kernels-{datetime.date.today()}.json"
+    write_report(path, "kernels", {"backend": options.backend, "only": options.only}, rows)
     return 0
 
 

@@ -5,14 +5,13 @@ of the runs, and their least and most.
 """
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from jpaged.bench.environment import environment
 from jpaged.bench.models import CONFIGS, model_directory
+from jpaged.bench.report import write_report
 from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
 from jpaged.llm import LLM
 from jpaged.sampling_params import SamplingParams
@@ -82,17 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         figures.append({"dataset": dataset, **measure(llm, requests, args)})
         print(_row(figures[-1]), flush=True)
     if args.json:
-        settings = {key: value for key, value in vars(args).items() if key != "json"}
-        report = {
-            "benchmark": "throughput",
-            "settings": settings,
-            "startup_s": startup_s,
-            "startup_phases_s": llm.engine.startup.seconds,
-            "results": figures,
-            "environment": environment(),
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        startup = {"startup_s": startup_s, "startup_phases_s": llm.engine.startup.seconds}
+        write_report(args.json, "throughput", vars(args) | startup, figures)
     return 0
 
 

@@ -12,12 +12,16 @@ def test_a_decode_step_of_a_thousand_sequences_takes_less_than_a_millisecond():
 def test_every_case_is_measured_and_written_down(tmp_path, capsys):
     file = tmp_path / "figures.json"
     assert main(["--running", "16", "64", "--steps", "40", "--finishing", "2", "--json", str(file)]) == 0
-    results = json.loads(file.read_text())["results"]
+    report = json.loads(file.read_text())
+    results = report["results"]
+    assert report["environment"]["device"]
     assert [(r["case"], r["running"]) for r in results] == [
         (case, n) for case in ("nothing", "blocks", "blocks, cache", "finishes", "streaming") for n in (16, 64)
     ]
     assert all(0 < r["median_us"] <= r["p99_us"] and r["steps"] == 40 for r in results)
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(results)
+    *table, last = capsys.readouterr().out.splitlines()
+    assert len(table) == 1 + len(results)
+    assert last == f"written to {file}"
 
 
 def test_a_count_below_one_is_refused(capsys):

@@ -1,12 +1,23 @@
-"""What a benchmark ran on, to stand beside its figures."""
+"""A benchmark's JSON file: its figures, and what they were measured on."""
 
+import json
 import platform
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import jax
 
 import jpaged
+
+
+def write_report(path: Path, benchmark: str, settings: dict[str, Any], results: Any) -> None:
+    """Writes a benchmark's settings and figures, with date, versions and device beside them."""
+    report = {"benchmark": benchmark, "environment": environment(), "settings": settings, "results": results}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    print(f"written to {path}")
 
 
 def environment() -> dict[str, str | int]:

@@ -1,0 +1,60 @@
+"""The throughput benchmark on a tiny model, and the workloads it draws."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jpaged.bench.models import CONFIGS, model_directory
+from jpaged.bench.throughput import main
+from jpaged.bench.workloads import DATASETS, make_requests
+from jpaged.models import ModelConfig, build
+from tests.tiny_models import tiny_model, write_tiny_model
+
+
+def test_a_run_is_measured_and_written_down(tmp_path, capsys):
+    model = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path / "model", use_torch=False)
+    file = tmp_path / "figures.json"
+    arguments = ["--model", str(model), "--dataset", "random", "--dataset", "shared-prefix", "--prefix-len", "40"]
+    arguments += ["--num-prompts", "6", "--input-len", "10", "--output-len", "5", "--runs", "2", "--json", str(file)]
+    assert main([*arguments, "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]) == 0
+    report = json.loads(file.read_text())
+    for result, input_len in zip(report["results"], (10, 50), strict=True):
+        assert (result["input_tokens"], result["output_tokens"]) == (6 * input_len, 30)
+        assert len(result["seconds"]) == 2
+        assert result["output_tokens_per_s"] == pytest.approx(30 / np.median(result["seconds"]))
+    assert report["environment"]["device"] == "cpu"
+    assert "output tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_a_workload_is_the_same_for_the_same_seed_and_within_the_vocabulary(dataset):
+    first, again = (make_requests(dataset, 50, 1000, seed=3) for _ in range(2))
+    assert first == again
+    assert first != make_requests(dataset, 50, 1000, seed=4)
+    assert all(0 <= token < 1000 for request in first for token in request.prompt_token_ids)
+    assert all(request.output_len > 0 for request in first)
+
+
+@pytest.mark.parametrize(("dataset", "inputs", "outputs"), [("sharegpt-like", 161, 338), ("alpaca-like", 19, 58)])
+def test_traces_have_the_mean_lengths_of_the_published_ones(dataset, inputs, outputs):
+    requests = make_requests(dataset, 20_000, 10)
+    assert np.mean([len(r.prompt_token_ids) for r in requests]) == pytest.approx(inputs, rel=0.05)  # clipping costs 3 %
+    assert np.mean([r.output_len for r in requests]) == pytest.approx(outputs, rel=0.08)  # and 6 % here
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-8b", 8.19),
+        ("opt-125m", 0.125),
+        ("opt-13b", 12.85),
+    ],
+)
+def test_named_models_have_the_published_number_of_parameters(name, billions):
+    assert name in CONFIGS
+    config = ModelConfig.from_directory(model_directory(name))
+    assert build(config).num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
