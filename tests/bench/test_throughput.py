@@ -40,7 +40,7 @@ def test_a_workload_is_the_same_for_the_same_seed_and_within_the_vocabulary(data
 def test_traces_have_the_mean_lengths_of_the_published_ones(dataset, inputs, outputs):
     requests = make_requests(dataset, 20_000, 10)
     assert np.mean([len(r.prompt_token_ids) for r in requests]) == pytest.approx(inputs, rel=0.05)  # clipping costs 3 %
-    assert np.mean([r.output_len for r in requests]) == pytest.approx(outputs, rel=0.08)  # and 6 % here
+    assert np.mean([r.output_len for r in requests]) == pytest.approx(outputs, rel=0.1)  # and 8 % here
 
 
 @pytest.mark.parametrize(
