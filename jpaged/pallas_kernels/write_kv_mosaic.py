@@ -6,6 +6,7 @@ A store is a box of kv_heads rows, head_dim wide, block_size * head_dim apart in
 that their loads and stores overlap. The pool is a mutable reference inside the caller's jit: nothing of it is copied.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ def tokens_a_cta(tokens: int, token_bytes: int) -> int:
     return max(n for n in range(1, limit + 1) if tokens % n == 0)
 
 
+@partial(jax.jit, static_argnames="interpret")  # so that the layers of a model lower the kernel once between them
 def write_kv(
     kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, interpret: Any = None
 ) -> jax.Array:
