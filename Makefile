@@ -14,14 +14,16 @@ help:
 	@echo "make lint types format clean   the parts"
 
 demo: install
-	$(BIN)/jpaged generate "$(PROMPT)"
+	$(BIN)/python -m jpaged generate "$(PROMPT)"
 
 chat: install
-	$(BIN)/jpaged chat
+	$(BIN)/python -m jpaged chat
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		{ echo "jpaged needs Python 3.11 or newer; name one: make PYTHON=python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
@@ -32,19 +34,20 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
-test: install-test lint types
+test: install-test
 	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(MAKE) --no-print-directory lint types
 
 lint: install-test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 
 types: install-test
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 format: install-test
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv312 build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -65,15 +65,17 @@ class EngineArgs:
     Args:
         model: a directory in Hugging Face layout or a hub id; the embedded demo model by default.
         tokenizer: the same for the tokenizer; the model's own by default.
-        revision: branch, tag or commit on the hub.
+        revision: the model's branch, tag or commit on the hub.
         dtype: of weights, activations and KV pool; "auto" takes the checkpoint's (float32 on a CPU, whose
             arithmetic in 16 bits is slow).
         max_model_len: longest sequence, prompt and output, in tokens; by default what model and pool allow.
         block_size: tokens in a block of the KV pool; a power of two from 1 to 256 (the GPU kernels take 16 to 128).
-        gpu_memory_utilization: fraction of the device's memory to use for everything, in (0, 1].
+        gpu_memory_utilization: fraction of the device's memory to use for everything, in (0, 1]. JAX takes its memory
+            when it first touches the device: in a process where it has, no more than it took then can be used.
         num_gpu_blocks_override: blocks in the pool, instead of what memory allows.
         max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: token budget of a step; longer prompts are computed in chunks.
+        max_num_batched_tokens: token budget of a step; longer prompts are computed in chunks. No more sequences than
+            this decode at once.
         enable_prefix_caching: reuse the keys and values of equal prompt beginnings.
         scheduling_policy: "fcfs", or "priority": lower `priority` values first.
         watermark: fraction of the pool that must stay free when a request is admitted.

@@ -131,6 +131,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or a list of them, as a list. A list of integers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if not isinstance(prompts, Sequence):
         raise InvalidPromptError(f"prompts must be a prompt or a list of prompts, got {_kind(prompts)}.")
     if prompts and isinstance(prompts[0], Integral):

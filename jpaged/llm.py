@@ -10,7 +10,7 @@ from tqdm import tqdm
 from jpaged.config import EngineArgs
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError
+from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError
 from jpaged.inputs import Messages, Prompt, as_prompt_list
 from jpaged.llm_engine import LLMEngine
 from jpaged.outputs import RequestOutput
@@ -73,7 +73,7 @@ class LLM:
                 request_id = next(self._request_ids)
                 try:
                     self.engine.add_request(request_id, prompt, params[i], priority=priorities[i])
-                except (InvalidPromptError, InvalidParameterError) as error:
+                except (InvalidPromptError, InvalidParameterError, OutOfMemoryError) as error:
                     raise type(error)(f"prompts[{i}]: {error}" if len(prompt_list) > 1 else str(error)) from error
                 request_ids.append(request_id)
             finished = self._run(request_ids, use_tqdm)

@@ -37,7 +37,8 @@ class LLMEngine:
     Args:
         args: what to run and how.
         startup: what an engine that is done with was running on, to use again with other scheduling options and
-            without loading and compiling anew. Its own shapes and pool stay; args may use less of them.
+            without loading and compiling anew. args may use less of its pool, slots and budget than it has; whatever
+            else it was started with must be the same.
 
     Attributes:
         max_model_len: the longest a sequence may grow, prompt and output, in tokens.
@@ -49,12 +50,12 @@ class LLMEngine:
     """
 
     def __init__(self, args: EngineArgs, startup: Startup | None = None) -> None:
-        directory = demo_model_path() if args.model is None else resolve(args.model, args.revision)
+        directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
         self.args = args
-        self.startup = start(args, directory) if startup is None else startup
+        self.startup = start(args, directory) if startup is None else _same_start(args, startup)
         self.tokenizer = None
         if not args.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.load(args.tokenizer or directory, revision=args.revision)
+            self.tokenizer = Tokenizer.load(args.tokenizer or directory)
         self.default_sampling_params = get_default_sampling_params(directory)
         config, model = self.startup.config, self.startup.model.config
         self._eos_token_ids = model.eos_token_ids
@@ -94,18 +95,19 @@ class LLMEngine:
         Args:
             request_id: not that of an unfinished request.
             prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            params: how to sample; `SamplingParams()` by default.
+            params: how to sample; the model's defaults if None.
             priority: with scheduling_policy "priority", lower runs first.
             cache_salt: prefixes are shared only among requests of equal salt.
             arrival_time: seconds of `time.monotonic()`, for the output's metrics; now by default.
         Raises:
-            InvalidPromptError, InvalidParameterError: the input cannot be served; the message says why.
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served; the message says
+                why.
             EngineDeadError: the engine failed earlier.
         """
         self._check_alive()
         if not isinstance(request_id, str) or not request_id:
             raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
-        params = SamplingParams() if params is None else params
+        params = self.default_sampling_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(f"params must be SamplingParams, got {type(params).__name__}.")
         checked = self._inputs.process(prompt, params)
@@ -121,10 +123,6 @@ class LLMEngine:
         )
         self._core.add_request(request)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
-
-    def check_request(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raises what `add_request` would raise for this input, and queues nothing."""
-        self._inputs.process(prompt, params)
 
     def step(self) -> list[RequestOutput]:
         """One turn of the loop: dispatches a step and returns outputs of an earlier one.
@@ -161,6 +159,33 @@ class LLMEngine:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
+
+
+_FREE_TO_DIFFER = {
+    "tokenizer",
+    "max_model_len",
+    "num_gpu_blocks_override",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_prefix_caching",
+    "scheduling_policy",
+    "watermark",
+    "pipeline_depth",
+    "seed",
+    "skip_tokenizer_init",
+    "verbose",
+}
+"""Options that an engine on a runner started before may have of its own."""
+
+
+def _same_start(args: EngineArgs, startup: Startup) -> Startup:
+    for name in set(EngineArgs.__dataclass_fields__) - _FREE_TO_DIFFER:
+        if getattr(args, name) != getattr(startup.args, name):
+            raise InvalidParameterError(
+                f"{name}={getattr(args, name)!r} differs from the {getattr(startup.args, name)!r} that the runner was "
+                f"started with; start a new one."
+            )
+    return startup
 
 
 def _at_most(name: str, asked: int | None, available: int) -> int:

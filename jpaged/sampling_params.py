@@ -20,6 +20,9 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 16
 """Tokens in one of them."""
 
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy, as in vLLM: float32 logits divided by less say nothing more than the argmax."""
+
 _SEED_LIMIT = 2**63
 
 
@@ -96,7 +99,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -100,6 +100,7 @@ def test_token_ids_may_come_in_any_form(llm, form):
 
 def test_a_list_of_integers_is_one_prompt_and_no_prompts_give_no_outputs(llm):
     assert len(llm.generate([5, 6, 7], GREEDY, use_tqdm=False)) == 1
+    assert len(llm.generate(np.array([5, 6, 7]), GREEDY, use_tqdm=False)) == 1
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
@@ -360,6 +361,30 @@ def test_a_checkpoint_of_an_unknown_architecture_or_without_weights_is_refused(o
     empty.mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json"):
         LLM(**(options | {"model": str(empty)}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"priority": "high"}, {"priority": 2**70}, {"priority": 1.5}, {"cache_salt": 5}, {"cache_salt": "\ud800"}],
+    ids=str,
+)
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_bad_request_field_is_refused_by_name_and_another_request_finishes(llm, options, policy, fields):
+    engine = LLMEngine(EngineArgs(**options, scheduling_policy=policy), llm.engine.startup)
+    engine.add_request("good", [3, 4], GREEDY)
+    with pytest.raises(InvalidParameterError, match=next(iter(fields))):
+        engine.add_request("bad", [3, 4], GREEDY, **fields)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].finished
+    assert {output.request_id for output in outputs} == {"good"}
+
+
+def test_an_engine_on_a_used_runner_must_ask_for_the_same(llm, options):
+    for changes in ({"block_size": 8}, {"dtype": "bfloat16"}, {"kernel_backend": "xla"}, {"max_num_seqs": 33}):
+        with pytest.raises(InvalidParameterError, match=next(iter(changes))):
+            LLMEngine(EngineArgs(**options | changes), llm.engine.startup)
 
 
 def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on(engine):

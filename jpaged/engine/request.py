@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from enum import IntEnum
+from numbers import Integral
 from typing import Literal
 
 import numpy as np
@@ -50,7 +51,8 @@ class Request:
 
     Raises:
         InvalidPromptError: the prompt is empty or holds something other than token ids.
-        InvalidParameterError: more stop tokens than the device tests.
+        InvalidParameterError: more stop tokens than the device tests; a priority that is no 64-bit integer; a salt
+            that is no text.
     """
 
     def __init__(
@@ -68,8 +70,8 @@ class Request:
         self.request_id = request_id
         self.prompt_token_ids = _as_token_array(request_id, prompt_token_ids)
         self.sampling = sampling
-        self.priority = priority
-        self.cache_salt = cache_salt
+        self.priority = _checked_priority(priority)
+        self.cache_salt = _checked_salt(cache_salt)
         self._eos_token_ids = () if sampling.ignore_eos else tuple(dict.fromkeys(eos_token_ids))
         self.stop_token_ids = tuple(dict.fromkeys((*self._eos_token_ids, *(sampling.stop_token_ids or ()))))
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -120,6 +122,24 @@ class Request:
     def stop_reason_of(self, token_id: int) -> int | None:
         """What `stop_reason` says when this token stopped the request: None for an end-of-sequence token."""
         return None if token_id in self._eos_token_ids else token_id
+
+
+def _checked_priority(priority: object) -> int:
+    if isinstance(priority, bool) or not isinstance(priority, Integral) or not -(2**63) <= int(priority) < 2**63:
+        raise InvalidParameterError(f"priority must be a 64-bit integer, got {priority!r}.")
+    return int(priority)
+
+
+def _checked_salt(salt: object) -> str | None:
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not salt:
+        raise InvalidParameterError(f"cache_salt must be a non-empty string or None, got {salt!r}.")
+    try:
+        salt.encode()
+    except UnicodeEncodeError:
+        raise InvalidParameterError(f"cache_salt holds a lone surrogate: {salt!r}.") from None
+    return salt
 
 
 def _variant_of(sampling: SamplingParams) -> SamplingVariant:

@@ -136,8 +136,8 @@ class Scheduler:
         request.arrival_number = self._num_arrived
         self._num_arrived += 1
         request.seed = _resolve_seed(request.sampling.seed, self._seed, request.arrival_number)
-        self._requests[request.request_id] = request
         self._waiting.push(request)
+        self._requests[request.request_id] = request
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request in whatever state, with what it has generated so far, and frees its blocks.

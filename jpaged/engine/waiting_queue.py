@@ -36,5 +36,11 @@ class WaitingQueue:
         return heapq.heappop(self._heap)[2]
 
     def count_out(self) -> None:
-        """Says that one of the waiting requests has finished; its entry is dropped when it comes up."""
+        """Says that one of the waiting requests has finished or is about to.
+
+        Its entry is dropped when it comes up, or when such entries outnumber the others.
+        """
         self._size -= 1
+        if len(self._heap) > 2 * self._size + 16:
+            self._heap = [entry for entry in self._heap if entry[2].status != RequestStatus.FINISHED]
+            heapq.heapify(self._heap)

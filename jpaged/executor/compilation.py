@@ -24,6 +24,8 @@ from jpaged.models import Model
 Key = tuple[str | int, ...]
 """Names a program: ("mixed", tokens), ("sample", batch, variant), ..."""
 
+_Takes = Literal["weights", "head", None]
+
 CACHE_DIR_VARIABLE = "JPAGED_CACHE_DIR"
 
 
@@ -32,7 +34,7 @@ class Program:
     """An executable, and whether its first argument is the model's weights, or those of its head."""
 
     executable: jax.stages.Compiled
-    takes: Literal["weights", "head", None] = None
+    takes: _Takes = None
 
     @cached_property
     def _memory(self) -> Any:
@@ -85,7 +87,7 @@ def abstract_pools(config: ExecutorConfig, model: Model, dtype: Any) -> tuple[ja
 class Compiler:
     """Lowers programs one by one and compiles them in a pool of threads (XLA releases the interpreter lock)."""
 
-    def __init__(self, model: Model, config: ExecutorConfig, kv_dtype: Any, *, threads: int | None = None) -> None:
+    def __init__(self, model: Model, config: ExecutorConfig, kv_dtype: Any) -> None:
         self._model = model
         self._config = config
         self._pools = abstract_pools(config, model, kv_dtype)
@@ -93,8 +95,8 @@ class Compiler:
         self._weights = model.abstract_weights
         self._sampling = jax.eval_shape(partial(sampler.init_state, config.max_num_seqs))
         self._full = jax.eval_shape(partial(sampler.init_full_state, config.max_num_seqs, model.config.vocab_size))
-        self._threads = ThreadPoolExecutor(threads or os.cpu_count())
-        self._pending: dict[Key, tuple[Future, Literal["weights", "head", None]]] = {}
+        self._threads = ThreadPoolExecutor(os.cpu_count())
+        self._pending: dict[Key, tuple[Future, _Takes]] = {}
 
     @property
     def state_bytes(self) -> int:
@@ -133,7 +135,7 @@ class Compiler:
 
     def submit_decode(self, batch: int) -> None:
         step = partial(programs.decode_step, self._model, self._config, batch)
-        packed = _int32(programs.decode_layout(self._config, batch).size)
+        packed = _int32(programs.decode_layout(batch).size)
         self._submit(("decode", batch), step, self._pools, self._state, packed, donate=(1, 2), takes="weights")
 
     def submit_mixed(self, tokens: int) -> None:
@@ -158,9 +160,9 @@ class Compiler:
         slots, vocab = self._config.max_num_seqs, self._model.config.vocab_size
         self._submit(("init_full",), partial(sampler.init_full_state, slots, vocab))
         record = _int32(sampler.full_record_words(vocab))
-        self._submit(("start_full",), partial(programs.start_full_step), self._full, _int32(), record, donate=(0,))
+        self._submit(("start_full",), sampler.start_full_slot, self._full, _int32(), record, donate=(0,))
         known = _int32(programs.known_tokens_layout().size)
-        self._submit(("known_tokens",), partial(programs.known_tokens_step), self._full, known, donate=(0,))
+        self._submit(("known_tokens",), programs.known_tokens_step, self._full, known, donate=(0,))
 
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self._model.config.hidden_size), self._model.dtype)
@@ -171,12 +173,16 @@ class Compiler:
         function: Callable[..., Any],
         *args: Any,
         donate: tuple[int, ...] = (),
-        takes: Literal["weights", "head", None] = None,
+        takes: _Takes = None,
     ) -> None:
         if takes is not None:
             args = (self._weights if takes == "weights" else self._model.head_weights(self._weights), *args)
-        function.__name__ = "_".join(map(str, key))  # shown in profiles
-        lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+
+        def named(*args: Any) -> Any:
+            return function(*args)
+
+        named.__name__ = "_".join(str(int(part) if isinstance(part, int) else part) for part in key)  # for profiles
+        lowered = jax.jit(named, donate_argnums=donate).lower(*args)
         self._pending[key] = self._threads.submit(lowered.compile), takes
 
 

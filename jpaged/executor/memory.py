@@ -18,32 +18,31 @@ from jpaged.executor.compilation import Compiler
 from jpaged.executor.config import ExecutorConfig
 from jpaged.models import Model
 
-STEPS_IN_FLIGHT = 3
-"""Steps whose results may be alive at once, with the default pipeline depth of 2."""
-
 CPU_POOL_BYTES = 2**30
 """Most that the pool takes of a CPU's memory unless the number of blocks is given: a CPU serves small models."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device, by purpose. `limit` is None where the device does not say (CPU)."""
+    """Bytes on the device, by purpose. `programs` is 0 where nothing bounds them (CPU)."""
 
     weights: int
     state: int
     programs: int
     block: int
     num_blocks: int
-    limit: int | None
 
     @property
     def pool(self) -> int:
         return self.block * self.num_blocks
 
 
+_FRACTION_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
 def reserve_device_memory(utilization: float) -> None:
     """Lets JAX take this fraction of a GPU. It has effect only before JAX first touches the device."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{utilization:.3f}")
+    os.environ.setdefault(_FRACTION_VARIABLE, f"{utilization:.3f}")
 
 
 def block_bytes(model: Model, block_size: int, dtype: Any) -> int:
@@ -57,14 +56,20 @@ def tree_bytes(tree: Any) -> int:
     return sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
-def free_device_memory(device: jax.Device) -> int | None:
-    """Bytes that can still be allocated on a GPU; None for a CPU, whose memory is everybody's."""
+def free_device_memory(device: jax.Device, utilization: float) -> int | None:
+    """Bytes that may still be allocated on a GPU; None for a CPU, whose memory is everybody's.
+
+    JAX holds a fraction of the device from the beginning; of that, no more than `utilization` is offered.
+    """
     stats = device.memory_stats() if device.platform == "gpu" else None
-    return stats and stats["bytes_limit"] - stats["bytes_in_use"]
+    if stats is None:
+        return None
+    held = float(os.environ[_FRACTION_VARIABLE])
+    return int(stats["bytes_limit"] * min(1.0, utilization / held)) - stats["bytes_in_use"]
 
 
 def plan_memory(
-    model: Model, config: ExecutorConfig, dtype: Any, limit: int | None, num_blocks: int | None
+    model: Model, config: ExecutorConfig, dtype: Any, limit: int | None, num_blocks: int | None, pipeline_depth: int
 ) -> MemoryPlan:
     """Decides the number of blocks.
 
@@ -72,8 +77,9 @@ def plan_memory(
         config: `num_blocks` in it is nominal; programs are analysed with it.
         limit: bytes of the device, before the weights are loaded (`free_device_memory`).
         num_blocks: the user's choice, or None to fill the device.
+        pipeline_depth: steps in flight whose results are alive beside the running one's.
     Raises:
-        OutOfMemoryError: the weights and programs leave no room for a single sequence's first blocks.
+        OutOfMemoryError: what is left after weights and programs does not hold the blocks asked for, or any.
     """
     compiler = Compiler(model, config, dtype)
     weights, state = tree_bytes(model.abstract_weights), compiler.state_bytes
@@ -81,22 +87,21 @@ def plan_memory(
     if limit is None:
         useful = config.max_num_seqs * config.max_blocks_per_seq + 1
         blocks = num_blocks or max(2, min(useful, CPU_POOL_BYTES // block))
-        return MemoryPlan(weights, state, 0, block, blocks, None)
+        return MemoryPlan(weights, state, 0, block, blocks)
 
-    if num_blocks is not None:
-        return MemoryPlan(weights, state, 0, block, num_blocks, limit)
-    programs = _program_bytes(compiler, config)
-    blocks = (limit - weights - state - programs) // block
-    if blocks < 2:
+    programs = _program_bytes(compiler, config, pipeline_depth)
+    room = (limit - weights - state - programs) // block
+    if room < (num_blocks or 2):
+        asked = f"num_gpu_blocks_override={num_blocks} does not fit" if num_blocks else "there is no room for a KV pool"
         raise OutOfMemoryError(
             f"The device offers {_gib(limit)}; weights take {_gib(weights)}, programs {_gib(programs)} and state "
-            f"{_gib(state)}, which leaves no room for a KV pool ({_gib(block)} a block). Raise "
+            f"{_gib(state)}. That leaves {max(room, 0)} blocks of {_gib(block)}, so {asked}. Raise "
             f"gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or use a smaller model."
         )
-    return MemoryPlan(weights, state, programs, block, blocks, limit)
+    return MemoryPlan(weights, state, programs, block, num_blocks or room)
 
 
-def _program_bytes(compiler: Compiler, config: ExecutorConfig) -> int:
+def _program_bytes(compiler: Compiler, config: ExecutorConfig, pipeline_depth: int) -> int:
     """What the largest programs need at once, and the results of the steps in flight."""
     tokens, rows = config.token_buckets[-1], config.decode_buckets[-1]
     compiler.submit_mixed(tokens)
@@ -106,7 +111,7 @@ def _program_bytes(compiler: Compiler, config: ExecutorConfig) -> int:
     temporary = max(program.temp_bytes for program in programs)
     results = max(program.output_bytes - program.alias_bytes for program in programs)
     slack = 0.02 * (temporary + results) + 2**28  # fragmentation, and small programs' buffers
-    return int(temporary + STEPS_IN_FLIGHT * results + slack)
+    return int(temporary + (pipeline_depth + 1) * results + slack)
 
 
 def _gib(size: int) -> str:

@@ -61,7 +61,7 @@ class SampleResult(NamedTuple):
 # --------------------------------------------------------------------------------------------- packed buffers
 
 
-def decode_layout(config: ExecutorConfig, batch: int) -> PackedLayout:
+def decode_layout(batch: int) -> PackedLayout:
     return PackedLayout(slots=(batch,), table_updates=(batch, 3))
 
 
@@ -120,7 +120,7 @@ def decode_step(
     packed: Int[Array, " n"],
 ) -> tuple[Pools, SlotState, Float[Array, "rows hidden"], Rows]:
     """One token for each of `batch` slots. A slot that stopped, like a padded row, writes to the null block."""
-    host = decode_layout(config, batch).unpack(packed)
+    host = decode_layout(batch).unpack(packed)
     slots = host["slots"]
     block_tables = append_blocks(state.block_tables, host["table_updates"])
 
@@ -245,13 +245,6 @@ def update_step(
 
 def known_tokens_layout() -> PackedLayout:
     return PackedLayout(slot=(), start=(), prompt_len=(), token_ids=(KNOWN_TOKENS_PER_CALL,))
-
-
-def start_full_step(
-    full: sampler.FullSamplingState, slot: Int[Array, ""], record: Int[Array, " n"]
-) -> sampler.FullSamplingState:
-    """A request that asks for penalties, biases or masks takes its slot."""
-    return sampler.start_full_slot(full, slot, record)
 
 
 def known_tokens_step(full: sampler.FullSamplingState, packed: Int[Array, " n"]) -> sampler.FullSamplingState:

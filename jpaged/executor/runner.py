@@ -191,7 +191,7 @@ class Runner:
         slots = plan.decode_slots
         batch = bucket or bucket_for(len(slots), self._config.decode_buckets)
         null = self._config.null_slot
-        buffer, host = programs.decode_layout(self._config, batch).new(slots=null)
+        buffer, host = programs.decode_layout(batch).new(slots=null)
         host["slots"][: len(slots)] = slots
         updates = self._table_updates_that_fit(plan.table_updates, len(host["table_updates"]))
         _fill_table_updates(host["table_updates"], updates, null)

@@ -32,6 +32,7 @@ from jax import lax
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
 from jpaged.errors import InvalidParameterError
 from jpaged.sampling_params import (
+    GREEDY_TEMPERATURE,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -39,9 +40,6 @@ from jpaged.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-
-GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy, as in vLLM: float32 logits divided by less say nothing more than the argmax."""
 
 _HIGHEST_TEMPERATURE = 1e30  # its reciprocal is still above zero in float32
 

@@ -32,6 +32,7 @@ NOMINAL_BLOCKS = 1024
 class Startup:
     """A runner and what is known of it. `seconds` is by phase; loading and compiling overlap."""
 
+    args: EngineArgs
     runner: Runner
     model: Model
     config: ExecutorConfig
@@ -45,6 +46,7 @@ class Startup:
         tokens = (self.config.num_blocks - 1) * self.config.block_size
         concurrency = tokens / self.config.max_model_len
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
+        reserved = f", {_size(self.memory.programs)} reserved for them to run" if self.memory.programs else ""
         rows = [
             (
                 "model",
@@ -54,7 +56,7 @@ class Startup:
             ("weights", f"{_size(self.memory.weights)} in {np.dtype(self.model.dtype).name}"),
             ("KV pool", f"{_size(self.memory.pool)}: {self.config.num_blocks:,} blocks, {tokens:,} tokens"),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
-            ("programs", f"{self.num_programs} compiled, {_size(self.memory.programs)} reserved for their temporaries"),
+            ("programs", f"{self.num_programs} compiled{reserved}"),
             ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
         ]
         width = max(len(label) for label, _ in rows)
@@ -79,13 +81,13 @@ def start(args: EngineArgs, directory: Path) -> Startup:
     # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.
     model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
     dtype = model.dtype
-    limit = free_device_memory(device)
+    limit = free_device_memory(device, args.gpu_memory_utilization)
     config = executor_config(args, model_config, limit)
 
     with ThreadPoolExecutor(1) as loader:
         with _timed(seconds, "plan memory"):
             loading = loader.submit(load, model, directory, args.load_format, seed=args.seed, progress=progress)
-            memory = plan_memory(model, config, dtype, limit, args.num_gpu_blocks_override)
+            memory = plan_memory(model, config, dtype, limit, args.num_gpu_blocks_override, args.pipeline_depth)
             config = _fit_to_pool(config, memory, args.max_model_len)
         with _timed(seconds, "compile"):
             programs = _compile_all(model, config, dtype, progress)
@@ -105,7 +107,7 @@ def start(args: EngineArgs, directory: Path) -> Startup:
             sampler.init_state(config.max_num_seqs),
         )
         runner.warm_up()
-    return Startup(runner, model, config, memory, len(programs), device.device_kind, seconds)
+    return Startup(args, runner, model, config, memory, len(programs), device.device_kind, seconds)
 
 
 def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> ExecutorConfig:

@@ -12,7 +12,6 @@ place; the host sends only differences.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -75,8 +74,3 @@ def start_slots(
 def end_slots(state: SlotState, slots: Int[Array, " n"]) -> SlotState:
     """Slots stop because the host says so."""
     return state._replace(active=state.active.at[slots].set(False))
-
-
-def abstract(tree: object) -> object:
-    """The shapes and dtypes of a tree of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
