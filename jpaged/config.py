@@ -128,14 +128,19 @@ class EngineArgs:
             raise InvalidParameterError(
                 f"kernel_backend must be None or one of {choices}, got {self.kernel_backend!r}."
             )
-        for name in ("max_model_len", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), 2 if name == "num_gpu_blocks_override" else 1)
         _check_integer("block_size", self.block_size, 1)
+        for name, least, most in (
+            ("max_model_len", 1, 2**30),
+            ("num_gpu_blocks_override", 2, 2**31 // self.block_size - 1),
+            ("max_num_seqs", 1, 2**16),
+            ("max_num_batched_tokens", 1, 2**20),
+        ):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), least, most)
         if self.block_size > 256 or self.block_size & (self.block_size - 1):
             raise InvalidParameterError(f"block_size must be a power of two from 1 to 256, got {self.block_size}.")
-        _check_integer("pipeline_depth", self.pipeline_depth, 0)
-        _check_integer("seed", self.seed, -(2**63))
+        _check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
+        _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
         _check_fraction("watermark", self.watermark, zero_allowed=True)
         for name in ("enable_prefix_caching", "skip_tokenizer_init", "verbose"):
@@ -145,11 +150,13 @@ class EngineArgs:
             _check_buckets(name, getattr(self, name))
 
 
-def _check_integer(name: str, value: object, least: int) -> None:
+def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InvalidParameterError(f"{name} must be an integer, got {value!r}.")
     if value < least:
         raise InvalidParameterError(f"{name} must be at least {least}, got {value}.")
+    if most is not None and int(value) > most:
+        raise InvalidParameterError(f"{name} must be at most {most}, got {value}.")
 
 
 def _check_fraction(name: str, value: object, *, zero_allowed: bool = False, one_allowed: bool = False) -> None:

@@ -12,6 +12,7 @@ from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError
 from jpaged.inputs import Messages, Prompt, as_prompt_list
+from jpaged.interrupt import Interruptible
 from jpaged.llm_engine import LLMEngine
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -67,19 +68,20 @@ class LLM:
         priorities = [0] * len(prompt_list) if priority is None else list(priority)
         if len(priorities) != len(prompt_list):
             raise InvalidParameterError(f"priority has {len(priorities)} entries for {len(prompt_list)} prompts.")
-        request_ids = []
-        try:
-            for i, prompt in enumerate(prompt_list):
-                request_id = next(self._request_ids)
-                try:
-                    self.engine.add_request(request_id, prompt, params[i], priority=priorities[i])
-                except (InvalidPromptError, InvalidParameterError, OutOfMemoryError) as error:
-                    raise type(error)(f"prompts[{i}]: {error}" if len(prompt_list) > 1 else str(error)) from error
-                request_ids.append(request_id)
-            finished = self._run(request_ids, use_tqdm)
-        except BaseException:
-            self.engine.abort_request(request_ids)
-            raise
+        with Interruptible() as interrupt:  # Ctrl-C takes effect between steps, and ends these requests only
+            request_ids: list[str] = []
+            try:
+                for i, prompt in enumerate(prompt_list):
+                    request_id = next(self._request_ids)
+                    try:
+                        self.engine.add_request(request_id, prompt, params[i], priority=priorities[i])
+                    except (InvalidPromptError, InvalidParameterError, OutOfMemoryError) as error:
+                        raise type(error)(f"prompts[{i}]: {error}" if len(prompt_list) > 1 else str(error)) from error
+                    request_ids.append(request_id)
+                finished = self._run(request_ids, use_tqdm, interrupt)
+            except BaseException:
+                self.engine.abort_request(request_ids)
+                raise
         return [finished[request_id] for request_id in request_ids]
 
     def chat(
@@ -159,7 +161,9 @@ class LLM:
             )
         return [params.reporting(RequestOutputKind.FINAL_ONLY) for params in sampling_params]
 
-    def _run(self, request_ids: Sequence[str], use_tqdm: bool | Callable[..., tqdm]) -> dict[str, RequestOutput]:
+    def _run(
+        self, request_ids: Sequence[str], use_tqdm: bool | Callable[..., tqdm], interrupt: Interruptible
+    ) -> dict[str, RequestOutput]:
         """Steps until all of these have finished."""
         make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
         bar = make_bar(total=len(request_ids), desc="prompts", dynamic_ncols=True, disable=use_tqdm is False)
@@ -170,7 +174,10 @@ class LLM:
             while len(finished) < len(request_ids):
                 if not self.engine.has_unfinished_requests():
                     raise JPagedError("Requests were aborted from elsewhere while LLM.generate waited for them.")
-                for output in self.engine.step():
+                outputs = self.engine.step()
+                if interrupt.requested:
+                    raise KeyboardInterrupt
+                for output in outputs:
                     finished[output.request_id] = output
                     tokens_in += len(output.prompt_token_ids)
                     tokens_out += len(output.outputs[0].token_ids)

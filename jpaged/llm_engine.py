@@ -133,8 +133,10 @@ class LLMEngine:
         self._check_alive()
         try:
             return self._outputs.process(self._core.step())
-        except Exception as error:
+        except BaseException as error:
             self._failure = error
+            if not isinstance(error, Exception):
+                raise  # an interrupt in the middle of a step; `LLM.generate` and the commands hold it back
             raise EngineDeadError(f"The engine failed: {type(error).__name__}: {error}") from error
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:

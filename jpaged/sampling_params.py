@@ -56,7 +56,8 @@ class SamplingParams:
         logprobs: return log-probabilities of each sampled token and of this many alternatives, at most 20.
         prompt_logprobs: the same for the tokens of the prompt.
         logit_bias: token id -> value added to its logit, clipped to [-100, 100]; at most 300.
-        allowed_token_ids: only these tokens may be sampled.
+        allowed_token_ids: only these tokens may be sampled; where bad_words and min_tokens leave none of them, they
+            give way.
         bad_words: words that may not be generated.
         detokenize: produce text. Without it only token ids come back, and `stop` cannot be used.
         skip_special_tokens: leave special tokens out of the text.
@@ -205,7 +206,8 @@ def _integer(name: str, value: object) -> int:
 
 def _within(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise InvalidParameterError(f"{name} must be in [{low:g}, {high:g}], got {value:g}.")
+        bounds = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+        raise InvalidParameterError(f"{name} must be {bounds}, got {value:g}.")
 
 
 def _strings(name: str, values: object) -> tuple[str, ...]:
@@ -216,6 +218,8 @@ def _strings(name: str, values: object) -> tuple[str, ...]:
     for value in values:
         if not isinstance(value, str) or not value:
             raise InvalidParameterError(f"{name} must hold non-empty strings, got {value!r}.")
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            raise InvalidParameterError(f"{name} holds a lone surrogate, which is no text: {value!r}.")
     return tuple(values)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import jpaged
 from jpaged.cli import BENCHMARKS, main
-from jpaged.cli.terminal import Interruptible
+from jpaged.interrupt import Interruptible
 from jpaged.sampling_params import SamplingParams
 from tests import fake_llm
 
@@ -70,7 +70,7 @@ class TestTheCommandItself:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (["--temperature", "-1"], "temperature must be in"),
+            (["--temperature", "-1"], "temperature must be at least 0"),
             (["--max-tokens", "0"], "max_tokens must be at least 1"),
             (["--min-tokens", "9", "--max-tokens", "3"], "min_tokens=9 is above max_tokens=3"),
             (["--block-size", "24"], "block_size must be a power of two"),
@@ -395,3 +395,13 @@ class TestChatAtATerminal:
         terminal = Terminal("generate", report=tmp_path / "seen")
         terminal.wait_for("No prompt: write `jpaged generate")
         assert terminal.exit_code() == 2
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+@pytest.mark.parametrize("command", ["generate", "generate hello --max-tokens 3", "chat"])
+def test_a_closed_standard_stream_is_no_defect(command, closed):
+    run = subprocess.run(
+        f"{sys.executable} -m tests.fake_llm {command} {closed}", shell=True, capture_output=True, text=True, timeout=60
+    )
+    assert "defect" not in run.stdout + run.stderr
+    assert "Traceback" not in run.stdout + run.stderr

@@ -1,5 +1,9 @@
 """The Python API on a tiny random model: what a user may pass, what comes back, and what is refused."""
 
+import os
+import signal
+import threading
+import time
 from dataclasses import replace
 
 import jax.monitoring
@@ -139,6 +143,11 @@ def test_equal_engines_give_unseeded_requests_equal_tokens_and_other_seeds_other
     assert run(1) != run(2)
 
 
+def test_allowed_tokens_stand_where_other_constraints_leave_none(llm):
+    params = SamplingParams(temperature=0, allowed_token_ids=[9], stop_token_ids=[9], min_tokens=4, max_tokens=8)
+    assert tokens_of(llm.generate([[3]], params, use_tqdm=False)) == [[9] * 5]
+
+
 def test_logprobs_are_of_the_model_and_in_order(llm):
     prompt = prompts_of(1, seed=2)[0]
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
@@ -222,6 +231,25 @@ def test_nothing_compiles_after_warm_up(llm):
     assert len(_compiled) == before
     jax.jit(lambda x: x * 3 + before)(np.float32(1))  # the counter counts
     assert len(_compiled) > before
+
+
+def generate_for_ever(llm, prompts):
+    while True:
+        llm.generate(prompts, replace(GREEDY, max_tokens=60), use_tqdm=False)
+        time.sleep(0)
+
+
+def test_an_interrupt_in_the_middle_leaves_the_llm_usable(llm):
+    prompts = prompts_of(8, seed=8)
+    expected = tokens_of(llm.generate(prompts, replace(GREEDY, max_tokens=60), use_tqdm=False))
+    for delay_s in (0.02, 0.03, 0.05, 0.08):
+        timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            generate_for_ever(llm, prompts)
+        timer.join()
+        assert_idle(llm)
+        assert tokens_of(llm.generate(prompts, replace(GREEDY, max_tokens=60), use_tqdm=False)) == expected
 
 
 def test_a_second_round_hits_the_prefix_cache_until_it_is_reset(llm):
@@ -314,6 +342,7 @@ def test_parameters_that_do_not_fit_the_model_are_refused_by_name(llm, params, s
         ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "at most 300"),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
         ({"bad_words": "word"}, "bad_words"),
+        ({"bad_words": ["\ud800"]}, "bad_words holds a lone surrogate"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"output_kind": 9}, "output_kind"),
         ({"n": 0}, "n must be"),
@@ -336,6 +365,12 @@ def test_several_samples_a_prompt_are_refused_as_not_supported_yet():
         ({"num_gpu_blocks_override": 16}, OutOfMemoryError, "max_model_len=128 does not fit"),
         ({"max_model_len": 0}, InvalidParameterError, "max_model_len"),
         ({"block_size": 3}, InvalidParameterError, "block_size"),
+        ({"num_gpu_blocks_override": 10**12}, InvalidParameterError, "num_gpu_blocks_override must be at most"),
+        ({"max_num_batched_tokens": 10**12}, InvalidParameterError, "max_num_batched_tokens must be at most"),
+        ({"max_num_seqs": 10**7}, InvalidParameterError, "max_num_seqs must be at most"),
+        ({"pipeline_depth": 10**9}, InvalidParameterError, "pipeline_depth must be at most"),
+        ({"seed": 2**64}, InvalidParameterError, "seed must be at most"),
+        ({"model": "x" * 5000}, ModelNotFoundError, "cannot be a path"),
         ({"gpu_memory_utilization": 1.5}, InvalidParameterError, "gpu_memory_utilization"),
         ({"dtype": "int8"}, InvalidParameterError, "dtype"),
         ({"load_format": "pt"}, InvalidParameterError, "load_format"),

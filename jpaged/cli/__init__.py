@@ -29,6 +29,7 @@ BENCHMARKS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line (`sys.argv` by default) and returns its exit code."""
+    _replace_closed_streams()
     try:
         args = _parser().parse_args(argv)
     except SystemExit as exit_:  # argparse's way to end: --help, --version, or a wrong command line
@@ -59,6 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         _complain(f"{type(error).__name__}: {_one_line(error)} (this is a defect in jpaged; --debug shows where)")
         return EXIT_FAILED
+
+
+def _replace_closed_streams() -> None:
+    """Python leaves None where a standard stream was closed before it started."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  # for the life of the process
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _parser() -> argparse.ArgumentParser:

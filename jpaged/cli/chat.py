@@ -14,8 +14,9 @@ from jpaged.cli.options import (
     given_sampling,
     sampling_params,
 )
-from jpaged.cli.terminal import Interruptible, Screen
+from jpaged.cli.terminal import Screen
 from jpaged.errors import InvalidPromptError
+from jpaged.interrupt import Interruptible
 from jpaged.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from jpaged.cli.options import (
     add_model_options,
@@ -15,8 +15,9 @@ from jpaged.cli.options import (
     given_sampling,
     sampling_params,
 )
-from jpaged.cli.terminal import Interruptible, Screen
+from jpaged.cli.terminal import Screen
 from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError
+from jpaged.interrupt import Interruptible
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import RequestOutputKind
 
@@ -170,7 +171,7 @@ def _write_result(
                 "num_prompt_tokens": len(result.prompt_token_ids),
                 "num_output_tokens": len(completion.token_ids),
             }
-        screen.write(json.dumps(fields, ensure_ascii=False) + "\n")
+        screen.write(json.dumps(fields, ensure_ascii=not _speaks_unicode(sys.stdout)) + "\n")
         return
     if not is_first:
         screen.write("\n")
@@ -179,3 +180,8 @@ def _write_result(
     else:
         screen.write(result.outputs[0].text)
     screen.end_line()
+
+
+def _speaks_unicode(stream: TextIO) -> bool:
+    """Whether every character can be written; what cannot goes into JSON as an escape."""
+    return (getattr(stream, "encoding", None) or "").lower().replace("-", "").startswith("utf")

@@ -1,11 +1,8 @@
-"""What commands write, and how they are interrupted."""
+"""What commands write."""
 
 import os
-import signal
 import sys
-import threading
-from types import FrameType, TracebackType
-from typing import Self, TextIO
+from typing import TextIO
 
 _CONTROLS = {c: None for c in [*range(0x20), *range(0x7F, 0xA0)] if c not in (0x09, 0x0A)}
 
@@ -53,31 +50,6 @@ class Screen:
     def input_prompt(self, text: str) -> str:
         """For `input`: readline must be told which characters take no room."""
         return f"\x01\x1b[1;36m\x02{text}\x01\x1b[0m\x02" if self._coloured else text
-
-
-class Interruptible:
-    """Turns the first Ctrl-C into a flag, so that no engine step is broken off half-way; the second one raises.
-
-    with Interruptible() as interrupt:
-        while not interrupt.requested: ...
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._previous)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -33,7 +33,7 @@ class GenerationConfig:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return cls()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); fetch it anew, or delete it.") from error
         if not isinstance(config, dict):
             raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}; fetch it anew.")

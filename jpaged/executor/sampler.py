@@ -143,7 +143,7 @@ def sample(
     num_logprobs: static; alternatives returned by FULL.
 
     Rows with a temperature below GREEDY_TEMPERATURE get the most likely token, the lowest id on ties. A row whose
-    tokens are all masked gets token 0.
+    tokens all have a logit of minus infinity gets token 0.
     """
     if variant == SamplingVariant.GREEDY:
         return SampleOutput(_most_likely(logits), None)
@@ -184,7 +184,7 @@ def process_logits(
     words = jnp.where(extras[:, None], full.allowed[slots], np.uint32(0xFFFFFFFF))
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     allowed = bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0
-    logits = jnp.where(allowed, logits, -_INF)
+    allowed_only = jnp.where(allowed, logits, -_INF)
 
     # Bad words, stop tokens before min_len and logit_bias all add to single logits, and minus infinity absorbs what is
     # added to it, so one scatter does for the three of them whatever the order in which it adds.
@@ -204,7 +204,9 @@ def process_logits(
     addends = jnp.concatenate([masks, full.bias_values[slots]], axis=1)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     ids = jnp.where(ids < 0, vocab_size, ids)  # a negative index would count from the end instead of being dropped
-    logits = logits.at[rows, ids].add(addends, mode="drop")
+    logits = allowed_only.at[rows, ids].add(addends, mode="drop")
+    # Where nothing is left, allowed_token_ids stand and what contradicts them gives way.
+    logits = jnp.where(jnp.any(logits > -_INF, axis=1, keepdims=True), logits, allowed_only)
 
     def of_row(values: jax.Array, neutral: float) -> jax.Array:
         return jnp.where(extras, values[slots], neutral)[:, None]

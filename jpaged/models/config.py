@@ -149,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} does not exist; a checkpoint directory in the Hugging Face layout must have it."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download or write it again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}.")

@@ -23,10 +23,14 @@ def resolve(model: str | Path, revision: str | None = None, load_format: str = "
     if not str(model):
         raise InvalidParameterError("model must be a directory or a hub id, got an empty string.")
     path = Path(model).expanduser()
-    if path.is_dir():
-        return path
     name = str(model)
-    if path.exists():
+    try:
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"{name[:80]}... cannot be a path ({error}); give a directory or a hub id.") from error
+    if is_directory:
+        return path
+    if exists:
         raise ModelNotFoundError(f"{name} is a file; give the directory that holds config.json.")
     if isinstance(model, Path) or name.startswith(("/", "~", ".")) or name.count("/") > 1 or "\\" in name:
         raise ModelNotFoundError(f"{name} does not exist; give a directory that holds config.json, or a hub id.")

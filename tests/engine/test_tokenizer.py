@@ -240,7 +240,7 @@ class TestGenerationConfig:
         [
             ("{", "cannot be read"),
             ("[1]", "must hold a JSON object"),
-            ({"temperature": -1}, "temperature must be in"),
+            ({"temperature": -1}, "temperature must be at least 0"),
             ({"top_p": "high"}, "top_p must be a finite number"),
             ({"eos_token_id": ["x"]}, "eos_token_id must be"),
         ],

@@ -482,11 +482,11 @@ def test_repetition_penalties_beyond_float32_make_no_nan(penalty):
     assert not np.isnan(process_logits(logits, np.array([0]), np.array([9]), slots.state, slots.full)).any()
 
 
-def test_a_request_whose_every_token_is_masked_still_gets_a_valid_one():
+def test_where_other_constraints_leave_no_token_the_allowed_ones_stand():
     slots = Slots().start(SamplingParams(allowed_token_ids=[7], bad_words=["x"]), 0, bad_words=[[7]])
     slots.start(SamplingParams(allowed_token_ids=[3], min_tokens=4, temperature=0.0), 1, stops=[3])
     output = slots.sample(np.stack([request_logits()] * 2), [0, 1], [0, 0])
-    assert output.token_ids.tolist() == [0, 0]
+    assert output.token_ids.tolist() == [7, 3]
     assert np.isfinite(output.logprobs.token_logprobs).all()
 
 
