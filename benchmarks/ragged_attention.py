@@ -31,7 +31,7 @@ class Case:
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
-    bar: float | None = None  # TFLOP/s
+    aim: float | None = None  # TFLOP/s
 
     @property
     def flops(self) -> float:
@@ -48,12 +48,12 @@ class Case:
 
 
 CASES = {
-    "prefill_1x16384": Case(((16384, 16384),), bar=600),
-    "prefill_4x4096": Case(((4096, 4096),) * 4, bar=520),
-    "prefill_16x1024": Case(((1024, 1024),) * 16, bar=390),
-    "chunk_2048_on_14336": Case(((2048, 16384),), bar=600),
-    "prefill_1x8192_d64": Case(((8192, 8192),), head_dim=64, bar=450),
-    "prefill_1x8192_d256": Case(((8192, 8192),), heads=16, kv_heads=4, head_dim=256, bar=620),
+    "prefill_1x16384": Case(((16384, 16384),), aim=600),
+    "prefill_4x4096": Case(((4096, 4096),) * 4, aim=520),
+    "prefill_16x1024": Case(((1024, 1024),) * 16, aim=390),
+    "chunk_2048_on_14336": Case(((2048, 16384),), aim=600),
+    "prefill_1x8192_d64": Case(((8192, 8192),), head_dim=64, aim=450),
+    "prefill_1x8192_d256": Case(((8192, 8192),), heads=16, kv_heads=4, head_dim=256, aim=620),
     "prefill_1x16384_block128": Case(((16384, 16384),), block_size=128),
     "decode_128x2048": Case(((1, 2048),) * 128),
     "chunk_1x2048": Case(((2048, 2048),)),
@@ -187,7 +187,7 @@ def main() -> None:
         data = build(case, copies)
         cudnn = None if args.no_cudnn else time_cudnn(case, copies)
         for text in args.tilings.split(";"):
-            result = {"case": name, "tiling": text, "bar": case.bar}
+            result = {"case": name, "tiling": text, "aim": case.aim}
             try:
                 tiling = parse_tiling(text)
                 if not args.no_check and case.flops < 1e12:

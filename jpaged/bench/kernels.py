@@ -32,11 +32,12 @@ _PROGRAM_S = 4e-3  # aimed length of one program, far above its dispatch
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. `work` is bytes or floating-point operations a call, as `unit` says."""
+    """One row of the table. `work` is bytes or floating-point operations a call, as `unit` says; `aim` is what
+    FlashAttention 3 on an H200, or the card itself, makes one expect."""
 
     name: str
     unit: str  # GB/s, TFLOP/s or us
-    bar: float | None
+    aim: float | None
     build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], int, float]]
     """Makes (a jitted program, its arguments, calls in it, bytes or operations of one call)."""
 
@@ -182,7 +183,7 @@ def _cudnn_case(batch: int, length: int, s: Setting) -> tuple[Callable[..., Any]
 
 
 def cases(backend: str | None) -> Iterator[Case]:
-    """Every case; those of the card itself have no bar."""
+    """Every case; those of the card itself have no aim."""
     yield Case("card: read", "GB/s", None, _read_case)
     yield Case("card: copy", "GB/s", None, _card_copy_case)
     yield Case("card: 8192^3 bf16 product", "TFLOP/s", None, _matmul_case)
@@ -191,10 +192,10 @@ def cases(backend: str | None) -> Iterator[Case]:
         return np.full(batch, length, np.int64)
 
     def decode(
-        name: str, unit: str, bar: float, lens: np.ndarray, setting: Setting | None = None, **options: Any
+        name: str, unit: str, aim: float, lens: np.ndarray, setting: Setting | None = None, **options: Any
     ) -> Case:
         build = partial(attention_case, lens, None, setting or Setting(), backend, **options)
-        return Case("decode " + name, unit, bar, build)
+        return Case("decode " + name, unit, aim, build)
 
     ragged = np.random.default_rng(5).integers(2048, 4097, 64)
     yield decode("64 x 4,096", "GB/s", 4300, same(64, 4096))
@@ -210,12 +211,12 @@ def cases(backend: str | None) -> Iterator[Case]:
     yield decode("64 x 4,096 D 64", "GB/s", 3900, same(64, 4096), Setting(head_dim=64))
     yield decode("64 x 4,096 D 256 (16/4)", "GB/s", 4240, same(64, 4096), Setting(16, 4, 256))
 
-    def prefill(name: str, bar: float | None, lens: np.ndarray, queries: np.ndarray, s: Setting | None = None) -> Case:
-        return Case(name, "TFLOP/s", bar, partial(attention_case, lens, queries, s or Setting(), backend))
+    def prefill(name: str, aim: float | None, lens: np.ndarray, queries: np.ndarray, s: Setting | None = None) -> Case:
+        return Case(name, "TFLOP/s", aim, partial(attention_case, lens, queries, s or Setting(), backend))
 
-    for batch, length, bar in ((1, 16384, 600), (4, 4096, 520), (16, 1024, 390)):
+    for batch, length, aim in ((1, 16384, 600), (4, 4096, 520), (16, 1024, 390)):
         name = f"prefill {batch} x {length:,}"
-        yield prefill(name, bar, same(batch, length), same(batch, length))
+        yield prefill(name, aim, same(batch, length), same(batch, length))
         yield Case(f"cuDNN {name}", "TFLOP/s", None, partial(_cudnn_case, batch, length, Setting()))
     yield prefill("chunk of 2,048 on a 14,336 prefix", 600, same(1, 16384), same(1, 2048))
     yield prefill("prefill 1 x 8,192 D 64", 450, same(1, 8192), same(1, 8192), Setting(head_dim=64))
@@ -275,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     rows: list[dict[str, Any]] = []
     print(f"{device.device_kind}, JAX {jax.__version__}, {options.backend or 'default'} backend")
-    print(f"{'case':44s} {'median':>10s} {'spread':>7s} {'unit':8s} {'us':>9s}  bar")
+    print(f"{'case':44s} {'median':>10s} {'spread':>7s} {'unit':8s} {'us':>9s}  aim")
     for case in cases(options.backend):
         if options.only not in case.name:
             continue
@@ -288,9 +289,9 @@ def main(argv: list[str] | None = None) -> int:
         median = statistics.median(seconds)
         value = {"us": median * 1e6, "GB/s": work / median / 1e9, "TFLOP/s": work / median / 1e12}[case.unit]
         spread = (max(seconds) - min(seconds)) / median
-        bar = "" if case.bar is None else f"{case.bar:g}"
+        aim = "" if case.aim is None else f"{case.aim:g}"
         print(
-            f"{case.name:44s} {value:10,.1f} {spread:6.1%} {case.unit:8s} {median * 1e6:9.2f}  {bar}",
+            f"{case.name:44s} {value:10,.1f} {spread:6.1%} {case.unit:8s} {median * 1e6:9.2f}  {aim}",
             flush=True,
         )
         rows.append(
@@ -298,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
                 "case": case.name,
                 "value": value,
                 "unit": case.unit,
-                "bar": case.bar,
+                "aim": case.aim,
                 "median_us": median * 1e6,
                 "spread": spread,
                 "all_us": [s * 1e6 for s in seconds],
