@@ -181,8 +181,8 @@ _FREE_TO_DIFFER = {
 
 
 def _same_start(args: EngineArgs, startup: Startup) -> Startup:
-    for name in set(EngineArgs.__dataclass_fields__) - _FREE_TO_DIFFER:
-        if getattr(args, name) != getattr(startup.args, name):
+    for name in EngineArgs.__dataclass_fields__:
+        if name not in _FREE_TO_DIFFER and getattr(args, name) != getattr(startup.args, name):
             raise InvalidParameterError(
                 f"{name}={getattr(args, name)!r} differs from the {getattr(startup.args, name)!r} that the runner was "
                 f"started with; start a new one."

@@ -128,7 +128,7 @@ class Compiler:
         return compiled
 
     def submit_update(self) -> None:
-        packed = _int32(programs.update_layout(self._config).size)
+        packed = _int32(programs.update_layout().size)
         self._submit(
             ("update",), partial(programs.update_step, self._config), self._state, self._sampling, packed, donate=(0, 1)
         )

@@ -76,7 +76,7 @@ def mixed_layout(config: ExecutorConfig, tokens: int) -> PackedLayout:
     )
 
 
-def update_layout(config: ExecutorConfig) -> PackedLayout:
+def update_layout() -> PackedLayout:
     return PackedLayout(
         ends=(STARTS_PER_UPDATE,),
         slots=(STARTS_PER_UPDATE,),
@@ -236,7 +236,7 @@ def update_step(
     config: ExecutorConfig, state: SlotState, sampling: sampler.SamplingState, packed: Int[Array, " n"]
 ) -> tuple[SlotState, sampler.SamplingState]:
     """Applies ends, then starts, then block-table entries."""
-    host = update_layout(config).unpack(packed)
+    host = update_layout().unpack(packed)
     state = end_slots(state, host["ends"])
     state = start_slots(state, host["slots"], host["num_computed_tokens"], config.null_slot)
     state = state._replace(block_tables=append_blocks(state.block_tables, host["table_updates"]))

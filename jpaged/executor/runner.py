@@ -147,7 +147,7 @@ class Runner:
 
     def _update(self, ends: np.ndarray, starts: Sequence[SlotStart], entries: np.ndarray) -> None:
         null = self._config.null_slot
-        buffer, host = programs.update_layout(self._config).new(
+        buffer, host = programs.update_layout().new(
             ends=null, slots=null, num_computed_tokens=0, records=0, table_updates=0
         )
         host["ends"][: len(ends)] = ends
