@@ -1,7 +1,8 @@
 """`jpaged bench throughput`: output tokens a second of a whole offline run, prefill included.
 
 A warm-up run of the same shape comes first; the prefix cache is emptied before each timed run. Reported is the median
-of the runs, and their least and most.
+of the runs, and their least and most. Workloads come by name (`--workload`, those of the README's table) or are put
+together from the other options.
 """
 
 import argparse
@@ -10,9 +11,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import jax
+
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
-from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
+from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, make_requests
 from jpaged.llm import LLM
 from jpaged.sampling_params import SamplingParams
 
@@ -23,11 +26,14 @@ def parser() -> argparse.ArgumentParser:
         prog="jpaged bench throughput",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: jpaged bench throughput --model qwen3-0.6b --load-format dummy --dataset sharegpt-like",
+        epilog="example: jpaged bench throughput --model qwen3-0.6b --load-format dummy --workload sharegpt",
     )
     result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {names}")
     result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"))
     result.add_argument("--dtype", default="auto")
+    result.add_argument(
+        "--workload", action="append", choices=(*WORKLOADS, "all"), help="may be repeated; sets all that follows"
+    )
     result.add_argument("--dataset", action="append", choices=DATASETS, help="may be repeated; random by default")
     result.add_argument("--num-prompts", type=int, default=256)
     result.add_argument("--input-len", type=int, default=512, help="tokens, for random and shared-prefix")
@@ -43,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--pipeline-depth", type=int, default=2)
     result.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
+    result.add_argument("--profile", type=Path, help="also run each workload once under JAX's profiler, written here")
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result
@@ -68,30 +75,51 @@ def main(argv: list[str] | None = None) -> int:
     startup_s = time.perf_counter() - begun
     vocab_size = llm.engine.startup.model.config.vocab_size
     figures = []
-    for dataset in args.dataset or ["random"]:
+    for name, workload in _workloads(args).items():
         requests = make_requests(
-            dataset,
-            args.num_prompts,
+            workload.dataset,
+            workload.num_prompts,
             vocab_size,
-            input_len=args.input_len,
-            output_len=args.output_len,
-            prefix_len=args.prefix_len,
+            input_len=workload.input_len,
+            output_len=workload.output_len,
+            prefix_len=workload.prefix_len,
             seed=args.seed,
         )
-        figures.append({"dataset": dataset, **measure(llm, requests, args)})
+        figures.append({"name": name, "workload": asdict(workload), **measure(llm, requests, workload, args.runs)})
         print(_row(figures[-1]), flush=True)
+        if args.profile:
+            with jax.profiler.trace(str(args.profile / name)):
+                measure(llm, requests, workload, runs=0)
     if args.json:
         startup = {"startup_s": startup_s, "startup_phases_s": llm.engine.startup.seconds}
         write_report(args.json, "throughput", vars(args) | startup, figures)
     return 0
 
 
-def measure(llm: LLM, requests: list[BenchRequest], args: argparse.Namespace) -> dict:
-    """Runs the requests `args.runs` times after a warm-up; checks that every one got its exact length."""
+def _workloads(args: argparse.Namespace) -> dict[str, Workload]:
+    """By name: those asked for, or one a dataset from the options."""
+    if args.workload:
+        return {name: WORKLOADS[name] for name in (WORKLOADS if "all" in args.workload else args.workload)}
+    return {
+        dataset: Workload(
+            dataset,
+            args.num_prompts,
+            args.input_len,
+            args.output_len,
+            args.prefix_len,
+            args.temperature,
+            args.top_p,
+        )
+        for dataset in args.dataset or ["random"]
+    }
+
+
+def measure(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: int) -> dict:
+    """Runs the requests `runs` times after a warm-up; checks that every one got its exact length."""
     params = [
         SamplingParams(
-            temperature=args.temperature,
-            top_p=args.top_p,
+            temperature=workload.temperature,
+            top_p=workload.top_p,
             max_tokens=request.output_len,
             ignore_eos=True,
             detokenize=False,
@@ -100,7 +128,7 @@ def measure(llm: LLM, requests: list[BenchRequest], args: argparse.Namespace) ->
     ]
     prompts = [request.prompt_token_ids for request in requests]
     seconds = []
-    for run in range(args.runs + 1):
+    for run in range(runs + 1):
         llm.reset_prefix_cache()
         begun = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -116,7 +144,7 @@ def measure(llm: LLM, requests: list[BenchRequest], args: argparse.Namespace) ->
         "input_tokens": sum(map(len, prompts)),
         "output_tokens": generated,
         "seconds": seconds,
-        "output_tokens_per_s": generated / statistics.median(seconds),
+        "output_tokens_per_s": generated / statistics.median(seconds) if seconds else None,
         "metrics": asdict(llm.get_metrics()),
     }
 
@@ -124,7 +152,7 @@ def measure(llm: LLM, requests: list[BenchRequest], args: argparse.Namespace) ->
 def _row(figure: dict) -> str:
     least, most = min(figure["seconds"]), max(figure["seconds"])
     return (
-        f"{figure['dataset']}: {figure['num_prompts']} requests, {figure['input_tokens']:,} tokens in, "
+        f"{figure['name']}: {figure['num_prompts']} requests, {figure['input_tokens']:,} tokens in, "
         f"{figure['output_tokens']:,} out: {figure['output_tokens_per_s']:,.0f} output tokens/s "
         f"({least:.3f} to {most:.3f} s a run)"
     )

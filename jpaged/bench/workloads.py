@@ -37,6 +37,34 @@ TRACES = {
 DATASETS = ("random", "shared-prefix", *TRACES)
 
 
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What `make_requests` draws, and how it is sampled. Lengths in tokens."""
+
+    dataset: str
+    num_prompts: int
+    input_len: int = 512
+    output_len: int = 256
+    prefix_len: int = 2048
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+WORKLOADS = {
+    "single": Workload("random", 1, 32, 256),
+    "batch-32": Workload("random", 32, 512, 256),
+    "batch-256": Workload("random", 256, 512, 256),
+    "sharegpt": Workload("sharegpt-like", 1000),
+    "sharegpt-sampled": Workload("sharegpt-like", 1000, temperature=1.0, top_p=0.95),
+    "alpaca": Workload("alpaca-like", 2000),
+    "long-input": Workload("random", 512, 1024, 128),
+    "shared-prefix": Workload("shared-prefix", 512, 64, 64),
+    "prefill-16k": Workload("random", 1, 16_000, 1),
+    "decode-16k": Workload("random", 8, 16_000, 256),
+}
+"""The workloads of the README's table, by the name that `jpaged bench throughput --workload` takes."""
+
+
 def make_requests(
     dataset: str,
     num_prompts: int,

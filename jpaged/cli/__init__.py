@@ -23,6 +23,7 @@ BENCHMARKS = {
     "scheduler": "host time of a decode step with many sequences and no device",
     "kernels": "attention and cache kernels against the device's bandwidth",
     "throughput": "tokens/s of a whole model, offline",
+    "steps": "a decode step: its time, its floor, its kernels",
 }
 """Each is `jpaged.bench.<name>.main(argv)`, with arguments of its own."""
 

@@ -1,0 +1,161 @@
+"""`jpaged bench steps`: what a decode step costs at several batch sizes, and which kernels it goes to.
+
+Each batch size gets that many requests of one context length; once all of them decode, steps are timed through the
+whole engine (scheduler, dispatch, reading tokens), and then recorded by JAX's profiler. Beside the time stands the
+floor: the bytes a step must read (weights and the KV cache of its tokens) over the card's read bandwidth.
+
+    wall     time of a step, by the clock, steps following one another as they do when serving
+    busy     time in which the device ran a kernel, of a step recorded by the profiler
+    kernels  the busy time by kernel, largest first
+
+While it records, the profiler makes XLA launch kernel by kernel instead of as CUDA graphs, so `wall` comes from
+steps that it does not see.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.bench.models import CONFIGS, model_directory
+from jpaged.bench.report import write_report
+from jpaged.config import EngineArgs
+from jpaged.llm_engine import LLMEngine
+from jpaged.sampling_params import SamplingParams
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="jpaged bench steps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: jpaged bench steps --model qwen3-0.6b --load-format dummy --batch 1 --batch 256",
+    )
+    names = ", ".join(CONFIGS)
+    result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {names}")
+    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"))
+    result.add_argument("--batch", action="append", type=int, help="sequences; may be repeated (1, 32, 256, 1000)")
+    result.add_argument("--context", type=int, default=512, help="tokens of each sequence when timing begins")
+    result.add_argument("--steps", type=int, default=64, help="steps timed, and as many recorded")
+    result.add_argument("--temperature", type=float, default=0.0)
+    result.add_argument("--top-p", type=float, default=1.0)
+    result.add_argument("--block-size", type=int, default=16)
+    result.add_argument("--max-model-len", type=int, default=None)
+    result.add_argument("--pipeline-depth", type=int, default=2)
+    result.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
+    result.add_argument("--read-gb-per-s", type=float, default=4424.0, help="the card's bandwidth, for the floor")
+    result.add_argument("--top", type=int, default=12, help="kernels to print")
+    result.add_argument("--trace", type=Path, help="keep the profiler's trace here (it opens in Perfetto)")
+    result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    engine = LLMEngine(
+        EngineArgs(
+            model=model_directory(args.model),
+            load_format=args.load_format,
+            block_size=args.block_size,
+            max_model_len=args.max_model_len,
+            pipeline_depth=args.pipeline_depth,
+            kernel_backend=args.kernel_backend,
+            skip_tokenizer_init=True,
+        )
+    )
+    figures = []
+    for batch in args.batch or [1, 32, 256, 1000]:
+        figure = measure(engine, batch, args)
+        figures.append(figure)
+        print(
+            f"batch {batch}, context {args.context}: {figure['wall_ms']:.3f} ms a step "
+            f"({figure['wall_least_ms']:.3f} to {figure['wall_most_ms']:.3f}), floor {figure['floor_ms']:.3f}; "
+            f"busy {figure['busy_ms']:.3f} in {figure['launches']:.0f} kernels"
+        )
+        for kernel in figure["kernels"][: args.top]:
+            print(f"    {kernel['ms']:8.4f} ms {kernel['count']:7.1f} x  {kernel['name'][:100]}", flush=True)
+    if args.json:
+        write_report(args.json, "steps", vars(args), figures)
+    return 0
+
+
+def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Wall time of steps, in groups of eight so that the pipeline's rhythm evens out, and the kernels of as many."""
+    group, tail = 8, 8
+    output_len = 3 * args.steps + tail + 16
+    rng = np.random.default_rng(batch)
+    vocab_size = engine.startup.model.config.vocab_size
+    params = SamplingParams(
+        temperature=args.temperature, top_p=args.top_p, max_tokens=output_len, ignore_eos=True, detokenize=False
+    )
+    engine.reset_prefix_cache()
+    for i in range(batch):
+        prompt = rng.integers(0, vocab_size, args.context).tolist()
+        engine.add_request(f"{batch}-{i}", {"prompt_token_ids": prompt}, params)
+    before = engine.get_metrics().generated_tokens
+    while engine.get_metrics().generated_tokens < before + batch:
+        engine.step()
+    for _ in range(args.steps // 2):
+        engine.step()
+    groups = []
+    for _ in range(args.steps // group):
+        begun = time.perf_counter()
+        for _ in range(group):
+            engine.step()
+        groups.append(1e3 * (time.perf_counter() - begun) / group)
+    trace = args.trace / f"batch-{batch}" if args.trace else Path(tempfile.mkdtemp(prefix="jpaged-trace-"))
+    with jax.profiler.trace(str(trace)):
+        for _ in range(args.steps // 2):
+            engine.step()
+    kernels = kernel_times(trace)
+    steps = args.steps // 2
+    while engine.has_unfinished_requests():
+        engine.step()
+    table = sorted(
+        ({"name": name, "ms": ms / steps, "count": count / steps} for name, (ms, count) in kernels.items()),
+        key=lambda kernel: -kernel["ms"],
+    )
+    return {
+        "batch": batch,
+        "context": args.context,
+        "wall_ms": statistics.median(groups),
+        "wall_least_ms": min(groups),
+        "wall_most_ms": max(groups),
+        "floor_ms": 1e3 * step_bytes(engine, batch, args.context) / (args.read_gb_per_s * 1e9),
+        "busy_ms": sum(kernel["ms"] for kernel in table),
+        "launches": sum(kernel["count"] for kernel in table),
+        "kernels": table,
+    }
+
+
+def step_bytes(engine: LLMEngine, batch: int, context: int) -> int:
+    """Bytes a decode step has to read: the weights once (of an untied embedding a row each), and its tokens' K and V."""
+    model = engine.startup.model
+    config, itemsize = model.config, np.dtype(model.dtype).itemsize
+    weights = model.num_parameters
+    if not config.tie_word_embeddings:
+        weights -= config.vocab_size * config.hidden_size
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context
+    return itemsize * (weights + batch * cache)
+
+
+def kernel_times(trace: Path) -> dict[str, tuple[float, int]]:
+    """By kernel: milliseconds on the device in all, and launches. Empty where there is no GPU."""
+    times: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    for file in trace.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    ms, count = times[event.name]
+                    times[event.name] = ms + event.duration_ns / 1e6, count + 1
+    return dict(times)
