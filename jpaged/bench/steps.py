@@ -135,7 +135,7 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
 
 
 def step_bytes(engine: LLMEngine, batch: int, context: int) -> int:
-    """Bytes a decode step has to read: the weights once (of an untied embedding a row each), and its tokens' K and V."""
+    """Bytes that a decode step has to read: the weights once, without an untied embedding, and its tokens' K and V."""
     model = engine.startup.model
     config, itemsize = model.config, np.dtype(model.dtype).itemsize
     weights = model.num_parameters

@@ -11,8 +11,8 @@ heads are small and there is one per bucket and variant. The KV pool, the slot s
 donated to whichever program writes them and live in place for ever.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -89,25 +89,29 @@ def update_layout() -> PackedLayout:
 # --------------------------------------------------------------------------------------------- the step
 
 
+@jax.tree_util.register_dataclass
+@dataclass
 class PagedAttention:
-    """The `attend` that a model body is given: writes K and V into the pool, then attends through block tables.
+    """The `attend` of one layer: writes K and V into the layer's pool, then attends through block tables.
 
-    A trace-time object: it replaces each layer's pool by the written one, and `pools` is the program's output.
+    A call replaces `pool` by the written one. query_starts: int32 [rows + 1] where rows have several queries
+    (`ragged_attention`), None where each has one (`decode_attention`).
     """
 
-    def __init__(
-        self, pools: Pools, mapping: Int[Array, " tokens"], attention: Callable[..., Any], backend: str | None
-    ) -> None:
-        self.pools = list(pools)
-        self._mapping = mapping
-        self._attention = attention
-        self._backend = backend
+    pool: Float[Array, "blocks 2 kv_heads block_size head_dim"]
+    mapping: Int[Array, " tokens"]
+    block_tables: Int[Array, "rows blocks_per_seq"]
+    kv_lens: Int[Array, " rows"]
+    query_starts: Int[Array, " rows+1"] | None
+    backend: str | None = field(metadata={"static": True})
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array, **features: Any) -> Array:
-        pool = self.pools[layer]
-        k, v = k.astype(pool.dtype), v.astype(pool.dtype)
-        self.pools[layer] = write_kv(pool, k, v, self._mapping, backend=self._backend)
-        return self._attention(q, self.pools[layer], backend=self._backend, **features)
+    def __call__(self, q: Array, k: Array, v: Array, **features: Any) -> Any:
+        pool, backend = self.pool, self.backend
+        self.pool = write_kv(pool, k.astype(pool.dtype), v.astype(pool.dtype), self.mapping, backend=backend)
+        paged = (self.pool, self.block_tables, self.kv_lens)
+        if self.query_starts is None:
+            return decode_attention(q, *paged, backend=backend, **features)
+        return ragged_attention(q, *paged, self.query_starts, backend=backend, **features)
 
 
 def decode_step(
@@ -129,12 +133,11 @@ def decode_step(
     tables = block_tables[slots]
     mapping = slot_mapping(tables, jnp.arange(batch), positions, active, config.block_size)
     kv_lens = jnp.where(active, positions + 1, 0)
-    attention = partial(decode_attention, block_tables=tables, kv_lens=kv_lens)
-    attend = PagedAttention(pools, mapping, attention, config.kernel_backend)
+    layers = [PagedAttention(pool, mapping, tables, kv_lens, None, config.kernel_backend) for pool in pools]
 
-    hidden = model.forward(weights, state.last_token[slots], positions, attend)
+    hidden = model.forward(weights, state.last_token[slots], positions, layers)
     state = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)), block_tables=block_tables)
-    return tuple(attend.pools), state, hidden, Rows(slots, jnp.ones((batch,), bool))
+    return tuple(layer.pool for layer in layers), state, hidden, Rows(slots, jnp.ones((batch,), bool))
 
 
 def mixed_step(
@@ -168,18 +171,17 @@ def mixed_step(
     tables = jnp.where(active[:, None], tables, NULL_BLOCK)  # a row that stopped reads what it just wrote there
     kv_lens = computed + query_lens
     query_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-    attention = partial(ragged_attention, block_tables=tables, kv_lens=kv_lens, query_starts=query_starts)
-    attend = PagedAttention(pools, mapping, attention, config.kernel_backend)
+    layers = [PagedAttention(pool, mapping, tables, kv_lens, query_starts, config.kernel_backend) for pool in pools]
 
     is_decode = (kinds & RowKind.DECODE) != 0
     tokens = jnp.where(is_decode[row], state.last_token[slots][row], host["tokens"])
-    hidden = model.forward(weights, tokens, positions, attend)
+    hidden = model.forward(weights, tokens, positions, layers)
     state = state._replace(
         seq_len=state.seq_len.at[slots].add(jnp.where(active, query_lens, 0)), block_tables=block_tables
     )
     last = jnp.maximum(ends - 1, 0)
     samples = ((kinds & RowKind.SAMPLES) != 0) & (query_lens > 0)
-    return tuple(attend.pools), state, hidden[last], Rows(slots, samples), hidden
+    return tuple(layer.pool for layer in layers), state, hidden[last], Rows(slots, samples), hidden
 
 
 def sample_step(

@@ -7,7 +7,6 @@ from jpaged.models.layers import precision_of
 
 
 def dense_causal_attend(
-    layer: int,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

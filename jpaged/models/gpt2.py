@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al. 2019). Its checkpoints keep kernels as [inputs, outputs], and q, k, v in one."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from flax import nnx
 
 from jpaged.models import parts
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import MLP, Attend, Attention, LayerNorm, Normal, logits_of, parameter
+from jpaged.models.layers import MLP, Attend, Attention, LayerNorm, Normal, logits_of, parameter, run_layers
 from jpaged.models.parts import Part
 
 
@@ -41,12 +42,10 @@ class GPT2LMHeadModel(nnx.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else parameter(rngs, Normal(std), (config.vocab_size, hidden), dtype)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any]) -> jax.Array:
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm."""
         x = self.embedding[...][tokens] + self.positions[...][positions]
-        for layer in self.layers:
-            x = layer(x, attend)
-        return self.norm(x)
+        return self.norm(run_layers(self.layers, x, (), attend))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, hidden] -> float32 [R, vocab]."""

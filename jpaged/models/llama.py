@@ -4,6 +4,7 @@ They differ in what `ModelConfig` says (biases, windows, RoPE, norms of queries 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import nnx
 
 from jpaged.models import parts
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import Attend, Attention, GatedMLP, Normal, RMSNorm, logits_of, parameter
+from jpaged.models.layers import Attend, Attention, GatedMLP, Normal, RMSNorm, logits_of, parameter, run_layers
 from jpaged.models.parts import Part
 from jpaged.models.rope import rotate
 
@@ -51,13 +52,11 @@ class LlamaForCausalLM(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, rngs)
         self.lm_head = None if config.tie_word_embeddings else parameter(rngs, Normal(std), table, dtype)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any]) -> jax.Array:
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm."""
         cos, sin = self.rope.table(positions)
         x = self.embedding[...][tokens]
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return self.norm(x)
+        return self.norm(run_layers(self.layers, x, (cos, sin), attend))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, hidden] -> float32 [R, vocab]."""

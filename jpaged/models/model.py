@@ -36,7 +36,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 class CausalLM(Protocol):
     """What every family's module does; see `LlamaForCausalLM`."""
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array: ...
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any]) -> jax.Array: ...
 
     def logits(self, hidden: jax.Array) -> jax.Array: ...
 
@@ -97,11 +97,16 @@ class Model:
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.abstract_weights)
 
     def forward(
-        self, weights: Sequence[jax.Array], tokens: jax.Array, positions: jax.Array, attend: Attend
+        self,
+        weights: Sequence[jax.Array],
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend | list[Any],
     ) -> jax.Array:
         """The model's body.
 
         tokens, positions: int32 [T]; the sequences' tokens flat, in any mixture that `attend` understands.
+        attend: one for all layers, or a list of pytrees, one a layer, which is updated; see `run_layers`.
         Returns hidden states [T, hidden], after the final norm, in the model's type.
         """
         return self.module(weights)(tokens, positions, attend)

@@ -2,6 +2,7 @@
 norms after the residual sums."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from flax import nnx
 
 from jpaged.models import parts
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import MLP, Attend, Attention, LayerNorm, Normal, logits_of, parameter, product
+from jpaged.models.layers import MLP, Attend, Attention, LayerNorm, Normal, logits_of, parameter, product, run_layers
 from jpaged.models.parts import Part
 
 
@@ -50,14 +51,13 @@ class OPTForCausalLM(nnx.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else parameter(rngs, Normal(std), (config.vocab_size, width), dtype)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any]) -> jax.Array:
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm if any."""
         x = self.embedding[...][tokens]
         if self.project_in is not None:
             x = product("tw,wh->th", x, self.project_in)
         x = x + self.positions[...][positions + self.position_offset]
-        for layer in self.layers:
-            x = layer(x, attend)
+        x = run_layers(self.layers, x, (), attend)
         return x if self.norm is None else self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

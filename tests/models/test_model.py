@@ -102,7 +102,7 @@ def test_every_float32_product_asks_for_full_precision(name: str) -> None:
 def test_each_layer_makes_one_product_of_q_k_and_v(name: str) -> None:
     model = build(name, "bfloat16")
     tokens = jnp.arange(4)
-    program = jax.make_jaxpr(lambda w: model.forward(w, tokens, tokens, lambda _, q, k, v, **__: q))
+    program = jax.make_jaxpr(lambda w: model.forward(w, tokens, tokens, lambda q, k, v, **_: q))
     assert len(products(program(model.abstract_weights).jaxpr)) == 4 * model.config.num_layers
 
 
@@ -174,10 +174,10 @@ def test_dense_attention_equals_a_plain_loop(kv_heads: int) -> None:
     slopes = np.float32([0.5, 0.25, 0.1, 0.0])
     segments = np.repeat([0, 1, 2], [12, 1, 6])
     ours = models.dense_causal_attend(
-        0, q, k, v, scale=0.4, sliding_window=5, logit_softcap=2.0, alibi_slopes=slopes, segment_ids=segments
+        q, k, v, scale=0.4, sliding_window=5, logit_softcap=2.0, alibi_slopes=slopes, segment_ids=segments
     )
     theirs = reference_attention(q, k, v, 0.4, 5, 2.0, slopes, segments)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-    plain = models.dense_causal_attend(0, q, k, v, scale=0.4)
+    plain = models.dense_causal_attend(q, k, v, scale=0.4)
     no_limits = reference_attention(q, k, v, 0.4, 99, 1e9, np.zeros(4), np.zeros(19))
     np.testing.assert_allclose(plain, no_limits, rtol=1e-5, atol=1e-5)
