@@ -16,6 +16,7 @@ import jax
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, make_requests
+from jpaged.errors import InvalidParameterError
 from jpaged.llm import LLM
 from jpaged.sampling_params import SamplingParams
 
@@ -57,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.runs < 1:
+        raise InvalidParameterError(f"--runs must be at least 1, got {args.runs}.")
     begun = time.perf_counter()
     llm = LLM(
         model_directory(args.model),

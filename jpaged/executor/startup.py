@@ -1,5 +1,6 @@
 """From a model directory to a runner that is ready: plan memory, load weights and compile side by side, warm up."""
 
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import numpy as np
 from jpaged.config import EngineArgs
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor import sampler
-from jpaged.executor.buckets import geometric_buckets
+from jpaged.executor.buckets import fine_buckets, geometric_buckets
 from jpaged.executor.compilation import Compiler, Key, Program, abstract_pools, enable_persistent_cache
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.memory import MemoryPlan, free_device_memory, plan_memory, reserve_device_memory
@@ -107,6 +108,9 @@ def start(args: EngineArgs, directory: Path) -> Startup:
             sampler.init_state(config.max_num_seqs),
         )
         runner.warm_up()
+    # What start-up made stays until the end. A full collection would visit all of it: 200 ms in the middle of serving.
+    gc.collect()
+    gc.freeze()
     return Startup(args, runner, model, config, memory, len(programs), device.device_kind, seconds)
 
 
@@ -118,12 +122,14 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
             f"lower it."
         )
     on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
-    # A CPU compiles as slowly as it runs, so it gets fewer programs with more padding in each.
-    factor = 4 if on_cpu else 2
     max_num_seqs = args.max_num_seqs or (64 if on_cpu else 1024 if large else 256)
     budget = args.max_num_batched_tokens or (512 if on_cpu else 8192)
-    token_buckets = args.token_buckets or geometric_buckets(min(16, budget), budget, factor)
-    decode_buckets = args.decode_buckets or geometric_buckets(1, max_num_seqs, factor)
+    if on_cpu:  # which compiles as slowly as it runs: few programs with much padding in each
+        token_buckets = args.token_buckets or geometric_buckets(16, budget, 4)
+        decode_buckets = args.decode_buckets or geometric_buckets(1, max_num_seqs, 4)
+    else:
+        token_buckets = args.token_buckets or fine_buckets(32, budget)
+        decode_buckets = args.decode_buckets or fine_buckets(8, max_num_seqs)
     for name, buckets, last, what in (
         ("token_buckets", token_buckets, budget, "max_num_batched_tokens"),
         ("decode_buckets", decode_buckets, max_num_seqs, "max_num_seqs"),
