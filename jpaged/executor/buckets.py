@@ -15,18 +15,18 @@ def geometric_buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int
 
 
 def fine_buckets(smallest: int, largest: int) -> tuple[int, ...]:
-    """`smallest`, doubling to 32, from there in two steps to each doubling and from 128 on in four, to `largest`.
+    """`smallest`, doubling to 64, from there in two steps to each doubling and from 256 on in four, to `largest`.
 
     So where steps are long at most a fifth of one is padding, a tenth on average. Where they are short, padded rows
     cost next to nothing: a product of 8 rows takes as long as one of 1 (of exactly 1, longer: XLA then chooses
-    another kernel).
+    another kernel). Each size costs about a second of a cold start.
     """
     buckets = []
     size = min(smallest, largest)
     while size < largest:
         buckets.append(size)
         power = 2 ** (size.bit_length() - 1)
-        size += power if size < 32 else power // 2 if size < 128 else power // 4
+        size += power if size < 64 else power // 2 if size < 256 else power // 4
     return (*buckets, largest)
 
 

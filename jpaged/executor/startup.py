@@ -128,7 +128,7 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
         token_buckets = args.token_buckets or geometric_buckets(16, budget, 4)
         decode_buckets = args.decode_buckets or geometric_buckets(1, max_num_seqs, 4)
     else:
-        token_buckets = args.token_buckets or fine_buckets(32, budget)
+        token_buckets = args.token_buckets or fine_buckets(64, budget)
         decode_buckets = args.decode_buckets or fine_buckets(8, max_num_seqs)
     for name, buckets, last, what in (
         ("token_buckets", token_buckets, budget, "max_num_batched_tokens"),

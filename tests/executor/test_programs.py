@@ -180,8 +180,8 @@ def test_buckets_end_exactly_at_the_largest_size():
     assert geometric_buckets(1, 64, 4) == (1, 4, 16, 64)
     assert geometric_buckets(16, 100) == (16, 32, 64, 100)
     assert geometric_buckets(16, 8) == (8,)
-    assert fine_buckets(8, 320) == (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320)
-    assert fine_buckets(8, 100) == (8, 16, 32, 48, 64, 96, 100)
+    assert fine_buckets(8, 320) == (8, 16, 32, 64, 96, 128, 192, 256, 320)
+    assert fine_buckets(8, 100) == (8, 16, 32, 64, 96, 100)
     assert fine_buckets(8, 5) == (5,)
     assert bucket_for(16, (16, 32)) == 16
     assert bucket_for(17, (16, 32)) == 32
