@@ -180,7 +180,7 @@ class LLM:
                 for output in outputs:
                     finished[output.request_id] = output
                     tokens_in += len(output.prompt_token_ids)
-                    tokens_out += len(output.outputs[0].token_ids)
+                    tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
                     elapsed = time.perf_counter() - begun
                     bar.update()
                     bar.set_postfix_str(

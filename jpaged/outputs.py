@@ -24,10 +24,11 @@ PositionLogprobs = dict[int, Logprob]
 class CompletionOutput:
     """One generated sequence.
 
-    index: which of the request's sequences.
+    index: which of the request's sequences; with `best_of`, its rank.
     text: the generated text ("" without a tokenizer or with detokenize=False).
     token_ids: the generated tokens, a stop token included.
-    cumulative_logprob: the sum of the tokens' log-probabilities, None unless `logprobs` was asked for.
+    cumulative_logprob: the sum of the tokens' log-probabilities, None unless `logprobs` was asked for or `best_of`
+        ranks by it.
     logprobs: a dict for each token, None unless asked for.
     finish_reason: "stop" (a stop token or string, or the end of sequence), "length", "abort", or None while running.
     stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
@@ -61,6 +62,7 @@ class RequestStateStats:
 class RequestOutput:
     """A request and what it has generated so far.
 
+    outputs: its sequences by index; with output kind DELTA those that have something new.
     prompt_logprobs: for each prompt token a dict of log-probabilities, None for the first; None unless asked for.
     num_cached_tokens: prompt tokens found in the prefix cache.
     """

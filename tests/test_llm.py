@@ -19,7 +19,6 @@ from jpaged.errors import (
     ModelNotFoundError,
     OutOfMemoryError,
     UnsupportedModelError,
-    UnsupportedParameterError,
 )
 from tests.tiny_models import MAX_LENGTH, VOCAB_SIZE, tiny_model, write_tiny_model
 
@@ -346,16 +345,14 @@ def test_parameters_that_do_not_fit_the_model_are_refused_by_name(llm, params, s
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"output_kind": 9}, "output_kind"),
         ({"n": 0}, "n must be"),
+        ({"n": 3, "best_of": 2}, "best_of=2 is below n=3"),
+        ({"best_of": 0}, "best_of=0 is below n=1"),
+        ({"best_of": 1.5}, "best_of must be an integer"),
     ],
 )
 def test_a_sampling_parameter_out_of_range_is_refused_by_name(fields, says):
     with pytest.raises(InvalidParameterError, match=says):
         SamplingParams(**fields)
-
-
-def test_several_samples_a_prompt_are_refused_as_not_supported_yet():
-    with pytest.raises(UnsupportedParameterError, match="n=2"):
-        SamplingParams(n=2)
 
 
 @pytest.mark.parametrize(

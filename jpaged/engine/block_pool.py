@@ -7,10 +7,8 @@
                                         least recently used first
 
 A block is either referenced or on the free list. Freed blocks keep their contents, and their name in the prefix
-cache, until `allocate` hands them out again; until then a prefix hit brings them back (`share`). Reference counts
-and block tables allow any sharing, so these need nothing more from the pool: fork (`share` all blocks of a table),
-copy-on-write (a write to a block with two references allocates another and frees the old one) and swap (`free`
-after the copy to host memory, `allocate` before the copy back).
+cache, until `allocate` hands them out again; until then a prefix hit brings them back (`share`). Which table holds
+which block is the business of `BlockManager`.
 """
 
 from collections.abc import Iterable
@@ -165,6 +163,10 @@ class BlockPool:
         self._ref_counts[backwards] = left
         self._free_list.push(backwards[left == 0])
         self.num_releases += 1
+
+    def unshare(self, block_ids: np.ndarray) -> None:
+        """Drops a reference for each time a block is named here; every one of them keeps at least one."""
+        np.subtract.at(self._ref_counts, block_ids, 1)
 
     def check_integrity(self, tables: Iterable[np.ndarray]) -> None:
         """Compares the counts with the block tables that hold the references: no block lost, none doubly owned.

@@ -73,6 +73,9 @@ class SlotStart:
 class Chunk:
     """Consecutive known tokens of one sequence to compute in this step.
 
+    A chunk without tokens follows the chunk that ends a prompt: its sequence was forked from that one's at this end
+    (its `SlotStart` counts the whole prompt as computed), and samples its own first token after the same last token.
+
     token_ids: int32 [n]; they stand at positions start .. start+n-1.
     samples: the chunk reaches the end of the known tokens, so a new token is sampled after it.
     prompt_logprob_targets: int32 [n], or None when not asked for; the token that follows each of the chunk's
@@ -90,17 +93,24 @@ def _no_rows() -> np.ndarray:
     return np.zeros((0,), np.int32)
 
 
+def _no_pairs() -> np.ndarray:
+    return np.zeros((0, 2), np.int32)
+
+
 def _no_triples() -> np.ndarray:
     return np.zeros((0, 3), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. The executor applies ends, starts and table updates in this order, then runs the rows.
+    """One iteration. The executor applies ends, starts, copies and table updates in this order, then runs the rows.
 
     ends: int32 [e]; slots to deactivate because the host says so (abort, stop string, preemption). A slot the
         device stopped itself needs no entry. A slot may end and start anew in one plan.
-    table_updates: int32 [u, 3]; (slot, index, block id): block-table entries appended to running sequences.
+    copies: int32 [c, 2]; (block, block): the first one's contents go to the second (copy-on-write). No block is both
+        copied from and to.
+    table_updates: int32 [u, 3]; (slot, index, block id): block-table entries that running sequences get at their end,
+        or in place of a shared block.
     decode_slots: int32 [d]; slots that compute their last token and sample the next.
     """
 
@@ -108,6 +118,7 @@ class StepPlan:
     variant: SamplingVariant
     ends: np.ndarray = field(default_factory=_no_rows)
     starts: tuple[SlotStart, ...] = ()
+    copies: np.ndarray = field(default_factory=_no_pairs)
     table_updates: np.ndarray = field(default_factory=_no_triples)
     decode_slots: np.ndarray = field(default_factory=_no_rows)
     chunks: tuple[Chunk, ...] = ()

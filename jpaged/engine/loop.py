@@ -4,7 +4,7 @@
         .add_request(request)            raises what `Scheduler.add` raises; nothing is left behind
         .step() -> [RequestUpdate]       one turn; requests that finished, and tokens of those that report each
         .abort(request_ids) -> [Request] in any state; unknown or finished ids are passed over
-        .finish(request_id, stop_reason) a stop string was found: drop what is in flight for it
+        .finish(request_id, stop_reason, index)  a stop string was found: drop what is in flight for the sequence
         .has_unfinished()                whether `step` has anything left to do
         .stats() .reset_prefix_cache() .check_integrity()
 
@@ -50,12 +50,12 @@ class EngineCore:
         aborted = (self.scheduler.abort(request_id) for request_id in request_ids)
         return [request for request in aborted if request is not None]
 
-    def finish(self, request_id: str, stop_reason: int | str | None) -> Request | None:
-        """Ends a running request whose text reached a stop string; no further update will come for it.
+    def finish(self, request_id: str, stop_reason: int | str | None, index: int = 0) -> Request | None:
+        """Ends a sequence of a request whose text reached a stop string; no further update will come for it.
 
-        Returns: the request, or None if there is none unfinished of this id.
+        Returns: the sequence, or None if there is none unfinished of this id and index.
         """
-        return self.scheduler.finish(request_id, "stop", stop_reason)
+        return self.scheduler.finish(request_id, "stop", stop_reason, index)
 
     def step(self) -> list[RequestUpdate]:
         """Dispatches a step if one can be planned, and reads the oldest once more than `pipeline_depth` are in

@@ -1,10 +1,11 @@
-"""One request and where it stands: waiting -> running (-> preempted -> running)* -> finished."""
+"""One sequence of a request and where it stands: waiting -> running (-> preempted -> running)* -> finished."""
 
 import time
 from collections.abc import Sequence
+from copy import copy
 from enum import IntEnum
 from numbers import Integral
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from jpaged.engine.interface import SamplingVariant
 from jpaged.errors import InvalidParameterError, InvalidPromptError
 from jpaged.outputs import PositionLogprobs, RequestStateStats
 from jpaged.sampling_params import MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.engine.sequence_group import SequenceGroup
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -28,6 +32,9 @@ class RequestStatus(IntEnum):
 class Request:
     """A prompt, how to sample after it, and what has come of it.
 
+    Where several sequences are asked for, the request itself is the first of them, and the scheduler makes `sibling`s
+    of it for the others.
+
     Args:
         request_id: unique among the unfinished requests of an engine.
         prompt_token_ids: at least one token.
@@ -39,15 +46,17 @@ class Request:
         arrival_time: seconds of `time.monotonic()`; None: now.
 
     Attributes, kept by the scheduler:
+        index: which of the request's sequences this is.
+        group: the request's sequences; set by `Scheduler.add`.
         stop_token_ids: tokens that stop it, end-of-sequence tokens included unless ignored.
         max_len: total length in tokens at which it ends; set by `Scheduler.add`.
         output_token_ids: generated tokens. Up to date at every token if `reports_each_token`, otherwise when the
             request finishes.
-        logprobs: by generated token, where asked for; decoded_token is None.
-        prompt_logprobs: by prompt token, None for the first, where asked for; decoded_token is None.
+        logprobs: by generated token, where asked for or needed to rank the sequences; decoded_token is None.
+        prompt_logprobs: by prompt token, None for the first, where asked for, in sequence 0; decoded_token is None.
         finish_reason, stop_reason: as in `CompletionOutput`; None while unfinished.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
-        stats: when things happened to it.
+        stats: when things happened to it; one object for all sequences of a request.
 
     Raises:
         InvalidPromptError: the prompt is empty or holds something other than token ids.
@@ -80,25 +89,41 @@ class Request:
                 f"{MAX_STOP_TOKEN_IDS} are tested. Name fewer."
             )
         self.bad_words_token_ids = tuple(tuple(word) for word in bad_words_token_ids)
-        self.reports_each_token = sampling.output_kind != RequestOutputKind.FINAL_ONLY or bool(sampling.stop)
+        streams = sampling.output_kind != RequestOutputKind.FINAL_ONLY and not sampling.ranks
+        self.reports_each_token = streams or bool(sampling.stop)
         self.variant = _variant_of(sampling)
 
-        self.status = RequestStatus.WAITING
+        self.index = 0
+        self.group: SequenceGroup = None  # type: ignore[assignment]  # there is none before `Scheduler.add`
         self.arrival_number = -1
         self.max_len = 0
         self.seed = 0
-        self.slot = -1
-        self.output_token_ids: list[int] = []
-        self.logprobs: list[PositionLogprobs] | None = None if sampling.logprobs is None else []
+        self.num_cached_tokens = 0
         self.prompt_logprobs: list[PositionLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None]
         )
+        self._begin()
+        self.stats = RequestStateStats(arrival_time=time.monotonic() if arrival_time is None else arrival_time)
+
+    def _begin(self) -> None:
+        """Sets what belongs to this sequence alone to what it is before anything has happened."""
+        self.status = RequestStatus.WAITING
+        self.slot = -1
+        self.output_token_ids: list[int] = []
+        wanted = self.sampling.logprobs is not None or self.sampling.ranks
+        self.logprobs: list[PositionLogprobs] | None = [] if wanted else None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.num_cached_tokens = 0
         self.block_digests: list[bytes] = []
         self.num_registered_blocks = 0
-        self.stats = RequestStateStats(arrival_time=time.monotonic() if arrival_time is None else arrival_time)
+
+    def sibling(self, index: int) -> "Request":
+        """Another sequence after the same prompt, with nothing generated yet."""
+        sibling = copy(self)
+        sibling.index = index
+        sibling.prompt_logprobs = None
+        sibling._begin()
+        return sibling
 
     @property
     def prompt_len(self) -> int:

@@ -11,6 +11,10 @@ chunks. Each step serves, in this order and until the budget is spent:
 A sequence gets the blocks for all its known tokens when it is admitted, so a prompt once begun is never preempted
 for its own blocks; only decode rows ask for more, one block at a time.
 
+A request for several sequences is a group (`sequence_group.py`). It is admitted when there are slots for all of them;
+the first computes the prompt, and in the step that ends it the others are forked and sample beside it. Each of them
+takes one token of that step's budget, as each decodes from the next step on.
+
 Plans run ahead of results. `schedule` may be called again before the results of earlier plans are given to `update`:
 a decoding sequence advances by one token a plan, and only the device knows which. Lengths are known exactly, so no
 row is planned past the greatest length; a stop token shows late, and what was planned past it comes back as
@@ -18,10 +22,10 @@ NO_TOKEN. Results are matched to tenants by slot and starting step, so a slot an
 at once: the device runs plans in order, and a slot that ended writes to the null block.
 
 When decode rows need more blocks than are free, what is in flight is read first (`schedule` returns None); that
-alone often ends a sequence. Then the last in policy order is preempted: it gives up its blocks, keeps its tokens and
-waits, to compute them again. The first in policy order is never preempted while another runs, and one sequence
-always fits alone, so there is always progress. Swapping blocks to host memory, and preempting the sequences of a
-group together, would take the place of `_preempt`; forked sequences are slots whose block tables share blocks.
+alone often ends a sequence. Then the last group in policy order is preempted: its sequences give up their blocks, keep
+their tokens and wait, to compute them again. The first in policy order is never preempted while another runs, and if
+it does not fit alone it gives up its sequences one by one, last first. One sequence always fits alone, so there is
+always progress.
 """
 
 import time
@@ -32,6 +36,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.config import SchedulerConfig
+from jpaged.engine.block_manager import BlockManager, Growth
 from jpaged.engine.block_pool import BlockPool
 from jpaged.engine.interface import (
     NO_TOKEN,
@@ -44,19 +49,19 @@ from jpaged.engine.interface import (
     StepResult,
 )
 from jpaged.engine.request import FinishReason, Request, RequestStatus
+from jpaged.engine.seeds import request_seed
+from jpaged.engine.sequence_group import SequenceGroup
 from jpaged.engine.slots import NEVER, Slots
 from jpaged.engine.stats import Counters, EngineStats
 from jpaged.engine.waiting_queue import WaitingQueue
 from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
 from jpaged.outputs import Logprob, PositionLogprobs
 
-_UINT64 = 2**64
-
 
 class RequestUpdate(NamedTuple):
-    """Something that a step brought for a request.
+    """Something that a step brought for a sequence of a request.
 
-    new_token_ids: tokens since its last update: one a step for a request that reports each token, all of them at
+    new_token_ids: tokens since its last update: one a step for a sequence that reports each token, all of them at
         once, when it finishes, for another. `request.finished` says whether they are the last.
     """
 
@@ -86,9 +91,10 @@ class Scheduler:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.slots = Slots(config)
+        self._blocks = BlockManager(self.pool, self.slots)
         self._seed = seed
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
-        self._requests: dict[str, Request] = {}
+        self._groups: dict[str, SequenceGroup] = {}
         self._prefilling: list[Request] = []
         self._in_flight: deque[StepPlan] = deque()
         self._pending_ends: list[int] = []
@@ -101,7 +107,7 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Requests waiting or running."""
-        return len(self._requests)
+        return len(self._groups)
 
     @property
     def num_in_flight(self) -> int:
@@ -114,11 +120,12 @@ class Scheduler:
         Raises:
             InvalidPromptError: its prompt leaves no room for a token within max_model_len.
             OutOfMemoryError: its prompt leaves no room for a token within the whole pool.
-            InvalidParameterError: its id belongs to an unfinished request.
+            InvalidParameterError: its id belongs to an unfinished request; it is for more sequences than can run.
         """
         config = self.config
-        if request.request_id in self._requests:
+        if request.request_id in self._groups:
             raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
+        self._check_num_sequences(request)
         if request.prompt_len >= config.max_model_len:
             raise InvalidPromptError(
                 f"The prompt of request {request.request_id!r} has {request.prompt_len} tokens; with "
@@ -135,28 +142,51 @@ class Scheduler:
             request.max_len = min(request.max_len, request.prompt_len + request.sampling.max_tokens)
         request.arrival_number = self._num_arrived
         self._num_arrived += 1
-        request.seed = _resolve_seed(request.sampling.seed, self._seed, request.arrival_number)
+        request.seed = request_seed(request.sampling.seed, self._seed, request.arrival_number)
+        self._groups[request.request_id] = SequenceGroup(request)
         self._waiting.push(request)
-        self._requests[request.request_id] = request
+
+    def _check_num_sequences(self, request: Request) -> None:
+        name = "n" if request.sampling.best_of is None else "best_of"
+        for limit in ("max_num_seqs", "max_num_batched_tokens"):
+            if request.sampling.num_sequences > getattr(self.config, limit):
+                raise InvalidParameterError(
+                    f"{name}={request.sampling.num_sequences} of request {request.request_id!r} exceeds "
+                    f"{limit}={getattr(self.config, limit)}; all sequences of a request run at once, so lower {name} "
+                    f"or raise {limit}."
+                )
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request in whatever state, with what it has generated so far, and frees its blocks.
 
-        Returns: the request, or None if there is none unfinished of this id.
+        Returns: the request (its first sequence), or None if there is none unfinished of this id.
         """
-        return self.finish(request_id, "abort")
-
-    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> Request | None:
-        """Ends a request for a reason that only the host sees, such as a stop string. Tokens in flight are dropped.
-
-        Returns: the request, or None if there is none unfinished of this id.
-        """
-        request = self._requests.get(request_id)
-        if request is None:
+        group = self._groups.get(request_id)
+        if group is None:
             return None
+        for _ in group.waiting():
+            self._waiting.count_out()
+        for member in group.members:
+            if member.status == RequestStatus.RUNNING:
+                self._give_up_slot(member)
+            if not member.finished:
+                self._set_finished(member, "abort", None)
+        return group.leader
+
+    def finish(
+        self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None, index: int = 0
+    ) -> Request | None:
+        """Ends a sequence of a request for a reason that only the host sees, such as a stop string. Tokens in flight
+        are dropped.
+
+        Returns: the sequence, or None if there is none unfinished of this id and index.
+        """
+        group = self._groups.get(request_id)
+        if group is None or group.members[index].finished:
+            return None
+        request = group.members[index]
         if request.status == RequestStatus.RUNNING:
-            self._pending_ends.append(request.slot)
-            self._release(request)
+            self._give_up_slot(request)
         else:
             self._waiting.count_out()
         self._set_finished(request, reason, stop_reason)
@@ -175,10 +205,12 @@ class Scheduler:
 
         Returns: None when nothing can run before a result is read (`num_in_flight` > 0), or nothing is there to run.
         """
-        grown = self._plan_decode()
-        if grown is None:
+        growth = self._growth_that_fits()
+        if growth is None:
             return None
-        rows, table_updates = grown
+        rows = growth.rows
+        table_updates, copies = self._blocks.append(growth)
+        self.slots.num_computed[rows] += 1
         plan = _PlanInProgress(self._next_step_id, self.config.max_num_batched_tokens - len(rows))
         self._plan_chunks(plan)
         self._admit_waiting(plan)
@@ -191,6 +223,7 @@ class Scheduler:
             variant=self._variant(),
             ends=ends,
             starts=tuple(plan.starts),
+            copies=copies,
             table_updates=table_updates,
             decode_slots=rows.astype(np.int32),
             chunks=tuple(plan.chunks),
@@ -199,28 +232,19 @@ class Scheduler:
         self._in_flight.append(step)
         return step
 
-    def _plan_decode(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Advances the decoding slots by one token, and returns them and the table updates, int32 [u, 3].
+    def _growth_that_fits(self) -> Growth | None:
+        """The slots that decode in this step and what they need, after preempting where more blocks are needed than
+        are free.
 
         None, and nothing changed, when blocks are short and there are results to read first. The budget has room for
-        all of them, since each was a row of an earlier step and took a token of its budget.
+        all rows, since each was a row of an earlier step and took a token of its budget.
         """
-        slots = self.slots
-        rows = slots.decodable()
-        growing = rows[slots.num_computed[rows] == slots.capacity[rows]]
-        if len(growing) > self.pool.num_free:
-            if self._in_flight:
-                return None
-            rows, growing = self._preempt_until_fits(rows, growing)
-        table_updates = np.zeros((len(growing), 3), np.int32)
-        if len(growing):
-            index = slots.capacity[growing] // self.config.block_size
-            block_ids = self.pool.allocate(len(growing))
-            slots.block_table[growing, index] = block_ids
-            slots.capacity[growing] += self.config.block_size
-            table_updates[:, 0], table_updates[:, 1], table_updates[:, 2] = growing, index, block_ids
-        slots.num_computed[rows] += 1
-        return rows, table_updates
+        growth = self._blocks.growth(self.slots.decodable())
+        if growth.num_blocks <= self.pool.num_free:
+            return growth
+        if self._in_flight:
+            return None
+        return self._preempt_until_fits()
 
     def _plan_chunks(self, plan: _PlanInProgress) -> None:
         """Continues the prompts that are being computed."""
@@ -234,8 +258,16 @@ class Scheduler:
 
     def _plan_chunk(self, plan: _PlanInProgress, request: Request) -> None:
         slots, slot = self.slots, request.slot
+        siblings = request.group.siblings_to_fork
         start, known = int(slots.num_computed[slot]), int(slots.num_known[slot])
         stop = min(known, start + plan.budget)
+        if siblings and stop == known and known - start + len(siblings) > plan.budget:
+            # The prompt cannot end in this step, where its siblings would have no rows. Nobody else gets what is left
+            # of the budget, or it might never come to be enough for all of them.
+            stop, plan.budget = known - 1, known - 1 - start
+            if stop == start:
+                self._prefilling.append(request)
+                return
         targets = None
         if request.wants_prompt_logprobs:
             targets = np.full((stop - start,), NO_TOKEN, np.int32)
@@ -246,10 +278,25 @@ class Scheduler:
         plan.budget -= stop - start
         slots.num_computed[slot] = stop
         self._register(request, stop)
-        if stop == known:
-            slots.compute_limit[slot] = request.max_len - 1
-        else:
+        if stop < known:
             self._prefilling.append(request)
+            return
+        slots.compute_limit[slot] = request.max_len - 1
+        for sibling in siblings:
+            self._fork(plan, request, sibling)
+        request.group.forked = True
+
+    def _fork(self, plan: _PlanInProgress, parent: Request, child: Request) -> None:
+        """Starts a sibling, whose slot is kept, at the end of the prompt that its parent computes in this step."""
+        slots, slot = self.slots, child.slot
+        self._blocks.fork(parent.slot, slot)
+        slots.compute_limit[slot] = child.max_len - 1
+        child.block_digests = parent.block_digests.copy()
+        child.num_registered_blocks = parent.num_registered_blocks
+        known = slots.known(slot).copy()
+        plan.starts.append(_slot_start(child, known, slots.blocks(slot).copy(), len(known)))
+        plan.chunks.append(Chunk(slot, len(known), known[:0], samples=True))
+        plan.budget -= 1
 
     def _admit_waiting(self, plan: _PlanInProgress) -> None:
         while plan.budget and self.slots.num_free:
@@ -263,8 +310,13 @@ class Scheduler:
         """Starts a waiting request in a slot if its known tokens, and the watermark above them, have room."""
         pool, config = self.pool, self.config
         cache = pool.cache
+        siblings = request.group.siblings_to_fork
         state = (request, pool.num_releases, cache.num_registrations if cache is not None else 0)
         if state == self._blocked:  # it did not fit, and nothing happened since that could make room
+            return False
+        others = [member for member in request.group.waiting() if member is not request]
+        if self.slots.num_free <= len(siblings) + len(others) and self.slots.num_used:
+            self._blocked = state
             return False
         token_ids = request.known_token_ids()
         hits = np.zeros((0,), np.int32)
@@ -272,28 +324,20 @@ class Scheduler:
             reusable = (len(token_ids) - 1) // config.block_size  # one token at least is computed, to sample after
             hits = cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
         num_new = -(-len(token_ids) // config.block_size) - len(hits)
-        reserve = int(config.watermark * pool.capacity) if self.slots.num_used else 0
+        reserve = 0
+        if self.slots.num_used:  # siblings need a block each as soon as they are forked
+            reserve = int(config.watermark * pool.capacity) + len(siblings) + self._num_blocks_to_resume(others)
         if num_new + pool.num_unreferenced(hits) + reserve > pool.num_free:
             self._blocked = state
             return False
         pool.share(hits)
         block_ids = np.concatenate([hits, pool.allocate(num_new)])
         num_computed = len(hits) * config.block_size
-        slot = self.slots.acquire(request, plan.step_id, token_ids, block_ids, num_computed)
-        plan.starts.append(
-            SlotStart(
-                slot=slot,
-                token_ids=token_ids,
-                prompt_len=request.prompt_len,
-                block_ids=block_ids,
-                num_computed_tokens=num_computed,
-                max_len=request.max_len,
-                sampling=request.sampling,
-                seed=request.seed,
-                stop_token_ids=request.stop_token_ids,
-                bad_words_token_ids=request.bad_words_token_ids,
-            )
-        )
+        self.slots.acquire(request, plan.step_id, token_ids, block_ids, num_computed)
+        plan.starts.append(_slot_start(request, token_ids, block_ids, num_computed))
+        for sibling in siblings:
+            self.slots.acquire(sibling, plan.step_id, token_ids[:0], block_ids[:0], 0)
+            sibling.status = RequestStatus.RUNNING
         if request.status == RequestStatus.WAITING:
             request.stats.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = num_computed
@@ -302,48 +346,64 @@ class Scheduler:
                 cache.count(request.prompt_len, num_computed)
         request.status = RequestStatus.RUNNING
         request.num_registered_blocks = len(hits)
-        self._variant_counts[request.variant] += 1
+        self._variant_counts[request.variant] += 1 + len(siblings)
         return True
+
+    def _num_blocks_to_resume(self, members: list[Request]) -> int:
+        """Blocks that preempted members of a group will need besides those of the first one to come back, which come
+        back when all of them fit; none if some run already. They share the prompt's blocks through the prefix cache.
+        """
+        if not members or members[0].group.running():
+            return 0
+        shared = members[0].prompt_len // self.config.block_size if self.pool.cache is not None else 0
+        lengths = [member.prompt_len + len(member.output_token_ids) for member in members]
+        return sum(-(-length // self.config.block_size) - shared for length in lengths)
 
     def _variant(self) -> SamplingVariant:
         """The least program that does for every running request."""
         return max((v for v in SamplingVariant if self._variant_counts[v]), default=SamplingVariant.GREEDY)
 
     def _in_policy_order(self, slots: np.ndarray) -> np.ndarray:
-        """Sorts slots, those that are preempted last first."""
-        arrival = self.slots.arrival[slots]
-        if self.config.policy == "fcfs":
-            return slots[np.argsort(arrival)]
-        return slots[np.lexsort((arrival, self.slots.priority[slots]))]
+        """Sorts slots, those that are preempted last first; the sequences of a group stand together, by index."""
+        keys = [self.slots.index[slots], self.slots.arrival[slots]]
+        if self.config.policy == "priority":
+            keys.append(self.slots.priority[slots])
+        return slots[np.lexsort(keys)]
 
-    def _preempt_until_fits(self, rows: np.ndarray, growing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Preempts from the end of the policy's order until each growing row can have a block.
+    def _preempt_until_fits(self) -> Growth:
+        """Preempts from the end of the policy's order until each decoding row can have its blocks.
 
         What is left over then is less than the last one preempted held, so it does not start again in the same plan.
         """
-        victims = self._in_policy_order(self.slots.used())[::-1].tolist()
-        for slot in victims:
-            if len(growing) <= self.pool.num_free:
-                break
+        running = self._in_policy_order(self.slots.used())
+        first = self.slots.requests[running[0]]
+        for slot in running[::-1].tolist():
             request = self.slots.requests[slot]
-            if request is not None:
-                self._preempt(request)
-            rows, growing = rows[rows != slot], growing[growing != slot]
-        return rows, growing
+            if request is None:  # preempted with its group
+                continue
+            alone = first is not None and request.group is first.group and request.group.forked
+            self._preempt([request] if alone else request.group.running())
+            growth = self._blocks.growth(self.slots.decodable())
+            if growth.num_blocks <= self.pool.num_free:
+                return growth
+        raise EngineDeadError("Blocks are short, though nothing runs that could hold them.")
 
-    def _preempt(self, request: Request) -> None:
-        """Takes the slot and the blocks of a request that has nothing in flight, and lets it wait to start again."""
-        self._pending_ends.append(request.slot)
-        self._release(request)
-        request.status = RequestStatus.PREEMPTED
-        request.stats.num_preemptions += 1
+    def _preempt(self, members: list[Request]) -> None:
+        """Takes the slots and blocks of sequences of one group, with nothing in flight, and lets them wait."""
+        for request in members:
+            self._give_up_slot(request)
+            request.status = RequestStatus.PREEMPTED
+        group = members[0].group
+        for request in group.waiting():
+            if request in members:
+                self._waiting.push(request)
+        members[0].stats.num_preemptions += 1
         self._counters.num_preemptions += 1
-        self._waiting.push(request)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Takes in what a step found. Plans come back in the order in which they were made.
 
-        Returns: an update for each request that finished, and for each that got a token and reports every one.
+        Returns: an update for each sequence that finished, and for each that got a token and reports every one.
 
         Raises:
             EngineDeadError: plans out of order, or the device and the scheduler disagree on what runs.
@@ -439,6 +499,12 @@ class Scheduler:
         )
         request.num_registered_blocks = stop
 
+    def _give_up_slot(self, request: Request) -> None:
+        """Takes a request out of its slot and tells the device, if it knows of it."""
+        if self.slots.capacity[request.slot]:
+            self._pending_ends.append(request.slot)
+        self._release(request)
+
     def _release(self, request: Request) -> None:
         """Takes a request out of its slot: keeps its tokens, names its full blocks and frees them.
 
@@ -451,7 +517,7 @@ class Scheduler:
         self._register(request, min(int(slots.num_computed[slot]), len(known) - 1))
         if not request.reports_each_token:
             request.output_token_ids = known[request.prompt_len :].tolist()
-        self.pool.free(slots.blocks(slot))
+        self._blocks.free(slot)
         slots.release(slot)
         if request in self._prefilling:
             self._prefilling.remove(request)
@@ -463,8 +529,9 @@ class Scheduler:
         request.stop_reason = stop_reason
         request.stats.finished_time = time.monotonic()
         request.block_digests = []
-        del self._requests[request.request_id]
-        self._counters.num_finished += 1
+        if request.group.finished:
+            del self._groups[request.request_id]
+            self._counters.num_finished += 1
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and occupancy."""
@@ -483,9 +550,18 @@ class Scheduler:
             num_blocks=pool.capacity,
             num_used_blocks=pool.num_used,
             num_cached_blocks=len(pool.cache) if pool.cache is not None else 0,
-            tokens_held=token_slots - int((slots.capacity - slots.num_computed).sum()),
+            tokens_held=token_slots - self._num_empty_token_slots(),
             token_slots=token_slots,
         )
+
+    def _num_empty_token_slots(self) -> int:
+        """Token slots of referenced blocks that hold nothing. Sequences that share a last block are equally long."""
+        slots = self.slots
+        used = slots.used()
+        used = used[slots.capacity[used] > 0]
+        last_blocks = slots.block_table[used, slots.capacity[used] // self.config.block_size - 1]
+        _, distinct = np.unique(last_blocks, return_index=True)
+        return int((slots.capacity - slots.num_computed)[used[distinct]].sum())
 
     def check_integrity(self) -> None:
         """Checks that blocks, tables, slots and queue agree; for tests and for idle moments: it reads everything.
@@ -499,29 +575,27 @@ class Scheduler:
         running = [request for request in slots.requests if request is not None]
         if [request.slot for request in running] != used or slots.num_used != len(used):
             raise EngineDeadError(f"Slots in use are {used}, tenants hold {[request.slot for request in running]}.")
-        if len(running) + len(self._waiting) != len(self._requests):
-            raise EngineDeadError(
-                f"{len(running)} requests run and {len(self._waiting)} wait, of {len(self._requests)} unfinished."
-            )
+        groups = self._groups.values()
+        states = (sum(len(group.running()) for group in groups), sum(len(list(group.waiting())) for group in groups))
+        if (len(running), len(self._waiting)) != states:
+            raise EngineDeadError(f"{len(running)} sequences run and {len(self._waiting)} wait, instead of {states}.")
         if (slots.num_computed > slots.capacity).any() or (slots.start_step[slots.capacity > 0] == NEVER).any():
             raise EngineDeadError("A slot has computed more tokens than its blocks hold, or is empty and has blocks.")
 
 
-def _resolve_seed(seed: int | None, engine_seed: int, arrival_number: int) -> int:
-    """A request's own seed, or one derived from the engine's; an unsigned 64-bit integer.
-
-    The derivation is the SplitMix64 generator's output function (Steele, Lea, Flood 2014), once for each number.
-    """
-    if seed is not None:
-        return seed % _UINT64
-    return _mix(_mix(engine_seed % _UINT64) + arrival_number)
-
-
-def _mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) % _UINT64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % _UINT64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % _UINT64
-    return x ^ (x >> 31)
+def _slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int) -> SlotStart:
+    return SlotStart(
+        slot=request.slot,
+        token_ids=token_ids,
+        prompt_len=request.prompt_len,
+        block_ids=block_ids,
+        num_computed_tokens=num_computed,
+        max_len=request.max_len,
+        sampling=request.sampling,
+        seed=request.seed,
+        stop_token_ids=request.stop_token_ids,
+        bad_words_token_ids=request.bad_words_token_ids,
+    )
 
 
 def _position_logprobs(logprobs: Logprobs, row: int, token_id: int, num_top: int) -> PositionLogprobs:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor import programs, sampler
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.copies import copy_blocks_step, copy_layout
 from jpaged.executor.executable_cache import ExecutableCache
 from jpaged.executor.state import initial_slot_state
 from jpaged.models import Model
@@ -134,6 +135,7 @@ class Compiler:
         for tokens in self._config.token_buckets:
             self.submit_prompt_logprobs(tokens)
         self.submit_full_state()
+        self.submit_block_copies()
 
     def results(self, *, progress: bool = False) -> dict[Key, Program]:
         """Waits for everything submitted."""
@@ -186,6 +188,11 @@ class Compiler:
         self._submit(("start_full",), sampler.start_full_slot, self._full, _int32(), record, donate=(0,))
         known = _int32(programs.known_tokens_layout().size)
         self._submit(("known_tokens",), programs.known_tokens_step, self._full, known, donate=(0,))
+
+    def submit_block_copies(self) -> None:
+        for pairs in self._config.copy_buckets:
+            step = partial(copy_blocks_step, self._config, pairs)
+            self._submit(("copy_blocks", pairs), step, self._pools, _int32(copy_layout(pairs).size), donate=(0,))
 
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self._model.config.hidden_size), self._model.dtype)

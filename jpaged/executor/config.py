@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jpaged.executor.buckets import bucket_for
+from jpaged.executor.buckets import bucket_for, geometric_buckets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,11 @@ class ExecutorConfig:
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def copy_buckets(self) -> tuple[int, ...]:
+        """Numbers of blocks that copy programs exist for: a step copies at most one for each slot."""
+        return geometric_buckets(8, self.max_num_seqs, 8)
 
     def mixed_rows(self, token_bucket: int) -> int:
         """Rows of a mixed program: it cannot have more than tokens, nor than slots."""

@@ -180,7 +180,8 @@ def mixed_step(
         seq_len=state.seq_len.at[slots].add(jnp.where(active, query_lens, 0)), block_tables=block_tables
     )
     last = jnp.maximum(ends - 1, 0)
-    samples = ((kinds & RowKind.SAMPLES) != 0) & (query_lens > 0)
+    # A row without queries that samples was forked from the row before it, whose last hidden state is thus its own.
+    samples = (kinds & RowKind.SAMPLES) != 0
     return tuple(layer.pool for layer in layers), state, hidden[last], Rows(slots, samples), hidden
 
 

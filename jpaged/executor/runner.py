@@ -1,7 +1,8 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
-    plan --> [update] --> decode[B] or mixed[T] --> sample[R, variant] --> handle (tokens on their way to the host)
+    plan --> [update] --> [copy_blocks[N]] --> decode[B] or mixed[T] --> sample[R, variant] --> handle
 
+A handle's tokens are on their way to the host.
 Nothing here waits for the device and nothing compiles; `Step.result` is the only place that blocks.
 """
 
@@ -16,6 +17,7 @@ from jpaged.executor import programs, sampler
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.compilation import Key, Program
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.copies import copy_layout
 from jpaged.executor.programs import STARTS_PER_UPDATE, TABLE_UPDATES_PER_UPDATE, Pools, RowKind
 from jpaged.executor.state import SlotState
 
@@ -90,6 +92,8 @@ class Runner:
     def execute(self, plan: StepPlan) -> Step:
         """Dispatches `plan` and returns at once."""
         self._apply_changes(plan)
+        if len(plan.copies):
+            self._copy_blocks(plan.copies)
         if not plan.num_rows:
             return Step(0, None)
         if plan.chunks:
@@ -110,6 +114,8 @@ class Runner:
         self._full = self._call(("start_full",), self._full, np.int32(self._config.null_slot), record)
         buffer, _ = programs.known_tokens_layout().new(slot=self._config.null_slot, start=0, prompt_len=0, token_ids=-1)
         self._full = self._call(("known_tokens",), self._full, buffer)
+        for pairs in self._config.copy_buckets:
+            self._copy_blocks(nothing.copies, pairs)
         for batch in self._config.decode_buckets:
             hidden, rows = self._run_decode(nothing, batch)
             for variant in SamplingVariant:
@@ -185,6 +191,12 @@ class Runner:
         if self._full is None:
             self._full = self._call(("init_full",))
 
+    def _copy_blocks(self, copies: np.ndarray, bucket: int | None = None) -> None:
+        pairs = bucket or bucket_for(len(copies), self._config.copy_buckets)
+        buffer, host = copy_layout(pairs).new(pairs=NULL_BLOCK)
+        host["pairs"][: len(copies)] = copies
+        self._pools = self._call(("copy_blocks", pairs), self._pools, buffer)
+
     # ----------------------------------------------------------------------------------------- the rows
 
     def _run_decode(self, plan: StepPlan, bucket: int | None = None) -> tuple[jax.Array, programs.Rows]:
@@ -200,7 +212,7 @@ class Runner:
 
     def _run_mixed(self, plan: StepPlan, bucket: int | None = None) -> tuple[jax.Array, programs.Rows, jax.Array]:
         chunks, num_decodes = plan.chunks, len(plan.decode_slots)
-        num_tokens = num_decodes + sum(len(chunk.token_ids) for chunk in chunks)
+        num_tokens = num_decodes + sum(max(1, len(chunk.token_ids)) for chunk in chunks)  # no more rows than tokens
         tokens = bucket or bucket_for(num_tokens, self._config.token_buckets)
         null = self._config.null_slot
         buffer, host = programs.mixed_layout(self._config, tokens).new(slots=null, query_lens=0, kinds=0, tokens=0)

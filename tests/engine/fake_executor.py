@@ -93,7 +93,6 @@ class FakeExecutor:
         self._queue: deque[FakeHandle] = deque()
         self._slots: dict[int, _Slot] = {}
         self._content = np.zeros((config.num_blocks, config.block_size), np.int64)
-        self._written: set[int] = set()
 
     def execute(self, plan: StepPlan) -> FakeHandle:
         assert plan.step_id == len(self.plans)
@@ -115,11 +114,12 @@ class FakeExecutor:
             self._slots[slot].active = False
         for start in plan.starts:
             self._start(start)
+        self._copy(plan.copies)
+        copied = set(map(tuple, plan.copies.tolist()))
         for slot, index, block_id in plan.table_updates.tolist():
-            state = self._slots[slot]
-            assert index == len(state.blocks), "table updates append"
-            state.blocks.append(block_id)
-        self._written.clear()
+            blocks = self._slots[slot].blocks
+            assert index == len(blocks) or (blocks[index], block_id) in copied, "neither appended nor a copy"
+            blocks[index : index + 1] = [block_id]
         for slot in plan.decode_slots.tolist():
             self._write_decode(self._slots[slot])
         for chunk in plan.chunks:
@@ -129,11 +129,19 @@ class FakeExecutor:
     def _check_sizes(self, plan: StepPlan) -> None:
         rows = plan.decode_slots.tolist() + [chunk.slot for chunk in plan.chunks]
         assert 0 < len(rows) == len(set(rows)) <= self.config.max_num_seqs
-        num_tokens = len(plan.decode_slots) + sum(len(chunk.token_ids) for chunk in plan.chunks)
+        num_tokens = len(plan.decode_slots) + sum(max(1, len(chunk.token_ids)) for chunk in plan.chunks)
         assert num_tokens <= self.config.max_num_batched_tokens
-        assert all(len(chunk.token_ids) for chunk in plan.chunks)
-        for array in (plan.ends, plan.decode_slots, plan.table_updates):
+        for i, chunk in enumerate(plan.chunks):
+            assert len(chunk.token_ids) or (i and chunk.samples and plan.chunks[i - 1].samples)
+        for array in (plan.ends, plan.decode_slots, plan.copies, plan.table_updates):
             assert array.dtype == np.int32
+
+    def _copy(self, copies: np.ndarray) -> None:
+        source, target = copies.T
+        assert len(set(target.tolist())) == len(target)
+        assert not set(source.tolist()) & set(target.tolist())
+        assert NULL_BLOCK not in copies
+        self._content[target] = self._content[source]
 
     def _start(self, start: SlotStart) -> None:
         old = self._slots.get(start.slot)
@@ -142,7 +150,7 @@ class FakeExecutor:
         prints: list[int] = []
         for token in tokens:
             prints.append(fingerprint(prints[-1] if prints else 0, token))
-        assert start.num_computed_tokens < len(tokens) < start.max_len <= self.config.max_model_len
+        assert start.num_computed_tokens <= len(tokens) < start.max_len <= self.config.max_model_len
         self._slots[start.slot] = _Slot(start, tokens, prints, start.block_ids.tolist(), start.num_computed_tokens)
 
     def _write_decode(self, state: _Slot) -> None:
@@ -160,19 +168,18 @@ class FakeExecutor:
             self._write(state)
 
     def _write(self, state: _Slot) -> None:
-        """Computes one more token of the sequence, into a block that nobody else has in their table."""
+        """Computes one more token of the sequence, into a block that nobody else has in their table, unless they
+        count this very token as computed already: a prefix hit, or a fork, in the plan that computes it.
+        """
         index, offset = divmod(state.num_computed, self.config.block_size)
         block_id = state.blocks[index]
         assert block_id != NULL_BLOCK
         sharers = [other for other in self._slots.values() if other.active and block_id in other.blocks]
-        assert sharers == [state] or self._others_hit_it_now(state, sharers, index), "a shared block is written to"
+        assert all(other is state or other.num_computed > state.num_computed for other in sharers), (
+            "a shared block is written to where others have yet to write or count on something else"
+        )
         self._content[block_id, offset] = state.prints[state.num_computed]
         state.num_computed += 1
-
-    def _others_hit_it_now(self, state: _Slot, sharers: list[_Slot], index: int) -> bool:
-        """A prefix hit in the very plan that fills the block: the others count its tokens as computed already."""
-        covered = (index + 1) * self.config.block_size
-        return all(other is state or other.num_computed >= covered for other in sharers)
 
     def _sample(self, plan: StepPlan) -> StepResult:
         rows = [(slot, True) for slot in plan.decode_slots.tolist()]

@@ -63,7 +63,7 @@ class Engine:
     def step(self) -> list[RequestUpdate]:
         updates = self.core.step()
         for update in updates:
-            self.reported.setdefault(update.request.request_id, []).extend(update.new_token_ids)
+            self.reported.setdefault(name_of(update.request), []).extend(update.new_token_ids)
         self.core.check_integrity()
         return updates
 
@@ -81,6 +81,11 @@ class Engine:
     def assert_idle(self) -> None:
         assert self.scheduler.pool.num_free == self.scheduler.pool.capacity
         assert self.scheduler.slots.num_used == 0
+
+
+def name_of(request: Request) -> str:
+    """The key of `Engine.reported`: the request's id, and for its further sequences the index as well."""
+    return f"{request.request_id}/{request.index}" if request.index else request.request_id
 
 
 def expected_tokens(request: Request) -> list[int]:

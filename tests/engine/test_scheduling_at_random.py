@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from jpaged.engine.interface import StepPlan
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.sampling_params import RequestOutputKind
-from tests.engine.helpers import Engine, expected_tokens, make_request
+from tests.engine.helpers import Engine, expected_tokens, make_request, name_of
 
 
 class Drive:
@@ -22,7 +22,7 @@ class Drive:
     def __init__(self, **changes) -> None:
         self.engine = Engine(**changes)
         self.engine.executor.on_execute = self._check_order
-        self.unfinished: dict[str, Request] = {}
+        self.unfinished: dict[str, Request] = {}  # sequences, by name
         self.num_added = 0
         self.last_admitted = -1
 
@@ -34,7 +34,7 @@ class Drive:
         request = make_request(str(self.num_added), prompt, max_tokens, **options)
         self.num_added += 1
         self.engine.add(request)
-        self.unfinished[request.request_id] = request
+        self.unfinished |= {name_of(member): member for member in request.group.members}
 
     def step(self) -> None:
         """One turn of the loop. Whoever is preempted must have nothing in flight."""
@@ -46,20 +46,22 @@ class Drive:
             if request.finished:
                 self._check_finished(request)
             elif request.reports_each_token:
-                assert request.output_token_ids == self.engine.reported.get(request.request_id, [])
+                assert request.output_token_ids == self.engine.reported.get(name_of(request), [])
 
     def abort(self, request: Request) -> None:
-        assert self.engine.core.abort([request.request_id]) == [request]
-        self._check_cut(request, "abort")
+        unfinished = [member for member in request.group.members if not member.finished]
+        assert self.engine.core.abort([request.request_id]) == [request.group.leader]
+        for member in unfinished:
+            self._check_cut(member, "abort")
 
     def stop(self, request: Request) -> None:
         """As the caller does at a stop string, having seen all tokens that were read."""
-        assert self.engine.core.finish(request.request_id, "x") is request
+        assert self.engine.core.finish(request.request_id, "x", request.index) is request
         self._check_cut(request, "stop")
 
     def finish(self) -> None:
         """Runs to the end; there is always progress, so there is a bound on the steps."""
-        for _ in range(100 + 4 * sum(request.max_len for request in self.unfinished.values())):
+        for _ in range(100 + 6 * sum(request.max_len for request in self.unfinished.values())):
             if not self.engine.core.has_unfinished() and not self.engine.scheduler.num_in_flight:
                 break
             self.step()
@@ -69,22 +71,22 @@ class Drive:
         self.engine.core.check_integrity()
 
     def _check_finished(self, request: Request) -> None:
-        del self.unfinished[request.request_id]
+        del self.unfinished[name_of(request)]
         output = request.output_token_ids
-        assert output == self.engine.reported.pop(request.request_id) == expected_tokens(request)
+        assert output == self.engine.reported.pop(name_of(request)) == expected_tokens(request)
         assert request.finish_reason == ("stop" if output[-1] in request.stop_token_ids else "length")
         if request.logprobs is not None:
             assert [next(iter(position)) for position in request.logprobs] == output
-        if request.prompt_logprobs is not None:
+        if request.prompt_logprobs is not None and request.index == 0:
             found = [next(iter(position)) for position in request.prompt_logprobs[1:]]
             assert found == request.prompt_token_ids[1:].tolist()
 
     def _check_cut(self, request: Request, reason: str) -> None:
-        del self.unfinished[request.request_id]
+        del self.unfinished[name_of(request)]
         output = request.output_token_ids
         assert request.finish_reason == reason
         assert output == expected_tokens(request)[: len(output)]
-        reported = self.engine.reported.pop(request.request_id, [])
+        reported = self.engine.reported.pop(name_of(request), [])
         assert reported == (output if request.reports_each_token else [])
         self.engine.core.check_integrity()
 
@@ -92,9 +94,10 @@ class Drive:
         """First come, first served: nobody starts before one who has waited longer."""
         if self.engine.config.policy != "fcfs":
             return
-        started = [self.engine.scheduler.slots.requests[start.slot] for start in plan.starts]
+        admitted = [start for start in plan.starts if start.num_computed_tokens < len(start.token_ids)]  # not forked
+        started = [self.engine.scheduler.slots.requests[start.slot] for start in admitted]
         waiting = [r.arrival_number for r in self.unfinished.values() if r.status != RequestStatus.RUNNING]
-        assert not started or not waiting or max(r.arrival_number for r in started) < min(waiting)
+        assert not started or not waiting or max(r.arrival_number for r in started) <= min(waiting)
         for request in started:
             if not request.stats.num_preemptions:
                 assert request.arrival_number > self.last_admitted
@@ -125,6 +128,7 @@ requests = st.fixed_dictionaries(
         "logprobs": st.sampled_from([None, None, 1]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         "output_kind": st.sampled_from(list(RequestOutputKind)),
+        "n": st.sampled_from([1, 1, 1, 2, 4]),
     }
 )
 
@@ -134,10 +138,12 @@ class SchedulingMachine(RuleBasedStateMachine):
     def start(self, config):
         self.drive = Drive(**config)
         self.longest = min(config["max_model_len"], (config["num_blocks"] - 1) * 4) - 1
+        self.most = min(config["max_num_seqs"], config["max_num_batched_tokens"])
 
     @rule(new=st.lists(requests, min_size=1, max_size=4))
     def arrive(self, new):
         for request in new:
+            request["n"] = min(request["n"], self.most)
             self.drive.add(request.pop("prompt")[: self.longest], request.pop("max_tokens"), **request)
 
     @rule(n=st.integers(1, 12))
@@ -153,7 +159,9 @@ class SchedulingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.drive.running)
     @rule(data=st.data())
     def stop(self, data):
-        self.drive.stop(data.draw(st.sampled_from(self.drive.running)))
+        running = [request for request in self.drive.running if request.group.forked]
+        if running:
+            self.drive.stop(data.draw(st.sampled_from(running)))
 
     @rule()
     def reset_prefix_cache(self):
@@ -187,6 +195,7 @@ def test_a_thousand_requests_come_and_go(policy, depth):
                 priority=int(rng.integers(3)),
                 stop_token_ids=list(range(0, 97, 16)) if rng.random() < 0.5 else None,
                 output_kind=RequestOutputKind(int(rng.integers(3))),
+                n=int(rng.choice([1, 1, 1, 3])),
             )
         running = drive.running
         drive.step()
@@ -196,7 +205,9 @@ def test_a_thousand_requests_come_and_go(policy, depth):
             drive.abort(list(drive.unfinished.values())[rng.integers(len(drive.unfinished))])
             aborted += 1
         if rng.random() < 0.05 and drive.running:
-            drive.stop(drive.running[rng.integers(len(drive.running))])
+            running = [request for request in drive.running if request.group.forked] or [None]
+            if (request := running[rng.integers(len(running))]) is not None:
+                drive.stop(request)
             stopped += 1
     drive.finish()
     stats = drive.engine.core.stats()
@@ -214,11 +225,12 @@ def test_the_pipelined_loop_gives_the_tokens_of_the_plain_one(changes):
         rng = np.random.default_rng(1)
         engine = Engine(**(changes | {"pipeline_depth": depth}))
         requests = [
-            make_request(str(i), rng.integers(0, 2, rng.integers(1, 30)), int(rng.integers(1, 30)), temperature=i % 2)
+            make_request(str(i), rng.integers(0, 2, rng.integers(1, 30)), int(rng.integers(1, 30)), n=1 + i % 3)
             for i in range(24)
         ]
         engine.add(*requests)
         engine.run()
-        outputs.append([request.output_token_ids for request in requests])
-        assert engine.reported == {request.request_id: request.output_token_ids for request in requests}
+        sequences = [member for request in requests for member in request.group.members]
+        outputs.append([sequence.output_token_ids for sequence in sequences])
+        assert engine.reported == {name_of(sequence): sequence.output_token_ids for sequence in sequences}
     assert outputs[1:] == outputs[:1] * 3
