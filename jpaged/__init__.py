@@ -8,6 +8,7 @@ outputs = LLM("path/to/model").generate(["Once upon a time"], SamplingParams(max
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -21,6 +22,7 @@ _LAZY = {"LLM": "jpaged.llm", "LLMEngine": "jpaged.llm_engine"}  # these import 
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",

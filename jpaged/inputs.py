@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict, cast
 
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError, InvalidPromptError
 from jpaged.executor import sampler
@@ -61,6 +62,14 @@ class InputProcessor:
         text, token_ids = self._tokens_of(prompt)
         self._check_tokens(token_ids)
         return ProcessedInput(text, token_ids, self._check_parameters(params))
+
+    def process_search(self, prompt: Prompt, params: BeamSearchParams) -> ProcessedInput:
+        """The same for a beam search."""
+        if params.beam_width > self._vocab_size:
+            raise InvalidParameterError(
+                f"beam_width={params.beam_width} exceeds the vocabulary of {self._vocab_size} tokens; lower it."
+            )
+        return self.process(prompt, params.sampling_params())
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

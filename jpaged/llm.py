@@ -7,6 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
@@ -68,6 +69,37 @@ class LLM:
         priorities = [0] * len(prompt_list) if priority is None else list(priority)
         if len(priorities) != len(prompt_list):
             raise InvalidParameterError(f"priority has {len(priorities)} entries for {len(prompt_list)} prompts.")
+        return self._serve(prompt_list, params, priorities, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool | Callable[..., tqdm] = False,
+    ) -> list[RequestOutput]:
+        """Finds for each prompt the likeliest sequences by beam search, as transformers does.
+
+        Args:
+            prompts, use_tqdm: as in `generate`.
+            params: how to search, for all prompts.
+        Returns:
+            One output for each prompt, in their order; its `outputs` are the sequences, best first, each with its
+            cumulative log-probability and score.
+        Raises:
+            As `generate`; and OutOfMemoryError if the beams of a prompt might not fit the KV pool together.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidParameterError(f"params must be BeamSearchParams, got {type(params).__name__}.")
+        prompt_list = as_prompt_list(prompts)
+        return self._serve(prompt_list, [params] * len(prompt_list), [0] * len(prompt_list), use_tqdm)
+
+    def _serve(
+        self,
+        prompt_list: list[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        priorities: list[int],
+        use_tqdm: bool | Callable[..., tqdm],
+    ) -> list[RequestOutput]:
         with Interruptible() as interrupt:  # Ctrl-C takes effect between steps, and ends these requests only
             request_ids: list[str] = []
             try:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 
 from jpaged.assets import demo_model_path
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs, SchedulerConfig
 from jpaged.engine.generation_config import get_default_sampling_params
 from jpaged.engine.loop import EngineCore
@@ -84,7 +85,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -95,7 +96,8 @@ class LLMEngine:
         Args:
             request_id: not that of an unfinished request.
             prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            params: how to sample; the model's defaults if None.
+            params: how to sample, or to search; the model's sampling defaults if None. A search reports once, when it
+                has finished.
             priority: with scheduling_policy "priority", lower runs first.
             cache_salt: prefixes are shared only among requests of equal salt.
             arrival_time: seconds of `time.monotonic()`, for the output's metrics; now by default.
@@ -108,9 +110,15 @@ class LLMEngine:
         if not isinstance(request_id, str) or not request_id:
             raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
         params = self.default_sampling_params if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidParameterError(f"params must be SamplingParams, got {type(params).__name__}.")
-        checked = self._inputs.process(prompt, params)
+        beam = params if isinstance(params, BeamSearchParams) else None
+        if isinstance(params, BeamSearchParams):
+            checked, params = self._inputs.process_search(prompt, params), params.sampling_params()
+        elif isinstance(params, SamplingParams):
+            checked = self._inputs.process(prompt, params)
+        else:
+            raise InvalidParameterError(
+                f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}."
+            )
         request = Request(
             request_id,
             checked.prompt_token_ids,
@@ -120,6 +128,7 @@ class LLMEngine:
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
+            beam=beam,
         )
         self._core.add_request(request)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)

@@ -101,7 +101,9 @@ class OutputProcessor:
 
     def _output(self, state: _OpenRequest, changed: list[_OpenSequence], finished: bool) -> RequestOutput:
         request = state.request
-        if request.sampling.ranks:
+        if request.beam is not None:
+            completions = [self._completion(s, i) for i, s in enumerate(state.sequences[: request.beam.n])]
+        elif request.sampling.ranks:
             ranked = sorted(state.sequences, key=lambda sequence: -sequence.cumulative_logprob)  # stable
             completions = [self._completion(s, i) for i, s in enumerate(ranked[: request.sampling.n])]
         else:
@@ -136,10 +138,11 @@ class OutputProcessor:
             index=index,
             text=text,
             token_ids=request.output_token_ids[first:end],
-            cumulative_logprob=state.cumulative_logprob if request.logprobs is not None else None,
+            cumulative_logprob=request.cumulative_logprob if request.logprobs is None else state.cumulative_logprob,
             logprobs=state.logprobs[first:end] if logprobs else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
+            score=request.score,
         )
 
     def _with_text(self, position: PositionLogprobs) -> PositionLogprobs:

@@ -24,12 +24,13 @@ PositionLogprobs = dict[int, Logprob]
 class CompletionOutput:
     """One generated sequence.
 
-    index: which of the request's sequences; with `best_of`, its rank.
+    index: which of the request's sequences; with `best_of` and beam search, its rank.
     text: the generated text ("" without a tokenizer or with detokenize=False).
     token_ids: the generated tokens, a stop token included.
-    cumulative_logprob: the sum of the tokens' log-probabilities, None unless `logprobs` was asked for or `best_of`
-        ranks by it.
+    cumulative_logprob: the sum of the tokens' log-probabilities, None unless `logprobs` was asked for, or the
+        sequences are ranked by it (`best_of`, beam search).
     logprobs: a dict for each token, None unless asked for.
+    score: of a sequence that a beam search found: its cumulative log-probability divided by the length penalty.
     finish_reason: "stop" (a stop token or string, or the end of sequence), "length", "abort", or None while running.
     stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
     """
@@ -41,6 +42,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

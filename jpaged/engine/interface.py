@@ -29,12 +29,13 @@ NO_TOKEN = -1
 
 
 class SamplingVariant(IntEnum):
-    """Which sampling program a step needs; each does all that the ones before it do."""
+    """Which sampling program a step needs; each but the last does all that the ones before it do."""
 
     GREEDY = 0  # every row is greedy: an argmax
     SAMPLING = 1  # temperature and seeds
     TRUNCATED = 2  # top_k, top_p, min_p
     FULL = 3  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs
+    BEAM = 4  # every row is greedy or a beam: an argmax, and logprobs
 
 
 class FinishCode(IntEnum):
@@ -103,10 +104,13 @@ def _no_triples() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. The executor applies ends, starts, copies and table updates in this order, then runs the rows.
+    """One iteration. The executor applies ends, starts, beams, copies and table updates in this order, then runs the
+    rows.
 
     ends: int32 [e]; slots to deactivate because the host says so (abort, stop string, preemption). A slot the
         device stopped itself needs no entry. A slot may end and start anew in one plan.
+    beams: int32 [b, 3]; (slot, parent slot, token): the slot goes on with the parent's length and block table (its own,
+        if it is the parent), and with `token` as its last. No slot is both a parent of others and given one.
     copies: int32 [c, 2]; (block, block): the first one's contents go to the second (copy-on-write). No block is both
         copied from and to.
     table_updates: int32 [u, 3]; (slot, index, block id): block-table entries that running sequences get at their end,
@@ -118,6 +122,7 @@ class StepPlan:
     variant: SamplingVariant
     ends: np.ndarray = field(default_factory=_no_rows)
     starts: tuple[SlotStart, ...] = ()
+    beams: np.ndarray = field(default_factory=_no_triples)
     copies: np.ndarray = field(default_factory=_no_pairs)
     table_updates: np.ndarray = field(default_factory=_no_triples)
     decode_slots: np.ndarray = field(default_factory=_no_rows)
@@ -149,7 +154,7 @@ class StepResult:
 
     token_ids: int32 [rows]; NO_TOKEN for a chunk that does not sample and for a slot that was inactive.
     finish_codes: uint8 [rows]; a `FinishCode` each.
-    logprobs: by row; None unless the plan's variant is FULL.
+    logprobs: by row; None unless the plan's variant is FULL or BEAM.
     prompt_logprobs: row -> Logprobs [n], for chunks that asked.
     """
 

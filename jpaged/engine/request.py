@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine.interface import SamplingVariant
 from jpaged.errors import InvalidParameterError, InvalidPromptError
 from jpaged.outputs import PositionLogprobs, RequestStateStats
-from jpaged.sampling_params import MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
+from jpaged.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jpaged.engine.sequence_group import SequenceGroup
@@ -38,22 +39,25 @@ class Request:
     Args:
         request_id: unique among the unfinished requests of an engine.
         prompt_token_ids: at least one token.
-        sampling: its parameters.
+        sampling: its parameters; for a beam search `BeamSearchParams.sampling_params()`.
         eos_token_ids: the model's end-of-sequence tokens; they stop the request unless `sampling.ignore_eos`.
         bad_words_token_ids: `sampling.bad_words` as token sequences.
         priority: under the policy "priority", lower runs first.
         cache_salt: prefix blocks are shared only between requests of equal salt.
         arrival_time: seconds of `time.monotonic()`; None: now.
+        beam: how to search, for a beam search; its sequences are the hypotheses, best first.
 
     Attributes, kept by the scheduler:
         index: which of the request's sequences this is.
         group: the request's sequences; set by `Scheduler.add`.
         stop_token_ids: tokens that stop it, end-of-sequence tokens included unless ignored.
+        device_stop_token_ids: those that the device is to test; none for beams, whose search ends them.
         max_len: total length in tokens at which it ends; set by `Scheduler.add`.
         output_token_ids: generated tokens. Up to date at every token if `reports_each_token`, otherwise when the
             request finishes.
         logprobs: by generated token, where asked for or needed to rank the sequences; decoded_token is None.
         prompt_logprobs: by prompt token, None for the first, where asked for, in sequence 0; decoded_token is None.
+        cumulative_logprob, score: of a beam search's result; None otherwise.
         finish_reason, stop_reason: as in `CompletionOutput`; None while unfinished.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         stats: when things happened to it; one object for all sequences of a request.
@@ -75,10 +79,12 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
+        beam: BeamSearchParams | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = _as_token_array(request_id, prompt_token_ids)
         self.sampling = sampling
+        self.beam = beam
         self.priority = _checked_priority(priority)
         self.cache_salt = _checked_salt(cache_salt)
         self._eos_token_ids = () if sampling.ignore_eos else tuple(dict.fromkeys(eos_token_ids))
@@ -89,6 +95,12 @@ class Request:
                 f"{MAX_STOP_TOKEN_IDS} are tested. Name fewer."
             )
         self.bad_words_token_ids = tuple(tuple(word) for word in bad_words_token_ids)
+        self.device_stop_token_ids = self.stop_token_ids if beam is None else ()
+        if beam is not None and beam.beam_width + len(self.stop_token_ids) > MAX_LOGPROBS:
+            raise InvalidParameterError(
+                f"beam_width={beam.beam_width} and {len(self.stop_token_ids)} stop tokens, the end-of-sequence tokens "
+                f"included, come to more than {MAX_LOGPROBS}; lower beam_width or name fewer stop_token_ids."
+            )
         streams = sampling.output_kind != RequestOutputKind.FINAL_ONLY and not sampling.ranks
         self.reports_each_token = streams or bool(sampling.stop)
         self.variant = _variant_of(sampling)
@@ -112,6 +124,8 @@ class Request:
         self.output_token_ids: list[int] = []
         wanted = self.sampling.logprobs is not None or self.sampling.ranks
         self.logprobs: list[PositionLogprobs] | None = [] if wanted else None
+        self.cumulative_logprob: float | None = None
+        self.score: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.block_digests: list[bytes] = []
@@ -124,6 +138,11 @@ class Request:
         sibling.prompt_logprobs = None
         sibling._begin()
         return sibling
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences are generated for the request."""
+        return self.sampling.num_sequences if self.beam is None else self.beam.beam_width
 
     @property
     def prompt_len(self) -> int:

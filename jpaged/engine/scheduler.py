@@ -15,6 +15,10 @@ A request for several sequences is a group (`sequence_group.py`). It is admitted
 the first computes the prompt, and in the step that ends it the others are forked and sample beside it. Each of them
 takes one token of that step's budget, as each decodes from the next step on.
 
+The next step of a beam search (`beam_search.py`) depends on what the last one found, so its rows are planned only when
+that has been read; all searches move in the same steps, while other sequences go on in the steps between. What a beam
+search needs of a step's budget is kept free for it in all of them.
+
 Plans run ahead of results. `schedule` may be called again before the results of earlier plans are given to `update`:
 a decoding sequence advances by one token a plan, and only the device knows which. Lengths are known exactly, so no
 row is planned past the greatest length; a stop token shows late, and what was planned past it comes back as
@@ -36,6 +40,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.config import SchedulerConfig
+from jpaged.engine.beam_search import BeamGroup
 from jpaged.engine.block_manager import BlockManager, Growth
 from jpaged.engine.block_pool import BlockPool
 from jpaged.engine.interface import (
@@ -57,6 +62,8 @@ from jpaged.engine.waiting_queue import WaitingQueue
 from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
 from jpaged.outputs import Logprob, PositionLogprobs
 
+_NO_BLOCKS = np.zeros((0,), np.int32)
+
 
 class RequestUpdate(NamedTuple):
     """Something that a step brought for a sequence of a request.
@@ -75,6 +82,7 @@ class _PlanInProgress:
 
     step_id: int
     budget: int
+    runs_beams: bool
     starts: list[SlotStart] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -95,6 +103,8 @@ class Scheduler:
         self._seed = seed
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
         self._groups: dict[str, SequenceGroup] = {}
+        self._searches: list[BeamGroup] = []  # those that have slots
+        self._beam_step: int | None = None  # the step in flight that beams decode in
         self._prefilling: list[Request] = []
         self._in_flight: deque[StepPlan] = deque()
         self._pending_ends: list[int] = []
@@ -119,7 +129,8 @@ class Scheduler:
 
         Raises:
             InvalidPromptError: its prompt leaves no room for a token within max_model_len.
-            OutOfMemoryError: its prompt leaves no room for a token within the whole pool.
+            OutOfMemoryError: its prompt leaves no room for a token within the whole pool; or beams, which must run
+                together, might not fit it.
             InvalidParameterError: its id belongs to an unfinished request; it is for more sequences than can run.
         """
         config = self.config
@@ -140,18 +151,33 @@ class Scheduler:
         request.max_len = min(config.max_model_len, pool_tokens)
         if request.sampling.max_tokens is not None:
             request.max_len = min(request.max_len, request.prompt_len + request.sampling.max_tokens)
+        if request.beam is not None:
+            self._check_beams_fit(request)
         request.arrival_number = self._num_arrived
         self._num_arrived += 1
         request.seed = request_seed(request.sampling.seed, self._seed, request.arrival_number)
-        self._groups[request.request_id] = SequenceGroup(request)
+        group = SequenceGroup(request) if request.beam is None else BeamGroup(request)
+        self._groups[request.request_id] = group
         self._waiting.push(request)
+
+    def _check_beams_fit(self, request: Request) -> None:
+        """Refuses beams that, when they share no more than the prompt, need more blocks than there are."""
+        size, width = self.config.block_size, request.num_sequences
+        shared = request.prompt_len // size
+        needed = shared + width * (-(-request.max_len // size) - shared)
+        if needed > self.pool.capacity:
+            raise OutOfMemoryError(
+                f"beam_width={width} of request {request.request_id!r} may need {needed} blocks for {request.max_len} "
+                f"tokens, but the KV pool has {self.pool.capacity}; lower beam_width or max_tokens or enlarge the pool."
+            )
 
     def _check_num_sequences(self, request: Request) -> None:
         name = "n" if request.sampling.best_of is None else "best_of"
+        name = name if request.beam is None else "beam_width"
         for limit in ("max_num_seqs", "max_num_batched_tokens"):
-            if request.sampling.num_sequences > getattr(self.config, limit):
+            if request.num_sequences > getattr(self.config, limit):
                 raise InvalidParameterError(
-                    f"{name}={request.sampling.num_sequences} of request {request.request_id!r} exceeds "
+                    f"{name}={request.num_sequences} of request {request.request_id!r} exceeds "
                     f"{limit}={getattr(self.config, limit)}; all sequences of a request run at once, so lower {name} "
                     f"or raise {limit}."
                 )
@@ -211,18 +237,23 @@ class Scheduler:
         rows = growth.rows
         table_updates, copies = self._blocks.append(growth)
         self.slots.num_computed[rows] += 1
-        plan = _PlanInProgress(self._next_step_id, self.config.max_num_batched_tokens - len(rows))
+        num_beams = self._plan_searches()
+        num_due = sum(group.num_due for group in self._searches)
+        budget = self.config.max_num_batched_tokens - (len(rows) - num_beams) - num_due
+        plan = _PlanInProgress(self._next_step_id, budget, runs_beams=num_beams > 0)
         self._plan_chunks(plan)
         self._admit_waiting(plan)
         if not len(rows) and not plan.chunks:
             return None
         ends = np.array(self._pending_ends, np.int32)
         self._pending_ends.clear()
+        beams = self._take_pending_moves(plan)
         step = StepPlan(
             step_id=plan.step_id,
-            variant=self._variant(),
+            variant=self._variant(plan.runs_beams),
             ends=ends,
             starts=tuple(plan.starts),
+            beams=beams,
             copies=copies,
             table_updates=table_updates,
             decode_slots=rows.astype(np.int32),
@@ -239,12 +270,43 @@ class Scheduler:
         None, and nothing changed, when blocks are short and there are results to read first. The budget has room for
         all rows, since each was a row of an earlier step and took a token of its budget.
         """
-        growth = self._blocks.growth(self.slots.decodable())
+        growth = self._blocks.growth(self._decodable())
         if growth.num_blocks <= self.pool.num_free:
             return growth
         if self._in_flight:
             return None
         return self._preempt_until_fits()
+
+    def _decodable(self) -> np.ndarray:
+        """The slots that can decode, int64 [d]: those that need no result for it, then the beams whose turn it is."""
+        rows = self.slots.decodable()
+        if self._beam_step is None:
+            beams = [member.slot for group in self._searches if group.is_ready for member in group.members]
+            if beams:
+                return np.concatenate([rows, np.array(beams, np.int64)])
+        return rows
+
+    def _plan_searches(self) -> int:
+        """Takes the beams whose turn it is as planned; returns how many they are."""
+        if self._beam_step is not None:
+            return 0
+        num_beams = 0
+        for group in self._searches:
+            if group.is_ready:
+                group.is_ready = False
+                num_beams += len(group.members)
+                self._beam_step = self._next_step_id
+        return num_beams
+
+    def _take_pending_moves(self, plan: _PlanInProgress) -> np.ndarray:
+        """What the searches have chosen since the last plan: new beams' starts, and `StepPlan.beams`."""
+        moves: list[tuple[int, int, int]] = []
+        for group in self._searches:
+            for request in group.pending_starts:
+                plan.starts.append(_slot_start(request, self.slots.known(request.slot).copy(), _NO_BLOCKS, 0))
+            moves += group.pending_moves
+            group.pending_starts, group.pending_moves = [], []
+        return np.array(moves, np.int32).reshape(-1, 3)
 
     def _plan_chunks(self, plan: _PlanInProgress) -> None:
         """Continues the prompts that are being computed."""
@@ -281,6 +343,11 @@ class Scheduler:
         if stop < known:
             self._prefilling.append(request)
             return
+        if isinstance(request.group, BeamGroup):
+            request.group.num_due += 1 + len(siblings)
+            plan.budget -= len(siblings)
+            plan.runs_beams = True
+            return
         slots.compute_limit[slot] = request.max_len - 1
         for sibling in siblings:
             self._fork(plan, request, sibling)
@@ -301,34 +368,41 @@ class Scheduler:
     def _admit_waiting(self, plan: _PlanInProgress) -> None:
         while plan.budget and self.slots.num_free:
             request = self._waiting.peek()
-            if request is None or not self._admit(plan, request):
+            if request is None:
+                return
+            # If it did not fit, and nothing happened since that could make room, it is not looked at again.
+            registrations = self.pool.cache.num_registrations if self.pool.cache is not None else 0
+            state = (request, self.pool.num_releases, registrations)
+            if state == self._blocked:
+                return
+            resumes_search = request.beam is not None and request.group.forked
+            if not (self._admit_search(plan, request) if resumes_search else self._admit(plan, request)):
+                self._blocked = state
                 return
             self._waiting.pop()
-            self._plan_chunk(plan, request)
+            if isinstance(request.group, BeamGroup):
+                self._searches.append(request.group)
+            for member in request.group.members if resumes_search else [request]:
+                if plan.budget:
+                    self._plan_chunk(plan, member)
+                else:
+                    self._prefilling.append(member)
 
     def _admit(self, plan: _PlanInProgress, request: Request) -> bool:
         """Starts a waiting request in a slot if its known tokens, and the watermark above them, have room."""
         pool, config = self.pool, self.config
         cache = pool.cache
         siblings = request.group.siblings_to_fork
-        state = (request, pool.num_releases, cache.num_registrations if cache is not None else 0)
-        if state == self._blocked:  # it did not fit, and nothing happened since that could make room
-            return False
         others = [member for member in request.group.waiting() if member is not request]
         if self.slots.num_free <= len(siblings) + len(others) and self.slots.num_used:
-            self._blocked = state
             return False
         token_ids = request.known_token_ids()
-        hits = np.zeros((0,), np.int32)
-        if cache is not None and not request.wants_prompt_logprobs:
-            reusable = (len(token_ids) - 1) // config.block_size  # one token at least is computed, to sample after
-            hits = cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
+        hits = self._prefix_hits(request, token_ids)
         num_new = -(-len(token_ids) // config.block_size) - len(hits)
         reserve = 0
         if self.slots.num_used:  # siblings need a block each as soon as they are forked
             reserve = int(config.watermark * pool.capacity) + len(siblings) + self._num_blocks_to_resume(others)
         if num_new + pool.num_unreferenced(hits) + reserve > pool.num_free:
-            self._blocked = state
             return False
         pool.share(hits)
         block_ids = np.concatenate([hits, pool.allocate(num_new)])
@@ -349,6 +423,42 @@ class Scheduler:
         self._variant_counts[request.variant] += 1 + len(siblings)
         return True
 
+    def _admit_search(self, plan: _PlanInProgress, leader: Request) -> bool:
+        """Starts all beams of a preempted search again, if all of them have room. They share the prompt's full blocks,
+        which the leader computes before any other beam has its turn.
+        """
+        size, members = self.config.block_size, leader.group.members
+        if self.slots.num_free < len(members):
+            return False
+        tokens = [member.known_token_ids() for member in members]
+        shared = leader.prompt_len // size
+        hits = self._prefix_hits(leader, tokens[0])
+        new = [-(-len(known) // size) - shared for known in tokens]
+        new[0] += shared - len(hits)
+        reserve = int(self.config.watermark * self.pool.capacity) if self.slots.num_used else 0
+        if sum(new) + self.pool.num_unreferenced(hits) + reserve > self.pool.num_free:
+            return False
+        have, num_computed = hits, len(hits) * size
+        for member, known, num_new in zip(members, tokens, new, strict=True):
+            self.pool.share(have)
+            block_ids = np.concatenate([have, self.pool.allocate(num_new)])
+            self.slots.acquire(member, plan.step_id, known, block_ids, num_computed)
+            plan.starts.append(_slot_start(member, known, block_ids, num_computed))
+            member.status = RequestStatus.RUNNING
+            member.num_registered_blocks = len(have)
+            self._variant_counts[member.variant] += 1
+            if member is leader:
+                have, num_computed = block_ids[:shared], shared * size
+        return True
+
+    def _prefix_hits(self, request: Request, token_ids: np.ndarray) -> np.ndarray:
+        """Blocks in the prefix cache for the beginning of a request's known tokens, int32 [hits]."""
+        cache = self.pool.cache
+        if cache is None or request.wants_prompt_logprobs:
+            return _NO_BLOCKS
+        reusable = (len(token_ids) - 1) // self.config.block_size  # one token at least is computed, to sample after
+        return cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
+
     def _num_blocks_to_resume(self, members: list[Request]) -> int:
         """Blocks that preempted members of a group will need besides those of the first one to come back, which come
         back when all of them fit; none if some run already. They share the prompt's blocks through the prefix cache.
@@ -359,9 +469,12 @@ class Scheduler:
         lengths = [member.prompt_len + len(member.output_token_ids) for member in members]
         return sum(-(-length // self.config.block_size) - shared for length in lengths)
 
-    def _variant(self) -> SamplingVariant:
-        """The least program that does for every running request."""
-        return max((v for v in SamplingVariant if self._variant_counts[v]), default=SamplingVariant.GREEDY)
+    def _variant(self, runs_beams: bool) -> SamplingVariant:
+        """The least program that does for every running request, and for beams if some run in the step."""
+        variant = max((v for v in SamplingVariant if self._variant_counts[v]), default=SamplingVariant.GREEDY)
+        if not runs_beams:
+            return variant
+        return SamplingVariant.BEAM if variant == SamplingVariant.GREEDY else SamplingVariant.FULL
 
     def _in_policy_order(self, slots: np.ndarray) -> np.ndarray:
         """Sorts slots, those that are preempted last first; the sequences of a group stand together, by index."""
@@ -381,9 +494,9 @@ class Scheduler:
             request = self.slots.requests[slot]
             if request is None:  # preempted with its group
                 continue
-            alone = first is not None and request.group is first.group and request.group.forked
+            alone = first is not None and request.group is first.group and request.group.forked and not request.beam
             self._preempt([request] if alone else request.group.running())
-            growth = self._blocks.growth(self.slots.decodable())
+            growth = self._blocks.growth(self._decodable())
             if growth.num_blocks <= self.pool.num_free:
                 return growth
         raise EngineDeadError("Blocks are short, though nothing runs that could hold them.")
@@ -424,17 +537,23 @@ class Scheduler:
         )
         if len(rows) != num_due:
             raise EngineDeadError(f"Step {plan.step_id} returned {len(rows)} tokens for {num_due} running sequences.")
-        live = rows_slots[rows]
-        slots.token_ids[live, slots.num_known[live]] = tokens[rows]
-        slots.num_known[live] += 1
         self._counters.generated_tokens += len(rows)
-
-        updates: list[RequestUpdate] = []
         now = time.monotonic()
         for i, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
             request = slots.requests[chunk.slot] if owned[i] else None
             if request is not None and chunk.samples and request.stats.first_token_time is None:
                 request.stats.first_token_time = now
+        updates: list[RequestUpdate] = []
+        if plan.step_id == self._beam_step:
+            self._beam_step = None
+        if self._searches:
+            of_beams = slots.is_beam[rows_slots[rows]]
+            updates += self._take_candidates(rows_slots, rows[of_beams], result)
+            rows = rows[~of_beams]
+        live = rows_slots[rows]
+        slots.token_ids[live, slots.num_known[live]] = tokens[rows]
+        slots.num_known[live] += 1
+
         if result.logprobs is not None:
             for row in rows[slots.wants_logprobs[live]].tolist():
                 self._store_logprobs(int(rows_slots[row]), result.logprobs, row)
@@ -457,6 +576,61 @@ class Scheduler:
             updates.append(
                 RequestUpdate(request, [token_id] if request.reports_each_token else request.output_token_ids)
             )
+        return updates
+
+    def _take_candidates(self, rows_slots: np.ndarray, rows: np.ndarray, result: StepResult) -> list[RequestUpdate]:
+        """Hands what a step found for beams to their searches, and lets those that have all they need choose."""
+        complete: list[BeamGroup] = []
+        for row, slot in zip(rows.tolist(), rows_slots[rows].tolist(), strict=True):
+            request = self.slots.requests[slot]
+            if request is None or result.logprobs is None or not isinstance(request.group, BeamGroup):
+                raise EngineDeadError(f"Slot {slot} ran as a beam's, but is not, or came back without candidates.")
+            if request.group.take_candidates(
+                request.index, result.logprobs.top_ids[row], result.logprobs.top_logprobs[row]
+            ):
+                complete.append(request.group)
+        updates: list[RequestUpdate] = []
+        for group in complete:
+            updates += self._advance_search(group)
+        return updates
+
+    def _advance_search(self, group: BeamGroup) -> list[RequestUpdate]:
+        """Chooses how the beams go on, and forks and frees their block tables accordingly; or ends the search."""
+        slots, members, prompt_len = self.slots, group.members, group.leader.prompt_len
+        num_generated = int(slots.num_known[group.leader.slot]) - prompt_len
+        choice = group.choose(num_generated, lambda beam: slots.known(members[beam].slot)[prompt_len:].tolist())
+        if choice is None:
+            return self._finish_search(group)
+        if not group.forked:
+            group.forked = True
+            group.pending_starts = members[1:]
+        own_slots = [member.slot for member in members]
+        for beam, parent in enumerate(choice.parents.tolist()):
+            if parent != beam:
+                self._blocks.free(own_slots[beam])
+                self._blocks.fork(own_slots[parent], own_slots[beam])
+                members[beam].block_digests = members[parent].block_digests.copy()
+                members[beam].num_registered_blocks = members[parent].num_registered_blocks
+        slots.token_ids[own_slots, slots.num_known[own_slots]] = choice.token_ids
+        slots.num_known[own_slots] += 1
+        group.pending_moves = [
+            (slot, own_slots[parent], token)
+            for slot, parent, token in zip(own_slots, choice.parents.tolist(), choice.token_ids.tolist(), strict=True)
+        ]
+        group.is_ready = True
+        return []
+
+    def _finish_search(self, group: BeamGroup) -> list[RequestUpdate]:
+        """Ends a search: its members become its hypotheses."""
+        updates = []
+        for member, found in zip(group.members, group.search.hypotheses, strict=True):
+            self._give_up_slot(member)
+            member.output_token_ids = found.token_ids
+            member.cumulative_logprob, member.score = found.cumulative_logprob, found.score
+            member.stats.last_token_time = time.monotonic()
+            stop_reason = member.stop_reason_of(found.token_ids[-1]) if found.stopped else None
+            self._set_finished(member, "stop" if found.stopped else "length", stop_reason)
+            updates.append(RequestUpdate(member, found.token_ids))
         return updates
 
     def _store_logprobs(self, slot: int, logprobs: Logprobs, row: int) -> None:
@@ -521,6 +695,9 @@ class Scheduler:
         slots.release(slot)
         if request in self._prefilling:
             self._prefilling.remove(request)
+        if isinstance(request.group, BeamGroup) and request.group in self._searches:
+            self._searches.remove(request.group)
+            request.group.rest()
         self._variant_counts[request.variant] -= 1
 
     def _set_finished(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
@@ -593,7 +770,7 @@ def _slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, 
         max_len=request.max_len,
         sampling=request.sampling,
         seed=request.seed,
-        stop_token_ids=request.stop_token_ids,
+        stop_token_ids=request.device_stop_token_ids,
         bad_words_token_ids=request.bad_words_token_ids,
     )
 

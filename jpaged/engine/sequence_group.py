@@ -29,7 +29,7 @@ class SequenceGroup:
     def __init__(self, request: Request) -> None:
         self.request_id = request.request_id
         self.members = [request]
-        for index in range(1, request.sampling.num_sequences):
+        for index in range(1, request.num_sequences):
             sibling = request.sibling(index)
             sibling.seed = sample_seed(request.seed, index)
             self.members.append(sibling)

@@ -29,6 +29,7 @@ class Slots:
     start_step: int64 [slots]; the step that started the tenant, NEVER when empty. A result row of an earlier step
         is a former tenant's.
     reports, wants_logprobs: bool [slots]; whether every token of it is something that the caller hears of.
+    is_beam: bool [slots]; whether a search decides on its tokens. Its compute_limit stays 0.
     priority, arrival, index: int64 [slots]; its place in the policy's order.
     block_table: int32 [slots, max_blocks_per_seq].
     token_ids: int32 [slots, max_model_len]; pages of zeros come into being when they are written.
@@ -44,6 +45,7 @@ class Slots:
         self.start_step = np.full((n,), NEVER, np.int64)
         self.reports = np.zeros((n,), np.bool_)
         self.wants_logprobs = np.zeros((n,), np.bool_)
+        self.is_beam = np.zeros((n,), np.bool_)
         self.priority = np.zeros((n,), np.int64)
         self.arrival = np.zeros((n,), np.int64)
         self.index = np.zeros((n,), np.int64)
@@ -88,6 +90,7 @@ class Slots:
         self.start_step[slot] = step_id
         self.reports[slot] = request.reports_each_token
         self.wants_logprobs[slot] = request.logprobs is not None
+        self.is_beam[slot] = request.beam is not None
         self.priority[slot] = request.priority
         self.arrival[slot] = request.arrival_number
         self.index[slot] = request.index
@@ -115,5 +118,5 @@ class Slots:
         self.requests[slot] = None
         self.num_computed[slot] = self.num_known[slot] = self.capacity[slot] = self.compute_limit[slot] = 0
         self.start_step[slot] = NEVER
-        self.reports[slot] = self.wants_logprobs[slot] = False
+        self.reports[slot] = self.wants_logprobs[slot] = self.is_beam[slot] = False
         heapq.heappush(self._free, slot)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor import programs, sampler
+from jpaged.executor.beams import beams_layout, move_beams_step
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.copies import copy_blocks_step, copy_layout
 from jpaged.executor.executable_cache import ExecutableCache
@@ -135,7 +136,7 @@ class Compiler:
         for tokens in self._config.token_buckets:
             self.submit_prompt_logprobs(tokens)
         self.submit_full_state()
-        self.submit_block_copies()
+        self.submit_forks()
 
     def results(self, *, progress: bool = False) -> dict[Key, Program]:
         """Waits for everything submitted."""
@@ -189,10 +190,13 @@ class Compiler:
         known = _int32(programs.known_tokens_layout().size)
         self._submit(("known_tokens",), programs.known_tokens_step, self._full, known, donate=(0,))
 
-    def submit_block_copies(self) -> None:
-        for pairs in self._config.copy_buckets:
-            step = partial(copy_blocks_step, self._config, pairs)
-            self._submit(("copy_blocks", pairs), step, self._pools, _int32(copy_layout(pairs).size), donate=(0,))
+    def submit_forks(self) -> None:
+        """The programs that copy shared blocks and that let beams go on from others."""
+        for size in self._config.copy_buckets:
+            copy = partial(copy_blocks_step, self._config, size)
+            self._submit(("copy_blocks", size), copy, self._pools, _int32(copy_layout(size).size), donate=(0,))
+            move = partial(move_beams_step, size)
+            self._submit(("move_beams", size), move, self._state, _int32(beams_layout(size).size), donate=(0,))
 
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self._model.config.hidden_size), self._model.dtype)

@@ -35,7 +35,7 @@ class ExecutorConfig:
 
     @property
     def copy_buckets(self) -> tuple[int, ...]:
-        """Numbers of blocks that copy programs exist for: a step copies at most one for each slot."""
+        """Sizes that the programs for copied blocks and for beams exist for: at most one of each for a slot."""
         return geometric_buckets(8, self.max_num_seqs, 8)
 
     def mixed_rows(self, token_bucket: int) -> int:

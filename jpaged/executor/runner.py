@@ -1,6 +1,8 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
-    plan --> [update] --> [copy_blocks[N]] --> decode[B] or mixed[T] --> sample[R, variant] --> handle
+    plan --> [update] --> [move_beams[N]] --> [copy_blocks[N]] --> decode[B] or mixed[T] --> sample[R, variant]
+                                                                                                 |
+                                                                                               handle
 
 A handle's tokens are on their way to the host.
 Nothing here waits for the device and nothing compiles; `Step.result` is the only place that blocks.
@@ -14,6 +16,7 @@ import numpy as np
 
 from jpaged.engine.interface import NO_TOKEN, NULL_BLOCK, Logprobs, SamplingVariant, SlotStart, StepPlan, StepResult
 from jpaged.executor import programs, sampler
+from jpaged.executor.beams import beams_layout
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.compilation import Key, Program
 from jpaged.executor.config import ExecutorConfig
@@ -92,6 +95,8 @@ class Runner:
     def execute(self, plan: StepPlan) -> Step:
         """Dispatches `plan` and returns at once."""
         self._apply_changes(plan)
+        if len(plan.beams):
+            self._move_beams(plan.beams)
         if len(plan.copies):
             self._copy_blocks(plan.copies)
         if not plan.num_rows:
@@ -114,8 +119,9 @@ class Runner:
         self._full = self._call(("start_full",), self._full, np.int32(self._config.null_slot), record)
         buffer, _ = programs.known_tokens_layout().new(slot=self._config.null_slot, start=0, prompt_len=0, token_ids=-1)
         self._full = self._call(("known_tokens",), self._full, buffer)
-        for pairs in self._config.copy_buckets:
-            self._copy_blocks(nothing.copies, pairs)
+        for size in self._config.copy_buckets:
+            self._move_beams(nothing.beams, size)
+            self._copy_blocks(nothing.copies, size)
         for batch in self._config.decode_buckets:
             hidden, rows = self._run_decode(nothing, batch)
             for variant in SamplingVariant:
@@ -190,6 +196,14 @@ class Runner:
     def _ensure_full_state(self) -> None:
         if self._full is None:
             self._full = self._call(("init_full",))
+
+    def _move_beams(self, beams: np.ndarray, bucket: int | None = None) -> None:
+        rows = bucket or bucket_for(len(beams), self._config.copy_buckets)
+        null = self._config.null_slot
+        buffer, host = beams_layout(rows).new()
+        host["rows"][...] = (null, null, 0)
+        host["rows"][: len(beams)] = beams
+        self._state = self._call(("move_beams", rows), self._state, buffer)
 
     def _copy_blocks(self, copies: np.ndarray, bucket: int | None = None) -> None:
         pairs = bucket or bucket_for(len(copies), self._config.copy_buckets)

@@ -110,7 +110,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class SampleOutput(NamedTuple):
-    """token_ids: int32 [R], each in 0..V-1 whatever the logits; logprobs: None unless the variant is FULL."""
+    """token_ids: int32 [R], each in 0..V-1 whatever the logits; logprobs: None unless the variant is FULL or BEAM."""
 
     token_ids: jax.Array
     logprobs: TokenLogprobs | None
@@ -140,13 +140,16 @@ def sample(
     variant: static. All but GREEDY draw the same tokens from the same (processed) logits where no row truncates.
         SAMPLING leaves the 19 passes that find thresholds out of the program. (A `lax.cond` on the device would make
         XLA wait for the predicate on the host, which stalls the pipelined loop.)
-    num_logprobs: static; alternatives returned by FULL.
+    num_logprobs: static; alternatives returned by FULL and BEAM.
 
     Rows with a temperature below GREEDY_TEMPERATURE get the most likely token, the lowest id on ties. A row whose
     tokens all have a logit of minus infinity gets token 0.
     """
     if variant == SamplingVariant.GREEDY:
         return SampleOutput(_most_likely(logits), None)
+    if variant == SamplingVariant.BEAM:
+        token_ids = _most_likely(logits)
+        return SampleOutput(token_ids, logprobs_of(logits, token_ids, num_logprobs))
     logprobs = None
     processed = logits
     if variant == SamplingVariant.FULL:

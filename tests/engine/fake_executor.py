@@ -9,6 +9,7 @@ stale one, or one not yet written, fails.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -40,8 +41,14 @@ def next_token(last_fingerprint: int, seed: int, position: int) -> int:
 
 
 def logprob_of(last_fingerprint: int, token_id: int) -> float:
-    """The log-probability that the fake model gives a token."""
-    return -float(np.float32((last_fingerprint >> 7) % 1000 + token_id) / 64)
+    """The log-probability that the fake model gives a token. (It has nothing to do with what it samples.)"""
+    return -float((fingerprint(last_fingerprint, token_id) >> 20) % 2**22 / 2**18)
+
+
+@lru_cache(maxsize=1 << 16)
+def top_tokens(last_fingerprint: int, n: int) -> list[int]:
+    """The most likely tokens, best first."""
+    return sorted(range(VOCAB_SIZE), key=lambda token: (-logprob_of(last_fingerprint, token), token))[:n]
 
 
 def reference_tokens(prompt: Sequence[int], seed: int, max_len: int, stop_token_ids: Sequence[int] = ()) -> list[int]:
@@ -84,12 +91,20 @@ class FakeHandle:
 class FakeExecutor:
     """Args:
     on_execute: called with each plan as it is dispatched.
+    rank: gives for a sequence's tokens the TOP_K most likely next ones and their log-probabilities, instead of those
+        that the fake model gives.
     """
 
-    def __init__(self, config: SchedulerConfig, on_execute: Callable[[StepPlan], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        on_execute: Callable[[StepPlan], None] | None = None,
+        rank: Callable[[list[int]], tuple[list[int], list[float]]] | None = None,
+    ) -> None:
         self.config = config
         self.plans: list[StepPlan] = []
         self.on_execute = on_execute
+        self.rank = rank
         self._queue: deque[FakeHandle] = deque()
         self._slots: dict[int, _Slot] = {}
         self._content = np.zeros((config.num_blocks, config.block_size), np.int64)
@@ -111,9 +126,11 @@ class FakeExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         self._check_sizes(plan)
         for slot in plan.ends.tolist():
-            self._slots[slot].active = False
+            if slot in self._slots:
+                self._slots[slot].active = False
         for start in plan.starts:
             self._start(start)
+        self._move_beams(plan.beams)
         self._copy(plan.copies)
         copied = set(map(tuple, plan.copies.tolist()))
         for slot, index, block_id in plan.table_updates.tolist():
@@ -133,8 +150,23 @@ class FakeExecutor:
         assert num_tokens <= self.config.max_num_batched_tokens
         for i, chunk in enumerate(plan.chunks):
             assert len(chunk.token_ids) or (i and chunk.samples and plan.chunks[i - 1].samples)
-        for array in (plan.ends, plan.decode_slots, plan.copies, plan.table_updates):
+        for array in (plan.ends, plan.decode_slots, plan.beams, plan.copies, plan.table_updates):
             assert array.dtype == np.int32
+
+    def _move_beams(self, beams: np.ndarray) -> None:
+        slots, parents, _ = beams.T
+        moved = slots != parents
+        assert not set(slots[moved].tolist()) & set(parents.tolist())
+        assert len(set(slots.tolist())) == len(slots)
+        for slot, parent, token in beams.tolist():
+            state, source = self._slots[slot], self._slots[parent]
+            assert state.active
+            assert source.active
+            n = state.num_computed = source.num_computed
+            state.blocks = source.blocks.copy()
+            kept = source.prints[:n]
+            state.tokens = [*source.tokens[:n], token]
+            state.prints = [*kept, fingerprint(kept[-1], token)]
 
     def _copy(self, copies: np.ndarray) -> None:
         source, target = copies.T
@@ -186,20 +218,25 @@ class FakeExecutor:
         rows += [(chunk.slot, chunk.samples) for chunk in plan.chunks]
         token_ids = np.full((len(rows),), NO_TOKEN, np.int32)
         codes = np.zeros((len(rows),), np.uint8)
-        logprobs = _empty_logprobs(len(rows)) if plan.variant == SamplingVariant.FULL else None
+        scores = plan.variant in (SamplingVariant.FULL, SamplingVariant.BEAM)
+        logprobs = _empty_logprobs(len(rows)) if scores else None
         for row, (slot, samples) in enumerate(rows):
             state = self._slots[slot]
             if not state.active:
                 continue
             self._check_reads(state)
             start = state.start
-            assert plan.variant >= needed_variant(start)
+            needed = needed_variant(start)
+            assert plan.variant >= needed
+            assert plan.variant < SamplingVariant.BEAM or needed == SamplingVariant.GREEDY
             assert samples == (state.num_computed == len(state.tokens))
             if not samples:
                 continue
             token = next_token(state.prints[-1], start.seed, len(state.tokens))
             if logprobs is not None:
                 _fill_logprobs(logprobs, row, state.prints[-1], token)
+                if self.rank is not None:
+                    logprobs.top_ids[row], logprobs.top_logprobs[row] = self.rank(state.tokens)
             token_ids[row] = token
             state.prints.append(fingerprint(state.prints[-1], token))
             state.tokens.append(token)
@@ -247,7 +284,8 @@ def _empty_logprobs(n: int) -> Logprobs:
 
 
 def _fill_logprobs(logprobs: Logprobs, row: int, last_fingerprint: int, token: int) -> None:
-    logprobs.token_logprobs[row] = logprob_of(last_fingerprint, token)
-    logprobs.token_ranks[row] = TOP_K + 1
-    logprobs.top_ids[row] = np.arange(VOCAB_SIZE, VOCAB_SIZE + TOP_K)
-    logprobs.top_logprobs[row] = [logprob_of(last_fingerprint, -i) for i in range(TOP_K)]
+    likeliest = top_tokens(last_fingerprint, TOP_K)
+    values = [logprob_of(last_fingerprint, likely) for likely in likeliest]
+    logprobs.token_logprobs[row] = own = logprob_of(last_fingerprint, token)
+    logprobs.token_ranks[row] = 1 + sum(value > own for value in values)
+    logprobs.top_ids[row], logprobs.top_logprobs[row] = likeliest, values

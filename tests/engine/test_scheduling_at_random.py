@@ -4,6 +4,8 @@ The fake executor fails on any row that reads what is not its own sequence's, th
 doubly owned. Here the outputs are compared with what each request must generate on its own.
 """
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -12,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from jpaged.engine.interface import StepPlan
 from jpaged.engine.request import Request, RequestStatus
+from jpaged.errors import OutOfMemoryError
 from jpaged.sampling_params import RequestOutputKind
-from tests.engine.helpers import Engine, expected_tokens, make_request, name_of
+from tests.engine.helpers import Engine, assert_found, expected_tokens, make_request, make_search, name_of
 
 
 class Drive:
@@ -31,7 +34,12 @@ class Drive:
         return [request for request in self.unfinished.values() if request.status == RequestStatus.RUNNING]
 
     def add(self, prompt: list[int], max_tokens: int | None, **options) -> None:
-        request = make_request(str(self.num_added), prompt, max_tokens, **options)
+        self._add(make_request(str(self.num_added), prompt, max_tokens, **options))
+
+    def search(self, prompt: list[int], beam_width: int, max_tokens: int, **options) -> None:
+        self._add(make_search(str(self.num_added), prompt, beam_width, max_tokens, **options))
+
+    def _add(self, request: Request) -> None:
         self.num_added += 1
         self.engine.add(request)
         self.unfinished |= {name_of(member): member for member in request.group.members}
@@ -45,7 +53,7 @@ class Drive:
         for request in list(self.unfinished.values()):
             if request.finished:
                 self._check_finished(request)
-            elif request.reports_each_token:
+            elif request.reports_each_token and request.beam is None:
                 assert request.output_token_ids == self.engine.reported.get(name_of(request), [])
 
     def abort(self, request: Request) -> None:
@@ -73,6 +81,11 @@ class Drive:
     def _check_finished(self, request: Request) -> None:
         del self.unfinished[name_of(request)]
         output = request.output_token_ids
+        if request.beam is not None:
+            assert self.engine.reported.pop(name_of(request)) == output
+            if not any(member.finish_reason == "abort" for member in request.group.members):
+                assert_found(request)
+            return
         assert output == self.engine.reported.pop(name_of(request)) == expected_tokens(request)
         assert request.finish_reason == ("stop" if output[-1] in request.stop_token_ids else "length")
         if request.logprobs is not None:
@@ -85,7 +98,7 @@ class Drive:
         del self.unfinished[name_of(request)]
         output = request.output_token_ids
         assert request.finish_reason == reason
-        assert output == expected_tokens(request)[: len(output)]
+        assert request.beam is not None or output == expected_tokens(request)[: len(output)]
         reported = self.engine.reported.pop(name_of(request), [])
         assert reported == (output if request.reports_each_token else [])
         self.engine.core.check_integrity()
@@ -94,7 +107,8 @@ class Drive:
         """First come, first served: nobody starts before one who has waited longer."""
         if self.engine.config.policy != "fcfs":
             return
-        admitted = [start for start in plan.starts if start.num_computed_tokens < len(start.token_ids)]  # not forked
+        forked = [len(s.block_ids) == 0 or s.num_computed_tokens == len(s.token_ids) for s in plan.starts]
+        admitted = [start for start, is_forked in zip(plan.starts, forked, strict=True) if not is_forked]
         started = [self.engine.scheduler.slots.requests[start.slot] for start in admitted]
         waiting = [r.arrival_number for r in self.unfinished.values() if r.status != RequestStatus.RUNNING]
         assert not started or not waiting or max(r.arrival_number for r in started) <= min(waiting)
@@ -133,6 +147,19 @@ requests = st.fixed_dictionaries(
 )
 
 
+searches = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        "beam_width": st.integers(1, 4),
+        "max_tokens": st.integers(1, 14),
+        "priority": st.integers(0, 2),
+        "length_penalty": st.sampled_from([1.0, 0.0]),
+        "early_stopping": st.sampled_from([True, False]),
+        "stop_token_ids": st.sampled_from([None, list(range(0, 97, 12))]),
+    }
+)
+
+
 class SchedulingMachine(RuleBasedStateMachine):
     @initialize(config=configs)
     def start(self, config):
@@ -145,6 +172,13 @@ class SchedulingMachine(RuleBasedStateMachine):
         for request in new:
             request["n"] = min(request["n"], self.most)
             self.drive.add(request.pop("prompt")[: self.longest], request.pop("max_tokens"), **request)
+
+    @rule(new=searches)
+    def arrive_to_search(self, new):
+        width = min(new.pop("beam_width"), self.most)
+        prompt = new.pop("prompt")[: self.longest]
+        with suppress(OutOfMemoryError):
+            self.drive.search(prompt, width, **new)
 
     @rule(n=st.integers(1, 12))
     def step(self, n):
@@ -159,7 +193,7 @@ class SchedulingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.drive.running)
     @rule(data=st.data())
     def stop(self, data):
-        running = [request for request in self.drive.running if request.group.forked]
+        running = [request for request in self.drive.running if request.group.forked and request.beam is None]
         if running:
             self.drive.stop(data.draw(st.sampled_from(running)))
 
@@ -189,6 +223,9 @@ def test_a_thousand_requests_come_and_go(policy, depth):
     while drive.num_added < 1000:
         while len(drive.unfinished) < 12:
             prefix = histories[rng.integers(len(histories))] if rng.random() < 0.3 else [int(rng.integers(4))] * 20
+            if rng.random() < 0.05:
+                drive.search([int(rng.integers(4))] * 9, int(rng.integers(1, 5)), int(rng.integers(1, 10)))
+                continue
             drive.add(
                 prefix[: rng.integers(31)] + rng.integers(0, 3, rng.integers(1, 10)).tolist(),
                 int(rng.integers(1, 24)),
@@ -205,7 +242,7 @@ def test_a_thousand_requests_come_and_go(policy, depth):
             drive.abort(list(drive.unfinished.values())[rng.integers(len(drive.unfinished))])
             aborted += 1
         if rng.random() < 0.05 and drive.running:
-            running = [request for request in drive.running if request.group.forked] or [None]
+            running = [request for request in drive.running if request.group.forked and request.beam is None] or [None]
             if (request := running[rng.integers(len(running))]) is not None:
                 drive.stop(request)
             stopped += 1
