@@ -4,7 +4,7 @@
     N devices      one mesh axis; a program runs on every device at once inside `shard_map`, on its shard of
 
                    weights            split as `models.sharding` says
-                   KV pool            over the key-value heads: block b of a shard holds b's keys and values of its heads
+                   KV pool            over the key-value heads: a shard has its heads' part of every block
                    token counts       over the vocabulary
                    everything else    whole on each: slot state, block tables, sampling parameters, packed buffers
 
@@ -48,6 +48,11 @@ class DeviceMesh:
         return len(self.devices)
 
     @property
+    def key(self) -> tuple[int, ...]:
+        """What an executable for these devices, in this process, depends on beside their kind."""
+        return (jax.process_index(), *(device.id for device in self.devices))
+
+    @property
     def mesh(self) -> Mesh:
         """The JAX mesh; only of several devices."""
         assert self._mesh is not None
@@ -89,7 +94,7 @@ class DeviceMesh:
             return jax.jit(function, donate_argnums=donate)
         specs = jax.tree.map(lambda leaf: getattr(leaf.sharding, "spec", WHOLE), tuple(args))
         mapped = jax.shard_map(function, mesh=self._mesh, in_specs=specs, out_specs=results, check_vma=False)
-        mapped.__name__ = function.__name__  # type: ignore[attr-defined]
+        mapped.__name__ = function.__name__
         in_shardings = jax.tree.map(partial(jax.sharding.NamedSharding, self._mesh), specs)
         return jax.jit(mapped, in_shardings=in_shardings, donate_argnums=donate)
 

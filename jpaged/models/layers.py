@@ -100,7 +100,7 @@ def product(pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | Non
 def _row_parallel(
     pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, collectives: Collectives
 ) -> jax.Array:
-    """A product whose inputs are split over shards: each adds its part, and one of the sums gets the bias."""
+    """A product whose inputs are split over shards: their partial results are summed, then the bias is added once."""
     y = collectives.all_reduce(product(pattern, x, kernel))
     return y if bias is None else y + bias[...]
 

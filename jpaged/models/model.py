@@ -70,8 +70,10 @@ class Model:
     abstract_weights: shape and type of each.
     parts: the tensors of a Hugging Face checkpoint and where they belong; none for a shard.
     base_prefix: what the checkpoint's names begin with; checkpoints of the bare body leave it out.
+    starts: for each weight what a random one is drawn from.
     shard_axes: for each weight the axis that tensor parallelism splits, or None.
     collectives: of the shards this is one of (`sharding.shard_of`); `config` and shapes are then the shard's.
+    vocab_size: of the whole model.
     """
 
     def __init__(
@@ -85,13 +87,13 @@ class Model:
         self.config = config
         self.dtype = dtype
         self.collectives = collectives
-        self._vocab_size = vocab_size or config.vocab_size
+        self.vocab_size = vocab_size or config.vocab_size
         abstract = nnx.eval_shape(lambda: family(config, dtype, nnx.Rngs(0), collectives))
         self._graph, state = nnx.split(abstract, nnx.Param)
         named = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
         self.parameter_names: tuple[str, ...] = tuple(named)
-        self._variables = tuple(named.values())
-        self.shard_axes: tuple[int | None, ...] = tuple(variable.shard_axis for variable in self._variables)
+        self.starts: tuple[Normal | Constant, ...] = tuple(variable.start for variable in named.values())
+        self.shard_axes: tuple[int | None, ...] = tuple(variable.shard_axis for variable in named.values())
         self._structure = jax.tree.structure(state)
         self.abstract_weights: tuple[jax.ShapeDtypeStruct, ...] = tuple(jax.tree.leaves(state))
         self.parts: tuple[Part, ...] = tuple(family.parts(config)) if collectives.size == 1 else ()
@@ -130,10 +132,10 @@ class Model:
         """
         logits = self.module(weights).logits(hidden)
         width = self.config.vocab_size
-        if width * self.collectives.size == self._vocab_size:
+        if width * self.collectives.size == self.vocab_size:
             return logits
         token_ids = self.collectives.first(width) + jnp.arange(width, dtype=jnp.int32)
-        return jnp.where(token_ids < self._vocab_size, logits, -jnp.inf)
+        return jnp.where(token_ids < self.vocab_size, logits, -jnp.inf)
 
     def head_weights(self, weights: Sequence[T]) -> tuple[T, ...]:
         """The few of the weights (or of things parallel to them, such as `abstract_weights`) that `logits` reads,
@@ -153,13 +155,10 @@ class Model:
         distinct shape. Every product keeps its input's scale, so activations stay finite in any type and depth.
         """
         with jax.default_device(device):
-            return tuple(self.init_weight(index, seed) for index in range(len(self.abstract_weights)))
-
-    def init_weight(self, index: int, seed: int = 0) -> jax.Array:
-        """One of the weights that `init` gives."""
-        leaf = self.abstract_weights[index]
-        key = np.array((seed % 2**32, index, 0, 0), np.uint32)
-        return _draw(key, self._variables[index].start, leaf.shape, leaf.dtype)
+            return tuple(
+                _draw(init_key(seed, index), self.starts[index], leaf.shape, leaf.dtype)
+                for index, leaf in enumerate(self.abstract_weights)
+            )
 
     def module(self, weights: Sequence[jax.Array]) -> CausalLM:
         """The Flax module that holds these weights, for example to train it with `nnx.value_and_grad`."""
@@ -188,7 +187,14 @@ def build(config: ModelConfig, dtype: str = "auto") -> Model:
     return Model(config, resolve_dtype(dtype, config))
 
 
-# With XLA's own generator, which compiles in half the time of JAX's default one.
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(key: Any, start: Normal | Constant, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+def init_key(seed: int, index: int) -> np.ndarray:
+    """What `Model.init` draws its weight of that index from: uint32 [4]."""
+    return np.array((seed % 2**32, index, 0, 0), np.uint32)
+
+
+def draw(key: Any, start: Normal | Constant, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """A random weight. With XLA's own generator, which compiles in half the time of JAX's default one."""
     return start.draw(jax.random.wrap_key_data(key, impl="rbg"), shape, dtype)
+
+
+_draw = partial(jax.jit, static_argnums=(1, 2, 3))(draw)

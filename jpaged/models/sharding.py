@@ -19,7 +19,7 @@ parameter is the shards' side by side; it differs from the whole one in two ways
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from math import lcm
 from pathlib import Path
 
@@ -33,7 +33,8 @@ from jpaged.errors import InvalidParameterError
 from jpaged.models import checkpoint
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
-from jpaged.models.model import Model, Weights
+from jpaged.models.layers import Constant, Normal
+from jpaged.models.model import Model, Weights, draw, init_key
 from jpaged.models.parts import Part
 
 MODEL_AXIS = "model"
@@ -125,9 +126,7 @@ def load_sharded(
     checkpoint.check_load_format(load_format, directory)
     stored = stored_weights(shard, mesh)
     if load_format == "dummy":
-        return tuple(
-            _to_stored(model.init_weight(index, seed), model, shard, index, leaf) for index, leaf in enumerate(stored)
-        )
+        return tuple(_init_stored(model, shard, index, leaf, seed) for index, leaf in enumerate(stored))
     assert directory is not None
     widened = Model(_with_kv_heads_for(model.config, shard.collectives.size), model.dtype)
     found = checkpoint.match(widened, checkpoint.find_tensors(Path(directory)))
@@ -175,13 +174,31 @@ def _place(part: Part, tensor: np.ndarray, axis: int | None, pieces: list[jax.Ar
     return jax.block_until_ready(placed)
 
 
-def _to_stored(weight: jax.Array, model: Model, shard: Model, index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """A whole weight in the shape it is stored in, spread over the mesh."""
-    name = model.parameter_names[index]
-    transform: Callable[[jax.Array], jax.Array] = partial(_pad, shape=leaf.shape)
-    if name.endswith(("attention.qkv", "attention.qkv_bias")) and shard.config.kv_head_copies > 1:
-        transform = partial(_repeat_kv_heads, copies=shard.config.kv_head_copies)
-    return jax.jit(transform, out_shardings=leaf.sharding)(np.asarray(weight))
+def _init_stored(model: Model, shard: Model, index: int, leaf: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+    """A random weight, drawn as for one device and spread over the mesh."""
+    whole = model.abstract_weights[index]
+    is_qkv = model.parameter_names[index].endswith(("attention.qkv", "attention.qkv_bias"))
+    copies = shard.config.kv_head_copies if is_qkv else 1
+    drawing = _drawing(model.starts[index], whole.shape, whole.dtype, copies, leaf.shape, leaf.sharding)
+    return drawing(init_key(seed, index))
+
+
+@cache  # one program for all layers
+def _drawing(
+    start: Normal | Constant,
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    kv_head_copies: int,
+    stored_shape: tuple[int, ...],
+    sharding: NamedSharding,
+) -> Callable[[np.ndarray], jax.Array]:
+    def drawn(key: jax.Array) -> jax.Array:
+        weight = draw(key, start, shape, dtype)
+        if kv_head_copies > 1:
+            return _repeat_kv_heads(weight, kv_head_copies)
+        return _pad(weight, stored_shape)
+
+    return jax.jit(drawn, out_shardings=sharding)
 
 
 def _pad(weight: jax.Array, shape: tuple[int, ...]) -> jax.Array:
