@@ -33,6 +33,7 @@ _ENGINE_OPTIONS = (
     ("--max-num-seqs", int, "N", "most sequences that run at once"),
     ("--max-num-batched-tokens", int, "N", "most tokens computed in a step"),
     ("--tensor-parallel-size", int, "N", "devices to split the model over"),
+    ("--data-parallel-size", int, "N", "replicas, each on devices of its own"),
 )
 
 

@@ -135,7 +135,7 @@ class Scheduler:
             request.max_len = min(request.max_len, request.prompt_len + request.sampling.max_tokens)
         request.arrival_number = self._num_arrived
         self._num_arrived += 1
-        request.seed = _resolve_seed(request.sampling.seed, self._seed, request.arrival_number)
+        request.seed = resolve_seed(request.sampling.seed, self._seed, request.arrival_number)
         self._waiting.push(request)
         self._requests[request.request_id] = request
 
@@ -507,7 +507,7 @@ class Scheduler:
             raise EngineDeadError("A slot has computed more tokens than its blocks hold, or is empty and has blocks.")
 
 
-def _resolve_seed(seed: int | None, engine_seed: int, arrival_number: int) -> int:
+def resolve_seed(seed: int | None, engine_seed: int, arrival_number: int) -> int:
     """A request's own seed, or one derived from the engine's; an unsigned 64-bit integer.
 
     The derivation is the SplitMix64 generator's output function (Steele, Lea, Flood 2014), once for each number.
