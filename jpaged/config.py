@@ -84,6 +84,8 @@ class EngineArgs:
         seed: of sampling, for requests without one, and of random weights.
         kernel_backend: implementation of attention and cache writes: "mosaic" (kernels for Hopper), "xla" (anywhere);
             by default the kernels where the device and the model's shapes allow.
+        tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
+        data_parallel_size: replicas of the model, each on devices and in a process of its own (`LLM` only).
         load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights from its config.json.
         skip_tokenizer_init: take and give token ids only.
         verbose: print the start-up table and progress.
@@ -110,6 +112,8 @@ class EngineArgs:
     token_buckets: tuple[int, ...] | None = None
     seed: int = 0
     kernel_backend: KernelBackend | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     load_format: LoadFormat = "auto"
     skip_tokenizer_init: bool = False
     verbose: bool = True
@@ -139,6 +143,8 @@ class EngineArgs:
                 _check_integer(name, getattr(self, name), least, most)
         if self.block_size > 256 or self.block_size & (self.block_size - 1):
             raise InvalidParameterError(f"block_size must be a power of two from 1 to 256, got {self.block_size}.")
+        _check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _check_integer("data_parallel_size", self.data_parallel_size, 1)
         _check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
         _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)

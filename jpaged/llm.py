@@ -14,8 +14,8 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError
 from jpaged.inputs import Messages, Prompt, as_prompt_list
 from jpaged.interrupt import Interruptible
-from jpaged.llm_engine import LLMEngine
 from jpaged.outputs import RequestOutput
+from jpaged.replicas import start_engine
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -40,7 +40,7 @@ class LLM:
         if unknown:
             known = ", ".join(EngineArgs.__dataclass_fields__)
             raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; it has {known}.")
-        self.engine = LLMEngine(EngineArgs(model=model, **options))
+        self.engine = start_engine(EngineArgs(model=model, **options))
         self._request_ids = map(str, count())
 
     def generate(

@@ -43,6 +43,7 @@ class LLMEngine:
 
     Attributes:
         max_model_len: the longest a sequence may grow, prompt and output, in tokens.
+        vocab_size: token ids that the model knows.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError: the model cannot be loaded.
@@ -51,6 +52,11 @@ class LLMEngine:
     """
 
     def __init__(self, args: EngineArgs, startup: Startup | None = None) -> None:
+        if args.data_parallel_size != 1:
+            raise InvalidParameterError(
+                f"LLMEngine is one replica, got data_parallel_size={args.data_parallel_size}; use LLM, or"
+                f" ReplicatedEngine from jpaged.replicas."
+            )
         directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
         self.args = args
         self.startup = start(args, directory) if startup is None else _same_start(args, startup)
@@ -75,6 +81,7 @@ class LLMEngine:
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
+        self.vocab_size = model.vocab_size
         self._inputs = InputProcessor(self.tokenizer, model.vocab_size, self.max_model_len)
         self._outputs = OutputProcessor(self._core, self.tokenizer)
         self._failure: BaseException | None = None

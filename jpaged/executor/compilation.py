@@ -21,6 +21,7 @@ from jpaged.executor.beams import beams_layout, move_beams_step
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.copies import copy_blocks_step, copy_layout
 from jpaged.executor.executable_cache import ExecutableCache
+from jpaged.executor.mesh import POOL, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.state import initial_slot_state
 from jpaged.models import Model
 
@@ -97,30 +98,39 @@ def enable_persistent_cache() -> Path | None:
 
 
 def abstract_pools(config: ExecutorConfig, model: Model, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of the KV pool: for each layer [num_blocks, 2, kv_heads, block_size, head_dim]."""
+    """Shapes of the KV pool: for each layer [num_blocks, 2, kv_heads, block_size, head_dim]; a shard's for a shard."""
     shape = (config.num_blocks, 2, model.config.num_kv_heads, config.block_size, model.config.head_dim)
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for _ in range(model.config.num_layers))
 
 
 class Compiler:
-    """Lowers programs one by one and compiles them in a pool of threads (XLA releases the interpreter lock)."""
+    """Lowers programs one by one and compiles them in a pool of threads (XLA releases the interpreter lock).
 
-    def __init__(self, model: Model, config: ExecutorConfig, kv_dtype: Any) -> None:
+    model: what each device of the mesh runs (`DeviceMesh.shard_of`).
+    """
+
+    def __init__(self, model: Model, config: ExecutorConfig, kv_dtype: Any, mesh: DeviceMesh) -> None:
         self._model = model
         self._config = config
-        self._pools = abstract_pools(config, model, kv_dtype)
+        self._mesh = mesh
+        self._pools = tuple(mesh.split(pool, POOL) for pool in abstract_pools(config, model, kv_dtype))
         self._state = jax.eval_shape(partial(initial_slot_state, config))
-        self._weights = model.abstract_weights
+        self._weights = mesh.weights(model)
         self._sampling = jax.eval_shape(partial(sampler.init_state, config.max_num_seqs))
-        self._full = jax.eval_shape(partial(sampler.init_full_state, config.max_num_seqs, model.config.vocab_size))
+        self._full_of_shard = jax.eval_shape(self._init_full_state)
+        counts = mesh.split(self._full_of_shard.token_counts, TOKEN_COUNTS)
+        self._full = self._full_of_shard._replace(token_counts=counts)
+        self._full_specs = jax.tree.map(lambda _: WHOLE, self._full)._replace(token_counts=TOKEN_COUNTS)
         self._threads = ThreadPoolExecutor(os.cpu_count())
-        self._cache = ExecutableCache(cache_directory("programs"), (model.config, model.dtype, config))
+        self._cache = ExecutableCache(
+            cache_directory("programs"), (model.config, model.vocab_size, model.dtype, config, mesh.key)
+        )
         self._pending: dict[Key, tuple[Future, _Takes]] = {}
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the slot state, the sampling state and the full sampling state together."""
-        leaves = jax.tree.leaves((self._state, self._sampling, self._full))
+        """Bytes of the slot state, the sampling state and the full sampling state together, on one device."""
+        leaves = jax.tree.leaves((self._state, self._sampling, self._full_of_shard))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def submit_all(self) -> None:
@@ -156,17 +166,16 @@ class Compiler:
     def submit_decode(self, batch: int) -> None:
         step = partial(programs.decode_step, self._model, self._config, batch)
         packed = _int32(programs.decode_layout(batch).size)
-        self._submit(
-            ("decode", batch), step, self._pools, self._state, packed, donate=(1, 2), takes="weights", rows=batch
-        )
+        args = (self._pools, self._state, packed)
+        results = (POOL, WHOLE, WHOLE, WHOLE)
+        self._submit(("decode", batch), step, *args, donate=(1, 2), takes="weights", rows=batch, results=results)
 
     def submit_mixed(self, tokens: int) -> None:
         step = partial(programs.mixed_step, self._model, self._config, tokens)
         packed = _int32(programs.mixed_layout(self._config, tokens).size)
-        donate = (1, 2)
-        self._submit(
-            ("mixed", tokens), step, self._pools, self._state, packed, donate=donate, takes="weights", rows=tokens
-        )
+        args = (self._pools, self._state, packed)
+        results = (POOL, WHOLE, WHOLE, WHOLE, WHOLE)
+        self._submit(("mixed", tokens), step, *args, donate=(1, 2), takes="weights", rows=tokens, results=results)
 
     def submit_sample(self, batch: int, variant: SamplingVariant) -> None:
         step = partial(programs.sample_step, self._model, variant)
@@ -174,8 +183,9 @@ class Compiler:
         full = self._full if variant == SamplingVariant.FULL else None
         hidden = self._hidden(batch)
         key = ("sample", batch, variant)
-        args = hidden, rows, self._state, self._sampling, full
-        self._submit(key, step, *args, donate=(3, 5), takes="head", rows=batch)
+        args = (hidden, rows, self._state, self._sampling, full)
+        results = (WHOLE, None if full is None else self._full_specs, WHOLE)
+        self._submit(key, step, *args, donate=(3, 5), takes="head", rows=batch, results=results)
 
     def submit_prompt_logprobs(self, tokens: int) -> None:
         step = partial(programs.prompt_logprobs_step, self._model)
@@ -183,12 +193,18 @@ class Compiler:
 
     def submit_full_state(self) -> None:
         """The programs that make and fill `FullSamplingState`, which exists once some request asks for it."""
-        slots, vocab = self._config.max_num_seqs, self._model.config.vocab_size
-        self._submit(("init_full",), partial(sampler.init_full_state, slots, vocab))
-        record = _int32(sampler.full_record_words(vocab))
-        self._submit(("start_full",), sampler.start_full_slot, self._full, _int32(), record, donate=(0,))
+        specs = self._full_specs
+        self._submit(("init_full",), self._init_full_state, results=specs)
+        record = _int32(sampler.full_record_words(self._model.vocab_size))
+        args = (self._full, _int32(), record)
+        self._submit(("start_full",), sampler.start_full_slot, *args, donate=(0,), results=specs)
         known = _int32(programs.known_tokens_layout().size)
-        self._submit(("known_tokens",), programs.known_tokens_step, self._full, known, donate=(0,))
+        step = partial(programs.known_tokens_step, self._model)
+        self._submit(("known_tokens",), step, self._full, known, donate=(0,), results=specs)
+
+    def _init_full_state(self) -> sampler.FullSamplingState:
+        slots, model = self._config.max_num_seqs, self._model
+        return sampler.init_full_state(slots, model.vocab_size, model.config.vocab_size)
 
     def submit_forks(self) -> None:
         """The programs that copy shared blocks and that let beams go on from others."""
@@ -209,8 +225,9 @@ class Compiler:
         donate: tuple[int, ...] = (),
         takes: _Takes = None,
         rows: int = 0,
+        results: Specs = WHOLE,
     ) -> None:
-        """rows: of the program's matrix products, if it has any."""
+        """rows: of the program's matrix products, if it has any. results: how they are split over the mesh."""
         if takes is not None:
             args = (self._weights if takes == "weights" else self._model.head_weights(self._weights), *args)
 
@@ -218,7 +235,7 @@ class Compiler:
             return function(*args)
 
         named.__name__ = "_".join(str(int(part) if isinstance(part, int) else part) for part in key)  # for profiles
-        jitted = jax.jit(named, donate_argnums=donate)
+        jitted = self._mesh.jit(named, args, results, donate)
         options = _GPU_OPTIONS if jax.default_backend() == "gpu" and rows > _AUTOTUNED_ROWS else {}
         path = self._cache.path((key, options), args)
         if path is not None and path.exists():

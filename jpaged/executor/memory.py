@@ -16,6 +16,7 @@ from jpaged.engine.interface import SamplingVariant
 from jpaged.errors import OutOfMemoryError
 from jpaged.executor.compilation import Compiler
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.mesh import DeviceMesh
 from jpaged.models import Model
 
 CPU_POOL_BYTES = 2**30
@@ -24,7 +25,7 @@ CPU_POOL_BYTES = 2**30
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device, by purpose. `programs` is 0 where nothing bounds them (CPU)."""
+    """Bytes on each device, by purpose. `programs` is 0 where nothing bounds them (CPU)."""
 
     weights: int
     state: int
@@ -69,19 +70,26 @@ def free_device_memory(device: jax.Device, utilization: float) -> int | None:
 
 
 def plan_memory(
-    model: Model, config: ExecutorConfig, dtype: Any, limit: int | None, num_blocks: int | None, pipeline_depth: int
+    model: Model,
+    config: ExecutorConfig,
+    dtype: Any,
+    mesh: DeviceMesh,
+    limit: int | None,
+    num_blocks: int | None,
+    pipeline_depth: int,
 ) -> MemoryPlan:
     """Decides the number of blocks.
 
     Args:
+        model: what each device of the mesh runs.
         config: `num_blocks` in it is nominal; programs are analysed with it.
-        limit: bytes of the device, before the weights are loaded (`free_device_memory`).
+        limit: bytes of each device, before the weights are loaded (`free_device_memory`).
         num_blocks: the user's choice, or None to fill the device.
         pipeline_depth: steps in flight whose results are alive beside the running one's.
     Raises:
         OutOfMemoryError: what is left after weights and programs does not hold the blocks asked for, or any.
     """
-    compiler = Compiler(model, config, dtype)
+    compiler = Compiler(model, config, dtype, mesh)
     weights, state = tree_bytes(model.abstract_weights), compiler.state_bytes
     block = block_bytes(model, config.block_size, dtype)
     if limit is None:

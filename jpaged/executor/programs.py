@@ -199,7 +199,8 @@ def sample_step(
     logits = model.head_logits(head, hidden)
     slots = rows.slots
     positions = state.seq_len[slots]  # where the new token will stand
-    sampled = sampler.sample(logits, slots, positions, sampling, full, variant=variant)
+    collectives = model.collectives
+    sampled = sampler.sample(logits, slots, positions, sampling, full, variant=variant, collectives=collectives)
     valid = rows.samples & state.active[slots]
 
     codes = sampler.finish_codes(sampling, slots, positions, sampled.token_ids)
@@ -214,7 +215,7 @@ def sample_step(
         active=state.active.at[written].set(valid & (codes == FinishCode.RUNNING)),
     )
     if full is not None:
-        full = sampler.add_sampled_tokens(full, written, sampled.token_ids)
+        full = sampler.add_sampled_tokens(full, written, sampled.token_ids, collectives)
     return state, full, SampleResult(jnp.stack([tokens, codes.astype(jnp.int32)]), sampled.logprobs)
 
 
@@ -229,7 +230,7 @@ def prompt_logprobs_step(
     targets = jnp.pad(jnp.maximum(targets, 0), (0, pad)).reshape(-1, chunk)
 
     def score(args: tuple[Array, Array]) -> sampler.TokenLogprobs:
-        return sampler.logprobs_of(model.head_logits(head, args[0]), args[1], MAX_LOGPROBS)
+        return sampler.logprobs_of(model.head_logits(head, args[0]), args[1], MAX_LOGPROBS, model.collectives)
 
     scored = jax.lax.map(score, (hidden, targets))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], scored)
@@ -250,7 +251,10 @@ def known_tokens_layout() -> PackedLayout:
     return PackedLayout(slot=(), start=(), prompt_len=(), token_ids=(KNOWN_TOKENS_PER_CALL,))
 
 
-def known_tokens_step(full: sampler.FullSamplingState, packed: Int[Array, " n"]) -> sampler.FullSamplingState:
+def known_tokens_step(
+    model: Model, full: sampler.FullSamplingState, packed: Int[Array, " n"]
+) -> sampler.FullSamplingState:
     """Its known tokens are counted, some at a time."""
     host = known_tokens_layout().unpack(packed)
-    return sampler.add_known_tokens(full, host["slot"], host["token_ids"], host["start"], host["prompt_len"])
+    known = (host["slot"], host["token_ids"], host["start"], host["prompt_len"])
+    return sampler.add_known_tokens(full, *known, model.collectives)

@@ -18,6 +18,10 @@ bits a few at a time (see `_largest_threshold`); tokens tied with the last one k
 The draw is Gumbel's: the argmax of logit / temperature + noise, with noise that is a hash of (seed, position, token
 id) and of nothing else. So it does not depend on the batch, the row, the slot or the step, and an error of size e in
 the logits changes a token with probability about e (a draw by inverting the cumulative sum would add the errors up).
+
+Under tensor parallelism each shard has the logits of its own part of the vocabulary and nothing gathers them. Shards
+exchange, for each row, their best (logit, token) pairs, the sums and counts of a threshold's passes, and the k best
+alternatives; every shard comes to the same tokens. `collectives` says how; ALONE adds nothing to the program.
 """
 
 from collections.abc import Sequence
@@ -31,6 +35,7 @@ from jax import lax
 
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
 from jpaged.errors import InvalidParameterError
+from jpaged.models.collectives import ALONE, Collectives
 from jpaged.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_BAD_WORD_TOKENS,
@@ -79,7 +84,8 @@ class FullSamplingState(NamedTuple):
     """What only `SamplingVariant.FULL` reads, a row a slot: 4.1 V bytes a slot, 160 MB at V = 152k and 256 slots.
 
     presence, frequency, repetition: float32 [S + 1]; the penalties.
-    token_counts: int32 [S + 1, V]; twice the token's count in the output, plus 1 if it occurs in the prompt.
+    token_counts: int32 [S + 1, V]; twice the token's count in the output, plus 1 if it occurs in the prompt. A shard
+        has the columns of its own tokens; the rest of the state is whole on each.
     bias_ids, bias_values: int32, float32 [S + 1, MAX_LOGIT_BIAS]; ids padded with NO_TOKEN.
     allowed: uint32 [S + 1, ceil(V / 32)]; bit v % 32 of word v // 32 is set if token v may be sampled.
     bad_words: int32 [S + 1, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS]; each word at the right end of its row, after NO_TOKEN.
@@ -130,10 +136,11 @@ def sample(
     *,
     variant: SamplingVariant,
     num_logprobs: int = MAX_LOGPROBS,
+    collectives: Collectives = ALONE,
 ) -> SampleOutput:
     """Draws a token for every row.
 
-    logits: float32 [R, V]. NaN counts as minus infinity.
+    logits: float32 [R, V], of the shard's tokens. NaN counts as minus infinity.
     slots: int32 [R]; the null slot for padded rows.
     positions: int32 [R]; the position that the new token will have, that is, the sequence's length so far.
     full: needed by SamplingVariant.FULL, ignored by the others.
@@ -141,24 +148,26 @@ def sample(
         SAMPLING leaves the 19 passes that find thresholds out of the program. (A `lax.cond` on the device would make
         XLA wait for the predicate on the host, which stalls the pipelined loop.)
     num_logprobs: static; alternatives returned by FULL and BEAM.
+    collectives: static; of the shards the vocabulary is split over.
 
     Rows with a temperature below GREEDY_TEMPERATURE get the most likely token, the lowest id on ties. A row whose
     tokens all have a logit of minus infinity gets token 0.
     """
     if variant == SamplingVariant.GREEDY:
-        return SampleOutput(_most_likely(logits), None)
+        return SampleOutput(_most_likely(logits, collectives)[0], None)
     if variant == SamplingVariant.BEAM:
-        token_ids = _most_likely(logits)
-        return SampleOutput(token_ids, logprobs_of(logits, token_ids, num_logprobs))
+        token_ids = _most_likely(logits, collectives)[0]
+        return SampleOutput(token_ids, logprobs_of(logits, token_ids, num_logprobs, collectives))
     logprobs = None
     processed = logits
     if variant == SamplingVariant.FULL:
         if full is None:
             raise ValueError("SamplingVariant.FULL needs a FullSamplingState.")
-        processed = process_logits(logits, slots, positions, state, full)
-    token_ids = _draw(processed, slots, positions, state, truncates=variant >= SamplingVariant.TRUNCATED)
+        processed = process_logits(logits, slots, positions, state, full, collectives)
+    truncates = variant >= SamplingVariant.TRUNCATED
+    token_ids = _draw(processed, slots, positions, state, collectives, truncates=truncates)
     if variant == SamplingVariant.FULL:
-        logprobs = logprobs_of(logits, token_ids, num_logprobs)
+        logprobs = logprobs_of(logits, token_ids, num_logprobs, collectives)
     return SampleOutput(token_ids, logprobs)
 
 
@@ -175,7 +184,12 @@ def finish_codes(state: SamplingState, slots: jax.Array, positions: jax.Array, t
 
 
 def process_logits(
-    logits: jax.Array, slots: jax.Array, positions: jax.Array, state: SamplingState, full: FullSamplingState
+    logits: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    state: SamplingState,
+    full: FullSamplingState,
+    collectives: Collectives = ALONE,
 ) -> jax.Array:
     """Masks, logit_bias and penalties: float32 [R, V] -> float32 [R, V]. Masked tokens become minus infinity.
 
@@ -184,7 +198,8 @@ def process_logits(
     vocab_size = logits.shape[1]
     extras = state.uses_extras[slots]
 
-    words = jnp.where(extras[:, None], full.allowed[slots], np.uint32(0xFFFFFFFF))
+    words = _own_words(full.allowed[slots], vocab_size, collectives)
+    words = jnp.where(extras[:, None], words, np.uint32(0xFFFFFFFF))
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     allowed = bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0
     allowed_only = jnp.where(allowed, logits, -_INF)
@@ -206,10 +221,9 @@ def process_logits(
     masks = jnp.full((logits.shape[0], MAX_BAD_WORDS + MAX_STOP_TOKEN_IDS), -_INF)
     addends = jnp.concatenate([masks, full.bias_values[slots]], axis=1)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    ids = jnp.where(ids < 0, vocab_size, ids)  # a negative index would count from the end instead of being dropped
-    logits = allowed_only.at[rows, ids].add(addends, mode="drop")
+    logits = allowed_only.at[rows, _own_columns(ids, vocab_size, collectives)].add(addends, mode="drop")
     # Where nothing is left, allowed_token_ids stand and what contradicts them gives way.
-    logits = jnp.where(jnp.any(logits > -_INF, axis=1, keepdims=True), logits, allowed_only)
+    logits = jnp.where(_any_left(logits, collectives), logits, allowed_only)
 
     def of_row(values: jax.Array, neutral: float) -> jax.Array:
         return jnp.where(extras, values[slots], neutral)[:, None]
@@ -222,24 +236,27 @@ def process_logits(
     return logits - jnp.where(known >> 1 != 0, of_row(full.presence, 0.0), 0.0)
 
 
-def logprobs_of(logits: jax.Array, targets: jax.Array, k: int) -> TokenLogprobs:
+def logprobs_of(logits: jax.Array, targets: jax.Array, k: int, collectives: Collectives = ALONE) -> TokenLogprobs:
     """Log-probabilities of given tokens and of the k most likely ones, under the model's own distribution.
 
-    logits: float32 [R, V]; targets: int32 [R] (NO_TOKEN gives token 0's, to be ignored).
+    logits: float32 [R, V], of the shard's tokens; targets: int32 [R] (NO_TOKEN gives token 0's, to be ignored).
     A rank is 1 plus the number of strictly more likely tokens; of equally likely alternatives the lower id comes
     first. Where V < k, the top is padded with NO_TOKEN and minus infinity.
     """
     logits = _without_nan(logits)
-    target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)
+    target = _logits_at(logits, jnp.maximum(targets, 0), collectives)
     top_ids, top = _top_k(logits, min(max(k, 1), logits.shape[1]))
+    if collectives.size > 1:
+        top_ids, top = _merge_top_k(top_ids + collectives.first(logits.shape[1]), top, k, collectives)
     largest = _finite(top[:, :1])
-    log_sum = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
-    ranks = 1 + jnp.sum(logits > target, axis=1, dtype=jnp.int32)
+    sums = collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
+    log_sum = largest + jnp.log(sums)
+    ranks = 1 + collectives.all_reduce(jnp.sum(logits > target, axis=1, dtype=jnp.int32))
 
     def normalise(values: jax.Array) -> jax.Array:  # a row without any token gives minus infinity, not NaN
         return jnp.where(values == -_INF, -_INF, values - log_sum)
 
-    padding = ((0, 0), (0, max(0, k - logits.shape[1])))
+    padding = ((0, 0), (0, max(0, k - top.shape[1])))
     return TokenLogprobs(
         normalise(target)[:, 0],
         ranks,
@@ -273,14 +290,17 @@ def init_state(num_slots: int) -> SamplingState:
     )
 
 
-def init_full_state(num_slots: int, vocab_size: int) -> FullSamplingState:
-    """The extras of slots 0..num_slots-1 and the null slot, all neutral."""
+def init_full_state(num_slots: int, vocab_size: int, shard_vocab_size: int | None = None) -> FullSamplingState:
+    """The extras of slots 0..num_slots-1 and the null slot, all neutral.
+
+    shard_vocab_size: columns that a shard has of the vocabulary, where it is split.
+    """
     rows = num_slots + 1
     return FullSamplingState(
         presence=jnp.zeros(rows, jnp.float32),
         frequency=jnp.zeros(rows, jnp.float32),
         repetition=jnp.ones(rows, jnp.float32),
-        token_counts=jnp.zeros((rows, vocab_size), jnp.int32),
+        token_counts=jnp.zeros((rows, shard_vocab_size or vocab_size), jnp.int32),
         bias_ids=jnp.full((rows, MAX_LOGIT_BIAS), NO_TOKEN, jnp.int32),
         bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
         allowed=jnp.full((rows, _mask_words(vocab_size)), 0xFFFFFFFF, jnp.uint32),
@@ -405,7 +425,12 @@ def start_full_slot(full: FullSamplingState, slot: jax.Array, record: jax.Array)
 
 
 def add_known_tokens(
-    full: FullSamplingState, slot: jax.Array, token_ids: jax.Array, start: jax.Array, prompt_len: jax.Array
+    full: FullSamplingState,
+    slot: jax.Array,
+    token_ids: jax.Array,
+    start: jax.Array,
+    prompt_len: jax.Array,
+    collectives: Collectives = ALONE,
 ) -> FullSamplingState:
     """Tells a slot that starts about its known tokens, in order and in chunks of any one fixed size.
 
@@ -416,7 +441,7 @@ def add_known_tokens(
     row = _droppable(slot, num_rows)
     valid = token_ids != NO_TOKEN
     in_prompt = start + jnp.arange(token_ids.shape[0], dtype=jnp.int32) < prompt_len
-    ids = jnp.where(valid, token_ids, vocab_size)
+    ids = _own_columns(token_ids, vocab_size, collectives)
     zeros = jnp.zeros(vocab_size, jnp.int32)
     prompt_bits = zeros.at[ids].max(in_prompt.astype(jnp.int32), mode="drop")
     output_counts = zeros.at[ids].add(jnp.where(in_prompt, 0, 2), mode="drop")
@@ -431,12 +456,15 @@ def add_known_tokens(
     )
 
 
-def add_sampled_tokens(full: FullSamplingState, slots: jax.Array, token_ids: jax.Array) -> FullSamplingState:
+def add_sampled_tokens(
+    full: FullSamplingState, slots: jax.Array, token_ids: jax.Array, collectives: Collectives = ALONE
+) -> FullSamplingState:
     """Adds one new output token to each row's slot. slots: int32 [R], the null slot where nothing was sampled."""
     rows = _droppable(slots, full.presence.shape[0])
     recent = jnp.concatenate([full.recent[slots][:, 1:], token_ids[:, None]], axis=1)
+    columns = token_ids if collectives.size == 1 else _own_columns(token_ids, full.token_counts.shape[1], collectives)
     return full._replace(
-        token_counts=full.token_counts.at[rows, token_ids].add(2, mode="drop"),
+        token_counts=full.token_counts.at[rows, columns].add(2, mode="drop"),
         recent=full.recent.at[rows].set(recent, mode="drop"),
     )
 
@@ -466,25 +494,39 @@ def _checked_ids(name: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
 
 
 def _draw(
-    logits: jax.Array, slots: jax.Array, positions: jax.Array, state: SamplingState, *, truncates: bool
+    logits: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    state: SamplingState,
+    collectives: Collectives,
+    *,
+    truncates: bool,
 ) -> jax.Array:
     """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] -> int32 [R]."""
     temperature = state.temperature[slots]
     greedy = temperature < GREEDY_TEMPERATURE
     rate = jnp.where(greedy, 1.0, 1.0 / temperature)[:, None]
-    most_likely = _most_likely(logits)
-    largest = _finite(jnp.take_along_axis(_without_nan(logits), most_likely[:, None], axis=1))
+    most_likely, largest = _most_likely(logits, collectives)
+    largest = _finite(largest)
     # The largest is taken off first, so that however low the temperature, the best few tokens stay near zero, where
     # float32 still tells their noise apart.
-    scores = (_without_nan(logits) - largest) * rate + _gumbel(state.seed[slots], positions, logits.shape[1])
+    noise = _gumbel(state.seed[slots], positions, logits.shape[1], collectives)
+    scores = (_without_nan(logits) - largest) * rate + noise
     if truncates:
-        lowest = _lowest_kept(logits, largest, rate, state.top_k[slots], state.top_p[slots], state.min_p[slots])
+        top_k, top_p, min_p = state.top_k[slots], state.top_p[slots], state.min_p[slots]
+        lowest = _lowest_kept(logits, largest, rate, top_k, top_p, min_p, collectives)
         scores = jnp.where(logits >= lowest, scores, -_INF)
-    return jnp.where(greedy, most_likely, _argmax(scores))
+    return jnp.where(greedy, most_likely, _argmax(scores, collectives)[0])
 
 
 def _lowest_kept(
-    logits: jax.Array, largest: jax.Array, rate: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+    logits: jax.Array,
+    largest: jax.Array,
+    rate: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    collectives: Collectives = ALONE,
 ) -> jax.Array:
     """The lowest logit that min_p, top_k and top_p leave, in this order: float32 [R, 1].
 
@@ -496,20 +538,22 @@ def _lowest_kept(
     Passes read the logits as they are: a copy with NaN cleaned out, or with exp taken, would have to be written and
     would double what each pass reads. NaN is at or above no threshold, so it counts for nothing.
     """
-    vocab_size = logits.shape[1]
+    vocab_size = logits.shape[1] * collectives.size
     wanted = jnp.where(top_k <= 0, vocab_size, jnp.minimum(top_k, vocab_size))[:, None]
     one = jnp.ones_like(logits, jnp.int32)
-    lowest = _largest_threshold(logits, one, wanted, _TOP_K_BITS)
+    lowest = _largest_threshold(logits, one, wanted, _TOP_K_BITS, collectives)
     lowest = jnp.maximum(lowest, largest + jnp.log(min_p)[:, None] / rate)
 
     mass = jnp.exp((logits - largest) * rate)
-    share = top_p[:, None] * _sums_above(logits, mass, [lowest])[0]
-    at_p = _largest_threshold(logits, mass, share, _TOP_P_BITS)
+    share = top_p[:, None] * _sums_above(logits, mass, [lowest], collectives)[0]
+    at_p = _largest_threshold(logits, mass, share, _TOP_P_BITS, collectives)
     at_p = jnp.minimum(at_p, largest)  # a top_p so small that its share underflows to zero still keeps the best token
     return jnp.where(top_p[:, None] < 1.0, jnp.maximum(lowest, at_p), lowest)
 
 
-def _largest_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array, bits: int) -> jax.Array:
+def _largest_threshold(
+    logits: jax.Array, weights: jax.Array, wanted: jax.Array, bits: int, collectives: Collectives = ALONE
+) -> jax.Array:
     """The largest float32 for which the tokens at or above it still weigh what is wanted: float32 [R, 1].
 
     logits: float32 [R, V]; weights: [R, V], not negative; wanted: [R, 1]. Where all tokens together weigh less than
@@ -524,17 +568,24 @@ def _largest_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array,
     while shift:
         width = min(bits, shift)
         shift -= width
-        image = _fix_bits(logits, weights, wanted, image, np.uint32(shift), width)
+        image = _fix_bits(logits, weights, wanted, image, np.uint32(shift), width, collectives)
     return _float_of_image(image)
 
 
-@partial(jax.jit, static_argnames="width")  # so that the passes of a search are traced and lowered once
+# Jitted so that the passes of a search are traced and lowered once.
+@partial(jax.jit, static_argnames=("width", "collectives"))
 def _fix_bits(
-    logits: jax.Array, weights: jax.Array, wanted: jax.Array, image: jax.Array, shift: jax.Array, width: int
+    logits: jax.Array,
+    weights: jax.Array,
+    wanted: jax.Array,
+    image: jax.Array,
+    shift: jax.Array,
+    width: int,
+    collectives: Collectives,
 ) -> jax.Array:
     """One pass of `_largest_threshold`: the `width` bits of the image from `shift` up."""
     candidates = [_float_of_image(image + (np.uint32(digit) << shift)) for digit in range(1, 1 << width)]
-    for weight in _sums_above(logits, weights, candidates):
+    for weight in _sums_above(logits, weights, candidates, collectives):
         image = image + jnp.where(weight >= wanted, np.uint32(1) << shift, np.uint32(0))
     return image
 
@@ -546,7 +597,9 @@ def _float_of_image(image: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(key ^ ((key >> 31) & np.int32(0x7FFFFFFF)), jnp.float32)
 
 
-def _sums_above(logits: jax.Array, weights: jax.Array, thresholds: Sequence[jax.Array]) -> list[jax.Array]:
+def _sums_above(
+    logits: jax.Array, weights: jax.Array, thresholds: Sequence[jax.Array], collectives: Collectives
+) -> list[jax.Array]:
     """For each threshold ([R, 1]), the summed weights of the tokens at or above it ([R, 1]).
 
     One reduction of n operands, so that the compiler reads the logits once; as n reductions it makes 2 n kernels.
@@ -554,17 +607,22 @@ def _sums_above(logits: jax.Array, weights: jax.Array, thresholds: Sequence[jax.
     operands = [jnp.where(logits >= threshold, weights, 0) for threshold in thresholds]
     zero = np.zeros((), weights.dtype)
     sums = lax.reduce(operands, [zero] * len(operands), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], [1])
+    if collectives.size > 1:
+        sums = list(collectives.all_reduce(jnp.stack(sums)))
     return [total[:, None] for total in sums]
 
 
-def _gumbel(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+def _gumbel(seeds: jax.Array, positions: jax.Array, vocab_size: int, collectives: Collectives = ALONE) -> jax.Array:
     """Gumbel noise, float32 [R, V]: a function of (seed, position, token id).
 
     A full Threefry makes a 64-bit key of each row's seed and position; each token id then goes through two rounds of
     an integer hash under that key. jax.random would run a kernel of its own, and write and read R * V words.
     """
     key0, key1 = _threefry2x32(seeds[:, 0], seeds[:, 1], positions.astype(jnp.uint32), jnp.zeros_like(seeds[:, 0]))
-    ids = jnp.arange(vocab_size, dtype=jnp.uint32) * np.uint32(0x9E3779B9)
+    ids = jnp.arange(vocab_size, dtype=jnp.uint32)
+    if collectives.size > 1:
+        ids = ids + jnp.asarray(collectives.first(vocab_size), jnp.uint32)
+    ids = ids * np.uint32(0x9E3779B9)
     bits = _mix(_mix(ids[None, :] + key0[:, None]) ^ key1[:, None])
     # Small values matter most (they make the largest noise) and keep all 32 bits; 1 itself must not occur.
     uniform = jnp.minimum(bits.astype(jnp.float32) * np.float32(2**-32) + np.float32(2**-33), np.float32(1 - 2**-24))
@@ -600,12 +658,68 @@ def _threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _argmax(values: jax.Array) -> jax.Array:
-    return jnp.argmax(values, axis=1).astype(jnp.int32)
+def _argmax(values: jax.Array, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
+    """Token id and value of each row's largest value, the lowest id on ties: int32 [R], float32 [R, 1].
+
+    Shards exchange one pair a row; the earlier shard, whose ids are lower, wins a tie.
+    """
+    ids = jnp.argmax(values, axis=1).astype(jnp.int32)
+    best = jnp.take_along_axis(values, ids[:, None], axis=1)
+    if collectives.size == 1:
+        return ids, best
+    ids = ids[:, None] + collectives.first(values.shape[1])
+    pairs = collectives.all_gather(jnp.concatenate([lax.bitcast_convert_type(best, jnp.int32), ids], axis=1))
+    values_by_shard = lax.bitcast_convert_type(pairs[:, :, 0], jnp.float32)
+    pair = jnp.take_along_axis(pairs, jnp.argmax(values_by_shard, axis=0)[None, :, None], axis=0)[0]
+    return pair[:, 1], lax.bitcast_convert_type(pair[:, :1], jnp.float32)
 
 
-def _most_likely(logits: jax.Array) -> jax.Array:
-    return _argmax(_without_nan(logits))
+def _most_likely(logits: jax.Array, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
+    return _argmax(_without_nan(logits), collectives)
+
+
+def _own_columns(token_ids: jax.Array, width: int, collectives: Collectives) -> jax.Array:
+    """Token ids as columns of this shard's `width`; past the end, where scatters drop them, for tokens it has not."""
+    # A negative index would count from the end instead of being dropped.
+    if collectives.size == 1:
+        return jnp.where(token_ids < 0, width, token_ids)
+    columns = token_ids - collectives.first(width)
+    return jnp.where((columns < 0) | (columns >= width) | (token_ids < 0), width, columns)
+
+
+def _own_words(words: jax.Array, width: int, collectives: Collectives) -> jax.Array:
+    """The words of a mask over the vocabulary that cover this shard's `width` tokens, a multiple of 32."""
+    if collectives.size == 1:
+        return words
+    count = width // 32
+    words = jnp.pad(words, ((0, 0), (0, count * collectives.size - words.shape[1])))
+    return lax.dynamic_slice_in_dim(words, collectives.first(count), count, axis=1)
+
+
+def _any_left(logits: jax.Array, collectives: Collectives) -> jax.Array:
+    """Whether any token of each row is not masked: bool [R, 1]."""
+    left = jnp.any(logits > -_INF, axis=1, keepdims=True)
+    return left if collectives.size == 1 else collectives.all_max(left.astype(jnp.int32)) != 0
+
+
+def _logits_at(logits: jax.Array, token_ids: jax.Array, collectives: Collectives) -> jax.Array:
+    """Each row's logit of one token, which one of the shards has: float32 [R, 1]."""
+    if collectives.size == 1:
+        return jnp.take_along_axis(logits, token_ids[:, None], axis=1)
+    width = logits.shape[1]
+    columns = _own_columns(token_ids, width, collectives)[:, None]
+    own = jnp.take_along_axis(logits, jnp.minimum(columns, width - 1), axis=1)
+    return collectives.all_max(jnp.where(columns < width, own, -_INF))
+
+
+def _merge_top_k(ids: jax.Array, values: jax.Array, k: int, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
+    """The k best of all shards' best; of equals the lower id first, as they stand in the order of shards."""
+    all_ids, all_values = collectives.all_gather(ids), collectives.all_gather(values)
+    rows = ids.shape[0]
+    all_ids = jnp.moveaxis(all_ids, 0, 1).reshape(rows, -1)
+    all_values = jnp.moveaxis(all_values, 0, 1).reshape(rows, -1)
+    values, places = lax.top_k(jnp.where(all_values == 0, 0.0, all_values), min(max(k, 1), all_values.shape[1]))
+    return jnp.take_along_axis(all_ids, places, axis=1), values
 
 
 def _without_nan(logits: jax.Array) -> jax.Array:

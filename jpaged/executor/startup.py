@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineArgs
@@ -21,9 +19,11 @@ from jpaged.executor.buckets import fine_buckets, geometric_buckets
 from jpaged.executor.compilation import Compiler, Key, Program, abstract_pools, enable_persistent_cache
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.memory import MemoryPlan, free_device_memory, plan_memory, reserve_device_memory
+from jpaged.executor.mesh import POOL, DeviceMesh, pick_devices
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
-from jpaged.models import Model, ModelConfig, build, load
+from jpaged.models import Model, ModelConfig, Weights, build, load
+from jpaged.models.sharding import load_sharded
 
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
@@ -31,7 +31,10 @@ NOMINAL_BLOCKS = 1024
 
 @dataclass
 class Startup:
-    """A runner and what is known of it. `seconds` is by phase; loading and compiling overlap."""
+    """A runner and what is known of it.
+
+    memory: of each device. seconds: by phase; loading and compiling overlap.
+    """
 
     args: EngineArgs
     runner: Runner
@@ -76,27 +79,35 @@ def start(args: EngineArgs, directory: Path) -> Startup:
     progress = args.verbose and sys.stderr.isatty()
     reserve_device_memory(args.gpu_memory_utilization)
     enable_persistent_cache()
-    device = jax.devices()[0]
+    mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
+    with mesh.as_default():
+        return _start_on(mesh, args, directory, seconds, progress)
 
+
+def _start_on(
+    mesh: DeviceMesh, args: EngineArgs, directory: Path, seconds: dict[str, float], progress: bool
+) -> Startup:
+    device = mesh.local_devices[0]
     model_config = ModelConfig.from_directory(directory)
     # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.
     model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
     dtype = model.dtype
+    shard = mesh.shard_of(model)
     limit = free_device_memory(device, args.gpu_memory_utilization)
     config = executor_config(args, model_config, limit)
 
     with ThreadPoolExecutor(1) as loader:
         with _timed(seconds, "plan memory"):
-            loading = loader.submit(load, model, directory, args.load_format, seed=args.seed, progress=progress)
-            memory = plan_memory(model, config, dtype, limit, args.num_gpu_blocks_override, args.pipeline_depth)
+            loading = loader.submit(_load, mesh, model, shard, directory, args, progress)
+            memory = plan_memory(shard, config, dtype, mesh, limit, args.num_gpu_blocks_override, args.pipeline_depth)
             config = _fit_to_pool(config, memory, args.max_model_len)
         with _timed(seconds, "compile"):
-            programs = _compile_all(model, config, dtype, progress)
+            programs = _compile_all(shard, config, dtype, mesh, progress)
         with _timed(seconds, "load weights"):  # what loading takes beyond the phases it ran beside
             weights = loading.result()
 
     with _timed(seconds, "warm up"):
-        pools = tuple(jnp.zeros(pool.shape, pool.dtype) for pool in abstract_pools(config, model, dtype))
+        pools = tuple(mesh.zeros(mesh.split(pool, POOL)) for pool in abstract_pools(config, shard, dtype))
         runner = Runner(
             config,
             programs,
@@ -104,14 +115,22 @@ def start(args: EngineArgs, directory: Path) -> Startup:
             weights,
             model.head_weights(weights),
             pools,
-            initial_slot_state(config),
-            sampler.init_state(config.max_num_seqs),
+            mesh.whole(initial_slot_state(config)),
+            mesh.whole(sampler.init_state(config.max_num_seqs)),
         )
         runner.warm_up()
     # What start-up made stays until the end. A full collection would visit all of it: 200 ms in the middle of serving.
     gc.collect()
     gc.freeze()
-    return Startup(args, runner, model, config, memory, len(programs), device.device_kind, seconds)
+    kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
+    return Startup(args, runner, model, config, memory, len(programs), kind, seconds)
+
+
+def _load(mesh: DeviceMesh, model: Model, shard: Model, directory: Path, args: EngineArgs, progress: bool) -> Weights:
+    if mesh.size == 1:
+        device = mesh.devices[0]
+        return load(model, directory, args.load_format, device=device, seed=args.seed, progress=progress)
+    return load_sharded(model, shard, mesh.mesh, directory, args.load_format, seed=args.seed, progress=progress)
 
 
 def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> ExecutorConfig:
@@ -158,8 +177,10 @@ def _fit_to_pool(config: ExecutorConfig, memory: MemoryPlan, asked: int | None) 
     return replace(config, num_blocks=memory.num_blocks, max_model_len=min(config.max_model_len, capacity))
 
 
-def _compile_all(model: Model, config: ExecutorConfig, dtype: Any, progress: bool) -> dict[Key, Program]:
-    compiler = Compiler(model, config, dtype)
+def _compile_all(
+    model: Model, config: ExecutorConfig, dtype: Any, mesh: DeviceMesh, progress: bool
+) -> dict[Key, Program]:
+    compiler = Compiler(model, config, dtype, mesh)
     try:
         compiler.submit_all()
     except ValueError as error:  # the ops' own word, while they are traced

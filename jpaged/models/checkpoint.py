@@ -50,18 +50,24 @@ def load(
     Raises CheckpointError, naming file and tensor, when a tensor of the model is missing, doubled or of another
     shape, when the checkpoint holds one that the model has no place for, and when a file is missing or damaged.
     """
-    if load_format not in LOAD_FORMATS:
-        raise InvalidParameterError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}.")
+    check_load_format(load_format, directory)
     if load_format == "dummy":
         return model.init(seed, device)
-    if directory is None:
-        raise InvalidParameterError(f"load_format {load_format!r} needs a checkpoint directory.")
-    stored = _match(model, find_tensors(Path(directory)))
+    assert directory is not None
+    stored = match(model, find_tensors(Path(directory)))
     total = sum(tensor.num_bytes for tensor in stored.values())
     if callable(progress):
         return _stream(model, stored, device, progress, total)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
         return _stream(model, stored, device, lambda done, _: bar.update(done - bar.n), total)
+
+
+def check_load_format(load_format: str, directory: str | Path | None) -> None:
+    """Raises InvalidParameterError for a format that does not exist, or that needs the directory that is not given."""
+    if load_format not in LOAD_FORMATS:
+        raise InvalidParameterError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}.")
+    if directory is None and load_format != "dummy":
+        raise InvalidParameterError(f"load_format {load_format!r} needs a checkpoint directory.")
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -118,8 +124,11 @@ def _find_sharded(directory: Path) -> dict[str, StoredTensor]:
     return {name: tensor for shard in shards.values() for name, tensor in shard.items() if name in weight_map}
 
 
-def _match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTensor]:
-    """Which stored tensor fills which of `model.parts`; by index, in the order of the files."""
+def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTensor]:
+    """Which stored tensor fills which of `model.parts`; by index, in the order of the files.
+
+    Raises CheckpointError when one is missing, doubled, of another shape, or has no place.
+    """
     wanted = {part.tensor: index for index, part in enumerate(model.parts)}
     # A checkpoint of the bare body, such as GPT-2's own, leaves the prefix out.
     bare = not any(name.startswith(model.base_prefix) for name in found)

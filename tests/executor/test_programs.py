@@ -10,6 +10,7 @@ from jpaged.executor import sampler
 from jpaged.executor.buckets import bucket_for, fine_buckets, geometric_buckets
 from jpaged.executor.compilation import Compiler, abstract_pools
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.packing import PackedLayout
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
@@ -37,7 +38,7 @@ def weights(model):
 
 @pytest.fixture(scope="module")
 def programs(model):
-    compiler = Compiler(model, CONFIG, model.dtype)
+    compiler = Compiler(model, CONFIG, model.dtype, DeviceMesh(jax.devices()[:1]))
     compiler.submit_all()
     return compiler.results()
 
