@@ -134,26 +134,45 @@ class Compiler:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def submit_all(self) -> None:
-        """Every program the runner may need, those that serve the first request first."""
-        self.submit_update()
+        """Every program the runner may need."""
+        self.submit_bodies()
+        self.submit_heads()
+
+    def submit_bodies(self) -> None:
+        """The programs that depend on the size of the pool."""
         for tokens in self._config.token_buckets:
             self.submit_mixed(tokens)
         for batch in self._config.decode_buckets:
             self.submit_decode(batch)
+        self.submit_forks()
+
+    def submit_heads(self) -> None:
+        """The programs that do not."""
+        self.submit_update()
         for variant in SamplingVariant:
             for batch in self._config.decode_buckets:
                 self.submit_sample(batch, variant)
         for tokens in self._config.token_buckets:
             self.submit_prompt_logprobs(tokens)
         self.submit_full_state()
-        self.submit_forks()
+
+    def submit_largest(self) -> tuple[Key, ...]:
+        """The programs that need most memory while they run, or have the largest results. Returns their keys."""
+        tokens, rows = self._config.token_buckets[-1], self._config.decode_buckets[-1]
+        self.submit_mixed(tokens)
+        self.submit_sample(rows, SamplingVariant.FULL)
+        self.submit_prompt_logprobs(tokens)
+        return ("mixed", tokens), ("sample", rows, SamplingVariant.FULL), ("prompt_logprobs", tokens)
+
+    def result(self, key: Key) -> Program:
+        """Waits for one of the programs submitted."""
+        future, takes = self._pending[key]
+        return Program(future.result(), takes)
 
     def results(self, *, progress: bool = False) -> dict[Key, Program]:
         """Waits for everything submitted."""
-        compiled = {}
-        waiting = tqdm(self._pending.items(), desc="compiling", unit="program", disable=not progress, leave=False)
-        for key, (future, takes) in waiting:
-            compiled[key] = Program(future.result(), takes)
+        waiting = tqdm(self._pending, desc="compiling", unit="program", disable=not progress, leave=False)
+        compiled = {key: self.result(key) for key in waiting}
         self._threads.shutdown()
         return compiled
 
@@ -228,6 +247,8 @@ class Compiler:
         results: Specs = WHOLE,
     ) -> None:
         """rows: of the program's matrix products, if it has any. results: how they are split over the mesh."""
+        if key in self._pending:
+            return
         if takes is not None:
             args = (self._weights if takes == "weights" else self._model.head_weights(self._weights), *args)
 

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from jpaged.config import EngineArgs
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor import sampler
 from jpaged.executor.buckets import fine_buckets, geometric_buckets
-from jpaged.executor.compilation import Compiler, Key, Program, abstract_pools, enable_persistent_cache
+from jpaged.executor.compilation import Compiler, abstract_pools, enable_persistent_cache
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.memory import MemoryPlan, free_device_memory, plan_memory, reserve_device_memory
 from jpaged.executor.mesh import POOL, DeviceMesh, pick_devices
@@ -99,10 +98,24 @@ def _start_on(
     with ThreadPoolExecutor(1) as loader:
         with _timed(seconds, "plan memory"):
             loading = loader.submit(_load, mesh, model, shard, directory, args, progress)
-            memory = plan_memory(shard, config, dtype, mesh, limit, args.num_gpu_blocks_override, args.pipeline_depth)
-            config = _fit_to_pool(config, memory, args.max_model_len)
+            nominal = Compiler(shard, config, dtype, mesh)
+            with _refusals_of(config.kernel_backend):
+                if limit is not None:
+                    nominal.submit_largest()
+                    nominal.submit_heads()  # lowered while the largest ones compile
+                memory = plan_memory(
+                    shard, config, dtype, nominal, limit, args.num_gpu_blocks_override, args.pipeline_depth
+                )
+            fitted = _fit_to_pool(config, memory, args.max_model_len)
         with _timed(seconds, "compile"):
-            programs = _compile_all(shard, config, dtype, mesh, progress)
+            compiler = Compiler(shard, fitted, dtype, mesh)
+            heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
+            with _refusals_of(config.kernel_backend):
+                compiler.submit_bodies()
+                if not heads_are_ready:
+                    compiler.submit_heads()
+            config = fitted
+            programs = (nominal.results() if heads_are_ready else {}) | compiler.results(progress=progress)
         with _timed(seconds, "load weights"):  # what loading takes beyond the phases it ran beside
             weights = loading.result()
 
@@ -177,17 +190,15 @@ def _fit_to_pool(config: ExecutorConfig, memory: MemoryPlan, asked: int | None) 
     return replace(config, num_blocks=memory.num_blocks, max_model_len=min(config.max_model_len, capacity))
 
 
-def _compile_all(
-    model: Model, config: ExecutorConfig, dtype: Any, mesh: DeviceMesh, progress: bool
-) -> dict[Key, Program]:
-    compiler = Compiler(model, config, dtype, mesh)
+@contextmanager
+def _refusals_of(kernel_backend: str | None) -> Iterator[None]:
+    """Turns what the ops say while they are traced into a word on the option that chose their backend."""
     try:
-        compiler.submit_all()
-    except ValueError as error:  # the ops' own word, while they are traced
-        if config.kernel_backend is None:
+        yield
+    except ValueError as error:
+        if kernel_backend is None:
             raise
-        raise InvalidParameterError(f"kernel_backend={config.kernel_backend!r} cannot serve this: {error}") from error
-    return compiler.results(progress=progress)
+        raise InvalidParameterError(f"kernel_backend={kernel_backend!r} cannot serve this: {error}") from error
 
 
 @contextmanager
