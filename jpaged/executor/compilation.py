@@ -197,6 +197,13 @@ class Compiler:
         self._submit(("mixed", tokens), step, *args, donate=(1, 2), takes="weights", rows=tokens, results=results)
 
     def submit_sample(self, batch: int, variant: SamplingVariant) -> None:
+        served_by = sampler.program_variant(variant, self._model.vocab_size, self._model.collectives)
+        if served_by != variant:
+            self.submit_sample(batch, served_by)
+            self._pending["sample", batch, variant] = self._pending["sample", batch, served_by]
+            return
+        if ("sample", batch, variant) in self._pending:
+            return
         step = partial(programs.sample_step, self._model, variant)
         rows = jax.eval_shape(lambda slots: programs.Rows(slots, slots > 0), _int32(batch))
         full = self._full if variant == SamplingVariant.FULL else None

@@ -12,12 +12,8 @@ before it left: top_p is a share of what min_p and top_k keep.
 Every array of the state has one row a slot and one more, the **null slot**: row S of S + 1. Padded rows of a step
 name it. It holds greedy parameters, and no function here ever writes to it.
 
-Nothing sorts the vocabulary. top_k and top_p each come down to a threshold on the logits, found exactly by fixing its
-bits a few at a time (see `_largest_threshold`); tokens tied with the last one kept are kept.
-
-The draw is Gumbel's: the argmax of logit / temperature + noise, with noise that is a hash of (seed, position, token
-id) and of nothing else. So it does not depend on the batch, the row, the slot or the step, and an error of size e in
-the logits changes a token with probability about e (a draw by inverting the cumulative sum would add the errors up).
+From temperature on it is one op, `pallas_kernels.sample_tokens`. Its noise is a hash of (seed, position, token id) and
+of nothing else, so a draw does not depend on the batch, the row, the slot or the step.
 
 Under tensor parallelism each shard has the logits of its own part of the vocabulary and nothing gathers them. Shards
 exchange, for each row, their best (logit, token) pairs, the sums and counts of a threshold's passes, and the k best
@@ -25,7 +21,6 @@ alternatives; every shard comes to the same tokens. `collectives` says how; ALON
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -36,6 +31,8 @@ from jax import lax
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
 from jpaged.errors import InvalidParameterError
 from jpaged.models.collectives import ALONE, Collectives
+from jpaged.pallas_kernels import sample_reference, sample_tokens, sample_tokens_backend
+from jpaged.pallas_kernels.sample_reference import finite, without_nan
 from jpaged.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_BAD_WORD_TOKENS,
@@ -48,8 +45,6 @@ from jpaged.sampling_params import (
 
 _HIGHEST_TEMPERATURE = 1e30  # its reciprocal is still above zero in float32
 
-_TOP_K_BITS = 4  # bits of the threshold fixed by one pass over the logits: 8 passes of 15 counts
-_TOP_P_BITS = 3  # 11 passes of 7 sums; a pass of 15 sums would be bound by arithmetic instead of by memory
 _TOP_LOGPROBS_BLOCK = 128  # tokens a block, for the block maxima that pick the top alternatives
 
 _INF = np.float32(np.inf)
@@ -145,8 +140,9 @@ def sample(
     positions: int32 [R]; the position that the new token will have, that is, the sequence's length so far.
     full: needed by SamplingVariant.FULL, ignored by the others.
     variant: static. All but GREEDY draw the same tokens from the same (processed) logits where no row truncates.
-        SAMPLING leaves the 19 passes that find thresholds out of the program. (A `lax.cond` on the device would make
-        XLA wait for the predicate on the host, which stalls the pipelined loop.)
+        SAMPLING leaves truncation out: 19 passes over the logits where the draw runs in XLA. (A `lax.cond` on the
+        device would make XLA wait for the predicate on the host, which stalls the pipelined loop.) Where a kernel
+        draws, truncation costs a row nothing that has none; see `program_variant`.
     num_logprobs: static; alternatives returned by FULL and BEAM.
     collectives: static; of the shards the vocabulary is split over.
 
@@ -154,9 +150,9 @@ def sample(
     tokens all have a logit of minus infinity gets token 0.
     """
     if variant == SamplingVariant.GREEDY:
-        return SampleOutput(_most_likely(logits, collectives)[0], None)
+        return SampleOutput(_most_likely(logits, collectives), None)
     if variant == SamplingVariant.BEAM:
-        token_ids = _most_likely(logits, collectives)[0]
+        token_ids = _most_likely(logits, collectives)
         return SampleOutput(token_ids, logprobs_of(logits, token_ids, num_logprobs, collectives))
     logprobs = None
     processed = logits
@@ -169,6 +165,15 @@ def sample(
     if variant == SamplingVariant.FULL:
         logprobs = logprobs_of(logits, token_ids, num_logprobs, collectives)
     return SampleOutput(token_ids, logprobs)
+
+
+def program_variant(variant: SamplingVariant, vocab_size: int, collectives: Collectives = ALONE) -> SamplingVariant:
+    """The variant whose program draws for `variant`: TRUNCATED's for SAMPLING where a kernel draws, else its own.
+
+    The kernel truncates a row only if the row asks for it, so that a second program would gain nothing.
+    """
+    in_kernel = collectives.size == 1 and sample_tokens_backend(vocab_size) == "mosaic"
+    return SamplingVariant.TRUNCATED if variant == SamplingVariant.SAMPLING and in_kernel else variant
 
 
 def finish_codes(state: SamplingState, slots: jax.Array, positions: jax.Array, token_ids: jax.Array) -> jax.Array:
@@ -243,12 +248,12 @@ def logprobs_of(logits: jax.Array, targets: jax.Array, k: int, collectives: Coll
     A rank is 1 plus the number of strictly more likely tokens; of equally likely alternatives the lower id comes
     first. Where V < k, the top is padded with NO_TOKEN and minus infinity.
     """
-    logits = _without_nan(logits)
+    logits = without_nan(logits)
     target = _logits_at(logits, jnp.maximum(targets, 0), collectives)
     top_ids, top = _top_k(logits, min(max(k, 1), logits.shape[1]))
     if collectives.size > 1:
         top_ids, top = _merge_top_k(top_ids + collectives.first(logits.shape[1]), top, k, collectives)
-    largest = _finite(top[:, :1])
+    largest = finite(top[:, :1])
     sums = collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
     log_sum = largest + jnp.log(sums)
     ranks = 1 + collectives.all_reduce(jnp.sum(logits > target, axis=1, dtype=jnp.int32))
@@ -489,7 +494,7 @@ def _checked_ids(name: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The draw
+# Small parts
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -504,178 +509,23 @@ def _draw(
 ) -> jax.Array:
     """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] -> int32 [R]."""
     temperature = state.temperature[slots]
-    greedy = temperature < GREEDY_TEMPERATURE
-    rate = jnp.where(greedy, 1.0, 1.0 / temperature)[:, None]
-    most_likely, largest = _most_likely(logits, collectives)
-    largest = _finite(largest)
-    # The largest is taken off first, so that however low the temperature, the best few tokens stay near zero, where
-    # float32 still tells their noise apart.
-    noise = _gumbel(state.seed[slots], positions, logits.shape[1], collectives)
-    scores = (_without_nan(logits) - largest) * rate + noise
-    if truncates:
-        top_k, top_p, min_p = state.top_k[slots], state.top_p[slots], state.min_p[slots]
-        lowest = _lowest_kept(logits, largest, rate, top_k, top_p, min_p, collectives)
-        scores = jnp.where(logits >= lowest, scores, -_INF)
-    return jnp.where(greedy, most_likely, _argmax(scores, collectives)[0])
-
-
-def _lowest_kept(
-    logits: jax.Array,
-    largest: jax.Array,
-    rate: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
-    collectives: Collectives = ALONE,
-) -> jax.Array:
-    """The lowest logit that min_p, top_k and top_p leave, in this order: float32 [R, 1].
-
-    min_p keeps p >= min_p * p_max. top_k keeps the k most likely, and those tied with the k-th. top_p keeps the fewest
-    most likely of what is left whose probabilities reach the share top_p, and those tied with the last of them.
-    Ties are ties of logits before temperature, which may round different ones to the same float.
-    logits: float32 [R, V]; largest, rate: float32 [R, 1], the row's largest logit and 1 / temperature.
-
-    Passes read the logits as they are: a copy with NaN cleaned out, or with exp taken, would have to be written and
-    would double what each pass reads. NaN is at or above no threshold, so it counts for nothing.
-    """
-    vocab_size = logits.shape[1] * collectives.size
-    wanted = jnp.where(top_k <= 0, vocab_size, jnp.minimum(top_k, vocab_size))[:, None]
-    one = jnp.ones_like(logits, jnp.int32)
-    lowest = _largest_threshold(logits, one, wanted, _TOP_K_BITS, collectives)
-    lowest = jnp.maximum(lowest, largest + jnp.log(min_p)[:, None] / rate)
-
-    mass = jnp.exp((logits - largest) * rate)
-    share = top_p[:, None] * _sums_above(logits, mass, [lowest], collectives)[0]
-    at_p = _largest_threshold(logits, mass, share, _TOP_P_BITS, collectives)
-    at_p = jnp.minimum(at_p, largest)  # a top_p so small that its share underflows to zero still keeps the best token
-    return jnp.where(top_p[:, None] < 1.0, jnp.maximum(lowest, at_p), lowest)
-
-
-def _largest_threshold(
-    logits: jax.Array, weights: jax.Array, wanted: jax.Array, bits: int, collectives: Collectives = ALONE
-) -> jax.Array:
-    """The largest float32 for which the tokens at or above it still weigh what is wanted: float32 [R, 1].
-
-    logits: float32 [R, V]; weights: [R, V], not negative; wanted: [R, 1]. Where all tokens together weigh less than
-    wanted, minus infinity comes out.
-
-    Floats are searched in the order of their bit patterns (negative ones with the bits below the sign flipped), from
-    the top: of the 2 ** bits possible values of the next few bits, those that hold are counted, which is their value.
-    So 32 / bits passes over the logits find it exactly, with no branch and nothing for the host to wait for.
-    """
-    image = jnp.zeros_like(wanted, jnp.uint32)
-    shift = 32
-    while shift:
-        width = min(bits, shift)
-        shift -= width
-        image = _fix_bits(logits, weights, wanted, image, np.uint32(shift), width, collectives)
-    return _float_of_image(image)
-
-
-# Jitted so that the passes of a search are traced and lowered once.
-@partial(jax.jit, static_argnames=("width", "collectives"))
-def _fix_bits(
-    logits: jax.Array,
-    weights: jax.Array,
-    wanted: jax.Array,
-    image: jax.Array,
-    shift: jax.Array,
-    width: int,
-    collectives: Collectives,
-) -> jax.Array:
-    """One pass of `_largest_threshold`: the `width` bits of the image from `shift` up."""
-    candidates = [_float_of_image(image + (np.uint32(digit) << shift)) for digit in range(1, 1 << width)]
-    for weight in _sums_above(logits, weights, candidates, collectives):
-        image = image + jnp.where(weight >= wanted, np.uint32(1) << shift, np.uint32(0))
-    return image
-
-
-def _float_of_image(image: jax.Array) -> jax.Array:
-    """uint32 -> float32, order preserving; images of NaN become the infinity they lie beyond."""
-    key = lax.bitcast_convert_type(image ^ np.uint32(0x80000000), jnp.int32)
-    key = jnp.clip(key, np.int32(-0x7F800001), np.int32(0x7F800000))
-    return lax.bitcast_convert_type(key ^ ((key >> 31) & np.int32(0x7FFFFFFF)), jnp.float32)
-
-
-def _sums_above(
-    logits: jax.Array, weights: jax.Array, thresholds: Sequence[jax.Array], collectives: Collectives
-) -> list[jax.Array]:
-    """For each threshold ([R, 1]), the summed weights of the tokens at or above it ([R, 1]).
-
-    One reduction of n operands, so that the compiler reads the logits once; as n reductions it makes 2 n kernels.
-    """
-    operands = [jnp.where(logits >= threshold, weights, 0) for threshold in thresholds]
-    zero = np.zeros((), weights.dtype)
-    sums = lax.reduce(operands, [zero] * len(operands), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], [1])
-    if collectives.size > 1:
-        sums = list(collectives.all_reduce(jnp.stack(sums)))
-    return [total[:, None] for total in sums]
-
-
-def _gumbel(seeds: jax.Array, positions: jax.Array, vocab_size: int, collectives: Collectives = ALONE) -> jax.Array:
-    """Gumbel noise, float32 [R, V]: a function of (seed, position, token id).
-
-    A full Threefry makes a 64-bit key of each row's seed and position; each token id then goes through two rounds of
-    an integer hash under that key. jax.random would run a kernel of its own, and write and read R * V words.
-    """
-    key0, key1 = _threefry2x32(seeds[:, 0], seeds[:, 1], positions.astype(jnp.uint32), jnp.zeros_like(seeds[:, 0]))
-    ids = jnp.arange(vocab_size, dtype=jnp.uint32)
-    if collectives.size > 1:
-        ids = ids + jnp.asarray(collectives.first(vocab_size), jnp.uint32)
-    ids = ids * np.uint32(0x9E3779B9)
-    bits = _mix(_mix(ids[None, :] + key0[:, None]) ^ key1[:, None])
-    # Small values matter most (they make the largest noise) and keep all 32 bits; 1 itself must not occur.
-    uniform = jnp.minimum(bits.astype(jnp.float32) * np.float32(2**-32) + np.float32(2**-33), np.float32(1 - 2**-24))
-    return -jnp.log(-jnp.log1p(-uniform))
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every input bit flips every output bit about half the time.
-
-    The constants are "lowbias32" of Chris Wellons' hash prospector (https://nullprogram.com/blog/2018/07/31/).
-    """
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
-def _threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
-    keys = (key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA))
-    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    x0, x1 = x0 + keys[0], x1 + keys[1]
-    for group in range(5):
-        for rotation in rotations[group % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) ^ x0
-        x0 = x0 + keys[(group + 1) % 3]
-        x1 = x1 + keys[(group + 2) % 3] + np.uint32(group + 1)
-    return x0, x1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Small parts
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _argmax(values: jax.Array, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
-    """Token id and value of each row's largest value, the lowest id on ties: int32 [R], float32 [R, 1].
-
-    Shards exchange one pair a row; the earlier shard, whose ids are lower, wins a tie.
-    """
-    ids = jnp.argmax(values, axis=1).astype(jnp.int32)
-    best = jnp.take_along_axis(values, ids[:, None], axis=1)
+    arguments = (
+        logits,
+        jnp.where(temperature < GREEDY_TEMPERATURE, 0.0, temperature),
+        state.top_k[slots] if truncates else None,
+        state.top_p[slots] if truncates else None,
+        state.min_p[slots] if truncates else None,
+        state.seed[slots],
+        positions,
+    )
     if collectives.size == 1:
-        return ids, best
-    ids = ids[:, None] + collectives.first(values.shape[1])
-    pairs = collectives.all_gather(jnp.concatenate([lax.bitcast_convert_type(best, jnp.int32), ids], axis=1))
-    values_by_shard = lax.bitcast_convert_type(pairs[:, :, 0], jnp.float32)
-    pair = jnp.take_along_axis(pairs, jnp.argmax(values_by_shard, axis=0)[None, :, None], axis=0)[0]
-    return pair[:, 1], lax.bitcast_convert_type(pair[:, :1], jnp.float32)
+        return sample_tokens(*arguments)
+    return sample_reference.sample_tokens(*arguments, shards=collectives)
 
 
-def _most_likely(logits: jax.Array, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
-    return _argmax(_without_nan(logits), collectives)
+def _most_likely(logits: jax.Array, collectives: Collectives) -> jax.Array:
+    shards = None if collectives.size == 1 else collectives
+    return sample_reference.argmax(without_nan(logits), shards)[0]
 
 
 def _own_columns(token_ids: jax.Array, width: int, collectives: Collectives) -> jax.Array:
@@ -720,16 +570,6 @@ def _merge_top_k(ids: jax.Array, values: jax.Array, k: int, collectives: Collect
     all_values = jnp.moveaxis(all_values, 0, 1).reshape(rows, -1)
     values, places = lax.top_k(jnp.where(all_values == 0, 0.0, all_values), min(max(k, 1), all_values.shape[1]))
     return jnp.take_along_axis(all_ids, places, axis=1), values
-
-
-def _without_nan(logits: jax.Array) -> jax.Array:
-    """NaN becomes minus infinity and plus infinity the largest float, so that differences are never NaN."""
-    return jnp.where(jnp.isnan(logits), -_INF, jnp.minimum(logits, _LARGEST))
-
-
-def _finite(largest: jax.Array) -> jax.Array:
-    """A row's largest logit, 0 where everything is masked, so that taking it off a logit is never NaN."""
-    return jnp.where(largest == -_INF, 0.0, largest)
 
 
 def _top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

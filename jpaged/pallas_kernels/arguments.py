@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,14 @@ def check_rank(name: str, x: ArrayLike, axes: str) -> None:
 
 def check_int32(name: str, x: ArrayLike, axes: str, shape: tuple[int | None, ...]) -> None:
     """Raises ValueError unless `x` is int32 of `shape`, where None stands for any size."""
+    check_array(name, x, jnp.int32, axes, shape)
+
+
+def check_array(name: str, x: ArrayLike, dtype: Any, axes: str, shape: tuple[int | None, ...]) -> None:
+    """Raises ValueError unless `x` has this dtype and shape, where None stands for any size."""
     check_rank(name, x, axes)
-    if x.dtype != jnp.int32:
-        raise ValueError(f"{name} must be int32, got {x.dtype}")
+    if x.dtype != dtype:
+        raise ValueError(f"{name} must be {jnp.dtype(dtype)}, got {x.dtype}")
     for got, want, axis in zip(x.shape, shape, axes.split(","), strict=True):
         if want is not None and got != want:
             raise ValueError(f"{name} [{axes}] must have {axis.strip()} = {want}, got shape {tuple(x.shape)}")

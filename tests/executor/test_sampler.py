@@ -12,6 +12,7 @@ from scipy import stats
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
 from jpaged.errors import InvalidParameterError
 from jpaged.executor import sampler
+from jpaged.pallas_kernels.sample_reference import lowest_kept
 from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 VOCAB = 40
@@ -342,7 +343,7 @@ def test_thresholds_are_exact_on_random_rows():
         for _ in range(rows)
     ]
     of = {name: np.array([getattr(p, name) for p in params]) for name in ("temperature", "top_k", "top_p", "min_p")}
-    lowest = jax.jit(sampler._lowest_kept)(
+    lowest = jax.jit(lowest_kept)(
         logits,
         logits.max(axis=1, keepdims=True),
         (1 / of["temperature"][:, None]).astype(np.float32),

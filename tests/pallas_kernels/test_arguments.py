@@ -9,6 +9,7 @@ from jpaged.pallas_kernels import (
     decode_attention,
     gather_blocks,
     ragged_attention,
+    sample_tokens,
     scatter_blocks,
     write_kv,
 )
@@ -30,6 +31,15 @@ WRITE = {"kv_pool": POOL, "k": array(3, 2, 32), "v": array(3, 2, 32), "slot_mapp
 COPY = {"kv_pools": (POOL, POOL), "src": ids(3), "dst": ids(3)}
 GATHER = {"kv_pools": (POOL, POOL), "block_ids": ids(3)}
 SCATTER = {"kv_pools": (POOL, POOL), "staging": array(2, 3, 2, 2, 16, 32), "block_ids": ids(3)}
+SAMPLE = {
+    "logits": array(3, 99),
+    "temperature": array(3),
+    "top_k": ids(3),
+    "top_p": array(3),
+    "min_p": None,
+    "seeds": ids(3, 2, dtype=jnp.uint32),
+    "positions": ids(3),
+}
 
 CASES = [
     (decode_attention, DECODE, "q", array(3, 32)),
@@ -60,6 +70,16 @@ CASES = [
     (gather_blocks, GATHER, "block_ids", array(3)),
     (scatter_blocks, SCATTER, "staging", array(2, 4, 2, 2, 16, 32)),
     (scatter_blocks, SCATTER, "staging", array(2, 3, 2, 2, 16, 32, dtype=jnp.bfloat16)),
+    (sample_tokens, SAMPLE, "logits", array(3)),
+    (sample_tokens, SAMPLE, "logits", array(3, 0)),
+    (sample_tokens, SAMPLE, "logits", array(3, 99, dtype=jnp.bfloat16)),
+    (sample_tokens, SAMPLE, "temperature", array(4)),
+    (sample_tokens, SAMPLE, "temperature", 1.0),
+    (sample_tokens, SAMPLE, "top_k", array(3)),
+    (sample_tokens, SAMPLE, "top_p", array(3, 1)),
+    (sample_tokens, SAMPLE, "min_p", array(4)),
+    (sample_tokens, SAMPLE, "seeds", ids(3, 2)),
+    (sample_tokens, SAMPLE, "positions", ids(2)),
 ]
 
 
