@@ -25,7 +25,7 @@ from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.packing import PackedLayout
 from jpaged.executor.state import SlotState, append_blocks, end_slots, slot_mapping, start_slots
 from jpaged.models import Model
-from jpaged.pallas_kernels import decode_attention, ragged_attention, write_kv
+from jpaged.pallas_kernels import decode_attention, ragged_attention, rope_and_write
 from jpaged.sampling_params import MAX_LOGPROBS
 
 Pools = tuple[Float[Array, "blocks 2 kv_heads block_size head_dim"], ...]
@@ -105,9 +105,19 @@ class PagedAttention:
     query_starts: Int[Array, " rows+1"] | None
     backend: str | None = field(metadata={"static": True})
 
-    def __call__(self, q: Array, k: Array, v: Array, **features: Any) -> Any:
-        pool, backend = self.pool, self.backend
-        self.pool = write_kv(pool, k.astype(pool.dtype), v.astype(pool.dtype), self.mapping, backend=backend)
+    def __call__(
+        self,
+        qkv: Float[Array, "tokens kv_heads group+2 head_dim"],
+        *,
+        rotation: tuple[Array, Array] | None,
+        norms: tuple[Array, Array] | None,
+        norm_eps: float,
+        **features: Any,
+    ) -> Any:
+        backend = self.backend
+        q, self.pool = rope_and_write(
+            self.pool, qkv, self.mapping, rotation=rotation, norms=norms, norm_eps=norm_eps, backend=backend
+        )
         paged = (self.pool, self.block_tables, self.kv_lens)
         if self.query_starts is None:
             return decode_attention(q, *paged, backend=backend, **features)

@@ -26,7 +26,7 @@ class GPT2Block(nnx.Module):
         self.mlp = MLP(config, dtype, rngs, collectives)
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
-        x = x + self.attention.attend(*self.attention.project(self.attention_norm(x)), attend)
+        x = x + self.attention(self.attention_norm(x), attend)
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -11,20 +11,23 @@ from flax import nnx
 
 from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.config import ModelConfig
+from jpaged.pallas_kernels.reference import rms_norm
 
 
 class Attend(Protocol):
     """What a layer calls for attention; the caller decides where keys and values live.
 
-    q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim], after RoPE. Returns [T, heads, head_dim] in q's type.
+    qkv: [T, kv_heads, group + 2, head_dim], as `Attention` projects them, which `rotation`, `norms` and `norm_eps` make
+    into queries, keys and values: see `pallas_kernels.split_qkv`, which does just that. Returns [T, heads, head_dim].
     """
 
     def __call__(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        qkv: jax.Array,
         *,
+        rotation: tuple[jax.Array, jax.Array] | None,
+        norms: tuple[jax.Array, jax.Array] | None,
+        norm_eps: float,
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
@@ -125,9 +128,7 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(rngs, Constant(1.0), (size,), dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * self.scale[...]
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class LayerNorm(nnx.Module):
@@ -177,16 +178,22 @@ class Attention(nnx.Module):
         self.out = parameter(rngs, Normal(out_std), (config.num_heads, dim, hidden), dtype, shard_axis=0)
         self.out_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.output_bias else None
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
-        group = self.config.group_size
-        qkv = product("th,hksd->tksd", x, self.qkv, self.qkv_bias)
-        q = qkv[:, :, :group].reshape(x.shape[0], self.config.num_heads, self.config.head_dim)
-        return q, qkv[:, :, group], qkv[:, :, group + 1]
-
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, attend: Attend) -> jax.Array:
-        """Attention and the output projection: [T, hidden]."""
-        y = attend(q, k, v, scale=self.scale, sliding_window=self.sliding_window)
+    def __call__(
+        self,
+        x: jax.Array,
+        attend: Attend,
+        rotation: tuple[jax.Array, jax.Array] | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> jax.Array:
+        """[T, hidden] -> [T, hidden]. rotation: cos and sin (`Rope.table`). norms: of each query and of each key."""
+        y = attend(
+            product("th,hksd->tksd", x, self.qkv, self.qkv_bias),
+            rotation=rotation,
+            norms=None if norms is None else (norms[0].scale[...], norms[1].scale[...]),
+            norm_eps=0.0 if norms is None else norms[0].eps,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+        )
         return _row_parallel("tnd,ndh->th", y, self.out, self.out_bias, self.collectives)
 
 

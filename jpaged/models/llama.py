@@ -15,7 +15,6 @@ from jpaged.models.collectives import ALONE, Collectives, embed
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Attend, Attention, GatedMLP, Normal, RMSNorm, logits_of, parameter, run_layers
 from jpaged.models.parts import Part
-from jpaged.models.rope import rotate
 
 
 class LlamaBlock(nnx.Module):
@@ -33,10 +32,8 @@ class LlamaBlock(nnx.Module):
         self.mlp = GatedMLP(config, dtype, rngs, collectives)
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
-        q, k, v = self.attention.project(self.attention_norm(x))
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        x = x + self.attention.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, attend)
+        norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+        x = x + self.attention(self.attention_norm(x), attend, (cos, sin), norms)
         return x + self.mlp(self.mlp_norm(x))
 
 

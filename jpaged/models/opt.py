@@ -29,9 +29,9 @@ class OPTBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
         if self.pre_norm:
-            x = x + self.attention.attend(*self.attention.project(self.attention_norm(x)), attend)
+            x = x + self.attention(self.attention_norm(x), attend)
             return x + self.mlp(self.mlp_norm(x))
-        x = self.attention_norm(x + self.attention.attend(*self.attention.project(x), attend))
+        x = self.attention_norm(x + self.attention(x, attend))
         return self.mlp_norm(x + self.mlp(x))
 
 

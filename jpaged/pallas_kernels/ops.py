@@ -125,7 +125,7 @@ def write_kv(
         ValueError: an argument does not fit; it is named.
     """
     check.check_pool("kv_pool", kv_pool)
-    num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
+    _, _, kv_heads, _, head_dim = kv_pool.shape
     for name, x in (("k", k), ("v", v)):
         check.check_rank(name, x, "T, kv_heads, head_dim")
         if x.dtype != kv_pool.dtype:
@@ -133,10 +133,71 @@ def write_kv(
         if x.shape != (k.shape[0], kv_heads, head_dim):
             raise ValueError(f"{name} must be [T, {kv_heads}, {head_dim}] like the pool, got shape {tuple(x.shape)}")
     check.check_int32("slot_mapping", slot_mapping, "T", (k.shape[0],))
-    if num_blocks * block_size >= 2**31:
-        raise ValueError(f"kv_pool has {num_blocks * block_size} slots; an int32 slot_mapping needs fewer than 2**31")
+    check.check_slots("kv_pool", kv_pool)
     kernel = _implementation("write_kv", "write_kv_mosaic", backend, kv_pool)
     return kernel(kv_pool, k, v, slot_mapping) if k.shape[0] else kv_pool
+
+
+def rope_and_write(
+    kv_pool: jax.Array,
+    qkv: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    norm_eps: float = 1e-6,
+    backend: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """From the projection's output to queries and a written pool: `split_qkv`, then `write_kv`, in one kernel.
+
+    Args:
+        kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
+        qkv, rotation, norms, norm_eps: as in `split_qkv`; qkv of the pool's dtype.
+        slot_mapping: int32 [T], as in `write_kv`.
+        backend: None (by device), "xla" or "mosaic".
+    Returns:
+        The queries [T, kv_heads * group, head_dim], and the pool, in place when the caller's jit donates it.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pool("kv_pool", kv_pool)
+    _, _, kv_heads, _, head_dim = kv_pool.shape
+    norm_eps = check.check_qkv(qkv, rotation, norms, norm_eps)
+    if qkv.dtype != kv_pool.dtype:
+        raise ValueError(f"qkv must have kv_pool's dtype {kv_pool.dtype}, got {qkv.dtype}")
+    if (qkv.shape[1], qkv.shape[3]) != (kv_heads, head_dim):
+        raise ValueError(f"qkv must be [T, {kv_heads}, group + 2, {head_dim}] like kv_pool, got shape {qkv.shape}")
+    check.check_int32("slot_mapping", slot_mapping, "T", (qkv.shape[0],))
+    check.check_slots("kv_pool", kv_pool)
+    kernel = _implementation("rope_and_write", "rope_and_write_mosaic", backend, kv_pool, qkv)
+    if qkv.shape[0] == 0:
+        return jnp.zeros((0, kv_heads * (qkv.shape[2] - 2), head_dim), qkv.dtype), kv_pool
+    return kernel(kv_pool, qkv, slot_mapping, rotation, norms, norm_eps=norm_eps)
+
+
+def split_qkv(
+    qkv: jax.Array,
+    *,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The output of a product with q, k and v in one, as what attention takes. Plain XLA: differentiable, batchable.
+
+    Args:
+        qkv: [T, kv_heads, group + 2, head_dim]; of each KV head its `group` query heads, its key, its value.
+        rotation: cos and sin, float32 [T, head_dim / 2] each, of the angles by which queries and keys are rotated
+            (RoPE, arXiv:2104.09864); entries i and i + head_dim / 2 of a head are a pair. In float32, rounded once.
+        norms: scales [head_dim] of the RMS norms of queries and of keys, before the rotation; in float32, rounded
+            before the scale.
+        norm_eps: added to those norms' mean squares.
+    Returns:
+        Queries [T, kv_heads * group, head_dim], keys and values [T, kv_heads, head_dim].
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    norm_eps = check.check_qkv(qkv, rotation, norms, norm_eps)
+    return reference.split_qkv(qkv, rotation, norms, norm_eps)
 
 
 def copy_blocks(
