@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from jpaged.engine.interface import TargetScores
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -67,6 +69,7 @@ class RequestOutput:
     outputs: its sequences by index; with output kind DELTA those that have something new.
     prompt_logprobs: for each prompt token a dict of log-probabilities, None for the first; None unless asked for.
     num_cached_tokens: prompt tokens found in the prefix cache.
+    scores: of a request made by `LLMEngine.add_score_request`, which has no outputs; None for others.
     """
 
     request_id: str
@@ -77,3 +80,4 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
+    scores: TargetScores | None = None

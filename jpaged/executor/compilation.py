@@ -145,6 +145,7 @@ class Compiler:
                 self.submit_sample(batch, variant)
         for tokens in self._config.token_buckets:
             self.submit_prompt_logprobs(tokens)
+            self.submit_score(tokens)
         self.submit_full_state()
         self.submit_forks()
 
@@ -190,6 +191,11 @@ class Compiler:
     def submit_prompt_logprobs(self, tokens: int) -> None:
         step = partial(programs.prompt_logprobs_step, self._model)
         self._submit(("prompt_logprobs", tokens), step, self._hidden(tokens), _int32(tokens), takes="head", rows=tokens)
+
+    def submit_score(self, tokens: int) -> None:
+        step = partial(programs.score_step, self._model)
+        packed = _int32(programs.score_layout(tokens).size)
+        self._submit(("score", tokens), step, self._hidden(tokens), packed, takes="head")
 
     def submit_full_state(self) -> None:
         """The programs that make and fill `FullSamplingState`, which exists once some request asks for it."""

@@ -115,6 +115,7 @@ def _program_bytes(compiler: Compiler, config: ExecutorConfig, pipeline_depth: i
     compiler.submit_mixed(tokens)
     compiler.submit_sample(rows, SamplingVariant.FULL)
     compiler.submit_prompt_logprobs(tokens)
+    compiler.submit_score(tokens)
     programs = compiler.results().values()
     temporary = max(program.temp_bytes for program in programs)
     results = max(program.output_bytes - program.alias_bytes for program in programs)

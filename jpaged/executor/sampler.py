@@ -115,6 +115,13 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: jax.Array
 
 
+class TargetScores(NamedTuple):
+    """logprobs: float32 [R]; greedy: bool [R]; as in `engine.interface.TargetScores`."""
+
+    logprobs: jax.Array
+    greedy: jax.Array
+
+
 class SampleOutput(NamedTuple):
     """token_ids: int32 [R], each in 0..V-1 whatever the logits; logprobs: None unless the variant is FULL or BEAM."""
 
@@ -263,6 +270,20 @@ def logprobs_of(logits: jax.Array, targets: jax.Array, k: int, collectives: Coll
         jnp.pad(top_ids[:, :k], padding, constant_values=NO_TOKEN),
         jnp.pad(normalise(top)[:, :k], padding, constant_values=-_INF),
     )
+
+
+def target_scores(logits: jax.Array, targets: jax.Array) -> TargetScores:
+    """Log-probabilities of given tokens and whether they are the argmax: two passes over the logits, no top-k.
+
+    logits: float32 [R, V]; targets: int32 [R].
+    """
+    logits = _without_nan(logits)
+    best = _argmax(logits)
+    largest = _finite(jnp.take_along_axis(logits, best[:, None], axis=1))
+    log_sum = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
+    target = jnp.take_along_axis(logits, targets[:, None], axis=1)
+    logprobs = jnp.where(target == -_INF, -_INF, target - log_sum)
+    return TargetScores(logprobs[:, 0], best == targets)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
