@@ -169,11 +169,10 @@ class LLMEngine:
         if not isinstance(request_id, str) or not request_id:
             raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
         tokens = self._inputs.check_scored(token_ids, first_scored)
-        params = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
         request = Request(
             request_id,
             tokens[:-1],
-            params,
+            _SCORING,
             priority=priority,
             cache_salt=cache_salt,
             score_targets=tokens[first_scored:],
@@ -219,6 +218,9 @@ class LLMEngine:
         if self._failure is not None:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
 
+
+_SCORING = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+"""Of requests that sample nothing."""
 
 _FREE_TO_DIFFER = {
     "tokenizer",
