@@ -162,7 +162,8 @@ class ScoreShards:
         self._suffix: str = options["suffix"]
         self._logprobs: bool = options["logprobs"]
         names = ("window", "stride", "add_special_tokens")
-        self._scorer = Scorer(**{name: options[name] for name in names}, **options["engine"])
+        engine = {name: tuple(value) if isinstance(value, list) else value for name, value in options["engine"].items()}
+        self._scorer = Scorer(**{name: options[name] for name in names}, **engine)
 
     def run(self, shards: Iterable[Shard], done: Done, progress: Progress) -> None:
         """Scores each shard and writes it. `done` gets its manifest entry, in the writing thread."""
