@@ -24,6 +24,7 @@ BENCHMARKS = {
     "kernels": "attention and cache kernels against the device's bandwidth",
     "throughput": "tokens/s of a whole model, offline",
     "steps": "a decode step: its time, its floor, its kernels",
+    "scoring": "tokens/s of scoring, and the share of the prefill roofline",
 }
 """Each is `jpaged.bench.<name>.main(argv)`, with arguments of its own."""
 

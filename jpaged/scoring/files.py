@@ -161,9 +161,10 @@ class ScoreShards:
         self._directory = directory
         self._suffix: str = options["suffix"]
         self._logprobs: bool = options["logprobs"]
-        names = ("window", "stride", "add_special_tokens")
+        scorer = {name: options[name] for name in ("window", "stride", "add_special_tokens")}
+        # JSON made lists of the tuples.
         engine = {name: tuple(value) if isinstance(value, list) else value for name, value in options["engine"].items()}
-        self._scorer = Scorer(**{name: options[name] for name in names}, **engine)
+        self._scorer = Scorer(**scorer | engine)
 
     def run(self, shards: Iterable[Shard], done: Done, progress: Progress) -> None:
         """Scores each shard and writes it. `done` gets its manifest entry, in the writing thread."""
