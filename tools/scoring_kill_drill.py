@@ -107,8 +107,13 @@ def main() -> None:
                 command(source, output, args), manifest, wait_s if kills < args.kills else None, in_start=in_start
             )
             if ended is not None:
+                if manifest.parent.exists():
+                    raise SystemExit(f"{manifest.parent} is left over.")
                 break
             kills += 1
+            if output.exists() and not manifest.exists():
+                print(f"kill {kills}: all was done")
+                break
             kept = max(kept, shards_in(manifest))
             print(f"kill {kills}: {shards_in(manifest)} shards finished", flush=True)
         if output.read_bytes() != whole.read_bytes():
@@ -117,8 +122,6 @@ def main() -> None:
             found = [json.loads(line)["index"] for line in output.read_text().splitlines()]
             if found != list(range(args.rows)):
                 raise SystemExit(f"{output} has rows lost, doubled or out of order.")
-        if manifest.parent.exists():
-            raise SystemExit(f"{manifest.parent} is left over.")
         outputs += 1
         print(f"output {outputs} is identical", flush=True)
     if not kept:
