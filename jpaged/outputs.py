@@ -1,8 +1,10 @@
 """What a request returns. Field names follow vLLM, so code written for it reads these."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from jpaged.engine.interface import TargetScores
+if TYPE_CHECKING:  # it needs numpy, which `jpaged --help` can do without
+    from jpaged.engine.interface import TargetScores
 
 
 @dataclass(slots=True)
@@ -80,4 +82,4 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
-    scores: TargetScores | None = None
+    scores: "TargetScores | None" = None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from textwrap import dedent
 
-from jpaged.cli import chat, generate, score
+from jpaged.cli import chat, generate, run_batch, score
 from jpaged.cli.options import add_debug_option
 from jpaged.errors import InvalidParameterError, JPagedError, UnsupportedParameterError
 from jpaged.version import __version__
@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_command(commands)
     chat.add_command(commands)
     score.add_command(commands)
+    run_batch.add_command(commands)
     _add_bench_command(commands)
     return parser
 

@@ -1,11 +1,12 @@
 """`jpaged score`: log-likelihoods of the rows of files, into a file."""
 
 import argparse
-import sys
 from textwrap import dedent
 
 from jpaged.cli.options import add_model_options, engine_options
 from jpaged.cli.terminal import Screen
+
+INTERRUPTED = "interrupted; finished shards are kept, and the same command goes on from them"
 
 MAX_WARNINGS = 20
 """Skipped rows that are named on stderr; all of them are in the errors file."""
@@ -36,22 +37,22 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         action="store_false",
         help="do not begin texts and prompts with a begin-of-sequence token",
     )
-    add_file_options(parser)
-    add_model_options(parser)
-    parser.set_defaults(run=run)
-
-
-def add_file_options(parser: argparse.ArgumentParser) -> None:
-    """What commands that work through files have in common; `file_options` reads them."""
-    group = parser.add_argument_group("file options")
-    group.add_argument(
+    parser.add_argument(
         "--on-error",
         choices=("fail", "skip"),
         default="fail",
         help="a malformed row ends the run, or is left out and listed in OUTPUT.errors.jsonl (default: fail)",
     )
+    add_file_options(parser, "characters")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_file_options(parser: argparse.ArgumentParser, unit: str) -> None:
+    """What commands that work through files have in common. unit: what a shard's size is counted in."""
+    group = parser.add_argument_group("file options")
     group.add_argument("--overwrite", action="store_true", help="replace the output, drop unfinished work on it")
-    group.add_argument("--shard-size", type=int, metavar="N", help="characters between two commits to the disk")
+    group.add_argument("--shard-size", type=int, metavar="N", help=f"{unit} between two commits to the disk")
     group.add_argument(
         "--data-parallel-size", type=int, default=1, metavar="N", help="worker processes, each on a GPU of its own"
     )
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args, verbose=screen.shows_progress)
     if args.shard_size is not None:
         options["shard_size"] = args.shard_size
+    options.pop("data_parallel_size", None)  # named below
 
     from jpaged.scoring import score_files
 
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             **options,
         )
     except KeyboardInterrupt:
-        print("jpaged: interrupted; finished shards are kept, the same command goes on from them", file=sys.stderr)
+        screen.warn(INTERRUPTED)
         raise
     if summary.num_errors:
         screen.warn(f"{summary.num_errors} of {summary.num_rows} rows skipped; {summary.errors_file} lists them")

@@ -8,9 +8,6 @@ scores depend on its rows alone, and not on which run or worker computed them.
 """
 
 import io
-import json
-import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,39 +15,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from jpaged.config import EngineArgs
 from jpaged.errors import InvalidParameterError, MalformedRowError
 from jpaged.scoring.ahead import ahead
-from jpaged.scoring.inputs import Record, check_inputs, fingerprint, import_pyarrow, read_records
+from jpaged.scoring.inputs import Record, import_pyarrow, read_records
+from jpaged.scoring.jobs import (
+    Job,
+    JobSummary,
+    check_files,
+    check_job,
+    engine_fields,
+    json_lines,
+    merge_json_lines,
+    run_job,
+)
+from jpaged.scoring.progress import Progress
 from jpaged.scoring.rows import Row, RowScore, parse_row
-from jpaged.scoring.scorer import BATCHES_AHEAD, Batch, ProgressBar, Scorer
-from jpaged.scoring.shards import Entry, ShardStore, write_shard, writing
-from jpaged.scoring.workers import Done, Progress, Shard, Work, run_work
-from jpaged.version import __version__
+from jpaged.scoring.scorer import BATCHES_AHEAD, Batch, Scorer
+from jpaged.scoring.shards import Entry, ShardStore, write_shard
+from jpaged.scoring.workers import Done, Shard
 
 OnError = Literal["fail", "skip"]
 
 SHARD_SIZE = 1 << 19
 """Characters in a shard, 130,000 tokens or so: a few seconds of an 8B model on one GPU."""
 
-_FORMATS = (".jsonl", ".parquet")
-
-
-@dataclass(frozen=True)
-class ScoreSummary:
-    """What a run did.
-
-    num_rows: rows of the input, of which num_errors could not be scored. num_resumed: rows that earlier runs had done.
-    num_tokens: tokens computed, by this run. seconds: that it took, model start included.
-    errors_file: lists the rows that could not be scored; None if there are none.
-    """
-
-    num_rows: int
-    num_errors: int
-    num_resumed: int
-    num_tokens: int
-    seconds: float
-    errors_file: Path | None = None
+INPUT_FORMATS = (".jsonl", ".ndjson", ".csv", ".parquet")
+OUTPUT_FORMATS = (".jsonl", ".parquet")
 
 
 def score_files(
@@ -69,7 +59,7 @@ def score_files(
     use_tqdm: bool = True,
     warn: Callable[[str], None] | None = None,
     **options: Any,
-) -> ScoreSummary:
+) -> JobSummary:
     """Scores the rows of files into a file. Run again after a crash it goes on where it was, to the same output.
 
     Args:
@@ -92,63 +82,30 @@ def score_files(
     """
     paths = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     output = Path(output)
-    _check_arguments(paths, output, on_error, shard_size, data_parallel_size, options)
-    begun = time.perf_counter()
+    check_files(paths, output, INPUT_FORMATS, OUTPUT_FORMATS)
+    check_job(shard_size, data_parallel_size, options)
+    if on_error not in get_args(OnError):
+        raise InvalidParameterError(f'on_error must be "fail" or "skip", got {on_error!r}.')
+    if output.suffix == ".parquet":
+        import_pyarrow()
     settings = {"window": window, "stride": stride, "add_special_tokens": add_special_tokens, "logprobs": logprobs}
-    engine = {"model": model, **options}
-    num_rows = _scan(paths, on_error)
-    job = {
-        "task": "score",
-        "inputs": [fingerprint(path) for path in paths],
-        **settings,
-        "shard_size": shard_size,
-        **{name: value for name, value in engine.items() if name != "verbose"},
-        "jpaged": __version__,
-    }
-    store = ShardStore(output, job, overwrite=overwrite)
-    try:
-        resumed = sum(entry["rows"] for entry in store.finished.values())
-        work = Work("score", str(store.directory), {**settings, "suffix": output.suffix, "engine": engine})
-        todo = (shard for shard in shards_of(read_records(paths), shard_size) if shard.number not in store.finished)
-        tokens = 0
-
-        def done(entry: Entry) -> None:
-            nonlocal tokens
-            for error in entry["errors"]:
-                _report(error, on_error, warn)
-            tokens += entry["tokens"]
-            store.add(entry)
-
-        if resumed < num_rows and not store.complete:
-            with ProgressBar(num_rows, done=resumed, shown=use_tqdm) as bar:
-                devices_each = int(options.get("tensor_parallel_size", 1))
-                run_work(work, todo, data_parallel_size, devices_each, done, bar.add)
-        errors = [error for number in sorted(store.finished) for error in store.finished[number]["errors"]]
-        errors_file = _finish(store, errors)
-    finally:
-        store.close()
-    return ScoreSummary(
-        num_rows=num_rows,
-        num_errors=len(errors),
-        num_resumed=resumed,
-        num_tokens=tokens,
-        seconds=time.perf_counter() - begun,
-        errors_file=errors_file,
+    job = Job(
+        task="score",
+        inputs=paths,
+        output=output,
+        settings=settings | {"suffix": output.suffix},
+        engine={"model": model, **options},
+        shard_size=shard_size,
+        size_of=_size_of,
+        merge=_merge_parquet if output.suffix == ".parquet" else merge_json_lines,
     )
+    num_rows = _scan(paths, on_error)
 
+    def check(entry: Entry) -> None:
+        for error in entry["errors"]:
+            _report(error, on_error, warn)
 
-def shards_of(records: Iterable[Record], shard_size: int) -> Iterator[Shard]:
-    """Cuts rows into shards of at least `shard_size` characters; the same rows give the same shards."""
-    part: list[Record] = []
-    size = number = 0
-    for record in records:
-        part.append(record)
-        size += _row_of(record, lambda row: row.size, lambda error: 1)
-        if size >= shard_size:
-            yield Shard(number, part)
-            part, size, number = [], 0, number + 1
-    if part:
-        yield Shard(number, part)
+    return run_job(job, num_rows, check, overwrite=overwrite, num_workers=data_parallel_size, use_tqdm=use_tqdm)
 
 
 class ScoreShards:
@@ -162,9 +119,7 @@ class ScoreShards:
         self._suffix: str = options["suffix"]
         self._logprobs: bool = options["logprobs"]
         scorer = {name: options[name] for name in ("window", "stride", "add_special_tokens")}
-        # JSON made lists of the tuples.
-        engine = {name: tuple(value) if isinstance(value, list) else value for name, value in options["engine"].items()}
-        self._scorer = Scorer(**scorer | engine)
+        self._scorer = Scorer(**scorer | engine_fields(options))
 
     def run(self, shards: Iterable[Shard], done: Done, progress: Progress) -> None:
         """Scores each shard and writes it. `done` gets its manifest entry, in the writing thread."""
@@ -205,10 +160,10 @@ class ScoreShards:
             else:
                 records.append(result.record(record.index, logprobs=self._logprobs))
         errors = sorted(shard.errors, key=lambda error: error["index"])
-        data = _parquet(records) if self._suffix == ".parquet" else _json_lines(records)
+        data = _parquet(records) if self._suffix == ".parquet" else json_lines(records)
         entry = write_shard(self._directory, shard.number, self._suffix, data)
         num_rows = len(records) + len(errors)
-        return entry | {"rows": num_rows, "tokens": tokens, "errors": errors}
+        return entry | {"rows": num_rows, "tokens": tokens, "failed": len(errors), "errors": errors}
 
 
 @dataclass
@@ -277,55 +232,11 @@ def _report(error: dict[str, Any], on_error: OnError, warn: Callable[[str], None
         warn(text)
 
 
-def _check_arguments(
-    paths: Sequence[str | Path],
-    output: Path,
-    on_error: str,
-    shard_size: int,
-    data_parallel_size: int,
-    options: dict[str, Any],
-) -> None:
-    check_inputs(paths)
-    if output.suffix not in _FORMATS:
-        raise InvalidParameterError(f"The output {output} must end in one of {', '.join(_FORMATS)}.")
-    if any(output.resolve() == Path(path).resolve() for path in paths):
-        raise InvalidParameterError(f"The output {output} is an input too; name another file.")
-    if on_error not in get_args(OnError):
-        raise InvalidParameterError(f'on_error must be "fail" or "skip", got {on_error!r}.')
-    for name, value in (("shard_size", shard_size), ("data_parallel_size", data_parallel_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidParameterError(f"{name} must be an integer from 1 up, got {value!r}.")
-    unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
-    if unknown:
-        raise InvalidParameterError(f"score_files has no option {unknown[0]!r}.")
-    EngineArgs(**options)
-    if output.suffix == ".parquet":
-        import_pyarrow()
+def _size_of(record: Record) -> int:
+    return _row_of(record, lambda row: row.size, lambda error: 1)
 
 
-def _finish(store: ShardStore, errors: list[dict[str, Any]]) -> Path | None:
-    """Puts the output, and the list of rows left out, together and in place. Returns that list's file."""
-    errors_file = store.output.with_name(store.output.name + ".errors.jsonl")
-    if not store.complete:
-        merged, listed = store.directory / "merged", store.directory / "errors"
-        with writing(store.output):
-            _merge(store, merged)
-            if errors:
-                listed.write_bytes(_json_lines(errors))
-            else:
-                errors_file.unlink(missing_ok=True)
-        store.put_in_place({listed: errors_file, merged: store.output} if errors else {merged: store.output})
-    store.clear()
-    return errors_file if errors else None
-
-
-def _merge(store: ShardStore, target: Path) -> None:
-    if store.output.suffix != ".parquet":
-        with open(target, "wb") as file:
-            for path in store.shard_files():
-                with open(path, "rb") as shard:
-                    shutil.copyfileobj(shard, file, 1 << 20)
-        return
+def _merge_parquet(store: ShardStore, target: Path) -> None:
     from pyarrow import parquet
 
     with parquet.ParquetWriter(target, _parquet_schema()) as writer:
@@ -333,10 +244,6 @@ def _merge(store: ShardStore, target: Path) -> None:
             table = parquet.read_table(path)
             if len(table):
                 writer.write_table(table)
-
-
-def _json_lines(records: Iterable[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
 
 
 def _parquet(records: list[dict[str, Any]]) -> bytes:

@@ -39,9 +39,7 @@ class Record:
         return f"{self.file}:{self.line}"
 
 
-def check_inputs(
-    paths: Sequence[str | Path], formats: Sequence[str] = (".jsonl", ".ndjson", ".csv", ".parquet")
-) -> None:
+def check_inputs(paths: Sequence[str | Path], formats: Sequence[str]) -> None:
     """Raises InvalidParameterError unless each of the files is there and of one of these formats, by suffix."""
     if not paths:
         raise InvalidParameterError("There is no input file; name at least one.")

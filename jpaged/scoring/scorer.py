@@ -7,14 +7,13 @@ full blocks in the prefix cache. The engine is kept a few steps of work ahead. N
 rows make the same steps, hence, on the same device and programs, the same bits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jpaged.config import EngineArgs
 from jpaged.errors import InvalidParameterError, MalformedRowError
@@ -23,6 +22,7 @@ from jpaged.interrupt import Interruptible
 from jpaged.llm_engine import LLMEngine
 from jpaged.scoring.ahead import ahead
 from jpaged.scoring.encoding import Encoder, TokenSequence
+from jpaged.scoring.progress import Progress, ProgressBar
 from jpaged.scoring.rows import Row, RowScore, SequenceScore, parse_row
 from jpaged.scoring.windows import check_window, windows
 
@@ -37,9 +37,6 @@ BATCHES_AHEAD = 8
 
 Batch = list[tuple[int, list[TokenSequence] | MalformedRowError]]
 """Positions of rows, and their sequences."""
-
-Progress = Callable[[int, int], None]
-"""Called with rows finished and tokens computed since the last call."""
 
 
 class Scorer:
@@ -213,33 +210,6 @@ class _Sequence:
         self.score.logprobs[part] = logprobs
         self.score.greedy_tokens[part] = greedy
         self.num_open -= 1
-
-
-class ProgressBar:
-    """Rows done, tokens/s and the time left, on stderr.
-
-    done: rows that an earlier run finished; they do not count for the speed.
-    """
-
-    def __init__(self, total: int, *, done: int = 0, shown: bool = True) -> None:
-        self._bar = tqdm(total=total, initial=done, desc="scoring", unit=" rows", dynamic_ncols=True, disable=not shown)
-        self._tokens = 0
-        self.num_rows = 0
-
-    def __enter__(self) -> "ProgressBar":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
-
-    def add(self, rows: int, tokens: int) -> None:
-        self._tokens += tokens
-        self.num_rows += rows
-        if not self._bar.disable:
-            elapsed = self._bar.format_dict["elapsed"]
-            if elapsed:
-                self._bar.set_postfix_str(f"{self._tokens / elapsed:,.0f} tokens/s", refresh=False)
-            self._bar.update(rows)
 
 
 def for_scoring(args: EngineArgs) -> EngineArgs:

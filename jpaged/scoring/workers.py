@@ -27,6 +27,7 @@ from typing import IO, Any, Protocol
 from jpaged import errors
 from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError
 from jpaged.scoring.inputs import Record
+from jpaged.scoring.progress import Progress
 from jpaged.scoring.shards import Entry
 
 SHARDS_AHEAD = 2
@@ -34,7 +35,7 @@ SHARDS_AHEAD = 2
 
 _PROGRESS_PERIOD_S = 0.2
 
-_TASKS = {"score": "jpaged.scoring.files:ScoreShards"}
+_TASKS = {"score": "jpaged.scoring.files:ScoreShards", "batch": "jpaged.scoring.batch:BatchShards"}
 """What makes a task's `ShardProcessor` of (options, directory)."""
 
 
@@ -47,8 +48,6 @@ class Shard:
 
 
 Done = Callable[[Entry], None]
-Progress = Callable[[int, int], None]
-"""Called with rows finished and tokens computed since the last call."""
 
 
 class ShardProcessor(Protocol):
