@@ -25,7 +25,7 @@ from jpaged.scoring.jobs import (
     Job,
     JobSummary,
     check_files,
-    check_job,
+    check_options,
     engine_fields,
     json_lines,
     merge_json_lines,
@@ -70,7 +70,7 @@ def run_batch(
     """
     output = Path(output)
     check_files([inputs], output, (".jsonl", ".ndjson"), (".jsonl",))
-    check_job(shard_size, data_parallel_size, options)
+    check_options(options, shard_size=shard_size, data_parallel_size=data_parallel_size)
     job = Job(
         task="batch",
         inputs=[inputs],

@@ -22,7 +22,7 @@ from jpaged.scoring.jobs import (
     Job,
     JobSummary,
     check_files,
-    check_job,
+    check_options,
     engine_fields,
     json_lines,
     merge_json_lines,
@@ -83,7 +83,7 @@ def score_files(
     paths = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     output = Path(output)
     check_files(paths, output, INPUT_FORMATS, OUTPUT_FORMATS)
-    check_job(shard_size, data_parallel_size, options)
+    check_options(options, shard_size=shard_size, data_parallel_size=data_parallel_size)
     if on_error not in get_args(OnError):
         raise InvalidParameterError(f'on_error must be "fail" or "skip", got {on_error!r}.')
     if output.suffix == ".parquet":
@@ -239,7 +239,7 @@ def _size_of(record: Record) -> int:
 def _merge_parquet(store: ShardStore, target: Path) -> None:
     from pyarrow import parquet
 
-    with parquet.ParquetWriter(target, _parquet_schema()) as writer:
+    with parquet.ParquetWriter(target, parquet_schema()) as writer:
         for path in store.shard_files():
             table = parquet.read_table(path)
             if len(table):
@@ -253,11 +253,12 @@ def _parquet(records: list[dict[str, Any]]) -> bytes:
 
     rows = [record | {"id": str(record["id"])} if "id" in record else record for record in records]
     buffer = io.BytesIO()
-    parquet.write_table(pyarrow.Table.from_pylist(rows, _parquet_schema()), buffer)
+    parquet.write_table(pyarrow.Table.from_pylist(rows, parquet_schema()), buffer)
     return buffer.getvalue()
 
 
-def _parquet_schema() -> Any:
+def parquet_schema() -> Any:
+    """Columns of Parquet output, a pyarrow.Schema."""
     import pyarrow as pa
 
     sequence = [

@@ -150,9 +150,9 @@ def check_files(
         raise InvalidParameterError(f"The output {output} is an input too; name another file.")
 
 
-def check_job(shard_size: int, num_workers: int, options: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any], **sizes: int) -> None:
     """Raises InvalidParameterError for sizes below 1 and engine options that do not exist or are out of range."""
-    for name, value in (("shard_size", shard_size), ("data_parallel_size", num_workers)):
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidParameterError(f"{name} must be an integer from 1 up, got {value!r}.")
     unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
