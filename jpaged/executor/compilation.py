@@ -195,7 +195,8 @@ class Compiler:
     def submit_score(self, tokens: int) -> None:
         step = partial(programs.score_step, self._model)
         packed = _int32(programs.score_layout(tokens).size)
-        self._submit(("score", tokens), step, self._hidden(tokens), packed, takes="head")
+        rows = programs.score_rows(tokens)
+        self._submit(("score", tokens), step, self._hidden(tokens), packed, takes="head", rows=rows)
 
     def submit_full_state(self) -> None:
         """The programs that make and fill `FullSamplingState`, which exists once some request asks for it."""

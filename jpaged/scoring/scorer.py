@@ -17,6 +17,7 @@ import numpy as np
 
 from jpaged.config import EngineArgs
 from jpaged.errors import InvalidParameterError, MalformedRowError
+from jpaged.executor.buckets import fine_buckets
 from jpaged.executor.memory import reserve_device_memory
 from jpaged.interrupt import Interruptible
 from jpaged.llm_engine import LLMEngine
@@ -215,14 +216,12 @@ class _Sequence:
 def for_scoring(args: EngineArgs) -> EngineArgs:
     """The same, with shapes for scoring where none were asked for: large steps, and one batch size for the rest."""
     reserve_device_memory(args.gpu_memory_utilization)  # before JAX is asked what the device is
-    on_gpu = jax.default_backend() == "gpu"
-    if on_gpu:
+    if jax.default_backend() == "gpu":
         rows = args.max_num_seqs or GPU_ROWS
         budget = args.max_num_batched_tokens or GPU_STEP_TOKENS
         args = replace(args, max_num_seqs=rows, max_num_batched_tokens=budget)
         if args.token_buckets is None:  # most steps are full; the last of a shard need not be computed as if they were
-            parts = {budget, *(budget * eighths // 8 for eighths in (1, 2, 4, 6) if budget >= 1024)}
-            args = replace(args, token_buckets=tuple(sorted(parts)))
+            args = replace(args, token_buckets=fine_buckets(max(1, budget // 8), budget))
         if args.decode_buckets is None:
             args = replace(args, decode_buckets=(rows,))
     return args

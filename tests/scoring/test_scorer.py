@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
+from jpaged import EngineArgs
 from jpaged.assets import demo_model_path
 from jpaged.errors import InvalidParameterError, InvalidPromptError, MalformedRowError
 from jpaged.scoring import Scorer
 from jpaged.scoring.encoding import Encoder
 from jpaged.scoring.rows import parse_row
+from jpaged.scoring.scorer import for_scoring
 from tests.scoring.test_windows import guide
 from tests.tiny_models import VOCAB_SIZE, tiny_model, torch_model, write_tiny_model
 
@@ -199,3 +201,13 @@ def test_a_completion_that_adds_no_token_is_reported():
     [error] = Encoder(OneToken(), 10).encode([parse_row({"prompt": "a", "completion": "b"})])
     assert isinstance(error, MalformedRowError)
     assert "adds no token" in str(error)
+
+
+def test_a_gpu_gets_large_steps_unless_other_shapes_are_asked_for(monkeypatch):
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    args = for_scoring(EngineArgs())
+    assert (args.max_num_batched_tokens, args.max_num_seqs, args.decode_buckets) == (16384, 1024, (1024,))
+    assert args.token_buckets[0] == 2048
+    assert args.token_buckets[-1] == 16384
+    asked = EngineArgs(max_num_batched_tokens=64, max_num_seqs=4, token_buckets=(16, 64), decode_buckets=(1, 4))
+    assert for_scoring(asked) == asked
