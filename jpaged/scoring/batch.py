@@ -175,7 +175,8 @@ class BatchShards:
             if line.request is None or len(outputs) < len(line.outputs):
                 return
             line.answer = response_line(line.request, self._model, outputs)
-        tokens = sum(len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in outputs)
+        tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        tokens += sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         progress(1, tokens)
         shard = line.shard
         shard.answers[line.position] = line.answer

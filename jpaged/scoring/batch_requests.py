@@ -22,20 +22,20 @@ from jpaged.sampling_params import RequestOutputKind, SamplingParams
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 _SAMPLING = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
+    *("n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
 )
 """Fields that mean what `SamplingParams` says."""
 
 _REFUSED = (
-    *("best_of", "echo", "prompt_logprobs", "stream", "suffix", "use_beam_search"),
+    *("echo", "prompt_logprobs", "stream", "suffix", "use_beam_search"),
     *("audio", "function_call", "functions", "modalities", "prediction", "response_format", "tool_choice", "tools"),
     *("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
 )
 """Known fields that would change the answer and are not supported: refused unless they are null, false or harmless."""
 
-_HARMLESS: dict[str, Any] = {"best_of": 1, "response_format": {"type": "text"}, "tool_choice": "none", "suffix": ""}
+_HARMLESS: dict[str, Any] = {"response_format": {"type": "text"}, "tool_choice": "none", "suffix": ""}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ GOOD = [
     request("chat", CHAT, messages=MESSAGES, temperature=0, max_completion_tokens=10, logprobs=True, top_logprobs=2),
     request("several", COMPLETIONS, prompt=["One day", "There was"], temperature=0, max_tokens=5, logprobs=1),
     request("sampled", COMPLETIONS, prompt="Once", max_tokens=20, temperature=1.0),
+    request("twice", COMPLETIONS, prompt="Once", max_tokens=20, temperature=1.0, n=2),
 ]
 BAD = [
     request("suffix", COMPLETIONS, prompt="a", suffix="b"),
@@ -47,13 +48,13 @@ def run(path, lines, *options) -> tuple[int, list[dict]]:
 def test_every_line_is_answered_in_order_with_its_text_or_its_error(tmp_path, capsys):
     code, answers = run(tmp_path / "all", [*GOOD, *BAD, *NO_REQUESTS, *GOOD], "--shard-size", "3")
     assert code == 1
-    assert "11 of 19 requests failed" in capsys.readouterr().err
+    assert "11 of 21 requests failed" in capsys.readouterr().err
     ids = [line.get("custom_id") for line in (*GOOD, *BAD)]
-    assert [answer["custom_id"] for answer in answers[:11]] == ids
+    assert [answer["custom_id"] for answer in answers[:12]] == ids
     statuses = [answer["response"] and answer["response"]["status_code"] for answer in answers]
-    assert statuses == [200] * 4 + [400] * 7 + [None] * 4 + [200] * 4
+    assert statuses == [200] * 5 + [400] * 7 + [None] * 4 + [200] * 5
 
-    bodies = [answer["response"]["body"] for answer in answers[:4]]
+    bodies = [answer["response"]["body"] for answer in answers[:5]]
     llm = LLM(dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64, verbose=False)
     prompts = ["Once upon a time", "One day", "There was"]
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (12, 5, 5)]
@@ -69,19 +70,21 @@ def test_every_line_is_answered_in_order_with_its_text_or_its_error(tmp_path, ca
     assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in content)  # greedy
     assert all(len(entry["top_logprobs"]) == 2 for entry in content)
     assert len(bodies[2]["choices"][1]["logprobs"]["tokens"]) == 5
-    for answer, line in ((answers[3], 3), (answers[18], 18)):  # a request's seed is the number of its line
+    assert [choice["index"] for choice in bodies[4]["choices"]] == [0, 1]
+    assert bodies[4]["choices"][0]["text"] != bodies[4]["choices"][1]["text"]
+    for answer, line in ((answers[3], 3), (answers[19], 19)):  # a request's seed is the number of its line
         seeded = replace(llm.get_default_sampling_params(), temperature=1.0, max_tokens=20, seed=line)
         [sampled] = llm.generate("Once", seeded, use_tqdm=False)
         assert answer["response"]["body"]["choices"][0]["text"] == sampled.outputs[0].text
 
-    errors = [answer["response"]["body"]["error"]["message"] for answer in answers[4:11]]
+    errors = [answer["response"]["body"]["error"]["message"] for answer in answers[5:12]]
     for message, part in zip(
         errors,
         ("suffix='b'", "stream=True", "temperature", "max_model_len=128", "empty list", "content", "tokens"),
         strict=True,
     ):
         assert part in message
-    reasons = [answer["error"]["message"] for answer in answers[11:15]]
+    reasons = [answer["error"]["message"] for answer in answers[12:16]]
     for reason, part in zip(reasons, ("custom_id", "url must be", "body must be", "not JSON"), strict=True):
         assert part in reason
 
