@@ -4,7 +4,9 @@ add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputP
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
@@ -21,7 +23,7 @@ from jpaged.inputs import InputProcessor, Prompt
 from jpaged.models import resolve
 from jpaged.output_processor import OutputProcessor
 from jpaged.outputs import RequestOutput
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
 class LLMEngine:
@@ -140,6 +142,44 @@ class LLMEngine:
         self._core.add_request(request)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
 
+    def add_score_request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | np.ndarray,
+        first_scored: int = 1,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues tokens whose log-probabilities are wanted, and nothing else: they are prefilled, nothing is sampled.
+
+        What comes before the scored tokens may come out of the prefix cache. `step` returns one output, finished, with
+        `scores` of token_ids[first_scored:] and no `outputs`.
+
+        Args:
+            token_ids: int [n], at least two and at most max_model_len tokens; the last is scored, never computed.
+            first_scored: index of the first token to score, from 1 to n-1; the others are its context.
+            request_id, priority, cache_salt: as in `add_request`.
+        Raises:
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served; the message says
+                why.
+            EngineDeadError: the engine failed earlier.
+        """
+        self._check_alive()
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
+        tokens = self._inputs.check_scored(token_ids, first_scored)
+        request = Request(
+            request_id,
+            tokens[:-1],
+            _SCORING,
+            priority=priority,
+            cache_salt=cache_salt,
+            score_targets=tokens[first_scored:],
+        )
+        self._core.add_request(request)
+        self._outputs.add(request, None, [])
+
     def step(self) -> list[RequestOutput]:
         """One turn of the loop: dispatches a step and returns outputs of an earlier one.
 
@@ -178,6 +218,9 @@ class LLMEngine:
         if self._failure is not None:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
 
+
+_SCORING = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+"""Of requests that sample nothing."""
 
 _FREE_TO_DIFFER = {
     "tokenizer",

@@ -56,7 +56,7 @@ class OutputProcessor:
         sequences = []
         for member in request.group.members:
             detokenizer = None
-            if self._tokenizer is not None and request.sampling.detokenize:
+            if self._tokenizer is not None and request.sampling.detokenize and request.score_targets is None:
                 detokenizer = Detokenizer(self._tokenizer, prompt_token_ids, request.sampling)
             sequences.append(_OpenSequence(member, detokenizer))
         self._open[request.request_id] = _OpenRequest(prompt, prompt_token_ids, sequences)
@@ -101,7 +101,10 @@ class OutputProcessor:
 
     def _output(self, state: _OpenRequest, changed: list[_OpenSequence], finished: bool) -> RequestOutput:
         request = state.request
-        if request.beam is not None:
+        completions: list[CompletionOutput]
+        if request.score_targets is not None:
+            completions = []
+        elif request.beam is not None:
             completions = [self._completion(s, i) for i, s in enumerate(state.sequences[: request.beam.n])]
         elif request.sampling.ranks:
             ranked = sorted(state.sequences, key=lambda sequence: -sequence.cumulative_logprob)  # stable
@@ -122,6 +125,7 @@ class OutputProcessor:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens,
             metrics=request.stats,
+            scores=request.scores,
         )
 
     def _completion(self, state: _OpenSequence, index: int) -> CompletionOutput:

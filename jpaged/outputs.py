@@ -1,6 +1,10 @@
 """What a request returns. Field names follow vLLM, so code written for it reads these."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it needs numpy, which `jpaged --help` can do without
+    from jpaged.engine.interface import TargetScores
 
 
 @dataclass(slots=True)
@@ -67,6 +71,7 @@ class RequestOutput:
     outputs: its sequences by index; with output kind DELTA those that have something new.
     prompt_logprobs: for each prompt token a dict of log-probabilities, None for the first; None unless asked for.
     num_cached_tokens: prompt tokens found in the prefix cache.
+    scores: of a request made by `LLMEngine.add_score_request`, which has no outputs; None for others.
     """
 
     request_id: str
@@ -77,3 +82,4 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
+    scores: "TargetScores | None" = None

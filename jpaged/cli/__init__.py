@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from textwrap import dedent
 
-from jpaged.cli import chat, generate
+from jpaged.cli import chat, generate, run_batch, score
 from jpaged.cli.options import add_debug_option
 from jpaged.errors import InvalidParameterError, JPagedError, UnsupportedParameterError
 from jpaged.version import __version__
@@ -24,6 +24,7 @@ BENCHMARKS = {
     "kernels": "attention and cache kernels against the device's bandwidth",
     "throughput": "tokens/s of a whole model, offline",
     "steps": "a decode step: its time, its floor, its kernels",
+    "scoring": "tokens/s of scoring, and the share of the prefill roofline",
 }
 """Each is `jpaged.bench.<name>.main(argv)`, with arguments of its own."""
 
@@ -93,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     generate.add_command(commands)
     chat.add_command(commands)
+    score.add_command(commands)
+    run_batch.add_command(commands)
     _add_bench_command(commands)
     return parser
 

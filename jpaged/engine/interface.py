@@ -81,6 +81,8 @@ class Chunk:
     samples: the chunk reaches the end of the known tokens, so a new token is sampled after it.
     prompt_logprob_targets: int32 [n], or None when not asked for; the token that follows each of the chunk's
         tokens in the prompt, NO_TOKEN where none does. Their log-probabilities come back.
+    score_targets: int32 [m], or None when nothing is scored; the tokens that follow the last m of the chunk's tokens.
+        Their `TargetScores` come back.
     """
 
     slot: int
@@ -88,6 +90,7 @@ class Chunk:
     token_ids: np.ndarray
     samples: bool
     prompt_logprob_targets: np.ndarray | None = None
+    score_targets: np.ndarray | None = None
 
 
 def _no_rows() -> np.ndarray:
@@ -149,6 +152,18 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetScores:
+    """How the model's own distribution rates given tokens; all that scoring needs, at little cost.
+
+    logprobs: float32 [m]; their log-probabilities.
+    greedy: bool [m]; whether each is the most likely token, the lowest id on ties: what greedy decoding would take.
+    """
+
+    logprobs: np.ndarray
+    greedy: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step found, by row.
 
@@ -156,12 +171,14 @@ class StepResult:
     finish_codes: uint8 [rows]; a `FinishCode` each.
     logprobs: by row; None unless the plan's variant is FULL or BEAM.
     prompt_logprobs: row -> Logprobs [n], for chunks that asked.
+    scores: row -> TargetScores [m], for chunks with targets.
     """
 
     token_ids: np.ndarray
     finish_codes: np.ndarray
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    scores: dict[int, TargetScores] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from jpaged.beam_search_params import BeamSearchParams
-from jpaged.engine.interface import SamplingVariant
+from jpaged.engine.interface import SamplingVariant, TargetScores
 from jpaged.errors import InvalidParameterError, InvalidPromptError
 from jpaged.outputs import PositionLogprobs, RequestStateStats
 from jpaged.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
@@ -46,6 +46,8 @@ class Request:
         cache_salt: prefix blocks are shared only between requests of equal salt.
         arrival_time: seconds of `time.monotonic()`; None: now.
         beam: how to search, for a beam search; its sequences are the hypotheses, best first.
+        score_targets: the tokens that follow the last of the prompt's tokens, as many of them as there are targets. A
+            request that has them scores them and ends, with nothing sampled and finish_reason "length".
 
     Attributes, kept by the scheduler:
         index: which of the request's sequences this is.
@@ -58,12 +60,14 @@ class Request:
         logprobs: by generated token, where asked for or needed to rank the sequences; decoded_token is None.
         prompt_logprobs: by prompt token, None for the first, where asked for, in sequence 0; decoded_token is None.
         cumulative_logprob, score: of a beam search's result; None otherwise.
+        scores: of the score targets, complete when the request finishes; None for one that generates.
         finish_reason, stop_reason: as in `CompletionOutput`; None while unfinished.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         stats: when things happened to it; one object for all sequences of a request.
 
     Raises:
-        InvalidPromptError: the prompt is empty or holds something other than token ids.
+        InvalidPromptError: the prompt is empty or holds something other than token ids, or there are more targets
+            than tokens that they could follow.
         InvalidParameterError: more stop tokens than the device tests; a priority that is no 64-bit integer; a salt
             that is no text.
     """
@@ -80,6 +84,7 @@ class Request:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         beam: BeamSearchParams | None = None,
+        score_targets: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = _as_token_array(request_id, prompt_token_ids)
@@ -114,6 +119,11 @@ class Request:
         self.prompt_logprobs: list[PositionLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None]
         )
+        self.score_targets = self._checked_targets(score_targets)
+        self.scores = None
+        if self.score_targets is not None:
+            shape = self.score_targets.shape
+            self.scores = TargetScores(np.full(shape, np.nan, np.float32), np.zeros(shape, np.bool_))
         self._begin()
         self.stats = RequestStateStats(arrival_time=time.monotonic() if arrival_time is None else arrival_time)
 
@@ -157,6 +167,28 @@ class Request:
         """Whether log-probabilities of the prompt were asked for and some are missing yet."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len
 
+    def num_skippable_tokens(self, num_known: int) -> int:
+        """How many of its first tokens, of `num_known`, may come out of the prefix cache instead of being computed."""
+        if self.wants_prompt_logprobs:
+            return 0
+        if self.score_targets is not None:
+            return self.prompt_len - len(self.score_targets)
+        return num_known - 1  # one token at least is computed, to sample after
+
+    def targets_of(self, start: int, stop: int) -> np.ndarray | None:
+        """The score targets of the tokens at start .. stop-1, None if these have none: int32 [m]."""
+        if self.score_targets is None:
+            return None
+        first = self.prompt_len - len(self.score_targets)
+        return self.score_targets[max(0, start - first) : stop - first] if stop > first else None
+
+    def store_scores(self, stop: int, found: TargetScores) -> None:
+        """Takes the scores of targets whose last one follows the token at stop-1."""
+        if self.scores is not None:
+            end = len(self.scores.logprobs) - (self.prompt_len - stop)
+            self.scores.logprobs[end - len(found.logprobs) : end] = found.logprobs
+            self.scores.greedy[end - len(found.greedy) : end] = found.greedy
+
     def known_token_ids(self) -> np.ndarray:
         """The prompt and, for a request without a slot, all that it has generated: int32 [n], not to be written."""
         if not self.output_token_ids:
@@ -166,6 +198,17 @@ class Request:
     def stop_reason_of(self, token_id: int) -> int | None:
         """What `stop_reason` says when this token stopped the request: None for an end-of-sequence token."""
         return None if token_id in self._eos_token_ids else token_id
+
+    def _checked_targets(self, targets: Sequence[int] | np.ndarray | None) -> np.ndarray | None:
+        if targets is None:
+            return None
+        array = _as_token_array(self.request_id, targets)
+        if len(array) > self.prompt_len:
+            raise InvalidPromptError(
+                f"Request {self.request_id!r} has {len(array)} score targets for a prompt of {self.prompt_len} tokens; "
+                f"each must follow one."
+            )
+        return array
 
 
 def _checked_priority(priority: object) -> int:

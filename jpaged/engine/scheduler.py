@@ -149,7 +149,9 @@ class Scheduler:
                 f"{pool_tokens} ({self.pool.capacity} blocks of {config.block_size}); shorten it or enlarge the pool."
             )
         request.max_len = min(config.max_model_len, pool_tokens)
-        if request.sampling.max_tokens is not None:
+        if request.score_targets is not None:
+            request.max_len = request.prompt_len + 1  # nothing is sampled, so this is where decoding need not begin
+        elif request.sampling.max_tokens is not None:
             request.max_len = min(request.max_len, request.prompt_len + request.sampling.max_tokens)
         if request.beam is not None:
             self._check_beams_fit(request)
@@ -336,7 +338,16 @@ class Scheduler:
             following = request.prompt_token_ids[start + 1 : stop + 1]
             targets[: len(following)] = following
         token_ids = slots.token_ids[slot, start:stop].copy()
-        plan.chunks.append(Chunk(slot, start, token_ids, samples=stop == known, prompt_logprob_targets=targets))
+        plan.chunks.append(
+            Chunk(
+                slot,
+                start,
+                token_ids,
+                samples=stop == known and request.score_targets is None,
+                prompt_logprob_targets=targets,
+                score_targets=request.targets_of(start, stop),
+            )
+        )
         plan.budget -= stop - start
         slots.num_computed[slot] = stop
         self._register(request, stop)
@@ -454,9 +465,9 @@ class Scheduler:
     def _prefix_hits(self, request: Request, token_ids: np.ndarray) -> np.ndarray:
         """Blocks in the prefix cache for the beginning of a request's known tokens, int32 [hits]."""
         cache = self.pool.cache
-        if cache is None or request.wants_prompt_logprobs:
+        reusable = request.num_skippable_tokens(len(token_ids)) // self.config.block_size
+        if cache is None or not reusable:
             return _NO_BLOCKS
-        reusable = (len(token_ids) - 1) // self.config.block_size  # one token at least is computed, to sample after
         return cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
 
     def _num_blocks_to_resume(self, members: list[Request]) -> int:
@@ -543,7 +554,7 @@ class Scheduler:
             request = slots.requests[chunk.slot] if owned[i] else None
             if request is not None and chunk.samples and request.stats.first_token_time is None:
                 request.stats.first_token_time = now
-        updates: list[RequestUpdate] = []
+        updates = self._take_scores(plan, result, owned[len(plan.decode_slots) :])
         if plan.step_id == self._beam_step:
             self._beam_step = None
         if self._searches:
@@ -631,6 +642,26 @@ class Scheduler:
             stop_reason = member.stop_reason_of(found.token_ids[-1]) if found.stopped else None
             self._set_finished(member, "stop" if found.stopped else "length", stop_reason)
             updates.append(RequestUpdate(member, found.token_ids))
+        return updates
+
+    def _take_scores(self, plan: StepPlan, result: StepResult, owned: np.ndarray) -> list[RequestUpdate]:
+        """Stores the scores of chunks, and ends the requests that have all of theirs.
+
+        owned: bool [chunks]; whether the chunk's tenant still has the slot.
+        """
+        updates = []
+        for i, chunk in enumerate(plan.chunks):
+            request = self.slots.requests[chunk.slot] if owned[i] else None
+            if request is None or request.score_targets is None:
+                continue
+            stop = chunk.start + len(chunk.token_ids)
+            scores = result.scores.get(len(plan.decode_slots) + i)
+            if scores is not None:
+                request.store_scores(stop, scores)
+            if stop == request.prompt_len:
+                self._give_up_slot(request)
+                self._set_finished(request, "length", None)
+                updates.append(RequestUpdate(request, []))
         return updates
 
     def _store_logprobs(self, slot: int, logprobs: Logprobs, row: int) -> None:

@@ -154,6 +154,7 @@ class Compiler:
                 self.submit_sample(batch, variant)
         for tokens in self._config.token_buckets:
             self.submit_prompt_logprobs(tokens)
+            self.submit_score(tokens)
         self.submit_full_state()
 
     def submit_largest(self) -> tuple[Key, ...]:
@@ -162,7 +163,9 @@ class Compiler:
         self.submit_mixed(tokens)
         self.submit_sample(rows, SamplingVariant.FULL)
         self.submit_prompt_logprobs(tokens)
-        return ("mixed", tokens), ("sample", rows, SamplingVariant.FULL), ("prompt_logprobs", tokens)
+        self.submit_score(tokens)
+        heads: tuple[Key, ...] = ("sample", rows, SamplingVariant.FULL), ("prompt_logprobs", tokens), ("score", tokens)
+        return ("mixed", tokens), *heads
 
     def result(self, key: Key) -> Program:
         """Waits for one of the programs submitted."""
@@ -216,6 +219,12 @@ class Compiler:
     def submit_prompt_logprobs(self, tokens: int) -> None:
         step = partial(programs.prompt_logprobs_step, self._model)
         self._submit(("prompt_logprobs", tokens), step, self._hidden(tokens), _int32(tokens), takes="head", rows=tokens)
+
+    def submit_score(self, tokens: int) -> None:
+        step = partial(programs.score_step, self._model)
+        packed = _int32(programs.score_layout(tokens).size)
+        rows = programs.score_rows(tokens)
+        self._submit(("score", tokens), step, self._hidden(tokens), packed, takes="head", rows=rows)
 
     def submit_full_state(self) -> None:
         """The programs that make and fill `FullSamplingState`, which exists once some request asks for it."""

@@ -4,7 +4,8 @@
     decode[B]         B slots compute their last token                       \\  model body; both return the
     mixed[T]          decode rows and prefill chunks, ragged, T tokens in all /  hidden states that sample
     sample[R, v]      LM head, sampling, stop tests, slot state; v is the sampling variant
-    prompt_logprobs[T]  log-probabilities of a mixed step's prompt tokens
+    prompt_logprobs[T]  log-probabilities of a mixed step's prompt tokens, with the likeliest alternatives
+    score[T]          log-probabilities of given tokens after some of a mixed step's, and nothing else
 
 The body and the head are programs apart so that their counts add up: bodies are large and there is one per bucket;
 heads are small and there is one per bucket and variant. The KV pool, the slot state and the sampling state are
@@ -35,6 +36,10 @@ KNOWN_TOKENS_PER_CALL = 1024
 TABLE_UPDATES_PER_UPDATE = 1024
 PROMPT_LOGPROB_ROWS = 256
 """Rows of logits held at once when a prompt is scored: 256 x 152,000 float32 are 156 MB."""
+
+
+SCORE_ROWS = 512
+"""Most tokens that one `score` call does: their float32 logits, alive together, take 262 MB at 128,000 tokens."""
 
 
 class RowKind:
@@ -244,6 +249,24 @@ def prompt_logprobs_step(
 
     scored = jax.lax.map(score, (hidden, targets))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], scored)
+
+
+def score_rows(num_tokens: int) -> int:
+    """Tokens that one call of `score[num_tokens]` scores."""
+    return min(num_tokens, SCORE_ROWS)
+
+
+def score_layout(num_tokens: int) -> PackedLayout:
+    return PackedLayout(tokens=(score_rows(num_tokens),), targets=(score_rows(num_tokens),))
+
+
+def score_step(
+    model: Model, head: Sequence[Array], hidden: Float[Array, "tokens hidden"], packed: Int[Array, " n"]
+) -> sampler.TargetScores:
+    """Scores `targets[i]` after the step's token `tokens[i]`: the head runs for the tokens asked about alone."""
+    host = score_layout(hidden.shape[0]).unpack(packed)
+    logits = model.head_logits(head, hidden[host["tokens"]])
+    return sampler.target_scores(logits, host["targets"], model.collectives)
 
 
 def update_step(

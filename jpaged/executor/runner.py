@@ -1,6 +1,7 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
-    plan --> [update] --> [move_beams[N]] --> [copy_blocks[N]] --> decode[B] or mixed[T] --> sample[R, variant]
+    plan --> [update] --> [move_beams[N]] --> [copy_blocks[N]] --> decode[B] or mixed[T] --> [sample[R, variant]]
+                                                                                        '--> [score[T] ...]
                                                                                                  |
                                                                                                handle
 
@@ -14,7 +15,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.engine.interface import NO_TOKEN, NULL_BLOCK, Logprobs, SamplingVariant, SlotStart, StepPlan, StepResult
+from jpaged.engine.interface import (
+    NO_TOKEN,
+    NULL_BLOCK,
+    FinishCode,
+    Logprobs,
+    SamplingVariant,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    TargetScores,
+)
 from jpaged.executor import programs, sampler
 from jpaged.executor.beams import beams_layout
 from jpaged.executor.buckets import bucket_for
@@ -33,25 +44,41 @@ class Step:
         num_rows: int,
         sampled: programs.SampleResult | None,
         prompt_scores: tuple[sampler.TokenLogprobs, list[tuple[int, int, int]]] | None = None,
+        target_scores: tuple[list[sampler.TargetScores], list[tuple[int, int]]] | None = None,
     ) -> None:
         self._num_rows = num_rows
         self._sampled = sampled
         self._prompt_scores = prompt_scores
-        for array in jax.tree.leaves((sampled, prompt_scores and prompt_scores[0])):
+        self._target_scores = target_scores
+        arrays = (sampled, prompt_scores and prompt_scores[0], target_scores and target_scores[0])
+        for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
 
     def result(self) -> StepResult:
-        if self._sampled is None:
-            return StepResult(np.zeros((0,), np.int32), np.zeros((0,), np.uint8))
-        tokens, codes = np.asarray(self._sampled.tokens_and_codes)[:, : self._num_rows]
+        tokens = np.full((self._num_rows,), NO_TOKEN, np.int32)
+        codes = np.full((self._num_rows,), FinishCode.RUNNING, np.int32)
         logprobs = None
-        if self._sampled.logprobs is not None:
-            logprobs = _host_logprobs(self._sampled.logprobs, 0, self._num_rows)
+        if self._sampled is not None:
+            tokens, codes = np.asarray(self._sampled.tokens_and_codes)[:, : self._num_rows]
+            if self._sampled.logprobs is not None:
+                logprobs = _host_logprobs(self._sampled.logprobs, 0, self._num_rows)
         prompt_logprobs = {}
         if self._prompt_scores is not None:
             scores, scored_rows = self._prompt_scores
             prompt_logprobs = {row: _host_logprobs(scores, start, end) for row, start, end in scored_rows}
-        return StepResult(tokens, codes.astype(np.uint8), logprobs, prompt_logprobs)
+        return StepResult(tokens, codes.astype(np.uint8), logprobs, prompt_logprobs, self._host_scores())
+
+    def _host_scores(self) -> dict[int, TargetScores]:
+        if self._target_scores is None:
+            return {}
+        calls, rows = self._target_scores
+        logprobs = np.concatenate([np.asarray(call.logprobs) for call in calls])
+        greedy = np.concatenate([np.asarray(call.greedy) for call in calls])
+        scores, start = {}, 0
+        for row, count in rows:
+            scores[row] = TargetScores(logprobs[start : start + count], greedy[start : start + count])
+            start += count
+        return scores
 
 
 def _host_logprobs(arrays: sampler.TokenLogprobs, start: int, end: int) -> Logprobs:
@@ -101,14 +128,17 @@ class Runner:
             self._copy_blocks(plan.copies)
         if not plan.num_rows:
             return Step(0, None)
+        prompt_scores = target_scores = None
         if plan.chunks:
             hidden, rows, all_hidden = self._run_mixed(plan)
             prompt_scores = self._run_prompt_logprobs(plan, all_hidden)
+            target_scores = self._run_score(plan, all_hidden)
         else:
             hidden, rows = self._run_decode(plan)
-            prompt_scores = None
-        sampled = self._run_sample(hidden, rows, plan.variant)
-        return Step(plan.num_rows, sampled, prompt_scores)
+        sampled = None
+        if len(plan.decode_slots) or any(chunk.samples for chunk in plan.chunks):
+            sampled = self._run_sample(hidden, rows, plan.variant)
+        return Step(plan.num_rows, sampled, prompt_scores, target_scores)
 
     def warm_up(self) -> None:
         """Runs every program once on padding, so that modules are loaded and graphs built before the first request."""
@@ -129,6 +159,7 @@ class Runner:
         for tokens in self._config.token_buckets:
             _, _, all_hidden = self._run_mixed(nothing, tokens)
             self._call(("prompt_logprobs", tokens), all_hidden, np.zeros((tokens,), np.int32))
+            self._call(("score", tokens), all_hidden, programs.score_layout(tokens).new(tokens=0, targets=0)[0])
         jax.block_until_ready((self._pools, self._state, self._full))
         self._full = None
 
@@ -273,6 +304,32 @@ class Runner:
         if not scored:
             return None
         return self._call(("prompt_logprobs", hidden.shape[0]), hidden, targets), scored
+
+    def _run_score(
+        self, plan: StepPlan, hidden: jax.Array
+    ) -> tuple[list[sampler.TargetScores], list[tuple[int, int]]] | None:
+        """Scores of the chunks' targets, one behind the other, and whose they are: (row, count) each."""
+        tokens, targets, rows = [], [], []
+        end = len(plan.decode_slots)
+        for row, chunk in enumerate(plan.chunks, start=end):
+            end += len(chunk.token_ids)
+            if chunk.score_targets is not None:
+                count = len(chunk.score_targets)
+                tokens.append(np.arange(end - count, end, dtype=np.int32))
+                targets.append(chunk.score_targets)
+                rows.append((row, count))
+        if not rows:
+            return None
+        all_tokens, all_targets = np.concatenate(tokens), np.concatenate(targets)
+        layout, room = programs.score_layout(hidden.shape[0]), programs.score_rows(hidden.shape[0])
+        calls = []
+        for first in range(0, len(all_tokens), room):
+            part = slice(first, first + room)
+            buffer, host = layout.new(tokens=0, targets=0)
+            host["tokens"][: len(all_tokens[part])] = all_tokens[part]
+            host["targets"][: len(all_tokens[part])] = all_targets[part]
+            calls.append(self._call(("score", hidden.shape[0]), hidden, buffer))
+        return calls, rows
 
     # ----------------------------------------------------------------------------------------- plumbing
 

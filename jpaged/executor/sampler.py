@@ -110,6 +110,13 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: jax.Array
 
 
+class TargetScores(NamedTuple):
+    """logprobs: float32 [R]; greedy: bool [R]; as in `engine.interface.TargetScores`."""
+
+    logprobs: jax.Array
+    greedy: jax.Array
+
+
 class SampleOutput(NamedTuple):
     """token_ids: int32 [R], each in 0..V-1 whatever the logits; logprobs: None unless the variant is FULL or BEAM."""
 
@@ -268,6 +275,21 @@ def logprobs_of(logits: jax.Array, targets: jax.Array, k: int, collectives: Coll
         jnp.pad(top_ids[:, :k], padding, constant_values=NO_TOKEN),
         jnp.pad(normalise(top)[:, :k], padding, constant_values=-_INF),
     )
+
+
+def target_scores(logits: jax.Array, targets: jax.Array, collectives: Collectives = ALONE) -> TargetScores:
+    """Log-probabilities of given tokens and whether they are the argmax: two passes over the logits, no top-k.
+
+    logits: float32 [R, V], of the shard's tokens; targets: int32 [R].
+    """
+    logits = without_nan(logits)
+    best, largest = sample_reference.argmax(logits, None if collectives.size == 1 else collectives)
+    largest = finite(largest.reshape(-1, 1))
+    sums = collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
+    log_sum = largest + jnp.log(sums)
+    target = _logits_at(logits, targets, collectives)
+    logprobs = jnp.where(target == -_INF, -_INF, target - log_sum)
+    return TargetScores(logprobs[:, 0], best == targets)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

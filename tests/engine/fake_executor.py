@@ -23,6 +23,7 @@ from jpaged.engine.interface import (
     SlotStart,
     StepPlan,
     StepResult,
+    TargetScores,
 )
 
 VOCAB_SIZE = 97
@@ -220,6 +221,7 @@ class FakeExecutor:
         codes = np.zeros((len(rows),), np.uint8)
         scores = plan.variant in (SamplingVariant.FULL, SamplingVariant.BEAM)
         logprobs = _empty_logprobs(len(rows)) if scores else None
+        scored = {len(plan.decode_slots) + i for i, c in enumerate(plan.chunks) if c.score_targets is not None}
         for row, (slot, samples) in enumerate(rows):
             state = self._slots[slot]
             if not state.active:
@@ -229,7 +231,7 @@ class FakeExecutor:
             needed = needed_variant(start)
             assert plan.variant >= needed
             assert plan.variant < SamplingVariant.BEAM or needed == SamplingVariant.GREEDY
-            assert samples == (state.num_computed == len(state.tokens))
+            assert samples == (state.num_computed == len(state.tokens)) or row in scored
             if not samples:
                 continue
             token = next_token(state.prints[-1], start.seed, len(state.tokens))
@@ -245,7 +247,7 @@ class FakeExecutor:
             elif len(state.tokens) == start.max_len:
                 codes[row] = FinishCode.LENGTH
             state.active = codes[row] == FinishCode.RUNNING
-        return StepResult(token_ids, codes, logprobs, self._prompt_logprobs(plan))
+        return StepResult(token_ids, codes, logprobs, self._prompt_logprobs(plan), self._scores(plan))
 
     def _check_reads(self, state: _Slot) -> None:
         size, n = self.config.block_size, state.num_computed
@@ -264,6 +266,24 @@ class FakeExecutor:
                 if target != NO_TOKEN:
                     _fill_logprobs(found[row], i, prints[chunk.start + i], target)
         return found
+
+    def _scores(self, plan: StepPlan) -> dict[int, TargetScores]:
+        found = {}
+        for row, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
+            if chunk.score_targets is not None:
+                count, stop = len(chunk.score_targets), chunk.start + len(chunk.token_ids)
+                prints = self._slots[chunk.slot].prints[stop - count : stop]
+                found[row] = scores_of(prints, chunk.score_targets)
+        return found
+
+
+def scores_of(prints: Sequence[int], targets: Sequence[int]) -> TargetScores:
+    """The fake model's scores of targets that each follow a token of this fingerprint."""
+    pairs = list(zip(prints, (int(target) for target in targets), strict=True))
+    return TargetScores(
+        np.array([logprob_of(last, target) for last, target in pairs], np.float32),
+        np.array([(last + target) % 3 == 0 for last, target in pairs]),
+    )
 
 
 def needed_variant(start: SlotStart) -> SamplingVariant:
