@@ -146,6 +146,7 @@ class ReplicatedEngine:
         self._arrived += 1
         room = self.max_model_len - len(checked.prompt_token_ids)
         new_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        new_tokens *= params.n if isinstance(params, SamplingParams) else params.beam_width
         replica = self._router.route(request_id, checked.prompt_token_ids, new_tokens, cache_salt)
         sent: dict[str, Any] = {"prompt_token_ids": checked.prompt_token_ids}
         if checked.prompt is not None:
