@@ -12,6 +12,7 @@ from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs, SchedulerConfig
 from jpaged.engine.generation_config import get_default_sampling_params
+from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.request import Request
 from jpaged.engine.scheduler import Scheduler
@@ -68,6 +69,7 @@ class LLMEngine:
         self.default_sampling_params = get_default_sampling_params(directory)
         config, model = self.startup.config, self.startup.model.config
         self._eos_token_ids = model.eos_token_ids
+        chunk_bytes = SWAP_CHUNK_BLOCKS * self.startup.memory.block * args.tensor_parallel_size
         scheduler_config = SchedulerConfig(
             block_size=config.block_size,
             num_blocks=_at_most("num_gpu_blocks_override", args.num_gpu_blocks_override, config.num_blocks),
@@ -80,6 +82,8 @@ class LLMEngine:
             policy=args.scheduling_policy,
             watermark=args.watermark,
             pipeline_depth=args.pipeline_depth,
+            num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
+            preemption_mode=args.preemption_mode,
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
@@ -232,6 +236,8 @@ _FREE_TO_DIFFER = {
     "scheduling_policy",
     "watermark",
     "pipeline_depth",
+    "swap_space",
+    "preemption_mode",
     "seed",
     "skip_tokenizer_init",
     "verbose",

@@ -24,6 +24,9 @@ from jpaged.sampling_params import SamplingParams
 NULL_BLOCK = 0
 """The block that padded rows and finished slots write to. It is never allocated and never attended to."""
 
+SWAP_CHUNK_BLOCKS = 16
+"""Blocks that move to or from host memory in one copy."""
+
 NO_TOKEN = -1
 """Stands in `StepResult.token_ids` for a row that sampled nothing."""
 
@@ -93,6 +96,18 @@ class Chunk:
     score_targets: np.ndarray | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Blocks that move between the pool and a chunk of host memory.
+
+    block_ids: int32 [n], n at most SWAP_CHUNK_BLOCKS; the i-th is, or becomes, what stands in the chunk's i-th place.
+        The null block for a place that is of no interest.
+    """
+
+    chunk: int
+    block_ids: np.ndarray
+
+
 def _no_rows() -> np.ndarray:
     return np.zeros((0,), np.int32)
 
@@ -107,11 +122,12 @@ def _no_triples() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. The executor applies ends, starts, beams, copies and table updates in this order, then runs the
-    rows.
+    """One iteration. The executor applies ends, swap-outs, starts, beams, swap-ins, copies and table updates in this
+    order, then runs the rows.
 
     ends: int32 [e]; slots to deactivate because the host says so (abort, stop string, preemption). A slot the
         device stopped itself needs no entry. A slot may end and start anew in one plan.
+    swap_outs, swap_ins: blocks that go to host memory, and that come back from there.
     beams: int32 [b, 3]; (slot, parent slot, token): the slot goes on with the parent's length and block table (its own,
         if it is the parent), and with `token` as its last. No slot is both a parent of others and given one.
     copies: int32 [c, 2]; (block, block): the first one's contents go to the second (copy-on-write). No block is both
@@ -125,6 +141,8 @@ class StepPlan:
     variant: SamplingVariant
     ends: np.ndarray = field(default_factory=_no_rows)
     starts: tuple[SlotStart, ...] = ()
+    swap_outs: tuple[HostCopy, ...] = ()
+    swap_ins: tuple[HostCopy, ...] = ()
     beams: np.ndarray = field(default_factory=_no_triples)
     copies: np.ndarray = field(default_factory=_no_pairs)
     table_updates: np.ndarray = field(default_factory=_no_triples)

@@ -17,6 +17,7 @@ from jpaged.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RequestOutp
 
 if TYPE_CHECKING:
     from jpaged.engine.sequence_group import SequenceGroup
+    from jpaged.engine.swap_space import SwapRecord
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -52,6 +53,7 @@ class Request:
     Attributes, kept by the scheduler:
         index: which of the request's sequences this is.
         group: the request's sequences; set by `Scheduler.add`.
+        swap: where its blocks are in host memory, while it is swapped out.
         stop_token_ids: tokens that stop it, end-of-sequence tokens included unless ignored.
         device_stop_token_ids: those that the device is to test; none for beams, whose search ends them.
         max_len: total length in tokens at which it ends; set by `Scheduler.add`.
@@ -131,6 +133,7 @@ class Request:
         """Sets what belongs to this sequence alone to what it is before anything has happened."""
         self.status = RequestStatus.WAITING
         self.slot = -1
+        self.swap: SwapRecord | None = None
         self.output_token_ids: list[int] = []
         wanted = self.sampling.logprobs is not None or self.sampling.ranks
         self.logprobs: list[PositionLogprobs] | None = [] if wanted else None

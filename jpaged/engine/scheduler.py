@@ -27,7 +27,8 @@ at once: the device runs plans in order, and a slot that ended writes to the nul
 
 When decode rows need more blocks than are free, what is in flight is read first (`schedule` returns None); that
 alone often ends a sequence. Then the last group in policy order is preempted: its sequences give up their blocks, keep
-their tokens and wait, to compute them again. The first in policy order is never preempted while another runs, and if
+their tokens and wait. Their blocks go to host memory and come back later (`swap_space.py`), or, where that is full or
+not asked for, they are computed again. The first in policy order is never preempted while another runs, and if
 it does not fit alone it gives up its sequences one by one, last first. One sequence always fits alone, so there is
 always progress.
 """
@@ -45,8 +46,10 @@ from jpaged.engine.block_manager import BlockManager, Growth
 from jpaged.engine.block_pool import BlockPool
 from jpaged.engine.interface import (
     NO_TOKEN,
+    SWAP_CHUNK_BLOCKS,
     Chunk,
     FinishCode,
+    HostCopy,
     Logprobs,
     SamplingVariant,
     SlotStart,
@@ -58,11 +61,12 @@ from jpaged.engine.seeds import request_seed
 from jpaged.engine.sequence_group import SequenceGroup
 from jpaged.engine.slots import NEVER, Slots
 from jpaged.engine.stats import Counters, EngineStats
+from jpaged.engine.swap_space import SwapRecord, SwapSpace
 from jpaged.engine.waiting_queue import WaitingQueue
 from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
 from jpaged.outputs import Logprob, PositionLogprobs
 
-_NO_BLOCKS = np.zeros((0,), np.int32)
+_NO_BLOCKS = _NO_TOKENS = np.zeros((0,), np.int32)
 
 
 class RequestUpdate(NamedTuple):
@@ -85,6 +89,7 @@ class _PlanInProgress:
     runs_beams: bool
     starts: list[SlotStart] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    swap_ins: list[HostCopy] = field(default_factory=list)
 
 
 class Scheduler:
@@ -99,6 +104,7 @@ class Scheduler:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.slots = Slots(config)
+        self.swap_space = SwapSpace(config.num_swap_chunks)
         self._blocks = BlockManager(self.pool, self.slots)
         self._seed = seed
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
@@ -195,6 +201,8 @@ class Scheduler:
         for _ in group.waiting():
             self._waiting.count_out()
         for member in group.members:
+            if member.swap is not None:
+                self.swap_space.discard(member.swap)
             if member.status == RequestStatus.RUNNING:
                 self._give_up_slot(member)
             if not member.finished:
@@ -215,10 +223,24 @@ class Scheduler:
         request = group.members[index]
         if request.status == RequestStatus.RUNNING:
             self._give_up_slot(request)
+        elif request.swap is not None:
+            self._leave_swap(request.swap, request)
         else:
             self._waiting.count_out()
         self._set_finished(request, reason, stop_reason)
         return request
+
+    def _leave_swap(self, record: SwapRecord, request: Request) -> None:
+        """A sequence ends while it is swapped out; another one stands in the queue for the rest, if it did."""
+        stood = record.members[0] is request
+        if len(record.members) == 1:
+            self.swap_space.discard(record)
+        else:
+            record.drop(request)
+        if stood:
+            self._waiting.count_out()
+            if record.members[0] is not request:
+                self._waiting.push(record.members[0])
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all prefixes, as after a change of weights. Returns False, and does nothing, while requests run."""
@@ -255,12 +277,15 @@ class Scheduler:
             variant=self._variant(plan.runs_beams),
             ends=ends,
             starts=tuple(plan.starts),
+            swap_outs=tuple(self.swap_space.pending_copies),
+            swap_ins=tuple(plan.swap_ins),
             beams=beams,
             copies=copies,
             table_updates=table_updates,
             decode_slots=rows.astype(np.int32),
             chunks=tuple(plan.chunks),
         )
+        self.swap_space.pending_copies.clear()
         self._next_step_id += 1
         self._in_flight.append(step)
         return step
@@ -386,14 +411,22 @@ class Scheduler:
             state = (request, self.pool.num_releases, registrations)
             if state == self._blocked:
                 return
-            resumes_search = request.beam is not None and request.group.forked
-            if not (self._admit_search(plan, request) if resumes_search else self._admit(plan, request)):
+            if request.swap is not None:
+                admitted = self._swap_in(plan, request.swap)
+                if not admitted and not self.slots.num_used:
+                    self._give_up_swap(request.swap)
+                    continue
+            elif request.beam is not None and request.group.forked:
+                admitted = self._admit_search(plan, request)
+            else:
+                admitted = [request] if self._admit(plan, request) else []
+            if not admitted:
                 self._blocked = state
                 return
             self._waiting.pop()
             if isinstance(request.group, BeamGroup):
                 self._searches.append(request.group)
-            for member in request.group.members if resumes_search else [request]:
+            for member in admitted:
                 if plan.budget:
                     self._plan_chunk(plan, member)
                 else:
@@ -434,13 +467,55 @@ class Scheduler:
         self._variant_counts[request.variant] += 1 + len(siblings)
         return True
 
-    def _admit_search(self, plan: _PlanInProgress, leader: Request) -> bool:
-        """Starts all beams of a preempted search again, if all of them have room. They share the prompt's full blocks,
-        which the leader computes before any other beam has its turn.
+    def _swap_in(self, plan: _PlanInProgress, record: SwapRecord) -> list[Request]:
+        """Starts sequences again that were swapped out together, where they were; none if they have no room."""
+        members = record.members.copy()
+        siblings = members[0].group.siblings_to_fork
+        reserve = int(self.config.watermark * self.pool.capacity) + len(siblings) if self.slots.num_used else 0
+        tokens = [member.known_token_ids() for member in members]
+        new = self._num_new_blocks(record)
+        if record.num_places + sum(new) + reserve > self.pool.num_free:
+            return []
+        if self.slots.num_free < len(members) + len(siblings):
+            return []
+        num_computed = record.num_computed.copy()
+        restored = self.swap_space.restore(record, self.pool)
+        plan.swap_ins += restored.copies
+        for i, member in enumerate(members):
+            block_ids = np.concatenate([restored.tables[i], self.pool.allocate(new[i])])
+            self.slots.acquire(member, plan.step_id, tokens[i], block_ids, num_computed[i])
+            plan.starts.append(_slot_start(member, tokens[i], block_ids, num_computed[i]))
+            member.num_registered_blocks = 0  # names are of blocks, and these are others
+        for sibling in siblings:
+            self.slots.acquire(sibling, plan.step_id, _NO_TOKENS, _NO_BLOCKS, 0)
+        for member in (*members, *siblings):
+            member.status = RequestStatus.RUNNING
+            self._variant_counts[member.variant] += 1
+        return members
+
+    def _num_new_blocks(self, record: SwapRecord) -> list[int]:
+        """Blocks that each of these sequences needs for its known tokens besides those that are swapped out."""
+        lengths = [member.prompt_len + len(member.output_token_ids) for member in record.members]
+        return [-(-n // self.config.block_size) - len(p) for n, p in zip(lengths, record.places, strict=True)]
+
+    def _give_up_swap(self, record: SwapRecord) -> None:
+        """Lets sequences that do not fit the pool together come back one by one, and compute their tokens again: in the
+        swap space each has a last block of its own.
+        """
+        self._waiting.pop()
+        members = record.members.copy()
+        self.swap_space.discard(record)
+        for member in members[0].group.waiting():
+            if member in members:
+                self._waiting.push(member)
+
+    def _admit_search(self, plan: _PlanInProgress, leader: Request) -> list[Request]:
+        """Starts all beams of a preempted search again; none if not all of them have room. They share the prompt's full
+        blocks, which the leader computes before any other beam has its turn.
         """
         size, members = self.config.block_size, leader.group.members
         if self.slots.num_free < len(members):
-            return False
+            return []
         tokens = [member.known_token_ids() for member in members]
         shared = leader.prompt_len // size
         hits = self._prefix_hits(leader, tokens[0])
@@ -448,7 +523,7 @@ class Scheduler:
         new[0] += shared - len(hits)
         reserve = int(self.config.watermark * self.pool.capacity) if self.slots.num_used else 0
         if sum(new) + self.pool.num_unreferenced(hits) + reserve > self.pool.num_free:
-            return False
+            return []
         have, num_computed = hits, len(hits) * size
         for member, known, num_new in zip(members, tokens, new, strict=True):
             self.pool.share(have)
@@ -460,7 +535,7 @@ class Scheduler:
             self._variant_counts[member.variant] += 1
             if member is leader:
                 have, num_computed = block_ids[:shared], shared * size
-        return True
+        return members
 
     def _prefix_hits(self, request: Request, token_ids: np.ndarray) -> np.ndarray:
         """Blocks in the prefix cache for the beginning of a request's known tokens, int32 [hits]."""
@@ -513,7 +588,13 @@ class Scheduler:
         raise EngineDeadError("Blocks are short, though nothing runs that could hold them.")
 
     def _preempt(self, members: list[Request]) -> None:
-        """Takes the slots and blocks of sequences of one group, with nothing in flight, and lets them wait."""
+        """Takes the slots and blocks of sequences of one group, with nothing in flight, and lets them wait: with their
+        blocks in host memory, if the mode says so and there is room, or with their tokens only.
+        """
+        mode = self.config.preemption_mode
+        if mode == "swap" or (mode == "auto" and len(members) > 1):
+            started = [member for member in members if self.slots.capacity[member.slot]]
+            self.swap_space.store(started, self.slots, self.config.block_size)
         for request in members:
             self._give_up_slot(request)
             request.status = RequestStatus.PREEMPTED
@@ -758,6 +839,10 @@ class Scheduler:
             num_blocks=pool.capacity,
             num_used_blocks=pool.num_used,
             num_cached_blocks=len(pool.cache) if pool.cache is not None else 0,
+            num_swap_blocks=self.swap_space.num_chunks * SWAP_CHUNK_BLOCKS,
+            num_used_swap_blocks=self.swap_space.num_used * SWAP_CHUNK_BLOCKS,
+            num_swapped_out=self.swap_space.num_swapped_out,
+            num_swapped_in=self.swap_space.num_swapped_in,
             tokens_held=token_slots - self._num_empty_token_slots(),
             token_slots=token_slots,
         )
@@ -780,6 +865,9 @@ class Scheduler:
         slots = self.slots
         used = slots.used().tolist()
         self.pool.check_integrity(slots.blocks(slot) for slot in used)
+        records = {id(m.swap): m.swap for g in self._groups.values() for m in g.members if m.swap is not None}
+        if sum(len(record.chunks) for record in records.values()) != self.swap_space.num_used:
+            raise EngineDeadError(f"{self.swap_space.num_used} chunks of swap space are in use, but not by a sequence.")
         running = [request for request in slots.requests if request is not None]
         if [request.slot for request in running] != used or slots.num_used != len(used):
             raise EngineDeadError(f"Slots in use are {used}, tenants hold {[request.slot for request in running]}.")

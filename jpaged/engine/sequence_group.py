@@ -56,7 +56,10 @@ class SequenceGroup:
         return [member for member in self.members if member.status == RequestStatus.RUNNING]
 
     def waiting(self) -> Iterator[Request]:
-        """The members that stand in the queue; before the fork the leader stands there for all."""
+        """The members that stand in the queue; before the fork the leader stands there for all, and of those that are
+        swapped out together the first.
+        """
         for member in self.members if self.forked else self.members[:1]:
-            if member.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            stands_for_itself = member.swap is None or member.swap.members[0] is member
+            if member.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and stands_for_itself:
                 yield member

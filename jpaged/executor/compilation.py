@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jpaged.engine.interface import SamplingVariant
+from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, SamplingVariant
 from jpaged.executor import programs, sampler
 from jpaged.executor.beams import beams_layout, move_beams_step
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.copies import copy_blocks_step, copy_layout
 from jpaged.executor.executable_cache import ExecutableCache
-from jpaged.executor.mesh import POOL, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
+from jpaged.executor.mesh import POOL, STAGING, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.state import initial_slot_state
+from jpaged.executor.swap import abstract_staging, gather_step, scatter_step
 from jpaged.models import Model
 
 Key = tuple[str | int, ...]
@@ -113,7 +114,9 @@ class Compiler:
         self._model = model
         self._config = config
         self._mesh = mesh
-        self._pools = tuple(mesh.split(pool, POOL) for pool in abstract_pools(config, model, kv_dtype))
+        pools = abstract_pools(config, model, kv_dtype)
+        self._pools = tuple(mesh.split(pool, POOL) for pool in pools)
+        self._staging = mesh.split(abstract_staging(pools), STAGING)
         self._state = jax.eval_shape(partial(initial_slot_state, config))
         self._weights = mesh.weights(model)
         self._sampling = jax.eval_shape(partial(sampler.init_state, config.max_num_seqs))
@@ -145,6 +148,7 @@ class Compiler:
         for batch in self._config.decode_buckets:
             self.submit_decode(batch)
         self.submit_forks()
+        self.submit_swaps()
 
     def submit_heads(self) -> None:
         """The programs that do not."""
@@ -249,6 +253,14 @@ class Compiler:
             self._submit(("copy_blocks", size), copy, self._pools, packed, donate=(0,), results=POOL)
             move = partial(move_beams_step, size)
             self._submit(("move_beams", size), move, self._state, _int32(beams_layout(size).size), donate=(0,))
+
+    def submit_swaps(self) -> None:
+        """The programs that take blocks out of the pool, to host memory, and put them back."""
+        block_ids = _int32(SWAP_CHUNK_BLOCKS)
+        gather, scatter = partial(gather_step, self._config), partial(scatter_step, self._config)
+        self._submit(("gather_blocks",), gather, self._pools, block_ids, results=STAGING)
+        args = (self._pools, self._staging, block_ids)
+        self._submit(("scatter_blocks",), scatter, *args, donate=(0,), results=POOL)
 
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self._model.config.hidden_size), self._model.dtype)

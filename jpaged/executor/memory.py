@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.errors import OutOfMemoryError
 from jpaged.executor.compilation import Compiler
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.swap import MOST_IN_TRANSIT
 from jpaged.models import Model
 
 CPU_POOL_BYTES = 2**30
@@ -95,7 +97,7 @@ def plan_memory(
         blocks = num_blocks or max(2, min(useful, CPU_POOL_BYTES // block))
         return MemoryPlan(weights, state, 0, block, blocks)
 
-    programs = _program_bytes(compiler, pipeline_depth)
+    programs = _program_bytes(compiler, pipeline_depth) + MOST_IN_TRANSIT * SWAP_CHUNK_BLOCKS * block
     room = (limit - weights - state - programs) // block
     if room < (num_blocks or 2):
         asked = f"num_gpu_blocks_override={num_blocks} does not fit" if num_blocks else "there is no room for a KV pool"

@@ -32,6 +32,8 @@ Specs = Any
 WHOLE = PartitionSpec()
 POOL = PartitionSpec(None, None, MODEL_AXIS)
 """[num_blocks, 2, kv_heads, block_size, head_dim]"""
+STAGING = PartitionSpec(None, None, None, MODEL_AXIS)
+"""[layers, blocks, 2, kv_heads, block_size, head_dim]"""
 TOKEN_COUNTS = PartitionSpec(None, MODEL_AXIS)
 """[slots, vocab]"""
 

@@ -18,7 +18,9 @@ import numpy as np
 from jpaged.engine.interface import (
     NO_TOKEN,
     NULL_BLOCK,
+    SWAP_CHUNK_BLOCKS,
     FinishCode,
+    HostCopy,
     Logprobs,
     SamplingVariant,
     SlotStart,
@@ -34,6 +36,7 @@ from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.copies import copy_layout
 from jpaged.executor.programs import STARTS_PER_UPDATE, TABLE_UPDATES_PER_UPDATE, Pools, RowKind
 from jpaged.executor.state import SlotState
+from jpaged.executor.swap import HostChunks
 
 
 class Step:
@@ -113,6 +116,7 @@ class Runner:
         self._sampling = sampling
         self._full: sampler.FullSamplingState | None = None
         self._vocab_size = vocab_size
+        self._host_chunks = HostChunks()
 
     @property
     def pools(self) -> Pools:
@@ -121,9 +125,13 @@ class Runner:
 
     def execute(self, plan: StepPlan) -> Step:
         """Dispatches `plan` and returns at once."""
+        for out in plan.swap_outs:
+            self._swap_out(out)
         self._apply_changes(plan)
         if len(plan.beams):
             self._move_beams(plan.beams)
+        for back in plan.swap_ins:
+            self._swap_in(back)
         if len(plan.copies):
             self._copy_blocks(plan.copies)
         if not plan.num_rows:
@@ -152,6 +160,9 @@ class Runner:
         for size in self._config.copy_buckets:
             self._move_beams(nothing.beams, size)
             self._copy_blocks(nothing.copies, size)
+        empty = HostCopy(0, nothing.decode_slots)
+        self._swap_out(empty)
+        self._swap_in(empty)
         for batch in self._config.decode_buckets:
             hidden, rows = self._run_decode(nothing, batch)
             for variant in SamplingVariant:
@@ -241,6 +252,13 @@ class Runner:
         buffer, host = copy_layout(pairs).new(pairs=NULL_BLOCK)
         host["pairs"][: len(copies)] = copies
         self._pools = self._call(("copy_blocks", pairs), self._pools, buffer)
+
+    def _swap_out(self, copy: HostCopy) -> None:
+        self._host_chunks.put(copy.chunk, self._call(("gather_blocks",), self._pools, _padded(copy.block_ids)))
+
+    def _swap_in(self, copy: HostCopy) -> None:
+        staging = self._host_chunks.take(copy.chunk)
+        self._pools = self._call(("scatter_blocks",), self._pools, staging, _padded(copy.block_ids))
 
     # ----------------------------------------------------------------------------------------- the rows
 
@@ -345,6 +363,13 @@ class Runner:
         if program.takes is None:
             return program.executable(*args)
         return program.executable(self._arguments[program.takes], *args)
+
+
+def _padded(block_ids: np.ndarray) -> np.ndarray:
+    """As many as a chunk has places, the surplus null blocks."""
+    padded = np.full((SWAP_CHUNK_BLOCKS,), NULL_BLOCK, np.int32)
+    padded[: len(block_ids)] = block_ids
+    return padded
 
 
 def _fill_table_updates(field: np.ndarray, updates: np.ndarray, null_slot: int) -> None:

@@ -17,6 +17,7 @@ from jpaged.config import SchedulerConfig
 from jpaged.engine.interface import (
     NO_TOKEN,
     NULL_BLOCK,
+    SWAP_CHUNK_BLOCKS,
     FinishCode,
     Logprobs,
     SamplingVariant,
@@ -108,6 +109,7 @@ class FakeExecutor:
         self.rank = rank
         self._queue: deque[FakeHandle] = deque()
         self._slots: dict[int, _Slot] = {}
+        self._host: dict[int, np.ndarray] = {}
         self._content = np.zeros((config.num_blocks, config.block_size), np.int64)
 
     def execute(self, plan: StepPlan) -> FakeHandle:
@@ -129,8 +131,14 @@ class FakeExecutor:
         for slot in plan.ends.tolist():
             if slot in self._slots:
                 self._slots[slot].active = False
+        for out in plan.swap_outs:
+            assert 0 < len(out.block_ids) <= SWAP_CHUNK_BLOCKS
+            assert 0 <= out.chunk < self.config.num_swap_chunks
+            self._host[out.chunk] = self._content[out.block_ids].copy()
         for start in plan.starts:
             self._start(start)
+        for back in plan.swap_ins:
+            self._content[back.block_ids] = self._host.pop(back.chunk)[: len(back.block_ids)]
         self._move_beams(plan.beams)
         self._copy(plan.copies)
         copied = set(map(tuple, plan.copies.tolist()))

@@ -128,6 +128,8 @@ configs = st.fixed_dictionaries(
         "policy": st.sampled_from(["fcfs", "priority"]),
         "watermark": st.sampled_from([0.0, 0.1]),
         "pipeline_depth": st.integers(0, 3),
+        "num_swap_chunks": st.sampled_from([0, 1, 4]),
+        "preemption_mode": st.sampled_from(["auto", "swap", "recompute"]),
     }
 )
 requests = st.fixed_dictionaries(
@@ -210,13 +212,20 @@ TestSchedulingMachine = SchedulingMachine.TestCase
 TestSchedulingMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(("policy", "mode"), [("fcfs", "auto"), ("priority", "swap"), ("priority", "recompute")])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_thousand_requests_come_and_go(policy, depth):
+def test_a_thousand_requests_come_and_go(policy, mode, depth):
     """Long enough for blocks, slots and the prefix cache to turn over many times."""
     rng = np.random.default_rng(20 + depth)
     drive = Drive(
-        num_blocks=33, max_num_seqs=8, max_num_batched_tokens=32, policy=policy, pipeline_depth=depth, watermark=0.0
+        num_blocks=33,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        policy=policy,
+        pipeline_depth=depth,
+        watermark=0.0,
+        num_swap_chunks=4,
+        preemption_mode=mode,
     )
     aborted = stopped = 0
     histories: list[list[int]] = [[]]
@@ -251,6 +260,7 @@ def test_a_thousand_requests_come_and_go(policy, depth):
     assert stats.num_finished == drive.num_added
     assert min(aborted, stopped, stats.num_preemptions) > 20
     assert stats.prefix_cache_hits > 1000
+    assert (stats.num_swapped_in > 0) == (mode != "recompute")
 
 
 @pytest.mark.parametrize(
