@@ -217,7 +217,8 @@ class Compiler:
         """The programs that copy shared blocks and that let beams go on from others."""
         for size in self._config.copy_buckets:
             copy = partial(copy_blocks_step, self._config, size)
-            self._submit(("copy_blocks", size), copy, self._pools, _int32(copy_layout(size).size), donate=(0,))
+            packed = _int32(copy_layout(size).size)
+            self._submit(("copy_blocks", size), copy, self._pools, packed, donate=(0,), results=POOL)
             move = partial(move_beams_step, size)
             self._submit(("move_beams", size), move, self._state, _int32(beams_layout(size).size), donate=(0,))
 

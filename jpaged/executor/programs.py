@@ -255,7 +255,8 @@ def score_step(
 ) -> sampler.TargetScores:
     """Scores `targets[i]` after the step's token `tokens[i]`: the head runs for the tokens asked about alone."""
     host = score_layout(hidden.shape[0]).unpack(packed)
-    return sampler.target_scores(model.head_logits(head, hidden[host["tokens"]]), host["targets"])
+    logits = model.head_logits(head, hidden[host["tokens"]])
+    return sampler.target_scores(logits, host["targets"], model.collectives)
 
 
 def update_step(

@@ -272,16 +272,16 @@ def logprobs_of(logits: jax.Array, targets: jax.Array, k: int, collectives: Coll
     )
 
 
-def target_scores(logits: jax.Array, targets: jax.Array) -> TargetScores:
+def target_scores(logits: jax.Array, targets: jax.Array, collectives: Collectives = ALONE) -> TargetScores:
     """Log-probabilities of given tokens and whether they are the argmax: two passes over the logits, no top-k.
 
-    logits: float32 [R, V]; targets: int32 [R].
+    logits: float32 [R, V], of the shard's tokens; targets: int32 [R].
     """
     logits = _without_nan(logits)
-    best = _argmax(logits)
-    largest = _finite(jnp.take_along_axis(logits, best[:, None], axis=1))
-    log_sum = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
-    target = jnp.take_along_axis(logits, targets[:, None], axis=1)
+    best, largest = _argmax(logits, collectives)
+    largest = _finite(largest)
+    log_sum = largest + jnp.log(collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True)))
+    target = _logits_at(logits, targets, collectives)
     logprobs = jnp.where(target == -_INF, -_INF, target - log_sum)
     return TargetScores(logprobs[:, 0], best == targets)
 
