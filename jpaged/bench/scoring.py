@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--block-size", type=int, default=16)
     result.add_argument("--max-num-seqs", type=int, default=None)
     result.add_argument("--max-num-batched-tokens", type=int, default=None)
+    result.add_argument("--tensor-parallel-size", type=int, default=1, help="devices to split the model over")
     result.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     result.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     result.add_argument("--pipeline-depth", type=int, default=2)
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        tensor_parallel_size=args.tensor_parallel_size,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=args.enable_prefix_caching,
         pipeline_depth=args.pipeline_depth,
@@ -94,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         "tokens_per_s": tokens / median,
         "operations_per_token": operations,
         "matrix_rate_tflops": rate / 1e12,
-        "share_of_roofline": computed / median * operations / rate,
+        "share_of_roofline": computed / median * operations / (rate * args.tensor_parallel_size),
     }
     print(
         f"{args.num_rows:,} rows, {tokens:,} tokens in {median:.2f} s ({min(figures['seconds']):.2f} to "

@@ -36,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args, verbose=screen.shows_progress)
     if args.shard_size is not None:
         options["shard_size"] = args.shard_size
-    options.pop("data_parallel_size", None)  # named below
 
     from jpaged.scoring.batch import run_batch
 
@@ -45,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
             args.input,
             args.output,
             overwrite=args.overwrite,
-            data_parallel_size=args.data_parallel_size,
             use_tqdm=screen.shows_progress,
             **options,
         )

@@ -53,9 +53,6 @@ def add_file_options(parser: argparse.ArgumentParser, unit: str) -> None:
     group = parser.add_argument_group("file options")
     group.add_argument("--overwrite", action="store_true", help="replace the output, drop unfinished work on it")
     group.add_argument("--shard-size", type=int, metavar="N", help=f"{unit} between two commits to the disk")
-    group.add_argument(
-        "--data-parallel-size", type=int, default=1, metavar="N", help="worker processes, each on a GPU of its own"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args, verbose=screen.shows_progress)
     if args.shard_size is not None:
         options["shard_size"] = args.shard_size
-    options.pop("data_parallel_size", None)  # named below
 
     from jpaged.scoring import score_files
 
@@ -79,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
             add_special_tokens=args.add_special_tokens,
             on_error=args.on_error,
             overwrite=args.overwrite,
-            data_parallel_size=args.data_parallel_size,
             use_tqdm=screen.shows_progress,
             warn=warnings.add,
             **options,

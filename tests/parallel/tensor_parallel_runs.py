@@ -58,6 +58,20 @@ def run(engine: LLMEngine, prompts: list[list[int]], **params: Any) -> list[list
     return tokens
 
 
+def score(engine: LLMEngine, prompts: list[list[int]]) -> dict[str, list]:
+    """Log-probabilities of the prompts' tokens from the third on, and which of them are greedy."""
+    for i, prompt in enumerate(prompts):
+        engine.add_score_request(str(i), prompt, 2)
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found[int(output.request_id)] = output.scores
+    scores = [found[i] for i in range(len(prompts))]
+    logprobs = np.concatenate([one.logprobs for one in scores if one is not None])
+    greedy = np.concatenate([one.greedy for one in scores if one is not None])
+    return {"logprobs": logprobs.tolist(), "greedy": greedy.tolist()}
+
+
 def tokens_by_degree(name: str) -> dict[str, Any]:
     """For each degree: the greedy tokens of the same prompts, in one go, through preemptions, and after prefix hits.
 
@@ -124,6 +138,7 @@ def everything_by_degree(name: str) -> dict[str, Any]:
         return {
             degree: {
                 "tokens": {variant: run(engine, prompts(), **params) for variant, params in SAMPLED.items()},
+                "scores": score(engine, [[3, 4, *prompt] for prompt in prompts()]),
                 **_compiled(engine),
             }
             for degree, engine in engines.items()

@@ -45,6 +45,13 @@ def test_every_sampling_variant_draws_the_tokens_of_one_device(by_degree):
 
 
 @one_process
+def test_given_tokens_score_as_on_one_device(by_degree):
+    one, split = by_degree["1"]["scores"], by_degree["4"]["scores"]
+    assert split["greedy"] == one["greedy"]
+    assert split["logprobs"] == pytest.approx(one["logprobs"], rel=1e-5, abs=1e-5)
+
+
+@one_process
 def test_a_step_has_two_all_reduces_a_layer_one_for_the_embedding_and_nothing_else(by_degree):
     collectives = by_degree["4"]["collectives"]
     assert collectives["decode_8"] == {"all-reduce": 2 * LAYERS + 1}
