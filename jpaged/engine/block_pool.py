@@ -122,6 +122,17 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return int(self._ref_counts[block_id])
 
+    def blocks_to_admit(self, num_tokens: int, prompt_len: int, max_len: int) -> int:
+        """Blocks that a sequence gets when it is admitted: just enough for its known tokens, the rest as it grows.
+
+        Args:
+            num_tokens: known tokens.
+            prompt_len, max_len: of the prompt, and the length at which the sequence ends at the latest; an allocator
+                that reserves ahead needs them.
+        """
+        del prompt_len, max_len
+        return -(-num_tokens // self.block_size)
+
     def num_unreferenced(self, block_ids: np.ndarray) -> int:
         """How many of these blocks are on the free list, so that sharing them uses up free blocks."""
         return int(np.count_nonzero(self._ref_counts[block_ids] == 0))
@@ -185,8 +196,8 @@ class BlockPool:
         free = expected == 0
         free[NULL_BLOCK] = False
         _refuse(times_free != free, "lost, or free and owned at once")
-        if self.num_free != np.count_nonzero(free):
-            raise EngineDeadError(f"{np.count_nonzero(free)} blocks are free, counted {self.num_free}.")
+        if len(self._free_list) != np.count_nonzero(free):
+            raise EngineDeadError(f"{np.count_nonzero(free)} blocks are free, counted {len(self._free_list)}.")
         if self.cache is not None:
             self.cache.check_integrity()
 

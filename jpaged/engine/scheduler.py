@@ -98,11 +98,12 @@ class Scheduler:
     Args:
         config: what it may use.
         seed: of the engine; requests without a seed get one from it and their arrival number, so runs reproduce.
+        pool: hands out the blocks; one made to the configuration if not given.
     """
 
-    def __init__(self, config: SchedulerConfig, seed: int = 0) -> None:
+    def __init__(self, config: SchedulerConfig, seed: int = 0, pool: BlockPool | None = None) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.pool = pool or BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.slots = Slots(config)
         self.swap_space = SwapSpace(config.num_swap_chunks)
         self._blocks = BlockManager(self.pool, self.slots)
@@ -442,7 +443,7 @@ class Scheduler:
             return False
         token_ids = request.known_token_ids()
         hits = self._prefix_hits(request, token_ids)
-        num_new = -(-len(token_ids) // config.block_size) - len(hits)
+        num_new = pool.blocks_to_admit(len(token_ids), request.prompt_len, request.max_len) - len(hits)
         reserve = 0
         if self.slots.num_used:  # siblings need a block each as soon as they are forked
             reserve = int(config.watermark * pool.capacity) + len(siblings) + self._num_blocks_to_resume(others)
