@@ -8,7 +8,7 @@ import pytest
 from jpaged import LLM, SamplingParams
 from jpaged.cli import main
 
-ENGINE = ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+ENGINE = ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -55,7 +55,7 @@ def test_every_line_is_answered_in_order_with_its_text_or_its_error(tmp_path, ca
     assert statuses == [200] * 5 + [400] * 7 + [None] * 4 + [200] * 5
 
     bodies = [answer["response"]["body"] for answer in answers[:5]]
-    llm = LLM(dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64, verbose=False)
+    llm = LLM(dtype="float32", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, verbose=False)
     prompts = ["Once upon a time", "One day", "There was"]
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (12, 5, 5)]
     expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
