@@ -6,6 +6,7 @@ Some requests take longer than others, so shards overlap: the engine gets the ne
 shard is written when the last of its requests is done.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -18,7 +19,7 @@ from jpaged.errors import InvalidParameterError, InvalidPromptError, OutOfMemory
 from jpaged.interrupt import Interruptible
 from jpaged.llm_engine import LLMEngine
 from jpaged.outputs import RequestOutput
-from jpaged.scoring.ahead import ahead
+from jpaged.scoring.ahead import Ahead
 from jpaged.scoring.batch_requests import BadLine, BadRequest, BatchRequest, bad_line, parse_request, response_line
 from jpaged.scoring.inputs import Record, read_records
 from jpaged.scoring.jobs import (
@@ -106,7 +107,8 @@ class BatchShards:
 
     def run(self, shards: Iterable[Shard], done: Done, progress: Progress) -> None:
         """Answers every request of the shards; `done` gets each shard's entry when its last request is done."""
-        lines = self._lines(ahead(shards, 2))
+        source = Ahead(shards, 2)
+        lines: deque[_OpenLine] = deque()
         open_prompts: dict[str, tuple[_OpenLine, int]] = {}
         request_ids = map(str, count())
         more = True
@@ -114,10 +116,16 @@ class BatchShards:
             try:
                 while more or open_prompts:
                     while more and len(open_prompts) < self._max_open:
-                        line = next(lines, None)
-                        if line is None:
-                            more = False
-                            break
+                        if not lines:
+                            # The next shard may come only when one of these is done: never wait for it beside work.
+                            if open_prompts and not source.ready():
+                                break
+                            shard = next(source, None)
+                            if shard is None:
+                                more = False
+                                break
+                            lines.extend(_lines_of(shard))
+                        line = lines.popleft()
                         self._start(line, open_prompts, request_ids)
                         self._report_if_done(line, done, progress)
                     if not open_prompts:
@@ -131,12 +139,6 @@ class BatchShards:
                         self._report_if_done(line, done, progress)
             finally:
                 self._engine.abort_request(list(open_prompts))
-
-    def _lines(self, shards: Iterator[Shard]) -> Iterator["_OpenLine"]:
-        for shard in shards:
-            opened = _OpenShard(shard.number, [None] * len(shard.records))
-            for position, record in enumerate(shard.records):
-                yield _OpenLine(opened, position, record)
 
     def _start(
         self, line: "_OpenLine", open_prompts: dict[str, tuple["_OpenLine", int]], request_ids: Iterator[str]
@@ -205,3 +207,9 @@ class _OpenLine:
     request: BatchRequest | None = None
     outputs: list[RequestOutput | None] = field(default_factory=list)
     answer: dict[str, Any] | None = None
+
+
+def _lines_of(shard: Shard) -> Iterator[_OpenLine]:
+    opened = _OpenShard(shard.number, [None] * len(shard.records))
+    for position, record in enumerate(shard.records):
+        yield _OpenLine(opened, position, record)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from jpaged.errors import InvalidParameterError, MalformedRowError
-from jpaged.scoring.ahead import ahead
+from jpaged.scoring.ahead import Ahead
 from jpaged.scoring.inputs import Record, import_pyarrow, read_records
 from jpaged.scoring.jobs import (
     Job,
@@ -125,7 +125,7 @@ class ScoreShards:
         """Scores each shard and writes it. `done` gets its manifest entry, in the writing thread."""
         with ThreadPoolExecutor(1) as writer:
             written: list[Future[None]] = []
-            encoded = ahead(self._encode(shards), BATCHES_AHEAD)
+            encoded = Ahead(self._encode(shards), BATCHES_AHEAD)
             for opened in encoded:
                 assert isinstance(opened, _OpenShard)
                 tokens = _Sum()

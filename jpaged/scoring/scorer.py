@@ -21,7 +21,7 @@ from jpaged.executor.buckets import fine_buckets
 from jpaged.executor.memory import reserve_device_memory
 from jpaged.interrupt import Interruptible
 from jpaged.llm_engine import LLMEngine
-from jpaged.scoring.ahead import ahead
+from jpaged.scoring.ahead import Ahead
 from jpaged.scoring.encoding import Encoder, TokenSequence
 from jpaged.scoring.progress import Progress, ProgressBar
 from jpaged.scoring.rows import Row, RowScore, SequenceScore, parse_row
@@ -102,7 +102,7 @@ class Scorer:
             except MalformedRowError as error:
                 raise MalformedRowError(f"rows[{i}]: {error}") from error
         with ProgressBar(len(parsed), shown=use_tqdm) as bar:
-            scores = self.score_encoded(parsed, ahead(self.encode(parsed), BATCHES_AHEAD), bar.add)
+            scores = self.score_encoded(parsed, Ahead(self.encode(parsed), BATCHES_AHEAD), bar.add)
         for i, score in enumerate(scores):
             if isinstance(score, MalformedRowError):
                 raise MalformedRowError(f"rows[{i}]: {score}") from score

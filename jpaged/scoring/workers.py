@@ -1,11 +1,11 @@
 """Who works on the shards: this process, or several worker processes, each with an engine on devices of its own.
 
     coordinator                                   worker (its `main` in a process of its own)
-      reads the input, cuts shards   --stdin-->   {"task": ..., "directory": ..., ...}, then shards, then "end"
+      reads the input, cuts shards   --stdin-->   {"task": ..., "directory": ..., ...}, then shards
       keeps the manifest             <--stdout--  progress, the manifest entry of each shard it has written, errors
 
-The lines are JSON. A worker has two shards at most: one it works on and one to begin at once after it. It ends when
-its stdin does, so it does not outlive the coordinator. Which worker does which shard changes nothing in the output.
+The lines are JSON. A worker has two shards at most: one it works on and one to begin at once after it. It ends when its
+stdin does, so it does not outlive the coordinator. Which worker does which shard changes nothing in the output.
 """
 
 import contextlib
@@ -83,30 +83,54 @@ def run_work(
     if num_workers == 1:
         work.processor().run(shards, done, progress)
         return
-    environments = worker_environments(num_workers, devices_each)
-    workers = [WorkerProcess(i, work, environment) for i, environment in enumerate(environments)]
-    lock = threading.Lock()
+    with WorkerPool(work, num_workers, devices_each) as pool:
+        pool.run(shards, done, progress)
 
-    def next_shard() -> Shard | None:
-        with lock:
-            return next(shards, None)
 
-    def locked(call: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(*args: Any) -> None:
+class WorkerPool:
+    """Worker processes for one kind of work; a context that ends them.
+
+    num_workers, devices_each, and what is raised: as for `run_work`.
+    """
+
+    def __init__(self, work: Work, num_workers: int, devices_each: int) -> None:
+        environments = worker_environments(num_workers, devices_each)
+        self._workers = [WorkerProcess(i, work, environment) for i, environment in enumerate(environments)]
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+    def run(self, shards: Iterator[Shard], done: Done, progress: Progress) -> None:
+        """Works on all shards. May be called again: the engines are started once."""
+        lock = threading.Lock()
+
+        def next_shard() -> Shard | None:
             with lock:
-                call(*args)
+                return next(shards, None)
 
-        return wrapped
+        def locked(call: Callable[..., None]) -> Callable[..., None]:
+            def wrapped(*args: Any) -> None:
+                with lock:
+                    call(*args)
 
-    with ThreadPoolExecutor(num_workers) as threads:
+            return wrapped
+
+        threads = ThreadPoolExecutor(len(self._workers))
         try:
-            futures = [threads.submit(worker.serve, next_shard, locked(done), locked(progress)) for worker in workers]
-            finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            serve = [threads.submit(w.serve, next_shard, locked(done), locked(progress)) for w in self._workers]
+            finished, _ = wait(serve, return_when=FIRST_EXCEPTION)
             for future in finished:
                 future.result()
-        finally:
-            for worker in workers:
+        except BaseException:
+            for worker in self._workers:  # or their threads would wait for them
                 worker.kill()
+            raise
+        finally:
+            threads.shutdown()
 
 
 def worker_environments(num_workers: int, devices_each: int) -> list[dict[str, str]]:
@@ -159,7 +183,6 @@ class WorkerProcess:
                 shard = next_shard()
                 if shard is None:
                     more = False
-                    self._send({"end": True})
                 else:
                     self._send(asdict(shard))
                     open_shards += 1
@@ -227,17 +250,15 @@ def main() -> int:
 
 
 def _read(stdin: IO[bytes], messages: "queue.Queue[dict[str, Any]]") -> None:
-    """Takes what comes. The end without an "end" means that the coordinator is gone."""
+    """Takes what comes, until the coordinator is gone or wants no more: it has been told of all that is done."""
     for line in stdin:
-        message = json.loads(line)
-        messages.put(message)
-        if "end" in message:
-            return
-    os._exit(1)
+        messages.put(json.loads(line))
+    os._exit(0)
 
 
 def _shards(messages: "queue.Queue[dict[str, Any]]") -> Iterator[Shard]:
-    while "end" not in (message := messages.get()):
+    while True:
+        message = messages.get()
         yield Shard(message["number"], [Record(**record) for record in message["records"]])
 
 

@@ -1,14 +1,20 @@
 """OpenAI batch files through the embedded model."""
 
 import json
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.cli import main
+from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.scoring import batch
+from jpaged.scoring.inputs import Record
+from jpaged.scoring.workers import Shard
 
-ENGINE = ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+ENGINE = ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -55,7 +61,7 @@ def test_every_line_is_answered_in_order_with_its_text_or_its_error(tmp_path, ca
     assert statuses == [200] * 5 + [400] * 7 + [None] * 4 + [200] * 5
 
     bodies = [answer["response"]["body"] for answer in answers[:5]]
-    llm = LLM(dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64, verbose=False)
+    llm = LLM(dtype="float32", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, verbose=False)
     prompts = ["Once upon a time", "One day", "There was"]
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (12, 5, 5)]
     expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -93,3 +99,45 @@ def test_an_input_without_requests_is_refused(tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text("\n")
     assert main(["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 2
     assert "has no requests" in capsys.readouterr().err
+
+
+class FakeEngine:
+    """Finishes one request a step."""
+
+    def __init__(self, args) -> None:
+        self.tokenizer = SimpleNamespace()
+        self.startup = SimpleNamespace(config=SimpleNamespace(max_num_seqs=100))
+        self.default_sampling_params = SamplingParams()
+        self.open: list[str] = []
+
+    def add_request(self, request_id, prompt, params):
+        self.open.append(request_id)
+
+    def step(self):
+        completion = CompletionOutput(0, "text", [1], finish_reason="length")
+        return [RequestOutput(self.open.pop(), None, [1], [completion], True)]
+
+    def abort_request(self, request_ids):
+        assert not request_ids
+
+
+@pytest.mark.timeout(30)
+def test_shards_that_come_only_when_others_are_done_are_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch, "LLMEngine", FakeEngine)
+    room = threading.Semaphore(2)  # as a worker's coordinator does it
+
+    def shards():
+        for number in range(6):
+            room.acquire()
+            yield Shard(
+                number, [Record(i, "f", i, request(f"{number}-{i}", COMPLETIONS, prompt="a")) for i in range(3)]
+            )
+
+    entries = []
+
+    def done(entry):
+        entries.append(entry)
+        room.release()
+
+    batch.BatchShards({"engine": {}}, tmp_path).run(shards(), done, lambda rows, tokens: None)
+    assert sorted(entry["shard"] for entry in entries) == list(range(6))
