@@ -188,12 +188,13 @@ class PrefixCache:
         """Files blocks under their first halves. A block stays filed when it is forgotten, which happens in the middle
         of decode steps, until it is named anew.
         """
-        for block_id in block_ids.tolist():
+        data, width = self._tokens[block_ids, : self._half].tobytes(), 4 * self._half
+        for i, block_id in enumerate(block_ids.tolist()):
             old = self._half_keys[block_id]
             if old is not None:
-                self._by_half[old].remove(block_id)
-                if not self._by_half[old]:
+                filed = self._by_half[old]
+                filed.remove(block_id)
+                if not filed:
                     del self._by_half[old]
-            key = (self._parents[block_id] or b"", self._tokens[block_id, : self._half].tobytes())
-            self._half_keys[block_id] = key
+            key = self._half_keys[block_id] = (self._parents[block_id] or b"", data[i * width : (i + 1) * width])
             self._by_half.setdefault(key, []).append(block_id)
