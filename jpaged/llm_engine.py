@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-import numpy as np
-
 from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs, SchedulerConfig

@@ -618,11 +618,11 @@ class Scheduler:
         are the same. With less than half a block, copying it would cost more than computing them.
         """
         cache, size = self.pool.cache, self.config.block_size
-        if cache is None or request.wants_prompt_logprobs:
+        if cache is None:
             return _NO_BLOCKS, 0
-        first = num_hits * size
+        first, stop = num_hits * size, request.num_skippable_tokens(len(token_ids))
         parent = request.block_digests[num_hits - 1] if num_hits else root_digest(request.cache_salt)
-        block_id, num_same = cache.match_part(parent, token_ids[first : min(first + size, len(token_ids) - 1)])
+        block_id, num_same = cache.match_part(parent, token_ids[first : min(first + size, stop)])
         return (np.array([block_id], np.int32), num_same) if num_same else (_NO_BLOCKS, 0)
 
     def _num_blocks_to_resume(self, members: list[Request]) -> int:
