@@ -215,8 +215,27 @@ class LLMEngine:
         return self._core.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. Returns False, and does nothing, while requests run."""
+        """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run."""
         return self._core.reset_prefix_cache()
+
+    def pin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> int:
+        """Keeps the beginning of a prompt in the prefix cache, until `unpin_prefix` or `reset_prefix_cache`: its full
+        blocks that are in the cache, so a request with it must have run (`LLM.pin_prefix` sees to that).
+
+        Returns: the number of tokens kept.
+
+        Raises:
+            InvalidPromptError: as `add_request`. InvalidParameterError: there is no prefix cache.
+            OutOfMemoryError: too little of the pool would be left.
+        """
+        return self._core.pin_prefix(self._token_array(prompt), cache_salt)
+
+    def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
+        """Lets a pinned prefix be reused again. Returns whether it was pinned."""
+        return self._core.unpin_prefix(self._token_array(prompt), cache_salt)
+
+    def _token_array(self, prompt: Prompt) -> np.ndarray:
+        return np.array(self._inputs.process(prompt, SamplingParams()).prompt_token_ids, np.int32)
 
     def _check_alive(self) -> None:
         if self._failure is not None:

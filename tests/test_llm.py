@@ -255,9 +255,22 @@ def test_a_second_round_hits_the_prefix_cache_until_it_is_reset(llm):
     prompt = list(range(3, 43))
     llm.reset_prefix_cache()
     assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
-    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 36
+    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 39
     assert llm.reset_prefix_cache()
     assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_a_pinned_prefix_outlives_a_pool_full_of_other_prompts(llm, options):
+    few = LLM(**options | {"num_gpu_blocks_override": 48})
+    prompt = list(range(3, 43))
+    assert few.pin_prefix(prompt) == 40
+    few.generate(prompts_of(30, seed=9), GREEDY, use_tqdm=False)
+    output = few.generate([[*prompt, 50]], GREEDY, use_tqdm=False)[0]
+    assert output.num_cached_tokens == 40
+    assert tokens_of([output]) == tokens_of(llm.generate([[*prompt, 50]], GREEDY, use_tqdm=False))
+    assert few.get_metrics().num_used_blocks == 10
+    assert few.unpin_prefix(prompt)
+    assert_idle(few)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -374,6 +387,9 @@ def test_a_sampling_parameter_out_of_range_is_refused_by_name(fields, says):
         ({"scheduling_policy": "random"}, InvalidParameterError, "scheduling_policy"),
         ({"kernel_backend": "triton"}, InvalidParameterError, "kernel_backend must be"),
         ({"kernel_backend": "mosaic"}, InvalidParameterError, "kernel_backend='mosaic' cannot serve this"),
+        ({"preemption_mode": "kill"}, InvalidParameterError, "preemption_mode must be one of"),
+        ({"swap_space": -1}, InvalidParameterError, "swap_space must be a number of GiB"),
+        ({"swap_space": 1e9}, InvalidParameterError, "swap_space=1000000000.0 exceeds the .* GiB of memory"),
         ({"decode_buckets": (4,)}, InvalidParameterError, "decode_buckets must end with max_num_seqs=32"),
         ({"token_buckets": (8, 4)}, InvalidParameterError, "token_buckets must ascend"),
         ({"enforce_eager": True}, InvalidParameterError, "enforce_eager"),

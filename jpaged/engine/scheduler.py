@@ -56,6 +56,7 @@ from jpaged.engine.interface import (
     StepPlan,
     StepResult,
 )
+from jpaged.engine.prefix_cache import root_digest
 from jpaged.engine.request import FinishReason, Request, RequestStatus
 from jpaged.engine.seeds import request_seed
 from jpaged.engine.sequence_group import SequenceGroup
@@ -90,6 +91,7 @@ class _PlanInProgress:
     starts: list[SlotStart] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     swap_ins: list[HostCopy] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -117,6 +119,7 @@ class Scheduler:
         self._pending_ends: list[int] = []
         self._num_arrived = 0
         self._next_step_id = 0
+        self._pinned: dict[tuple[str | None, bytes], np.ndarray] = {}
         self._variant_counts = [0] * len(SamplingVariant)
         self._blocked: tuple[Request, int, int] | None = None
         self._counters = Counters()
@@ -149,11 +152,11 @@ class Scheduler:
                 f"The prompt of request {request.request_id!r} has {request.prompt_len} tokens; with "
                 f"max_model_len={config.max_model_len} at most {config.max_model_len - 1} leave room for a new one."
             )
-        pool_tokens = self.pool.capacity * config.block_size
+        pool_tokens = self.capacity * config.block_size
         if request.prompt_len >= pool_tokens:
             raise OutOfMemoryError(
                 f"The prompt of request {request.request_id!r} has {request.prompt_len} tokens, but the KV pool holds "
-                f"{pool_tokens} ({self.pool.capacity} blocks of {config.block_size}); shorten it or enlarge the pool."
+                f"{pool_tokens} ({self.capacity} blocks of {config.block_size}); shorten it or enlarge the pool."
             )
         request.max_len = min(config.max_model_len, pool_tokens)
         if request.score_targets is not None:
@@ -170,15 +173,19 @@ class Scheduler:
         self._waiting.push(request)
 
     def _check_beams_fit(self, request: Request) -> None:
-        """Refuses beams that, when they share no more than the prompt, need more blocks than there are."""
-        size, width = self.config.block_size, request.num_sequences
-        shared = request.prompt_len // size
-        needed = shared + width * (-(-request.max_len // size) - shared)
-        if needed > self.pool.capacity:
+        needed = self._num_blocks_alone(request)
+        if needed > self.capacity:
             raise OutOfMemoryError(
-                f"beam_width={width} of request {request.request_id!r} may need {needed} blocks for {request.max_len} "
-                f"tokens, but the KV pool has {self.pool.capacity}; lower beam_width or max_tokens or enlarge the pool."
+                f"beam_width={request.num_sequences} of request {request.request_id!r} may need {needed} blocks for "
+                f"{request.max_len} tokens, but the KV pool has {self.capacity}; lower beam_width or max_tokens or "
+                f"enlarge the pool."
             )
+
+    def _num_blocks_alone(self, request: Request) -> int:
+        """The most blocks that a request needs at once to finish; beams may come to share no more than the prompt."""
+        size, together = self.config.block_size, 1 if request.beam is None else request.num_sequences
+        shared = request.prompt_len // size
+        return shared + together * (-(-request.max_len // size) - shared)
 
     def _check_num_sequences(self, request: Request) -> None:
         name = "n" if request.sampling.best_of is None else "best_of"
@@ -243,10 +250,59 @@ class Scheduler:
             if record.members[0] is not request:
                 self._waiting.push(record.members[0])
 
+    def pin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> int:
+        """Keeps the blocks of a prefix that is in the prefix cache from being reused, until `unpin_prefix`.
+
+        Args:
+            token_ids: int32 [n]; as many of its full blocks are kept as are in the cache.
+        Returns:
+            The number of tokens kept.
+        Raises:
+            InvalidParameterError: the engine was started without prefix caching.
+            OutOfMemoryError: what is left of the pool would not hold the longest sequence, or an unfinished request.
+        """
+        cache, size = self.pool.cache, self.config.block_size
+        if cache is None:
+            raise InvalidParameterError("Prefixes are pinned in the prefix cache: set enable_prefix_caching=True.")
+        hits = cache.match([], token_ids, len(token_ids) // size, cache_salt)
+        left = self.capacity - len(hits)
+        needed = max([-(-self.config.max_model_len // size), *map(self._num_blocks_alone, self._leaders())])
+        if left < needed:
+            raise OutOfMemoryError(
+                f"Pinning {len(hits)} blocks leaves {left} of {self.pool.capacity} to others, but {needed} are needed "
+                f"for one of them to finish; pin a shorter prefix, unpin another, or enlarge the pool."
+            )
+        key = (cache_salt, token_ids.tobytes())
+        self.unpin_prefix(token_ids, cache_salt)
+        self.pool.share(hits)
+        self._pinned[key] = hits
+        return len(hits) * size
+
+    def unpin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> bool:
+        """Lets a pinned prefix go its way again. Returns whether it was pinned."""
+        block_ids = self._pinned.pop((cache_salt, token_ids.tobytes()), None)
+        if block_ids is not None:
+            self.pool.free(block_ids)
+        return block_ids is not None
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that requests can have at most: those of the pool that are not pinned."""
+        pinned = [block_ids for block_ids in self._pinned.values() if len(block_ids)]
+        return self.pool.capacity - (len(np.unique(np.concatenate(pinned))) if pinned else 0)
+
+    def _leaders(self) -> list[Request]:
+        return [group.leader for group in self._groups.values()]
+
     def reset_prefix_cache(self) -> bool:
-        """Forgets all prefixes, as after a change of weights. Returns False, and does nothing, while requests run."""
+        """Forgets all prefixes, pinned ones included, as after a change of weights. Returns False, and does nothing,
+        while requests run.
+        """
         if self.slots.num_used:
             return False
+        for block_ids in self._pinned.values():
+            self.pool.free(block_ids)
+        self._pinned.clear()
         if self.pool.cache is not None:
             self.pool.cache.reset()
         return True
@@ -256,6 +312,8 @@ class Scheduler:
 
         Returns: None when nothing can run before a result is read (`num_in_flight` > 0), or nothing is there to run.
         """
+        if self.pool.cache is not None:
+            self.pool.cache.step_id = self._next_step_id
         growth = self._growth_that_fits()
         if growth is None:
             return None
@@ -268,6 +326,10 @@ class Scheduler:
         plan = _PlanInProgress(self._next_step_id, budget, runs_beams=num_beams > 0)
         self._plan_chunks(plan)
         self._admit_waiting(plan)
+        if plan.copies:
+            copies = np.concatenate([copies, np.array(plan.copies, np.int32)])
+            for source, _ in plan.copies:  # held until nothing more is allocated in this plan
+                self.pool.free(np.array([source], np.int32))
         if not len(rows) and not plan.chunks:
             return None
         ends = np.array(self._pending_ends, np.int32)
@@ -444,14 +506,20 @@ class Scheduler:
         token_ids = request.known_token_ids()
         hits = self._prefix_hits(request, token_ids)
         num_new = pool.blocks_to_admit(len(token_ids), request.prompt_len, request.max_len) - len(hits)
+        part, num_part = self._part_hit(request, token_ids, len(hits))
         reserve = 0
         if self.slots.num_used:  # siblings need a block each as soon as they are forked
             reserve = int(config.watermark * pool.capacity) + len(siblings) + self._num_blocks_to_resume(others)
-        if num_new + pool.num_unreferenced(hits) + reserve > pool.num_free:
+        num_needed = num_new + pool.num_unreferenced(hits) + reserve
+        if num_needed > pool.num_free:
             return False
+        if num_needed + pool.num_unreferenced(part) > pool.num_free:
+            part, num_part = _NO_BLOCKS, 0
         pool.share(hits)
+        pool.share(part)
         block_ids = np.concatenate([hits, pool.allocate(num_new)])
-        num_computed = len(hits) * config.block_size
+        plan.copies += [(source, int(block_ids[len(hits)])) for source in part.tolist()]
+        num_computed = len(hits) * config.block_size + num_part
         self.slots.acquire(request, plan.step_id, token_ids, block_ids, num_computed)
         plan.starts.append(_slot_start(request, token_ids, block_ids, num_computed))
         for sibling in siblings:
@@ -545,6 +613,18 @@ class Scheduler:
         if cache is None or not reusable:
             return _NO_BLOCKS
         return cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
+
+    def _part_hit(self, request: Request, token_ids: np.ndarray, num_hits: int) -> tuple[np.ndarray, int]:
+        """A cached block that begins as the one after the request's hits, int32 [0 or 1], and how many of its tokens
+        are the same. With less than half a block, copying it would cost more than computing them.
+        """
+        cache, size = self.pool.cache, self.config.block_size
+        if cache is None:
+            return _NO_BLOCKS, 0
+        first, stop = num_hits * size, request.num_skippable_tokens(len(token_ids))
+        parent = request.block_digests[num_hits - 1] if num_hits else root_digest(request.cache_salt)
+        block_id, num_same = cache.match_part(parent, token_ids[first : min(first + size, stop)])
+        return (np.array([block_id], np.int32), num_same) if num_same else (_NO_BLOCKS, 0)
 
     def _num_blocks_to_resume(self, members: list[Request]) -> int:
         """Blocks that preempted members of a group will need besides those of the first one to come back, which come
@@ -865,7 +945,7 @@ class Scheduler:
         """
         slots = self.slots
         used = slots.used().tolist()
-        self.pool.check_integrity(slots.blocks(slot) for slot in used)
+        self.pool.check_integrity([*(slots.blocks(slot) for slot in used), *self._pinned.values()])
         records = {id(m.swap): m.swap for g in self._groups.values() for m in g.members if m.swap is not None}
         if sum(len(record.chunks) for record in records.values()) != self.swap_space.num_used:
             raise EngineDeadError(f"{self.swap_space.num_used} chunks of swap space are in use, but not by a sequence.")

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 
-from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.compilation import Compiler
 from jpaged.executor.runner import Runner
@@ -139,10 +139,26 @@ def everything_by_degree(name: str) -> dict[str, Any]:
             degree: {
                 "tokens": {variant: run(engine, prompts(), **params) for variant, params in SAMPLED.items()},
                 "scores": score(engine, [[3, 4, *prompt] for prompt in prompts()]),
+                **_forked_and_swapped(engine),
                 **_compiled(engine),
             }
             for degree, engine in engines.items()
         }
+
+
+def _forked_and_swapped(engine: LLMEngine) -> dict[str, Any]:
+    """Samples and beams through copied blocks, in a pool so small that they are swapped out and in."""
+    few = replace(engine.args, num_gpu_blocks_override=30, preemption_mode="swap")
+    engine = LLMEngine(few, engine.startup)
+    kind = RequestOutputKind.FINAL_ONLY
+    for i, prompt in enumerate(prompts()):
+        engine.add_request(f"samples {i}", prompt, SamplingParams(n=3, seed=i, max_tokens=NUM_TOKENS, output_kind=kind))
+        engine.add_request(f"beams {i}", prompt[:40], BeamSearchParams(beam_width=3, max_tokens=NUM_TOKENS))
+    sequences = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            sequences[output.request_id] = [completion.token_ids for completion in output.outputs]
+    return {"sequences": sequences, "num_swapped_in": engine.get_metrics().num_swapped_in}
 
 
 def _compiled(engine: LLMEngine) -> dict[str, Any]:

@@ -52,6 +52,13 @@ def test_given_tokens_score_as_on_one_device(by_degree):
 
 
 @one_process
+def test_samples_and_beams_that_are_forked_and_swapped_are_those_of_one_device(by_degree):
+    assert len(by_degree["1"]["sequences"]) == 16
+    assert by_degree["4"]["sequences"] == by_degree["1"]["sequences"]
+    assert min(by_degree[degree]["num_swapped_in"] for degree in ("1", "4")) > 0
+
+
+@one_process
 def test_a_step_has_two_all_reduces_a_layer_one_for_the_embedding_and_nothing_else(by_degree):
     collectives = by_degree["4"]["collectives"]
     assert collectives["decode_8"] == {"all-reduce": 2 * LAYERS + 1}
