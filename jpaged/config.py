@@ -68,7 +68,7 @@ class SchedulerConfig:
 
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "safetensors", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 KernelBackend = Literal["mosaic", "xla"]
 
 
@@ -106,7 +106,8 @@ class EngineArgs:
         data_parallel_size: replicas of the model, each on devices and in a process of its own (`LLM` only).
         coordinator_address, num_processes, process_id: of a model over several hosts, `docs/parallel.md`; by default
             what JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say.
-        load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights from its config.json.
+        load_format: "safetensors" or "orbax" checkpoint, or "auto" for what is there; "dummy" makes random weights from
+            its config.json.
         skip_tokenizer_init: take and give token ids only.
         verbose: print the start-up table and progress.
 
