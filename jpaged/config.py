@@ -68,7 +68,7 @@ class SchedulerConfig:
 
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "safetensors", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 KernelBackend = Literal["mosaic", "xla"]
 
 
@@ -104,7 +104,10 @@ class EngineArgs:
             by default the kernels where the device and the model's shapes allow.
         tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
         data_parallel_size: replicas of the model, each on devices and in a process of its own (`LLM` only).
-        load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights from its config.json.
+        coordinator_address, num_processes, process_id: of a model over several hosts, `docs/parallel.md`; by default
+            what JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say.
+        load_format: "safetensors" or "orbax" checkpoint, or "auto" for what is there; "dummy" makes random weights from
+            its config.json.
         skip_tokenizer_init: take and give token ids only.
         verbose: print the start-up table and progress.
 
@@ -134,15 +137,23 @@ class EngineArgs:
     kernel_backend: KernelBackend | None = None
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
     load_format: LoadFormat = "auto"
     skip_tokenizer_init: bool = False
     verbose: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "revision"):
+        for name, what in (
+            ("model", "a directory or a hub id, as a string"),
+            ("tokenizer", "a directory or a hub id, as a string"),
+            ("revision", "a directory or a hub id, as a string"),
+            ("coordinator_address", '"host:port"'),
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise InvalidParameterError(f"{name} must be a directory or a hub id, as a string, got {value!r}.")
+                raise InvalidParameterError(f"{name} must be {what}, got {value!r}.")
         for name, kind in (
             ("dtype", DType),
             ("load_format", LoadFormat),
@@ -163,6 +174,8 @@ class EngineArgs:
             ("num_gpu_blocks_override", 2, 2**31 // self.block_size - 1),
             ("max_num_seqs", 1, 2**16),
             ("max_num_batched_tokens", 1, 2**20),
+            ("num_processes", 1, 2**16),
+            ("process_id", 0, 2**16),
         ):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), least, most)

@@ -5,12 +5,14 @@ add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputP
 
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs, SchedulerConfig
+from jpaged.distributed import Cluster, LeadingRunner, lead
 from jpaged.engine.generation_config import get_default_sampling_params
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.engine.loop import EngineCore
@@ -62,7 +64,7 @@ class LLMEngine:
             )
         directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
         self.args = args
-        self.startup = start(args, directory) if startup is None else _same_start(args, startup)
+        self.startup = _start(args, directory) if startup is None else _same_start(args, startup)
         self.tokenizer = None
         if not args.skip_tokenizer_init:
             self.tokenizer = Tokenizer.load(args.tokenizer or directory)
@@ -85,7 +87,7 @@ class LLMEngine:
             num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
             preemption_mode=args.preemption_mode,
         )
-        self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.runner)
+        self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
         self.vocab_size = model.vocab_size
         self._inputs = InputProcessor(self.tokenizer, model.vocab_size, self.max_model_len)
@@ -262,6 +264,21 @@ _FREE_TO_DIFFER = {
     "verbose",
 }
 """Options that an engine on a runner started before may have of its own."""
+
+
+def _start(args: EngineArgs, directory: Path) -> Startup:
+    """Starts a runner here and, where there are several processes, in all of them."""
+    cluster = Cluster.find(args)
+    if cluster is None:
+        return start(args, directory)
+    workers = lead(args, cluster)
+    try:
+        startup = start(args, directory)
+    except BaseException:
+        workers.close()
+        raise
+    startup.leader = LeadingRunner(startup.runner, workers)
+    return startup
 
 
 def _same_start(args: EngineArgs, startup: Startup) -> Startup:

@@ -5,7 +5,7 @@
                                                                    ...
 
 Processes, not threads: a step loop spends around a millisecond of Python on each step, and one interpreter would make
-the replicas take turns (`docs/parallel.md` has the measurement). A replica sees only its own GPUs, so JAX in it needs
+the replicas take turns (`jpaged bench replicas` measures it). A replica sees only its own GPUs, so JAX in it needs
 no telling where to go. This process never touches a device. The replicas' pipes are inherited, nothing listens
 anywhere; a replica whose pipe closes ends itself.
 """
@@ -26,6 +26,7 @@ from typing import Any
 from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
+from jpaged.distributed import Cluster
 from jpaged.engine.generation_config import get_default_sampling_params
 from jpaged.engine.router import Router
 from jpaged.engine.seeds import request_seed
@@ -331,7 +332,16 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def start_engine(args: EngineArgs) -> LLMEngine | ReplicatedEngine:
-    """One engine, or as many replicas as `data_parallel_size` asks for."""
+    """One engine, or as many replicas as `data_parallel_size` asks for.
+
+    Raises:
+        InvalidParameterError: replicas are asked for of a model over several processes.
+    """
+    if args.data_parallel_size > 1 and Cluster.find(args) is not None:
+        raise InvalidParameterError(
+            f"data_parallel_size={args.data_parallel_size} is for one host; with num_processes, use"
+            f" tensor_parallel_size, or start one engine a host."
+        )
     return LLMEngine(args) if args.data_parallel_size == 1 else ReplicatedEngine(args)
 
 

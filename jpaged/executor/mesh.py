@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.errors import InvalidParameterError
@@ -126,4 +127,16 @@ def pick_devices(tensor_parallel_size: int) -> tuple[jax.Device, ...]:
             f"tensor_parallel_size={tensor_parallel_size} needs as many devices, but JAX has"
             f" {len(devices)} ({devices[0].device_kind}); lower it, or make more visible (CUDA_VISIBLE_DEVICES)."
         )
-    return tuple(devices[:tensor_parallel_size])
+    picked = tuple(devices[:tensor_parallel_size])
+    idle = set(range(jax.process_count())) - {device.process_index for device in picked}
+    if idle:
+        raise InvalidParameterError(
+            f"tensor_parallel_size={tensor_parallel_size} leaves process {min(idle)} without a device; raise it to"
+            f" {len(devices)}, the devices of all {jax.process_count()} processes, or start fewer."
+        )
+    return picked
+
+
+def fewest_anywhere(count: int) -> int:
+    """The smallest count that any process has; the same in each."""
+    return count if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.array(count)).min())

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from jpaged.config import EngineArgs
+from jpaged.engine.interface import Executor
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor import sampler
 from jpaged.executor.buckets import fine_buckets, geometric_buckets
 from jpaged.executor.compilation import Compiler, abstract_pools, enable_persistent_cache
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.memory import MemoryPlan, free_device_memory, plan_memory, reserve_device_memory
-from jpaged.executor.mesh import POOL, DeviceMesh, pick_devices
+from jpaged.executor.mesh import POOL, DeviceMesh, fewest_anywhere, pick_devices
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
 from jpaged.models import Model, ModelConfig, Weights, build, load
@@ -33,6 +34,7 @@ class Startup:
     """A runner and what is known of it.
 
     memory: of each device. seconds: by phase; loading and compiling overlap.
+    leader: what runs plans here and in all other processes, where there are several.
     """
 
     args: EngineArgs
@@ -43,6 +45,7 @@ class Startup:
     num_programs: int
     device: str
     seconds: dict[str, float] = field(default_factory=dict)
+    leader: Executor | None = None
 
     def table(self, name: str) -> str:
         """What a user wants to know at start, in a few lines."""
@@ -92,7 +95,8 @@ def _start_on(
     model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
     dtype = model.dtype
     shard = mesh.shard_of(model)
-    limit = free_device_memory(device, args.gpu_memory_utilization)
+    limits = [free_device_memory(one, args.gpu_memory_utilization) for one in mesh.local_devices]
+    limit = min((one for one in limits if one is not None), default=None)
     config = executor_config(args, model_config, limit)
 
     with ThreadPoolExecutor(1) as loader:
@@ -106,6 +110,7 @@ def _start_on(
                 memory = plan_memory(
                     shard, config, dtype, nominal, limit, args.num_gpu_blocks_override, args.pipeline_depth
                 )
+            memory = replace(memory, num_blocks=fewest_anywhere(memory.num_blocks))
             fitted = _fit_to_pool(config, memory, args.max_model_len)
         with _timed(seconds, "compile"):
             compiler = Compiler(shard, fitted, dtype, mesh)

@@ -16,12 +16,12 @@ import numpy as np
 from tqdm import tqdm
 
 from jpaged.errors import CheckpointError, InvalidParameterError
-from jpaged.models import safetensors_file
+from jpaged.models import orbax_checkpoint, safetensors_file
 from jpaged.models.config import read_json
 from jpaged.models.model import Model, Weights, resolve_dtype
 from jpaged.models.safetensors_file import StoredTensor
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -42,8 +42,9 @@ def load(
 ) -> Weights:
     """The weights of a checkpoint directory on the device, in the model's type.
 
-    load_format: "auto" and "safetensors" read single or sharded safetensors files; "dummy" reads nothing and makes
-        random weights on the device from `seed`.
+    load_format: "safetensors" reads single or sharded safetensors files, "orbax" an Orbax checkpoint
+        (`orbax_checkpoint`), "auto" what is there; "dummy" reads nothing and makes random weights on the device from
+        `seed`.
     device: where to; the default device if None.
     progress: True shows a bar; a function is called with (bytes read so far, bytes in all).
 
@@ -54,6 +55,8 @@ def load(
     if load_format == "dummy":
         return model.init(seed, device)
     assert directory is not None
+    if is_orbax(load_format, directory):
+        return orbax_checkpoint.load(model, Path(directory), device)
     stored = match(model, find_tensors(Path(directory)))
     total = sum(tensor.num_bytes for tensor in stored.values())
     if callable(progress):
@@ -68,6 +71,13 @@ def check_load_format(load_format: str, directory: str | Path | None) -> None:
         raise InvalidParameterError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}.")
     if directory is None and load_format != "dummy":
         raise InvalidParameterError(f"load_format {load_format!r} needs a checkpoint directory.")
+
+
+def is_orbax(load_format: str, directory: str | Path) -> bool:
+    """Whether to read an Orbax checkpoint: asked for, or there and no safetensors beside it."""
+    if load_format == "auto":
+        return orbax_checkpoint.find(Path(directory)) is not None and not any(Path(directory).glob("*.safetensors"))
+    return load_format == "orbax"
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:

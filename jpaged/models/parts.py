@@ -110,6 +110,15 @@ def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Part]:
     yield as_is(f"{prefix}.bias", f"{parameter}.bias", size)
 
 
+def repeat_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
+    """[..., kv_heads, group + 2, dim] -> [..., kv_heads * copies, group / copies + 2, dim]."""
+    *outer, kv_heads, slots, dim = qkv.shape
+    group = slots - 2
+    queries = qkv[..., :group, :].reshape(*outer, kv_heads * copies, group // copies, dim)
+    keys_and_values = jnp.repeat(qkv[..., group:, :], copies, axis=-3)
+    return jnp.concatenate([queries, keys_and_values], axis=-2)
+
+
 # Compiled once for each kind of tensor, not for each tensor: the names are not among the arguments.
 @partial(jax.jit, static_argnums=(2, 3, 4), donate_argnums=0)
 def _place(

@@ -30,12 +30,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from jpaged.errors import InvalidParameterError
-from jpaged.models import checkpoint
+from jpaged.models import checkpoint, orbax_checkpoint
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Constant, Normal
 from jpaged.models.model import Model, Weights, draw, init_key
-from jpaged.models.parts import Part
+from jpaged.models.parts import Part, repeat_kv_heads
 
 MODEL_AXIS = "model"
 """The mesh axis that heads, inner columns and token ids are split over."""
@@ -128,6 +128,8 @@ def load_sharded(
     if load_format == "dummy":
         return tuple(_init_stored(model, shard, index, leaf, seed) for index, leaf in enumerate(stored))
     assert directory is not None
+    if checkpoint.is_orbax(load_format, directory):
+        return orbax_checkpoint.load_sharded(model, shard, stored, mesh, Path(directory))
     widened = Model(_with_kv_heads_for(model.config, shard.collectives.size), model.dtype)
     found = checkpoint.match(widened, checkpoint.find_tensors(Path(directory)))
     total = sum(tensor.num_bytes for tensor in found.values())
@@ -195,7 +197,7 @@ def _drawing(
     def drawn(key: jax.Array) -> jax.Array:
         weight = draw(key, start, shape, dtype)
         if kv_head_copies > 1:
-            return _repeat_kv_heads(weight, kv_head_copies)
+            return repeat_kv_heads(weight, kv_head_copies)
         return _pad(weight, stored_shape)
 
     return jax.jit(drawn, out_shardings=sharding)
@@ -203,12 +205,3 @@ def _drawing(
 
 def _pad(weight: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.pad(weight, [(0, wanted - size) for size, wanted in zip(weight.shape, shape, strict=True)])
-
-
-def _repeat_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
-    """[..., kv_heads, group + 2, dim] -> [..., kv_heads * copies, group / copies + 2, dim]."""
-    *outer, kv_heads, slots, dim = qkv.shape
-    group = slots - 2
-    queries = qkv[..., :group, :].reshape(*outer, kv_heads * copies, group // copies, dim)
-    keys_and_values = jnp.repeat(qkv[..., group:, :], copies, axis=-3)
-    return jnp.concatenate([queries, keys_and_values], axis=-2)

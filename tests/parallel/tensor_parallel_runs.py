@@ -8,6 +8,8 @@ All cases, where the test takes one of each kind:
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -77,8 +79,17 @@ def tokens_by_degree(name: str) -> dict[str, Any]:
 
     Only the programs of greedy decoding are compiled.
     """
-    with mock.patch.multiple(Compiler, submit_all=_submit_greedy), mock.patch.multiple(Runner, warm_up=lambda _: None):
+    with greedy_programs_only():
         return _tokens_by_degree(name)
+
+
+@contextmanager
+def greedy_programs_only() -> Iterator[None]:
+    """Compiling the others takes most of an engine's start."""
+    bodies = mock.patch.object(Compiler, "submit_bodies", _submit_greedy)
+    heads = mock.patch.object(Compiler, "submit_heads")
+    with bodies, heads, mock.patch.object(Runner, "warm_up"):
+        yield
 
 
 def _submit_greedy(compiler: Compiler) -> None:
