@@ -232,6 +232,27 @@ def test_nothing_compiles_after_warm_up(llm):
     assert len(_compiled) > before
 
 
+def test_rare_parameters_give_the_same_in_sizes_that_their_programs_do_not_exist_for(llm, options):
+    uneven = {"max_num_seqs": 8, "decode_buckets": (6, 8), "token_buckets": (48, 64), "max_num_batched_tokens": 64}
+    other = LLM(**{**options, **uneven})
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, presence_penalty=1.0, logprobs=2, prompt_logprobs=1)
+    prompts = prompts_of(5, seed=12)
+    for expected, output in zip(
+        llm.generate(prompts, params, use_tqdm=False), other.generate(prompts, params, use_tqdm=False), strict=True
+    ):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        ours, theirs = (
+            [
+                entry.logprob
+                for position in (o.prompt_logprobs[1:], o.outputs[0].logprobs)
+                for d in position
+                for entry in d.values()
+            ]
+            for o in (output, expected)
+        )
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def generate_for_ever(llm, prompts):
     while True:
         llm.generate(prompts, replace(GREEDY, max_tokens=60), use_tqdm=False)

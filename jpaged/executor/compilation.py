@@ -18,6 +18,7 @@ from tqdm import tqdm
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, SamplingVariant
 from jpaged.executor import programs, sampler
 from jpaged.executor.beams import beams_layout, move_beams_step
+from jpaged.executor.buckets import bucket_for
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.copies import copy_blocks_step, copy_layout
 from jpaged.executor.executable_cache import ExecutableCache
@@ -154,11 +155,17 @@ class Compiler:
         """The programs that do not."""
         self.submit_update()
         for variant in SamplingVariant:
-            for batch in self._config.decode_buckets:
+            sizes = self._config.sample_buckets(variant)
+            for batch in sizes:
                 self.submit_sample(batch, variant)
-        for tokens in self._config.token_buckets:
+            for batch in set(self._config.decode_buckets) - set(sizes):
+                self.submit_widen(batch, bucket_for(batch, sizes), of_tokens=False)
+        sizes = self._config.scored_buckets
+        for tokens in sizes:
             self.submit_prompt_logprobs(tokens)
             self.submit_score(tokens)
+        for tokens in set(self._config.token_buckets) - set(sizes):
+            self.submit_widen(tokens, bucket_for(tokens, sizes), of_tokens=True)
         self.submit_full_state()
 
     def submit_largest(self) -> tuple[Key, ...]:
@@ -223,6 +230,11 @@ class Compiler:
     def submit_prompt_logprobs(self, tokens: int) -> None:
         step = partial(programs.prompt_logprobs_step, self._model)
         self._submit(("prompt_logprobs", tokens), step, self._hidden(tokens), _int32(tokens), takes="head", rows=tokens)
+
+    def submit_widen(self, rows: int, size: int, *, of_tokens: bool) -> None:
+        step = partial(programs.widen_step, self._config.null_slot, size)
+        of_rows = None if of_tokens else jax.eval_shape(lambda slots: programs.Rows(slots, slots > 0), _int32(rows))
+        self._submit(("widen", rows, size, of_tokens), step, self._hidden(rows), of_rows)
 
     def submit_score(self, tokens: int) -> None:
         step = partial(programs.score_step, self._model)

@@ -251,6 +251,16 @@ def prompt_logprobs_step(
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], scored)
 
 
+def widen_step(null_slot: int, size: int, hidden: Float[Array, "rows hidden"], rows: Rows | None) -> tuple:
+    """Rows padded up to `size`, for a program that does not exist for fewer. rows: None for tokens, which have none."""
+    more = size - hidden.shape[0]
+    hidden = jnp.pad(hidden, ((0, more), (0, 0)))
+    if rows is None:
+        return hidden, None
+    slots = jnp.pad(rows.slots, (0, more), constant_values=null_slot)
+    return hidden, Rows(slots, jnp.pad(rows.samples, (0, more)))
+
+
 def score_rows(num_tokens: int) -> int:
     """Tokens that one call of `score[num_tokens]` scores."""
     return min(num_tokens, SCORE_ROWS)

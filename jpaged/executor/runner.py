@@ -169,8 +169,10 @@ class Runner:
                 self._run_sample(hidden, rows, variant)
         for tokens in self._config.token_buckets:
             _, _, all_hidden = self._run_mixed(nothing, tokens)
-            self._call(("prompt_logprobs", tokens), all_hidden, np.zeros((tokens,), np.int32))
-            self._call(("score", tokens), all_hidden, programs.score_layout(tokens).new(tokens=0, targets=0)[0])
+            all_hidden = self._widened_tokens(all_hidden)
+            if (size := all_hidden.shape[0]) == tokens:
+                self._call(("prompt_logprobs", size), all_hidden, np.zeros((size,), np.int32))
+                self._call(("score", size), all_hidden, programs.score_layout(size).new(tokens=0, targets=0)[0])
         jax.block_until_ready((self._pools, self._state, self._full))
         self._full = None
 
@@ -297,6 +299,7 @@ class Runner:
         return hidden, rows, all_hidden
 
     def _run_sample(self, hidden: jax.Array, rows: programs.Rows, variant: SamplingVariant) -> programs.SampleResult:
+        hidden, rows = self._widened_rows(hidden, rows, variant)
         full = None
         if variant == SamplingVariant.FULL:
             self._ensure_full_state()
@@ -311,6 +314,9 @@ class Runner:
         self, plan: StepPlan, hidden: jax.Array
     ) -> tuple[sampler.TokenLogprobs, list[tuple[int, int, int]]] | None:
         """Scores of the step's tokens, and where in them the chunks that asked stand: (row, start, end) each."""
+        if all(chunk.prompt_logprob_targets is None for chunk in plan.chunks):
+            return None
+        hidden = self._widened_tokens(hidden)
         targets = np.zeros((hidden.shape[0],), np.int32)
         scored, start = [], len(plan.decode_slots)
         for row, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
@@ -319,8 +325,6 @@ class Runner:
                 scored.append((row, start, end))
                 targets[start:end] = chunk.prompt_logprob_targets
             start = end
-        if not scored:
-            return None
         return self._call(("prompt_logprobs", hidden.shape[0]), hidden, targets), scored
 
     def _run_score(
@@ -339,6 +343,7 @@ class Runner:
         if not rows:
             return None
         all_tokens, all_targets = np.concatenate(tokens), np.concatenate(targets)
+        hidden = self._widened_tokens(hidden)
         layout, room = programs.score_layout(hidden.shape[0]), programs.score_rows(hidden.shape[0])
         calls = []
         for first in range(0, len(all_tokens), room):
@@ -350,6 +355,20 @@ class Runner:
         return calls, rows
 
     # ----------------------------------------------------------------------------------------- plumbing
+
+    def _widened_rows(self, hidden: jax.Array, rows: programs.Rows, variant: SamplingVariant) -> tuple:
+        """Both, padded to a size that the variant's programs exist for."""
+        size = bucket_for(hidden.shape[0], self._config.sample_buckets(variant))
+        if size == hidden.shape[0]:
+            return hidden, rows
+        return self._call(("widen", hidden.shape[0], size, False), hidden, rows)
+
+    def _widened_tokens(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states of a step's tokens, padded to a size that the programs that score them exist for."""
+        size = bucket_for(hidden.shape[0], self._config.scored_buckets)
+        if size == hidden.shape[0]:
+            return hidden
+        return self._call(("widen", hidden.shape[0], size, True), hidden, None)[0]
 
     def _table_updates_that_fit(self, updates: np.ndarray, room: int) -> np.ndarray:
         """What a step's own buffer can carry; any surplus goes ahead through `update`."""

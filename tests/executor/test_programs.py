@@ -7,7 +7,7 @@ import pytest
 
 from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, HostCopy, SamplingVariant, SlotStart, StepPlan
 from jpaged.executor import sampler
-from jpaged.executor.buckets import bucket_for, fine_buckets, geometric_buckets
+from jpaged.executor.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
 from jpaged.executor.compilation import Compiler, abstract_pools
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
@@ -229,6 +229,8 @@ def test_buckets_end_exactly_at_the_largest_size():
     assert fine_buckets(8, 320) == (8, 16, 32, 64, 96, 128, 192, 256, 320)
     assert fine_buckets(8, 100) == (8, 16, 32, 64, 96, 100)
     assert fine_buckets(8, 5) == (5,)
+    assert doublings((8, 16, 32, 64, 96, 128, 192, 256, 320)) == (8, 16, 32, 64, 128, 320)
+    assert doublings((32,)) == (32,)
     assert bucket_for(16, (16, 32)) == 16
     assert bucket_for(17, (16, 32)) == 32
     with pytest.raises(ValueError, match="33"):
