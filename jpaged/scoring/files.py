@@ -96,7 +96,7 @@ def score_files(
         settings=settings | {"suffix": output.suffix},
         engine={"model": model, **options},
         shard_size=shard_size,
-        size_of=_size_of,
+        size_of=size_of,
         merge=_merge_parquet if output.suffix == ".parquet" else merge_json_lines,
     )
     num_rows = _scan(paths, on_error)
@@ -232,7 +232,8 @@ def _report(error: dict[str, Any], on_error: OnError, warn: Callable[[str], None
         warn(text)
 
 
-def _size_of(record: Record) -> int:
+def size_of(record: Record) -> int:
+    """What a row adds to its shard: its characters, 1 for one that is malformed."""
     return _row_of(record, lambda row: row.size, lambda error: 1)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import InvalidParameterError, JPagedError, MalformedRowError
-from jpaged.scoring.files import INPUT_FORMATS, _size_of
+from jpaged.scoring.files import INPUT_FORMATS, size_of
 from jpaged.scoring.inputs import Record, check_inputs, read_records
 from jpaged.scoring.jobs import shards_of
 from jpaged.scoring.rows import RowScore, SequenceScore, parse_row
@@ -136,8 +136,8 @@ def test_shards_hold_all_rows_in_order_and_depend_on_the_rows_alone():
     rng = np.random.default_rng(0)
     records = [Record(i, "f", i, {"text": "x" * int(n)}) for i, n in enumerate(rng.integers(1, 50, 200))]
     records[17] = Record(17, "f", 17, {}, "broken")
-    shards = list(shards_of(records, 300, _size_of))
+    shards = list(shards_of(records, 300, size_of))
     assert [record for shard in shards for record in shard.records] == records
     assert [shard.number for shard in shards] == list(range(len(shards)))
     assert all(300 <= sum(len(r.data.get("text", "")) for r in shard.records) < 350 for shard in shards[:-1])
-    assert shards == list(shards_of(iter(records), 300, _size_of))
+    assert shards == list(shards_of(iter(records), 300, size_of))
