@@ -17,7 +17,7 @@ from tests.tiny_models import write_tiny_model
 def two_replicas_of_four_shards(name: str) -> dict[str, Any]:
     """Tokens of one device and of 2 x 4, greedy and sampled without seeds; then the end of a replica."""
     with tempfile.TemporaryDirectory() as directory:
-        write_tiny_model(eight_heads(name), directory, use_torch=False)
+        write_tiny_model(eight_heads(name, num_hidden_layers=1), directory, use_torch=False)
         options = {key: getattr(ARGS, key) for key in ARGS.__dataclass_fields__} | {"model": directory}
         one = LLM(**options)
         two = LLM(**options | {"tensor_parallel_size": 4, "data_parallel_size": 2})
