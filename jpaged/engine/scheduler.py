@@ -58,6 +58,7 @@ from jpaged.engine.interface import (
 )
 from jpaged.engine.prefix_cache import root_digest
 from jpaged.engine.request import FinishReason, Request, RequestStatus
+from jpaged.engine.searches import Searches
 from jpaged.engine.seeds import request_seed
 from jpaged.engine.sequence_group import SequenceGroup
 from jpaged.engine.slots import NEVER, Slots
@@ -112,8 +113,7 @@ class Scheduler:
         self._seed = seed
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
         self._groups: dict[str, SequenceGroup] = {}
-        self._searches: list[BeamGroup] = []  # those that have slots
-        self._beam_step: int | None = None  # the step in flight that beams decode in
+        self._searches = Searches(self.slots, self._blocks)
         self._prefilling: list[Request] = []
         self._in_flight: deque[StepPlan] = deque()
         self._pending_ends: list[int] = []
@@ -320,9 +320,8 @@ class Scheduler:
         rows = growth.rows
         table_updates, copies = self._blocks.append(growth)
         self.slots.num_computed[rows] += 1
-        num_beams = self._plan_searches()
-        num_due = sum(group.num_due for group in self._searches)
-        budget = self.config.max_num_batched_tokens - (len(rows) - num_beams) - num_due
+        num_beams = self._searches.take_rows(self._next_step_id)
+        budget = self.config.max_num_batched_tokens - (len(rows) - num_beams) - self._searches.num_due
         plan = _PlanInProgress(self._next_step_id, budget, runs_beams=num_beams > 0)
         self._plan_chunks(plan)
         self._admit_waiting(plan)
@@ -334,7 +333,8 @@ class Scheduler:
             return None
         ends = np.array(self._pending_ends, np.int32)
         self._pending_ends.clear()
-        beams = self._take_pending_moves(plan)
+        beam_starts, beams = self._searches.take_changes()
+        plan.starts += [_slot_start(r, self.slots.known(r.slot).copy(), _NO_BLOCKS, 0) for r in beam_starts]
         step = StepPlan(
             step_id=plan.step_id,
             variant=self._variant(plan.runs_beams),
@@ -369,34 +369,8 @@ class Scheduler:
 
     def _decodable(self) -> np.ndarray:
         """The slots that can decode, int64 [d]: those that need no result for it, then the beams whose turn it is."""
-        rows = self.slots.decodable()
-        if self._beam_step is None:
-            beams = [member.slot for group in self._searches if group.is_ready for member in group.members]
-            if beams:
-                return np.concatenate([rows, np.array(beams, np.int64)])
-        return rows
-
-    def _plan_searches(self) -> int:
-        """Takes the beams whose turn it is as planned; returns how many they are."""
-        if self._beam_step is not None:
-            return 0
-        num_beams = 0
-        for group in self._searches:
-            if group.is_ready:
-                group.is_ready = False
-                num_beams += len(group.members)
-                self._beam_step = self._next_step_id
-        return num_beams
-
-    def _take_pending_moves(self, plan: _PlanInProgress) -> np.ndarray:
-        """What the searches have chosen since the last plan: new beams' starts, and `StepPlan.beams`."""
-        moves: list[tuple[int, int, int]] = []
-        for group in self._searches:
-            for request in group.pending_starts:
-                plan.starts.append(_slot_start(request, self.slots.known(request.slot).copy(), _NO_BLOCKS, 0))
-            moves += group.pending_moves
-            group.pending_starts, group.pending_moves = [], []
-        return np.array(moves, np.int32).reshape(-1, 3)
+        rows, beams = self.slots.decodable(), self._searches.rows()
+        return np.concatenate([rows, np.array(beams, np.int64)]) if beams else rows
 
     def _plan_chunks(self, plan: _PlanInProgress) -> None:
         """Continues the prompts that are being computed."""
@@ -488,7 +462,7 @@ class Scheduler:
                 return
             self._waiting.pop()
             if isinstance(request.group, BeamGroup):
-                self._searches.append(request.group)
+                self._searches.add(request.group)
             for member in admitted:
                 if plan.budget:
                     self._plan_chunk(plan, member)
@@ -717,11 +691,10 @@ class Scheduler:
             if request is not None and chunk.samples and request.stats.first_token_time is None:
                 request.stats.first_token_time = now
         updates = self._take_scores(plan, result, owned[len(plan.decode_slots) :])
-        if plan.step_id == self._beam_step:
-            self._beam_step = None
-        if self._searches:
+        if self._searches.is_awaited(plan.step_id):
             of_beams = slots.is_beam[rows_slots[rows]]
-            updates += self._take_candidates(rows_slots, rows[of_beams], result)
+            for group in self._searches.update(plan.step_id, rows_slots, rows[of_beams], result):
+                updates += self._finish_search(group)
             rows = rows[~of_beams]
         live = rows_slots[rows]
         slots.token_ids[live, slots.num_known[live]] = tokens[rows]
@@ -750,48 +723,6 @@ class Scheduler:
                 RequestUpdate(request, [token_id] if request.reports_each_token else request.output_token_ids)
             )
         return updates
-
-    def _take_candidates(self, rows_slots: np.ndarray, rows: np.ndarray, result: StepResult) -> list[RequestUpdate]:
-        """Hands what a step found for beams to their searches, and lets those that have all they need choose."""
-        complete: list[BeamGroup] = []
-        for row, slot in zip(rows.tolist(), rows_slots[rows].tolist(), strict=True):
-            request = self.slots.requests[slot]
-            if request is None or result.logprobs is None or not isinstance(request.group, BeamGroup):
-                raise EngineDeadError(f"Slot {slot} ran as a beam's, but is not, or came back without candidates.")
-            if request.group.take_candidates(
-                request.index, result.logprobs.top_ids[row], result.logprobs.top_logprobs[row]
-            ):
-                complete.append(request.group)
-        updates: list[RequestUpdate] = []
-        for group in complete:
-            updates += self._advance_search(group)
-        return updates
-
-    def _advance_search(self, group: BeamGroup) -> list[RequestUpdate]:
-        """Chooses how the beams go on, and forks and frees their block tables accordingly; or ends the search."""
-        slots, members, prompt_len = self.slots, group.members, group.leader.prompt_len
-        num_generated = int(slots.num_known[group.leader.slot]) - prompt_len
-        choice = group.choose(num_generated, lambda beam: slots.known(members[beam].slot)[prompt_len:].tolist())
-        if choice is None:
-            return self._finish_search(group)
-        if not group.forked:
-            group.forked = True
-            group.pending_starts = members[1:]
-        own_slots = [member.slot for member in members]
-        for beam, parent in enumerate(choice.parents.tolist()):
-            if parent != beam:
-                self._blocks.free(own_slots[beam])
-                self._blocks.fork(own_slots[parent], own_slots[beam])
-                members[beam].block_digests = members[parent].block_digests.copy()
-                members[beam].num_registered_blocks = members[parent].num_registered_blocks
-        slots.token_ids[own_slots, slots.num_known[own_slots]] = choice.token_ids
-        slots.num_known[own_slots] += 1
-        group.pending_moves = [
-            (slot, own_slots[parent], token)
-            for slot, parent, token in zip(own_slots, choice.parents.tolist(), choice.token_ids.tolist(), strict=True)
-        ]
-        group.is_ready = True
-        return []
 
     def _finish_search(self, group: BeamGroup) -> list[RequestUpdate]:
         """Ends a search: its members become its hypotheses."""
@@ -888,9 +819,8 @@ class Scheduler:
         slots.release(slot)
         if request in self._prefilling:
             self._prefilling.remove(request)
-        if isinstance(request.group, BeamGroup) and request.group in self._searches:
-            self._searches.remove(request.group)
-            request.group.rest()
+        if isinstance(request.group, BeamGroup):
+            self._searches.discard(request.group)
         self._variant_counts[request.variant] -= 1
 
     def _set_finished(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
