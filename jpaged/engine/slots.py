@@ -104,15 +104,17 @@ class Slots:
         request.slot = slot
         return slot
 
-    def fork(self, parent: int, child: int) -> None:
-        """Gives `child`, a slot whose tenant has computed nothing, all that the tenant of `parent` has."""
-        n = int(self.capacity[parent]) // self._block_size
-        known = int(self.num_known[parent])
-        self.num_computed[child] = self.num_computed[parent]
-        self.num_known[child] = known
-        self.capacity[child] = self.capacity[parent]
-        self.block_table[child, :n] = self.block_table[parent, :n]
+    def fork(self, parent: int, child: int) -> tuple[np.ndarray, bool]:
+        """Gives `child`, a slot whose tenant has computed nothing, all that the tenant of `parent` has.
+
+        Returns: its blocks, int32 [n], a view, and whether the last of them is full.
+        """
+        computed, known, capacity = (int(a[parent]) for a in (self.num_computed, self.num_known, self.capacity))
+        self.num_computed[child], self.num_known[child], self.capacity[child] = computed, known, capacity
+        block_ids = self.block_table[child, : capacity // self._block_size]
+        block_ids[:] = self.block_table[parent, : len(block_ids)]
         self.token_ids[child, :known] = self.token_ids[parent, :known]
+        return block_ids, computed == capacity
 
     def release(self, slot: int) -> None:
         """Empties a slot; its blocks are the caller's to free."""
