@@ -5,29 +5,28 @@ One query token a sequence: every key and value is read once, so the kernel is a
 
     kv_lens        [ 2500                       , 700      ]
     chunks, 2,048  |0..2047          |2048..2499|0..699    |
-    leaves, 256    |0|1|2|3|4|5|6|7  |0|1       |0|1|2     |
+    leaves         |0   |1   |2   |3 |0         |0|1|..|5  |
 
-A unit of work is a chunk or, where whole chunks would leave multiprocessors idle (small batches, the end of large
-ones), a leaf of one; times the groups of query heads that share a KV head. A chunk's result is the fold of its leaves'
-results in order, whether one CTA computes them all or the CTA that finishes the chunk's last leaf collects them from
-memory, and a sequence's is the fold of its chunks': so its bits depend neither on the batch nor on who came last.
-`plan` makes the list of units on the device, by plain XLA operations on the lengths alone; in a program of many layers
-the compiler keeps one copy.
+A unit of work is a chunk or, in batches too small to occupy half of the multiprocessors, a leaf of one (128 tokens in
+sequences of up to 1,024, 256 up to 2,048, 512 in longer ones); times the groups of query heads that share a KV head. A
+chunk's result is the fold of its leaves' results in order, whether one CTA computes them all or the CTA that finishes
+the chunk's last leaf collects them from memory, and a sequence's is the fold of its chunks': so its bits depend neither
+on the batch nor on who came last. `plan` makes the list of units on the device, by plain XLA operations on the lengths
+alone; in a program of many layers the compiler keeps one copy.
 
 A CTA is three warpgroups:
 
-    producer    one TMA copy a block (K and V apart) into two rings of tiles, one mbarrier a tile each
-    consumers   take tiles in turn, each from a ring of its own; all products have the keys or head_dim as their rows
-                and the group's query heads as their 8 (to 64) columns, so nothing is computed for padding:
-                S^T = K Q^T, online softmax over the rows in base 2, O^T += V^T P^T
-
-Consumer 0 joins the two results of a unit and writes the output, or leaves it for who comes last.
+    producer    one TMA copy a block (K and V apart) into rings of tiles, one mbarrier a tile each
+    consumer    all products have keys or head_dim as their rows and the group's query heads as their 8 (to 32) columns,
+                so that little is computed for padding: S^T = K Q^T, online softmax over the rows in base 2,
+                O^T += V^T P^T
+    finisher    takes a unit's result from shared memory and writes the output, or leaves it for who comes last: the
+                consumer never waits for memory
 
 Sources: Flash-Decoding (pytorch.org/blog/flash-decoding), FlashAttention-2 and -3 (arXiv:2307.08691, 2407.08608),
 PagedAttention (arXiv:2309.06180).
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,9 +51,9 @@ _SMEM_BYTES = 227 * 1024 - 2048
 _MAX_COLUMNS = 32
 _FOLD_ELEMENTS = 128 * 63  # of partial results whose loads are in flight together: less than 64 registers a thread
 _WARPGROUP = 128
-# Of a thread: when the kernel starts, and then the producer's, the finisher's and a consumer's; by consumers.
-_LAUNCH_REGISTERS = {1: 168, 2: 128}
-_REGISTERS = {1: (72, 200, 232), 2: (40, 0, 168)}
+_REDUCTION_BYTES = _WARPGROUP * 2 * 4  # two columns a thread; of one warpgroup, since others would use the same
+_REGISTERS = {"producer": 72, "finisher": 200, "consumer": 232}  # of a thread; each starts with 168
+_LEAVES = 8  # of a sequence of up to 16 of the smallest leaves
 HEAD_DIMS = (64, 128, 256)  # rows of a wgmma are 64; others go to the kernel that has the heads as rows
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -64,16 +63,13 @@ class Config:
     """Shape of the kernel.
 
     tile: tokens a stage holds, a multiple of 64.
-    stages: depth of the K and V rings of each consumer.
-    leaf: tokens of the smallest unit of work, a multiple of two tiles.
+    stages: depth of the rings of K and V tiles.
+    leaf: tokens of the smallest unit of work, a multiple of the tile; twice and four times as many in sequences longer
+        than 8 and 16 leaves.
     chunk: tokens of the largest unit of work, a multiple of the leaf.
     ctas: size of the persistent grid.
-    consumers: warpgroups that compute, 1 or 2.
     q_stages: units whose queries are held at once.
     handovers: units whose results wait for the finisher at once.
-    split_waves: how many turns of the grid, from the last, full one on backwards, are cut into leaves; what does not
-        fill a turn always is.
-    overlap_launch: let the grid start while the kernel before it ends (programmatic dependent launch).
     """
 
     tile: int
@@ -81,23 +77,25 @@ class Config:
     leaf: int
     chunk: int
     ctas: int
-    consumers: int = 2
     q_stages: int = 2
     handovers: int = 2
-    split_waves: int = 1
-    overlap_launch: bool = True
+
+    @property
+    def most_leaves(self) -> int:
+        """The most that a chunk has."""
+        return min(self.chunk // self.leaf, max(_LEAVES, self.chunk // (4 * self.leaf)))
 
 
-def default_config(head_dim: int, columns: int, consumers: int = 1) -> Config:
+def default_config(head_dim: int, columns: int) -> Config:
     device = jax.devices()[0]
     ctas = getattr(device, "core_count", 132) if device.platform == "gpu" else 132
     tile = 128 if head_dim == 64 else 64
     state = columns * (head_dim + 2) * 4
     handovers = 2 if state <= 16 * 1024 else 1
     # Queries, P, states, then the scratch of reductions, the table and the barriers.
-    other = columns * 2 * (2 * head_dim + consumers * tile) + handovers * consumers * state + 1024 * consumers + 4096
-    stages = min(8, (_SMEM_BYTES - other) // (tile * head_dim * 4)) // consumers
-    return Config(tile, stages, 256, 2048, ctas, consumers, handovers=handovers)
+    other = columns * 2 * (2 * head_dim + tile) + handovers * state + 5 * 1024
+    stages = min(6, (_SMEM_BYTES - other) // (tile * head_dim * 4))
+    return Config(tile, stages, 128, 2048, ctas, handovers=handovers)
 
 
 def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
@@ -115,15 +113,15 @@ def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
 # --- the list of units -----------------------------------------------------------------------------------------------
 
 # Columns of the list, one row a unit.
-_ROW, _CHUNK, _CHUNKS, _BEGIN, _END, _LENGTH, _LEAF, _LEAVES, _SPLIT = range(9)
+_ROW, _CHUNK, _CHUNKS, _BEGIN, _END, _LENGTH, _LEAF_TILES, _LEAF, _OF_LEAVES, _CUT = range(_FIELDS := 10)
 
 
 class Plan(NamedTuple):
     """Work of one call, made on the device.
 
-    units: int32 [capacity, 9]; sequence, chunk of it (from the first that the window lets see) and how many it has,
-        first position, end position, length of the sequence; and of a unit that is a leaf: its number, how many the
-        chunk has (1 for a unit that is a whole chunk), number of the chunk among those that are cut into leaves.
+    units: int32 [capacity, 10]; sequence, chunk of it (from the first that the window lets see) and how many it has,
+        first position, end position, length of the sequence, tiles of its leaves; and of a unit that is a leaf: its
+        number, how many the chunk has (1 for a unit that is a whole chunk), the chunk's place in the list of chunks.
     num_units: int32 [1].
     """
 
@@ -137,15 +135,15 @@ def max_chunks(max_len: int, chunk: int, sliding_window: int | None) -> int:
     return chunks if sliding_window is None else min(chunks, (sliding_window - 2) // chunk + 2)
 
 
-def max_split_chunks(batch: int, groups: int, slots: int, config: Config) -> int:
-    """The most chunks that `plan` cuts into leaves: less than two for every CTA."""
-    return min(batch * slots, -(-(1 + config.split_waves) * config.ctas // groups))
+def max_cut_chunks(batch: int, groups: int, slots: int, config: Config) -> int:
+    """The most chunks that `plan` cuts into leaves: units for half of the CTAs."""
+    return min(batch * slots, config.ctas // (2 * groups))
 
 
 def plan(kv_lens: jax.Array, max_len: int, groups: int, sliding_window: int | None, config: Config) -> Plan:
-    """Lists chunks, longest first, save that the last of them, for one or two units a CTA, are cut into leaves."""
+    """Lists the chunks, longest first, or their leaves where the chunks would leave half of the CTAs idle."""
     batch = kv_lens.shape[0]
-    chunk, leaf, tile = config.chunk, config.leaf, config.tile
+    chunk, tile = config.chunk, config.tile
     slots = max_chunks(max_len, chunk, sliding_window)
     ends = jnp.clip(kv_lens, 0, max_len)
     if sliding_window is None:
@@ -154,39 +152,41 @@ def plan(kv_lens: jax.Array, max_len: int, groups: int, sliding_window: int | No
         begins = jnp.maximum(ends - sliding_window, 0) // tile * tile
     first = begins // chunk
     chunks = jnp.maximum((ends + chunk - 1) // chunk - first, 1)  # an empty sequence has its zeros written
+    doublings = (ends > _LEAVES * config.leaf).astype(jnp.int32) + (ends > 2 * _LEAVES * config.leaf)
+    leaf_tiles = (config.leaf // tile) << doublings
 
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
     slot = jnp.arange(slots, dtype=jnp.int32)[None]
     begin = jnp.maximum((first[:, None] + slot) * chunk, begins[:, None])
     end = jnp.maximum(jnp.minimum((first[:, None] + slot + 1) * chunk, ends[:, None]), begin)
-    exists = slot < chunks[:, None]
     zero = jnp.zeros_like(begin)
-    columns = [rows, slot, chunks[:, None], begin, end, ends[:, None], zero, zero + 1, zero]
-    whole = jnp.stack([jnp.broadcast_to(x, begin.shape) for x in columns], axis=-1).reshape(batch * slots, -1)
+    columns = [rows, slot, chunks[:, None], begin, end, ends[:, None], leaf_tiles[:, None], zero, zero + 1, zero]
+    units = jnp.stack([jnp.broadcast_to(x, begin.shape) for x in columns], axis=-1).reshape(batch * slots, _FIELDS)
     if batch * slots > 1:
-        whole = whole[jnp.argsort(jnp.where(exists, begin - end, 1).reshape(-1), stable=True)]
+        size = jnp.where(slot < chunks[:, None], begin - end, 1)
+        units = units[jnp.argsort(size.reshape(-1), stable=True)]
     total = jnp.sum(chunks, dtype=jnp.int32)
-    most = max_split_chunks(batch, groups, slots, config)
-    kept = jnp.maximum(total * groups // config.ctas - config.split_waves, 0) * config.ctas // groups
-    kept = jnp.maximum(kept, total - most)
+    most = max_cut_chunks(batch, groups, slots, config)
+    if most == 0 or config.most_leaves == 1:
+        return Plan(units, total[None])
 
-    leaves_each = chunk // leaf
-    split = jnp.arange(most, dtype=jnp.int32)[:, None]
-    number = jnp.arange(leaves_each, dtype=jnp.int32)[None]
-    source = whole[jnp.minimum(kept + split, batch * slots - 1)]
-    leaf_begin = source[..., _BEGIN] + number * leaf
+    source = units[:most, None]
+    number = jnp.arange(config.most_leaves, dtype=jnp.int32)[None]
+    leaf = source[..., _LEAF_TILES] * tile
     leaves = jnp.maximum((source[..., _END] - source[..., _BEGIN] + leaf - 1) // leaf, 1)
-    pieces = jnp.broadcast_to(source, (most, leaves_each, source.shape[-1]))
-    pieces = pieces.at[..., _BEGIN].set(leaf_begin)
-    pieces = pieces.at[..., _END].set(jnp.minimum(leaf_begin + leaf, source[..., _END]))
-    pieces = pieces.at[..., _LEAF].set(number).at[..., _LEAVES].set(leaves).at[..., _SPLIT].set(split)
-    live = ((number < leaves) & (kept + split < total)).reshape(-1)
+    begin = source[..., _BEGIN] + number * leaf
+    pieces = jnp.broadcast_to(source, (most, config.most_leaves, _FIELDS))
+    pieces = pieces.at[..., _BEGIN].set(begin).at[..., _END].set(jnp.minimum(begin + leaf, source[..., _END]))
+    pieces = pieces.at[..., _LEAF].set(number).at[..., _OF_LEAVES].set(leaves)
+    pieces = pieces.at[..., _CUT].set(jnp.arange(most, dtype=jnp.int32)[:, None])
+    chunk_exists = jnp.arange(most, dtype=jnp.int32)[:, None] < total
+    live = ((number < leaves) & chunk_exists & (total <= most)).reshape(-1)
     count = jnp.cumsum(live, dtype=jnp.int32)
-    capacity = batch * slots + most * leaves_each
-    units = jnp.concatenate([whole, jnp.zeros((capacity - batch * slots, whole.shape[1]), jnp.int32)])
-    at = jnp.where(live, kept + count - 1, capacity)
-    units = units.at[at].set(pieces.reshape(most * leaves_each, -1), mode="drop", unique_indices=True)
-    return Plan(units, (kept + count[-1])[None])
+    capacity = max(batch * slots, live.shape[0])
+    units = jnp.pad(units, ((0, capacity - batch * slots), (0, 0)))
+    at = jnp.where(live, count - 1, capacity)
+    units = units.at[at].set(pieces.reshape(-1, _FIELDS), mode="drop", unique_indices=True)
+    return Plan(units, jnp.where(total <= most, count[-1], total)[None])
 
 
 # --- what Pallas has no word for -------------------------------------------------------------------------------------
@@ -203,25 +203,6 @@ def _i32(x: object) -> ir.Value:
 def _const(value: int, bits: int = 32) -> ir.Value:
     kind = ir.IntegerType.get_signless(bits)
     return arith.constant(kind, ir.IntegerAttr.get(kind, value))
-
-
-def _over_rows(op: str, x: jax.Array, scratch_ref: Any, interpret: bool) -> jax.Array:
-    """Maximum or sum ("max", "add") over the rows of [rows, columns], which the four warps share.
-
-    Pallas' own reductions would have both consumers use the same scratch memory.
-    """
-    if interpret:
-        return x.max(axis=0) if op == "max" else x.sum(axis=0)
-
-    @plgpu.inline_mgpu(
-        arg_types=(_KEYS_BY_HEADS, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((x.shape[1],), jnp.float32, _BY_HEAD),
-    )
-    def reduce(ctx, x, scratch):
-        del ctx
-        return x.reduce(op, 0, scratch)
-
-    return reduce(x, scratch_ref)
 
 
 def _arrive(counters_ref: Any, index: jax.Array, expected: jax.Array, interpret: bool) -> jax.Array:
@@ -383,7 +364,7 @@ class _Shape:
     rows: int
     columns: int
     slots: int  # the most chunks that a sequence can touch
-    splits: int  # the most chunks that are cut into leaves
+    cuts: int  # the most chunks that are cut into leaves
     block_size: int
     head_dim: int
     dtype: Any
@@ -431,7 +412,6 @@ def _kernel(
     v_s: Any,
     p_s: Any,
     table_s: Any,
-    scratch_s: Any,
     handover_s: Any,
     q_full: Any,
     q_free: Any,
@@ -442,16 +422,14 @@ def _kernel(
     handed: Any,
     taken: Any,
 ) -> None:
-    tile, stages, consumers = config.tile, config.stages, config.consumers
-    q_stages, handovers = config.q_stages, config.handovers
+    tile, stages, q_stages, handovers = config.tile, config.stages, config.q_stages, config.handovers
     groups, columns, head_dim, block_size = s.groups, s.columns, s.head_dim, s.block_size
     groups_a_kv_head = groups // s.kv_heads
     q_tiles = columns // 8
     box = pool_ref.shape[1]
     boxes, boxes_a_block = tile // box, block_size // box
-    leaves_a_chunk = config.chunk // config.leaf
-    if config.overlap_launch and not s.interpret:
-        plgpu.griddepcontrol_wait()
+    if not s.interpret:
+        plgpu.griddepcontrol_wait()  # the grid starts while the kernel before it ends
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
 
     def seat(turn: jax.Array) -> jax.Array:
@@ -467,7 +445,7 @@ def _kernel(
         """Its group of heads, and the columns of its row in the list."""
         index = seat(i) + i * config.ctas
         w = jnp.minimum(lax.div(index, jnp.int32(groups)), units_ref.shape[0] - 1)
-        return lax.rem(index, jnp.int32(groups)), *(units_ref[w, column] for column in range(9))
+        return lax.rem(index, jnp.int32(groups)), *(units_ref[w, field] for field in range(_FIELDS))
 
     def tiles_of(fields: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """First tile and number of tiles of a unit."""
@@ -484,15 +462,17 @@ def _kernel(
 
     def produce() -> None:
         def run_unit(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            steps, table, fields = carry[:consumers], carry[consumers], carry[consumers + 1 :]
+            # Under load a read takes as long as a short unit does: the table is fetched a unit ahead, and what says
+            # where it is, two.
+            step, table, fields, ahead = carry[0], carry[1], carry[2 : 3 + _FIELDS], carry[3 + _FIELDS :]
             group, end = fields[0], fields[1 + _END]
             head = lax.div(group, jnp.int32(groups_a_kv_head))
             first, tiles = tiles_of(fields)
             first_entry = lax.div(fields[1 + _BEGIN], jnp.int32(block_size))
             table_s[...] = table
             plgpu.commit_smem()
-            ahead = unit(i + 1)
             next_table = table_of(ahead)
+            next_ahead = unit(i + 2)
 
             q_slot = lax.rem(i, jnp.int32(q_stages))
 
@@ -505,19 +485,15 @@ def _kernel(
                 source = q_ref.at[jnp.minimum(q_tile + j, q_ref.shape[0] - 1)]
                 plgpu.copy_gmem_to_smem(source, q_s.at[q_slot, pl.ds(8 * j, 8)], q_full.at[q_slot])
 
-            def load_tile(nth: jax.Array, steps: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                consumer = lax.rem(nth, jnp.int32(consumers))
-                step = steps[0] if consumers == 1 else jnp.where(consumer == 0, steps[0], steps[1])
-                stage = consumer * stages + lax.rem(step, jnp.int32(stages))
+            def load_tile(nth: jax.Array, step: jax.Array) -> jax.Array:
+                stage = lax.rem(step, jnp.int32(stages))
                 start = (first + nth) * tile
                 copies = []
                 for j in range(boxes):
                     position = start + j * box
                     entry = jnp.minimum(lax.div(position, jnp.int32(block_size)) - first_entry, table_s.shape[0] - 1)
-                    # An empty sequence has no tile; other tiles begin with a token, and no copy follows their last.
-                    block = table_s[entry]
                     part = lax.rem(lax.div(position, jnp.int32(box)), jnp.int32(boxes_a_block))
-                    copies.append((block * (2 * s.kv_heads) + head) * boxes_a_block + part)
+                    copies.append((table_s[entry] * (2 * s.kv_heads) + head) * boxes_a_block + part)
                 for kv, ring, full, free in ((0, k_s, k_full, k_free), (1, v_s, v_full, v_free)):
 
                     @pl.when(step >= stages)
@@ -528,26 +504,24 @@ def _kernel(
                         source = pool_ref.at[index + kv * (s.kv_heads * boxes_a_block)]
                         target = ring.at[stage, pl.ds(j * box, box)]
                         copy = partial(plgpu.copy_gmem_to_smem, source, target, full.at[stage])
-                        if j == 0:
+                        if j == 0:  # every tile begins with a token
                             copy()
-                        else:  # a tile's end that holds no token is left as it is
+                        else:  # what is behind the last token is left as it is: its entries may be anything
                             lax.cond(start + j * box < end, copy, partial(plgpu.barrier_arrive, full.at[stage]))
-                return tuple(n + (consumer == c).astype(jnp.int32) for c, n in enumerate(steps))
+                return step + 1
 
-            steps = lax.fori_loop(0, tiles, load_tile, steps)
-            return *steps, next_table, *ahead
+            step = lax.fori_loop(0, tiles, load_tile, step)
+            return step, next_table, *ahead, *next_ahead
 
-        head_start = unit(jnp.int32(0))
-        start = ((jnp.int32(0),) * consumers, (table_of(head_start),), head_start)
-        carry = lax.fori_loop(0, mine, run_unit, sum(start, ()))
+        fields, ahead = unit(jnp.int32(0)), unit(jnp.int32(1))
+        step, *_ = lax.fori_loop(0, mine, run_unit, (jnp.int32(0), table_of(fields), *fields, *ahead))
         # No barrier may have an arrival outstanding when the CTA ends.
-        for consumer in range(consumers):
-            for stage in range(stages):
+        for stage in range(stages):
 
-                @pl.when(stage < carry[consumer])
-                def _drain(stage: int = consumer * stages + stage) -> None:
-                    plgpu.barrier_wait(k_free.at[stage])
-                    plgpu.barrier_wait(v_free.at[stage])
+            @pl.when(stage < step)
+            def _drain(stage: int = stage) -> None:
+                plgpu.barrier_wait(k_free.at[stage])
+                plgpu.barrier_wait(v_free.at[stage])
 
         for q_slot in range(q_stages):
 
@@ -596,7 +570,6 @@ def _kernel(
             ahead = unit(i + 1)
             column = lax.rem(first_head(fields), jnp.int32(8))
             q_slot = lax.rem(i, jnp.int32(q_stages))
-            scratch = scratch_s.at[warpgroup]
             if s.alibi:
                 own_slopes = slopes_ref.at[pl.ds(8 + group * s.rows - column, columns)]
                 slopes = plgpu.load(own_slopes, layout=_BY_HEAD, optimized=False) * _LOG2E
@@ -604,8 +577,8 @@ def _kernel(
 
             def attend(n: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
                 acc, top, totals = carry
-                start = (first + n * consumers + warpgroup) * tile
-                stage = warpgroup * stages + lax.rem(step + n, jnp.int32(stages))
+                start = (first + n) * tile
+                stage = lax.rem(step + n, jnp.int32(stages))
                 plgpu.barrier_wait(k_full.at[stage])
 
                 def score(s_ref: Any) -> jax.Array:
@@ -626,12 +599,12 @@ def _kernel(
                 if s.sliding_window is not None:
                     seen = seen & (keys >= length - s.sliding_window)
                 scores = jnp.where(seen, scores, jnp.full_like(scores, _NO_KEYS))
-                new_top = jnp.maximum(top, _over_rows("max", scores, scratch, s.interpret))
+                new_top = jnp.maximum(top, scores.max(axis=0))
                 shrink = jnp.exp2(top - new_top)
                 p = jnp.exp2(scores - _across(new_top, tile))
                 totals = totals * _across(shrink, tile) + p
                 acc = acc * _across(shrink, head_dim)
-                p_s.at[warpgroup].T[...] = p.astype(s.dtype)
+                p_s.T[...] = p.astype(s.dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_wait(v_full.at[stage])
 
@@ -649,7 +622,7 @@ def _kernel(
                     plgpu.commit_smem()
 
                 def product(o_ref: Any) -> Any:
-                    plgpu.wgmma(o_ref, v_s.at[stage].T, p_s.at[warpgroup].T)
+                    plgpu.wgmma(o_ref, v_s.at[stage].T, p_s.T)
                     return o_ref[...] if s.interpret else None
 
                 if s.interpret:  # it has no accumulators that start from registers
@@ -659,48 +632,45 @@ def _kernel(
                 plgpu.barrier_arrive(v_free.at[stage])
                 return acc, new_top, totals
 
-            own_tiles = lax.div(tiles - warpgroup + (consumers - 1), jnp.int32(consumers))
-            own_leaf = config.leaf // tile // consumers  # tiles of a leaf that are a consumer's
+            leaf_tiles = fields[1 + _LEAF_TILES]
 
             def attend_leaf(k: jax.Array, state: _State) -> _State:
                 totals = plgpu.layout_cast(jnp.zeros((tile, columns), jnp.float32), _KEYS_BY_HEADS)
                 acc, top, _ = nothing()
-                until = jnp.minimum((k + 1) * own_leaf, own_tiles)
-                acc, top, totals = lax.fori_loop(k * own_leaf, until, attend, (acc, top, totals))
-                return _fold(state, _State(acc, top, _over_rows("add", totals, scratch, s.interpret)))
+                until = jnp.minimum((k + 1) * leaf_tiles, tiles)
+                acc, top, totals = lax.fori_loop(k * leaf_tiles, until, attend, (acc, top, totals))
+                return _fold(state, _State(acc, top, totals.sum(axis=0)))
 
-            # As many leaves for both consumers, even if one of them has no tile of the last.
-            own = lax.fori_loop(0, pl.cdiv(tiles, jnp.int32(config.leaf // tile)), attend_leaf, nothing())
+            state = lax.fori_loop(0, pl.cdiv(tiles, leaf_tiles), attend_leaf, nothing())
             plgpu.barrier_arrive(q_free.at[q_slot])
 
             slot = lax.rem(i, jnp.int32(handovers))
 
             @pl.when(i >= handovers)
             def _wait_taken() -> None:
-                plgpu.barrier_wait(taken.at[slot * consumers + warpgroup])
+                plgpu.barrier_wait(taken.at[slot])
 
-            write(handover_s, slot * consumers + warpgroup, own)
+            write(handover_s, slot, state)
             plgpu.barrier_arrive(handed.at[slot])
-            return step + own_tiles, *ahead
+            return step + tiles, *ahead
 
         lax.fori_loop(0, mine, run_unit, (jnp.int32(0), *unit(jnp.int32(0))))
         for slot in range(handovers):
 
             @pl.when(slot < mine)
             def _drain_taken(slot: int = slot) -> None:
-                plgpu.barrier_wait(taken.at[slot * consumers + warpgroup])
+                plgpu.barrier_wait(taken.at[slot])
 
     def finish() -> None:
         def run_unit(i: jax.Array, fields: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            group, row, chunk, chunks, _, _, _, leaf, leaves, split = fields
+            group, row, chunk, chunks, _, _, _, _, leaf, leaves, cut = fields
             ahead = unit(i + 1)
             head = first_head(fields)
             column = lax.rem(head, jnp.int32(8))
             slot = lax.rem(i, jnp.int32(handovers))
             plgpu.barrier_wait(handed.at[slot])
-            states = tuple(read(handover_s, slot * consumers + c) for c in range(consumers))
-            for c in range(consumers):
-                plgpu.barrier_arrive(taken.at[slot * consumers + c])
+            state = read(handover_s, slot)
+            plgpu.barrier_arrive(taken.at[slot])
 
             def store(state: _State) -> None:
                 seen = state.total > 0
@@ -735,55 +705,48 @@ def _kernel(
 
                     write(chunk_parts, at(chunk), state)
 
-                    @pl.when(_arrive(counters_ref, (s.splits + row) * groups + group, chunks, s.interpret))
+                    @pl.when(_arrive(counters_ref, (s.cuts + row) * groups + group, chunks, s.interpret))
                     def _last() -> None:
                         store(fold_stored(chunk_parts, at, chunks, s.slots))
 
-            def finish_unit(states: tuple[_State, ...]) -> None:
-                """Of the states that the consumers have of the unit."""
-                if leaves_a_chunk == 1:
-                    finish_chunk(functools.reduce(_fold, states))
-                    return
+            if s.cuts == 0 or config.most_leaves == 1:
+                finish_chunk(state)
+                return ahead
 
-                @pl.when(leaves == 1)
-                def _whole() -> None:
-                    finish_chunk(functools.reduce(_fold, states))
+            @pl.when(leaves == 1)
+            def _whole() -> None:
+                finish_chunk(state)
 
-                @pl.when(leaves > 1)
-                def _leaf() -> None:
-                    place = (split * groups + group) * leaves_a_chunk
+            @pl.when(leaves > 1)
+            def _leaf() -> None:
+                place = cut * groups + group
 
-                    def at(n: jax.Array, consumer: int) -> jax.Array:
-                        return (place + n) * consumers + consumer
+                def at(n: jax.Array) -> jax.Array:
+                    return place * config.most_leaves + n
 
-                    for consumer, state in enumerate(states):
-                        write(leaf_parts, at(leaf, consumer), state)
+                # As a whole chunk does, which folds its leaves into nothing.
+                write(leaf_parts, at(leaf), state)
 
-                    @pl.when(_arrive(counters_ref, split * groups + group, leaves, s.interpret))
-                    def _last() -> None:
-                        parts = [
-                            fold_stored(leaf_parts, partial(at, consumer=c), leaves, leaves_a_chunk)
-                            for c in range(consumers)
-                        ]
-                        finish_chunk(functools.reduce(_fold, parts))
+                @pl.when(_arrive(counters_ref, place, leaves, s.interpret))
+                def _last() -> None:
+                    finish_chunk(fold_stored(leaf_parts, at, leaves, config.most_leaves))
 
-            finish_unit(states)
             return ahead
 
         lax.fori_loop(0, mine, run_unit, unit(jnp.int32(0)))
 
-    def role(registers: int, run: Callable[[], None]) -> Callable[[], None]:
+    def play(role: str, run: Callable[[], None]) -> Callable[[], None]:
         def body() -> None:
-            if not s.interpret and registers:
-                launched = _LAUNCH_REGISTERS[consumers]
-                plgpu.set_max_registers(registers, action="increase" if registers > launched else "decrease")
+            if not s.interpret:
+                registers = _REGISTERS[role]
+                plgpu.set_max_registers(registers, action="decrease" if role == "producer" else "increase")
             run()
 
         return body
 
-    pl.when(warpgroup == consumers)(role(_REGISTERS[consumers][0], produce))
-    pl.when(warpgroup == consumers + 1)(role(_REGISTERS[consumers][1], finish))
-    pl.when(warpgroup < consumers)(role(_REGISTERS[consumers][2], consume))
+    pl.when(warpgroup == 0)(play("consumer", consume))
+    pl.when(warpgroup == 1)(play("producer", produce))
+    pl.when(warpgroup == 2)(play("finisher", finish))
 
 
 @partial(jax.jit, static_argnames=("scale", "sliding_window", "logit_softcap", "config", "interpret"))
@@ -822,7 +785,7 @@ def decode_attention(
         rows=rows,
         columns=columns,
         slots=slots,
-        splits=max_split_chunks(batch, groups, slots, config),
+        cuts=max_cut_chunks(batch, groups, slots, config),
         block_size=block_size,
         head_dim=head_dim,
         dtype=q.dtype,
@@ -842,46 +805,45 @@ def decode_attention(
         per_head = jax.ShapeDtypeStruct((count, columns), jnp.float32)
         return jax.ShapeDtypeStruct((count, head_dim, columns), jnp.float32), per_head, per_head
 
-    leaves = config.chunk // config.leaf
     entries = max(1, config.chunk // block_size)
     entries = entries if interpret is not None else max(entries, _WARPGROUP)
-    counters = jax.new_ref(jnp.zeros(((shape.splits + batch) * groups,), jnp.int32))
-    tile, q_stages, consumers = config.tile, config.q_stages, config.consumers
-    num_tiles = consumers * config.stages
-    per_head = plgpu.SMEM((config.handovers * consumers, columns), jnp.float32)
-    handover = (plgpu.SMEM((config.handovers * consumers, head_dim, columns), jnp.float32), per_head, per_head)
-    ring = _swizzled((num_tiles, tile, head_dim), q.dtype)
+    counters = jax.new_ref(jnp.zeros(((shape.cuts + batch) * groups,), jnp.int32))
+    tile, stages, q_stages, handovers = config.tile, config.stages, config.q_stages, config.handovers
+    per_head = plgpu.SMEM((handovers, columns), jnp.float32)
+    handover = (plgpu.SMEM((handovers, head_dim, columns), jnp.float32), per_head, per_head)
+    ring = _swizzled((stages, tile, head_dim), q.dtype)
     out, lse, *_ = plgpu.kernel(
         partial(_kernel, shape, config),
         out_type=[
             jax.ShapeDtypeStruct((batch * heads, head_dim), q.dtype),
             jax.ShapeDtypeStruct((batch * heads,), jnp.float32),
-            states(shape.splits * groups * leaves * consumers if leaves > 1 else 1),
+            states(max(1, shape.cuts * groups * config.most_leaves)),
             states(batch * slots * groups if slots > 1 else 1),
         ],
         scratch_types=[
             _swizzled((q_stages, columns, head_dim), q.dtype),
             ring,
             ring,
-            _swizzled((consumers, columns, tile), q.dtype),
+            _swizzled((columns, tile), q.dtype),
             plgpu.SMEM((entries,), jnp.int32),
-            plgpu.SMEM((consumers, 4 * 32 * 2), jnp.float32),
             handover,
             plgpu.Barrier(num_barriers=q_stages, num_arrivals=columns // 8),
-            plgpu.Barrier(num_barriers=q_stages, num_arrivals=consumers),
-            plgpu.Barrier(num_barriers=num_tiles, num_arrivals=tile // box),
-            plgpu.Barrier(num_barriers=num_tiles, num_arrivals=tile // box),
-            plgpu.Barrier(num_barriers=num_tiles),
-            plgpu.Barrier(num_barriers=num_tiles),
-            plgpu.Barrier(num_barriers=config.handovers, num_arrivals=consumers),
-            plgpu.Barrier(num_barriers=config.handovers * consumers),
+            plgpu.Barrier(num_barriers=q_stages),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=tile // box),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=tile // box),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=handovers),
+            plgpu.Barrier(num_barriers=handovers),
         ],
         grid=(config.ctas,),
         grid_names=("cta",),
-        num_threads=consumers + 2,
+        num_threads=3,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True,
+            reduction_scratch_bytes=_REDUCTION_BYTES,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         kernel_name="paged_decode",
         **({} if interpret is None else {"interpret": interpret}),

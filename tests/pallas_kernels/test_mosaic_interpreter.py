@@ -61,9 +61,15 @@ def attend(kernel, config, lens, heads, kv_heads, block_size, head_dim, options)
 
 
 def small_config(**fields):
-    """Two tiles a leaf and four a chunk, on one CTA: what the interpreter can run."""
+    """Two leaves a chunk, each two tiles, on one CTA: what the interpreter can run."""
     fields = {"leaf": 128, "chunk": 256, "ctas": 1, **fields}
     return decode_attention_mosaic.Config(tile=64, stages=2, **fields)
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Has `plan` cut every chunk into leaves, as if there were many CTAs; the interpreter has one."""
+    monkeypatch.setattr(decode_attention_mosaic, "max_cut_chunks", lambda batch, groups, slots, config: batch * slots)
 
 
 @pytest.mark.parametrize(
@@ -75,19 +81,21 @@ def small_config(**fields):
         ([600], 4, 4, 64, {}),  # three chunks, the last of them less than a leaf
     ],
 )
-def test_split_decode_is_right_where_unowned_slots_are_nan(lens, heads, kv_heads, block_size, options):
+@pytest.mark.usefixtures("cut")
+def test_decode_cut_into_leaves_is_right_where_unowned_slots_are_nan(lens, heads, kv_heads, block_size, options):
     attend(decode_attention_mosaic.decode_attention, small_config(), lens, heads, kv_heads, block_size, 64, options)
 
 
-def test_two_ctas_that_split_nothing_do_not_race():
-    config = small_config(ctas=2, leaf=256)
+def test_decode_of_whole_chunks_is_right_on_two_ctas_that_share_no_sequence():
+    config = small_config(ctas=2)
     attend(decode_attention_mosaic.decode_attention, config, [200, 129, 64], 4, 2, 16, 64, {})
 
 
-def test_whole_chunks_and_leaves_give_the_same_bits():
+def test_whole_chunks_and_leaves_give_the_same_bits(request):
     run = partial(attend, decode_attention_mosaic.decode_attention, heads=2, kv_heads=1, block_size=64, head_dim=64)
-    cut = run(small_config(split_waves=1), [250], options={})
-    whole = run(small_config(split_waves=0), [250], options={})
+    whole = run(small_config(), [250], options={})
+    request.getfixturevalue("cut")
+    cut = run(small_config(q_stages=3), [250], options={})  # another config, or the program of before runs again
     jax.tree.map(np.testing.assert_array_equal, cut, whole)
 
 
@@ -156,32 +164,30 @@ def test_as_many_threads_as_can_share_an_array_and_cover_it():
 
 
 @pytest.mark.parametrize("window", [None, 1, 1500])
-@pytest.mark.parametrize("ctas", [1, 8, 132])  # few CTAs: whole chunks; many: leaves
+@pytest.mark.parametrize("ctas", [1, 132])  # one CTA: whole chunks; many: leaves
 def test_the_plan_covers_every_position_once_and_cuts_only_at_fixed_positions(window, ctas):
     lens = np.array([0, 1, 1024, 1025, 5000, 4096], np.int32)
-    config = decode_attention_mosaic.Config(tile=64, stages=2, leaf=256, chunk=1024, ctas=ctas)
+    config = decode_attention_mosaic.Config(tile=64, stages=2, leaf=128, chunk=2048, ctas=ctas)
     work = decode_attention_mosaic.plan(jnp.asarray(lens), 5120, 4, window, config)
     units = np.asarray(work.units)[: int(work.num_units[0])]
+    assert len(units) == len(np.unique(units, axis=0))
+    assert (units[:, 8] > 1).any() == (ctas == 132 and window != 1)
     for row, n in enumerate(lens):
         own = units[units[:, 0] == row]
-        own = own[np.lexsort((own[:, 6], own[:, 1]))]
+        own = own[np.lexsort((own[:, 7], own[:, 1]))]
         first = 0 if window is None else max(0, n - window) // 64 * 64
         assert own[0, 3] == first
         assert own[-1, 4] == max(n, first)
         assert (own[1:, 3] == own[:-1, 4]).all(), "every unit begins where the one before it ends"
+        assert (own[:, 2] == own[-1, 1] + 1).all()
         assert (own[:, 5] == n).all()
-        for _, chunk, chunks, begin, end, _, leaf, leaves, _ in own:
-            of_chunk = own[own[:, 1] == chunk]
-            start = of_chunk[0, 3]
-            assert chunks == own[-1, 1] + 1
-            assert start == first or start % 1024 == 0
-            assert len(of_chunk) == leaves, "as many units as the finisher waits for"
-            assert begin == start + 256 * leaf
-            assert end == max(n, first) or (end - start) % (256 if leaves > 1 else 1024) == 0 or end % 1024 == 0
-    split = units[units[:, 7] > 1]
-    assert len({(row, chunk) for row, chunk, *_ in split}) == len(np.unique(split[:, 8])), "one counter a cut chunk"
-    assert len(units) == len(np.unique(units, axis=0))
-    if ctas == 132 and window is None:
-        assert len(split), "a small batch is cut into leaves"
-    if ctas == 1:
-        assert not len(split), "a large batch is not"
+        assert (own[:, 6] * 64 == (128 if n <= 1024 else 256 if n <= 2048 else 512)).all()
+        for chunk in range(own[-1, 1] + 1):
+            leaves = own[own[:, 1] == chunk]
+            assert leaves[0, 3] == first or leaves[0, 3] % 2048 == 0
+            assert (leaves[:, 8] == len(leaves)).all(), "as many units as the finisher waits for"
+            assert (leaves[:, 7] == np.arange(len(leaves))).all()
+            assert len(leaves) <= config.most_leaves
+            assert (np.diff(leaves[:, 3]) == leaves[0, 6] * 64).all()
+            counters = units[(units[:, 9] == leaves[0, 9]) & (units[:, 8] > 1)]
+            assert len(leaves) == 1 or len(counters) == len(leaves), "one counter a cut chunk"
