@@ -94,7 +94,8 @@ def default_config(head_dim: int, columns: int) -> Config:
     handovers = 2 if state <= 16 * 1024 else 1
     # Queries, P, states, then the scratch of reductions, the table and the barriers.
     other = columns * 2 * (2 * head_dim + tile) + handovers * state + 5 * 1024
-    stages = min(6, (_SMEM_BYTES - other) // (tile * head_dim * 4))
+    most = {64: 6, 256: 2}.get(head_dim, 3)  # deeper rings measured slower: loads queue up behind each other
+    stages = min(most, (_SMEM_BYTES - other) // (tile * head_dim * 4))
     return Config(tile, stages, 128, 2048, ctas, handovers=handovers)
 
 
