@@ -25,6 +25,7 @@ from jax import lax
 
 from jpaged import pallas_kernels as ops
 from jpaged.bench.report import write_report
+from jpaged.bench.workloads import TRACES
 
 _L2_BYTES = 256 << 20  # rotate over at least this much; the largest L2 cache is 60 MB
 _PROGRAM_S = 4e-3  # aimed length of one program, far above its dispatch
@@ -44,13 +45,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """Shape of an attention case."""
+    """Shape of an attention case. max_len: tokens that a row of the table has room for; the longest sequence's if 0."""
 
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
     dtype: Any = jnp.bfloat16
+    max_len: int = 0
 
 
 def _random(key: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -60,10 +62,12 @@ def _random(key: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.tile(part, (-(-shape[0] // rows), *[1] * (len(shape) - 1)))[: shape[0]]
 
 
-def _tables(rng: np.random.Generator, copies: int, lens: np.ndarray, block_size: int) -> tuple[int, list[jax.Array]]:
+def _tables(
+    rng: np.random.Generator, copies: int, lens: np.ndarray, block_size: int, max_len: int = 0
+) -> tuple[int, list[jax.Array]]:
     """Block tables of `copies` disjoint sets of sequences, shuffled; and the size of the pool they need."""
     need = -(-lens // block_size)
-    width, total = int(need.max()), int(need.sum())
+    width, total = max(int(need.max()), -(-max_len // block_size)), int(need.sum())
     ids = rng.permutation(copies * total).astype(np.int32) + 1
     tables = []
     for c in range(copies):
@@ -85,7 +89,7 @@ def attention_case(
     itemsize = jnp.dtype(s.dtype).itemsize
     kv_bytes = float(lens.sum()) * 2 * s.kv_heads * s.head_dim * itemsize
     copies = max(1, -(-_L2_BYTES // int(kv_bytes)))
-    num_blocks, tables = _tables(rng, min(copies, 64), lens, s.block_size)
+    num_blocks, tables = _tables(rng, min(copies, 64), lens, s.block_size, s.max_len)
     pool = _random(1, (num_blocks, 2, s.kv_heads, s.block_size, s.head_dim), s.dtype)
     kv_lens = jnp.asarray(lens, jnp.int32)
     if queries is None:
@@ -257,13 +261,20 @@ def cases(backend: str | None) -> Iterator[Case]:
         return np.full(batch, length, np.int64)
 
     def decode(
-        name: str, unit: str, aim: float, lens: np.ndarray, setting: Setting | None = None, **options: Any
+        name: str, unit: str, aim: float | None, lens: np.ndarray, setting: Setting | None = None, **options: Any
     ) -> Case:
         build = partial(attention_case, lens, None, setting or Setting(), backend, **options)
         return Case("decode " + name, unit, aim, build)
 
     ragged = np.random.default_rng(5).integers(2048, 4097, 64)
     yield decode("64 x 4,096", "GB/s", 4300, same(64, 4096))
+    # What an engine's decode steps see: many rows of conversations of any age, in a table for the longest allowed.
+    inputs, outputs = TRACES["sharegpt-like"]
+    for rows in (1024, 256, 50):
+        rng = np.random.default_rng(rows)
+        lens = inputs.draw(rng, rows) + (rng.random(rows) * outputs.draw(rng, rows)).astype(np.int64)
+        yield decode(f"{rows:,} ShareGPT-like rows (16/8)", "GB/s", None, lens, Setting(16, max_len=17_000))
+    yield decode("1 x 560 (16/8), table for 17,000", "us", None, same(1, 560), Setting(16, max_len=17_000))
     yield decode("64 x 4,096, block 64", "GB/s", 4300, same(64, 4096), Setting(block_size=64))
     yield decode("256 x 1,024", "GB/s", 4000, same(256, 1024))
     yield decode("8 x 16,384", "GB/s", 4150, same(8, 16384))

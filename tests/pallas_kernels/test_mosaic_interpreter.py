@@ -1,6 +1,6 @@
 """The Mosaic kernels in Pallas' GPU interpreter, on a CPU, with its race detector. Needs JAX >= 0.11."""
 
-import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels import (
     decode_attention_mosaic,
+    decode_attention_rows_mosaic,
     move_blocks_mosaic,
     rope_and_write_mosaic,
     write_kv_mosaic,
@@ -27,36 +28,27 @@ from jpaged.pallas_kernels.thread_layout_mosaic import thread_layout
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
-@pytest.mark.parametrize(
-    ("lens", "heads", "kv_heads", "block_size", "consumers", "options"),
-    [
-        ([300, 0, 65], 8, 2, 16, 2, {}),
-        ([300, 1, 256], 4, 2, 32, 2, {"sliding_window": 100, "logit_softcap": 4.0, "alibi": True}),
-        ([130, 128], 6, 2, 128, 2, {"alibi": True}),
-        ([64, 129], 4, 4, 64, 1, {}),
-    ],
-)
-def test_split_decode_is_right_where_unowned_slots_are_nan(lens, heads, kv_heads, block_size, consumers, options):
+def attend(kernel, config, lens, heads, kv_heads, block_size, head_dim, options):
+    """Runs a decode kernel in the interpreter and compares it with float64 numpy."""
     options = dict(options)
     slopes = np.linspace(0.01, 0.2, heads, dtype=np.float32) if options.pop("alibi", False) else None
     world = make_world(
         1,
         lens,
         kv_heads=kv_heads,
-        head_dim=64,
+        head_dim=head_dim,
         block_size=block_size,
         dtype="bfloat16",
         window=options.get("sliding_window"),
     )
-    q = random_queries(1, len(lens), heads, 64, "bfloat16")
-    config = decode_attention_mosaic.Config(tile=64, stages=2, chunk=128, ctas=2, consumers=consumers)
-    out, lse = decode_attention_mosaic.decode_attention(
+    q = random_queries(1, len(lens), heads, head_dim, "bfloat16")
+    out, lse = kernel(
         q,
         world.pool,
         jnp.asarray(world.tables),
         jnp.asarray(world.lens),
         None if slopes is None else jnp.asarray(slopes),
-        scale=0.125,
+        scale=head_dim**-0.5,
         sliding_window=options.get("sliding_window"),
         logit_softcap=options.get("logit_softcap"),
         config=config,
@@ -65,6 +57,52 @@ def test_split_decode_is_right_where_unowned_slots_are_nan(lens, heads, kv_heads
     want, want_lse = expected_decode(world, np.asarray(q.astype(jnp.float32)), alibi_slopes=slopes, **options)
     assert_close(out, want, "bfloat16")
     assert_lse_close(lse, want_lse, "bfloat16")
+    return out, lse
+
+
+def small_config(**fields):
+    """Two leaves a chunk, each two tiles, on one CTA: what the interpreter can run."""
+    fields = {"leaf": 128, "chunk": 256, "ctas": 1, **fields}
+    return decode_attention_mosaic.Config(tile=64, stages=2, **fields)
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Has `plan` cut every chunk into leaves, as if there were many CTAs; the interpreter has one."""
+    monkeypatch.setattr(decode_attention_mosaic, "max_cut_chunks", lambda batch, groups, slots, config: batch * slots)
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "kv_heads", "block_size", "options"),
+    [
+        ([300, 0, 65], 8, 2, 16, {}),
+        ([300, 1, 256], 4, 2, 32, {"sliding_window": 100, "logit_softcap": 4.0, "alibi": True}),
+        ([130, 128], 6, 2, 128, {"alibi": True}),  # groups of 3 heads start anywhere in a tile of queries
+        ([600], 4, 4, 64, {}),  # three chunks, the last of them less than a leaf
+    ],
+)
+@pytest.mark.usefixtures("cut")
+def test_decode_cut_into_leaves_is_right_where_unowned_slots_are_nan(lens, heads, kv_heads, block_size, options):
+    attend(decode_attention_mosaic.decode_attention, small_config(), lens, heads, kv_heads, block_size, 64, options)
+
+
+def test_decode_of_whole_chunks_is_right_on_two_ctas_that_share_no_sequence():
+    config = small_config(ctas=2)
+    attend(decode_attention_mosaic.decode_attention, config, [200, 129, 64], 4, 2, 16, 64, {})
+
+
+def test_whole_chunks_and_leaves_give_the_same_bits(request):
+    run = partial(attend, decode_attention_mosaic.decode_attention, heads=2, kv_heads=1, block_size=64, head_dim=64)
+    whole = run(small_config(), [250], options={})
+    request.getfixturevalue("cut")
+    cut = run(small_config(q_stages=3), [250], options={})  # another config, or the program of before runs again
+    jax.tree.map(np.testing.assert_array_equal, cut, whole)
+
+
+def test_decode_with_heads_as_rows_is_right_where_unowned_slots_are_nan():
+    config = decode_attention_rows_mosaic.Config(tile=64, stages=2, chunk=128, ctas=2)
+    options = {"sliding_window": 100, "logit_softcap": 4.0, "alibi": True}
+    attend(decode_attention_rows_mosaic.decode_attention, config, [300, 0, 65], 8, 2, 16, 80, options)
 
 
 def test_kv_write_and_block_moves_equal_the_reference():
@@ -125,18 +163,31 @@ def test_as_many_threads_as_can_share_an_array_and_cover_it():
         assert layout.replication_factor == 128 // (columns * np.gcd(128 // columns, rows)), shape
 
 
-def test_the_plan_covers_every_position_once_and_cuts_only_at_multiples_of_the_chunk():
+@pytest.mark.parametrize("window", [None, 1, 1500])
+@pytest.mark.parametrize("ctas", [1, 132])  # one CTA: whole chunks; many: leaves
+def test_the_plan_covers_every_position_once_and_cuts_only_at_fixed_positions(window, ctas):
     lens = np.array([0, 1, 1024, 1025, 5000, 4096], np.int32)
-    for window in (None, 1, 1500):
-        work = decode_attention_mosaic.plan(jnp.asarray(lens), 5120, 1024, 64, window)
-        units = np.asarray(work.units)[: int(work.num_units[0])]
-        assert len({(row, slot) for row, slot, *_ in units}) == len(units), "two units share a result slot"
-        for row, n in enumerate(lens):
-            own = sorted((begin, end) for r, _, begin, end, _ in units if r == row)
-            first = 0 if window is None else max(0, n - window) // 64 * 64
-            assert len(own) == work.num_chunks[row]
-            assert own[0][0] == first
-            assert own[-1][1] == max(n, first)
-            for (_, end), (begin, _) in itertools.pairwise(own):
-                assert end == begin
-                assert begin % 1024 == 0
+    config = decode_attention_mosaic.Config(tile=64, stages=2, leaf=128, chunk=2048, ctas=ctas)
+    work = decode_attention_mosaic.plan(jnp.asarray(lens), 5120, 4, window, config)
+    units = np.asarray(work.units)[: int(work.num_units[0])]
+    assert len(units) == len(np.unique(units, axis=0))
+    assert (units[:, 8] > 1).any() == (ctas == 132 and window != 1)
+    for row, n in enumerate(lens):
+        own = units[units[:, 0] == row]
+        own = own[np.lexsort((own[:, 7], own[:, 1]))]
+        first = 0 if window is None else max(0, n - window) // 64 * 64
+        assert own[0, 3] == first
+        assert own[-1, 4] == max(n, first)
+        assert (own[1:, 3] == own[:-1, 4]).all(), "every unit begins where the one before it ends"
+        assert (own[:, 2] == own[-1, 1] + 1).all()
+        assert (own[:, 5] == n).all()
+        assert (own[:, 6] * 64 == (128 if n <= 1024 else 256 if n <= 2048 else 512)).all()
+        for chunk in range(own[-1, 1] + 1):
+            leaves = own[own[:, 1] == chunk]
+            assert leaves[0, 3] == first or leaves[0, 3] % 2048 == 0
+            assert (leaves[:, 8] == len(leaves)).all(), "as many units as the finisher waits for"
+            assert (leaves[:, 7] == np.arange(len(leaves))).all()
+            assert len(leaves) <= config.most_leaves
+            assert (np.diff(leaves[:, 3]) == leaves[0, 6] * 64).all()
+            counters = units[(units[:, 9] == leaves[0, 9]) & (units[:, 8] > 1)]
+            assert len(leaves) == 1 or len(counters) == len(leaves), "one counter a cut chunk"
