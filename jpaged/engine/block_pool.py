@@ -124,6 +124,11 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return int(self._ref_counts[block_id])
 
+    def occupancy(self) -> tuple[np.ndarray, np.ndarray]:
+        """References to each block, int32 [num_blocks], and whether a prefix could hit it, bool [num_blocks]: copies."""
+        named = np.zeros((self.num_blocks,), np.bool_) if self.cache is None else self.cache.registered()
+        return self._ref_counts.copy(), named
+
     def num_unreferenced(self, block_ids: np.ndarray) -> int:
         """How many of these blocks are on the free list, so that sharing them uses up free blocks."""
         return int(np.count_nonzero(self._ref_counts[block_ids] == 0))
