@@ -5,12 +5,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROMPT ?= Tell me a story about a fox and a lantern.
 
-.PHONY: demo chat install install-test test lint types format clean help
+.PHONY: demo chat install install-test test test-ray lint types format clean help
 
 help:
 	@echo "make demo   install into $(VENV) and tell a story with the embedded model"
 	@echo "make chat   talk to the embedded model"
 	@echo "make test   install what the tests need and run them, with lint and types"
+	@echo "make test-ray   the tests that need Ray, which this installs"
 	@echo "make lint types format clean   the parts"
 
 demo: install
@@ -37,6 +38,10 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 test: install-test
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 	$(MAKE) --no-print-directory lint types
+
+test-ray: install-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]"
+	$(BIN)/python -m pytest tests/scoring/test_ray.py
 
 lint: install-test
 	$(BIN)/python -m ruff check .

@@ -8,6 +8,7 @@ outputs = LLM("path/to/model").generate(["Once upon a time"], SamplingParams(max
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -27,6 +28,7 @@ _LAZY = {  # these import jax, which takes a second or two
 __all__ = [
     "LLM",
     "AsyncLLMEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",

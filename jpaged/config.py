@@ -1,10 +1,15 @@
 """Configuration: what a user asks for (`EngineArgs`) and what the scheduler is given (`SchedulerConfig`)."""
 
+import math
+import os
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal, get_args
 
 from jpaged.errors import InvalidParameterError
+
+Policy = Literal["fcfs", "priority"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,9 @@ class SchedulerConfig:
     policy: "fcfs" runs the earliest arrival first; "priority" the lowest priority value, then the earliest.
     watermark: the fraction of the pool that admitting a new request must leave free, against thrashing.
     pipeline_depth: steps dispatched before the first one's tokens are read; 0 is the plain synchronous loop.
+    num_swap_chunks: chunks of `SWAP_CHUNK_BLOCKS` blocks in host memory.
+    preemption_mode: what becomes of preempted sequences. "swap": their blocks go to host memory, as long as there is
+        room; "recompute": they are computed again; "auto": groups swap, single sequences are computed again.
     """
 
     block_size: int
@@ -28,9 +36,11 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     enable_prefix_caching: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Policy = "fcfs"
     watermark: float = 0.01
     pipeline_depth: int = 2
+    num_swap_chunks: int = 0
+    preemption_mode: PreemptionMode = "auto"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -44,8 +54,13 @@ class SchedulerConfig:
             raise InvalidParameterError(f'policy must be "fcfs" or "priority", got {self.policy!r}.')
         if not 0.0 <= self.watermark < 1.0:
             raise InvalidParameterError(f"watermark must be in [0, 1), got {self.watermark}.")
-        if self.pipeline_depth < 0:
-            raise InvalidParameterError(f"pipeline_depth must be at least 0, got {self.pipeline_depth}.")
+        for name in ("pipeline_depth", "num_swap_chunks"):
+            if getattr(self, name) < 0:
+                raise InvalidParameterError(f"{name} must be at least 0, got {getattr(self, name)}.")
+        if self.preemption_mode not in get_args(PreemptionMode):
+            raise InvalidParameterError(
+                f'preemption_mode must be "auto", "swap" or "recompute", got {self.preemption_mode!r}.'
+            )
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -53,9 +68,8 @@ class SchedulerConfig:
 
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "safetensors", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 KernelBackend = Literal["mosaic", "xla"]
-Policy = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +94,20 @@ class EngineArgs:
         scheduling_policy: "fcfs", or "priority": lower `priority` values first.
         watermark: fraction of the pool that must stay free when a request is admitted.
         pipeline_depth: steps dispatched before the first one's tokens are read; 0 reads each at once.
+        swap_space: GiB of host memory for the blocks of preempted sequences, taken as they are needed.
+        preemption_mode: what to do with sequences for which there is no room any more. "swap": keep their keys and
+            values in the swap space while it lasts; "recompute": compute them again; "auto": swap the sequences of a
+            request for several (`n`, beam search), and compute single ones again.
         decode_buckets, token_buckets: ascending sizes that programs are compiled for.
         seed: of sampling, for requests without one, and of random weights.
         kernel_backend: implementation of attention and cache writes: "mosaic" (kernels for Hopper), "xla" (anywhere);
             by default the kernels where the device and the model's shapes allow.
-        load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights from its config.json.
+        tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
+        data_parallel_size: replicas of the model, each on devices and in a process of its own (`LLM` only).
+        coordinator_address, num_processes, process_id: of a model over several hosts, `docs/parallel.md`; by default
+            what JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say.
+        load_format: "safetensors" or "orbax" checkpoint, or "auto" for what is there; "dummy" makes random weights from
+            its config.json.
         skip_tokenizer_init: take and give token ids only.
         verbose: print the start-up table and progress.
 
@@ -106,20 +129,37 @@ class EngineArgs:
     scheduling_policy: Policy = "fcfs"
     watermark: float = 0.01
     pipeline_depth: int = 2
+    swap_space: float = 4.0
+    preemption_mode: PreemptionMode = "auto"
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
     seed: int = 0
     kernel_backend: KernelBackend | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
     load_format: LoadFormat = "auto"
     skip_tokenizer_init: bool = False
     verbose: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "revision"):
+        for name, what in (
+            ("model", "a directory or a hub id, as a string"),
+            ("tokenizer", "a directory or a hub id, as a string"),
+            ("revision", "a directory or a hub id, as a string"),
+            ("coordinator_address", '"host:port"'),
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise InvalidParameterError(f"{name} must be a directory or a hub id, as a string, got {value!r}.")
-        for name, kind in (("dtype", DType), ("load_format", LoadFormat), ("scheduling_policy", Policy)):
+                raise InvalidParameterError(f"{name} must be {what}, got {value!r}.")
+        for name, kind in (
+            ("dtype", DType),
+            ("load_format", LoadFormat),
+            ("scheduling_policy", Policy),
+            ("preemption_mode", PreemptionMode),
+        ):
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))
                 raise InvalidParameterError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
@@ -134,15 +174,20 @@ class EngineArgs:
             ("num_gpu_blocks_override", 2, 2**31 // self.block_size - 1),
             ("max_num_seqs", 1, 2**16),
             ("max_num_batched_tokens", 1, 2**20),
+            ("num_processes", 1, 2**16),
+            ("process_id", 0, 2**16),
         ):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), least, most)
         if self.block_size > 256 or self.block_size & (self.block_size - 1):
             raise InvalidParameterError(f"block_size must be a power of two from 1 to 256, got {self.block_size}.")
+        _check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _check_integer("data_parallel_size", self.data_parallel_size, 1)
         _check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
         _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
         _check_fraction("watermark", self.watermark, zero_allowed=True)
+        _check_swap_space(self.swap_space)
         for name in ("enable_prefix_caching", "skip_tokenizer_init", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -167,6 +212,16 @@ def _check_fraction(name: str, value: object, *, zero_allowed: bool = False, one
     if not inside:
         interval = f"{'[' if zero_allowed else '('}0, 1{']' if one_allowed else ')'}"
         raise InvalidParameterError(f"{name} must be in {interval}, got {value}.")
+
+
+def _check_swap_space(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise InvalidParameterError(f"swap_space must be a number of GiB from 0 up, got {value!r}.")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if float(value) > memory:
+        raise InvalidParameterError(
+            f"swap_space={value} exceeds the {memory:.1f} GiB of memory that this machine has; lower it."
+        )
 
 
 def _check_buckets(name: str, buckets: object) -> None:

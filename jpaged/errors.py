@@ -37,5 +37,13 @@ class OutOfMemoryError(JPagedError, MemoryError):
     """The device cannot hold the weights and the KV pool of even one sequence."""
 
 
+class MalformedRowError(JPagedError, ValueError):
+    """A row of an input file that cannot be scored; the message begins with the file and the line."""
+
+
+class OutputError(JPagedError, OSError):
+    """Results cannot be written: the disk is full, or the place cannot be written to. What was finished is kept."""
+
+
 class EngineDeadError(JPagedError, RuntimeError):
     """The engine met an internal error and cannot go on; the original exception is its `__cause__`."""

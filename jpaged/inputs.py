@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict, cast
 
+import numpy as np
+
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError, InvalidPromptError
 from jpaged.executor import sampler
@@ -61,6 +64,45 @@ class InputProcessor:
         text, token_ids = self._tokens_of(prompt)
         self._check_tokens(token_ids)
         return ProcessedInput(text, token_ids, self._check_parameters(params))
+
+    def process_search(self, prompt: Prompt, params: BeamSearchParams) -> ProcessedInput:
+        """The same for a beam search."""
+        if params.beam_width > self._vocab_size:
+            raise InvalidParameterError(
+                f"beam_width={params.beam_width} exceeds the vocabulary of {self._vocab_size} tokens; lower it."
+            )
+        return self.process(prompt, params.sampling_params())
+
+    def check_scored(self, token_ids: Sequence[int] | np.ndarray, first_scored: int) -> np.ndarray:
+        """Checks tokens to score, from index `first_scored` on; returns them as int32 [n].
+
+        Raises:
+            InvalidPromptError: too few or too many tokens, or some outside the vocabulary.
+            InvalidParameterError: first_scored is not the index of a token that has one before it.
+        """
+        tokens = np.asarray(token_ids)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise InvalidPromptError(f"token_ids must be a list of integers, got {_kind(token_ids)}.")
+        if len(tokens) < 2:
+            raise InvalidPromptError(
+                f"token_ids must have at least two tokens, one to score and one before it; got {len(tokens)}."
+            )
+        if len(tokens) > self._max_model_len:
+            raise InvalidPromptError(
+                f"token_ids has {len(tokens)} tokens; with max_model_len={self._max_model_len} at most as many can be "
+                f"scored at once. Use windows (jpaged.scoring) or raise max_model_len."
+            )
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
+        if len(wrong):
+            raise InvalidPromptError(
+                f"token_ids[{wrong[0]}] is {tokens[wrong[0]]}, outside the vocabulary of {self._vocab_size} tokens "
+                f"(0 to {self._vocab_size - 1})."
+            )
+        if isinstance(first_scored, bool) or not isinstance(first_scored, Integral):
+            raise InvalidParameterError(f"first_scored must be an integer, got {first_scored!r}.")
+        if not 1 <= first_scored < len(tokens):
+            raise InvalidParameterError(f"first_scored must be from 1 to {len(tokens) - 1}, got {first_scored}.")
+        return tokens.astype(np.int32)
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

@@ -7,14 +7,22 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError
+from jpaged.errors import (
+    InvalidParameterError,
+    InvalidPromptError,
+    JPagedError,
+    OutOfMemoryError,
+    UnsupportedParameterError,
+)
 from jpaged.inputs import Messages, Prompt, as_prompt_list
 from jpaged.interrupt import Interruptible
 from jpaged.llm_engine import LLMEngine
 from jpaged.outputs import RequestOutput
+from jpaged.replicas import start_engine
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -39,7 +47,7 @@ class LLM:
         if unknown:
             known = ", ".join(EngineArgs.__dataclass_fields__)
             raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; it has {known}.")
-        self.engine = LLMEngine(EngineArgs(model=model, **options))
+        self.engine = start_engine(EngineArgs(model=model, **options))
         self._request_ids = map(str, count())
 
     def generate(
@@ -68,6 +76,37 @@ class LLM:
         priorities = [0] * len(prompt_list) if priority is None else list(priority)
         if len(priorities) != len(prompt_list):
             raise InvalidParameterError(f"priority has {len(priorities)} entries for {len(prompt_list)} prompts.")
+        return self._serve(prompt_list, params, priorities, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool | Callable[..., tqdm] = False,
+    ) -> list[RequestOutput]:
+        """Finds for each prompt the likeliest sequences by beam search, as transformers does.
+
+        Args:
+            prompts, use_tqdm: as in `generate`.
+            params: how to search, for all prompts.
+        Returns:
+            One output for each prompt, in their order; its `outputs` are the sequences, best first, each with its
+            cumulative log-probability and score.
+        Raises:
+            As `generate`; and OutOfMemoryError if the beams of a prompt might not fit the KV pool together.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidParameterError(f"params must be BeamSearchParams, got {type(params).__name__}.")
+        prompt_list = as_prompt_list(prompts)
+        return self._serve(prompt_list, [params] * len(prompt_list), [0] * len(prompt_list), use_tqdm)
+
+    def _serve(
+        self,
+        prompt_list: list[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        priorities: list[int],
+        use_tqdm: bool | Callable[..., tqdm],
+    ) -> list[RequestOutput]:
         with Interruptible() as interrupt:  # Ctrl-C takes effect between steps, and ends these requests only
             request_ids: list[str] = []
             try:
@@ -137,8 +176,34 @@ class LLM:
         """What `generate` uses when no parameters are given: the model's generation_config.json, if it has one."""
         return self.engine.default_sampling_params
 
+    def pin_prefix(self, prompt: Prompt) -> int:
+        """Computes a prompt and keeps its full blocks in the prefix cache, whatever else is served: for a system
+        prompt, or examples that many prompts begin with.
+
+        Returns: the number of tokens kept.
+
+        Raises:
+            InvalidPromptError: as `generate`. InvalidParameterError: the engine was started without prefix caching.
+            OutOfMemoryError: what is left of the pool would not hold the longest sequence.
+            UnsupportedParameterError: there are several replicas.
+        """
+        engine = self._single_engine()
+        self._serve([prompt], [SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)], [0], use_tqdm=False)
+        return engine.pin_prefix(prompt)
+
+    def unpin_prefix(self, prompt: Prompt) -> bool:
+        """Lets a pinned prefix be reused again. Returns whether it was pinned."""
+        return self._single_engine().unpin_prefix(prompt)
+
+    def _single_engine(self) -> LLMEngine:
+        if not isinstance(self.engine, LLMEngine):
+            raise UnsupportedParameterError(
+                "Prefixes can be pinned in one engine, and this LLM has several replicas; use data_parallel_size=1."
+            )
+        return self.engine
+
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes."""
+        """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run."""
         return self.engine.reset_prefix_cache()
 
     def get_metrics(self) -> EngineStats:
@@ -180,7 +245,7 @@ class LLM:
                 for output in outputs:
                     finished[output.request_id] = output
                     tokens_in += len(output.prompt_token_ids)
-                    tokens_out += len(output.outputs[0].token_ids)
+                    tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
                     elapsed = time.perf_counter() - begun
                     bar.update()
                     bar.set_postfix_str(

@@ -4,11 +4,17 @@ add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputP
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
 
 from jpaged.assets import demo_model_path
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs, SchedulerConfig
+from jpaged.distributed import Cluster, LeadingRunner, lead
 from jpaged.engine.generation_config import get_default_sampling_params
+from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.request import Request
 from jpaged.engine.scheduler import Scheduler
@@ -20,7 +26,7 @@ from jpaged.inputs import InputProcessor, Prompt
 from jpaged.models import resolve
 from jpaged.output_processor import OutputProcessor
 from jpaged.outputs import RequestOutput
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
 class LLMEngine:
@@ -42,6 +48,7 @@ class LLMEngine:
 
     Attributes:
         max_model_len: the longest a sequence may grow, prompt and output, in tokens.
+        vocab_size: token ids that the model knows.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedModelError: the model cannot be loaded.
@@ -50,15 +57,21 @@ class LLMEngine:
     """
 
     def __init__(self, args: EngineArgs, startup: Startup | None = None) -> None:
+        if args.data_parallel_size != 1:
+            raise InvalidParameterError(
+                f"LLMEngine is one replica, got data_parallel_size={args.data_parallel_size}; use LLM, or"
+                f" ReplicatedEngine from jpaged.replicas."
+            )
         directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
         self.args = args
-        self.startup = start(args, directory) if startup is None else _same_start(args, startup)
+        self.startup = _start(args, directory) if startup is None else _same_start(args, startup)
         self.tokenizer = None
         if not args.skip_tokenizer_init:
             self.tokenizer = Tokenizer.load(args.tokenizer or directory)
         self.default_sampling_params = get_default_sampling_params(directory)
         config, model = self.startup.config, self.startup.model.config
         self._eos_token_ids = model.eos_token_ids
+        chunk_bytes = SWAP_CHUNK_BLOCKS * self.startup.memory.block * args.tensor_parallel_size
         scheduler_config = SchedulerConfig(
             block_size=config.block_size,
             num_blocks=_at_most("num_gpu_blocks_override", args.num_gpu_blocks_override, config.num_blocks),
@@ -71,9 +84,12 @@ class LLMEngine:
             policy=args.scheduling_policy,
             watermark=args.watermark,
             pipeline_depth=args.pipeline_depth,
+            num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
+            preemption_mode=args.preemption_mode,
         )
-        self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.runner)
+        self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
+        self.vocab_size = model.vocab_size
         self._inputs = InputProcessor(self.tokenizer, model.vocab_size, self.max_model_len)
         self._outputs = OutputProcessor(self._core, self.tokenizer)
         self._failure: BaseException | None = None
@@ -94,7 +110,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -105,7 +121,8 @@ class LLMEngine:
         Args:
             request_id: not that of an unfinished request.
             prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            params: how to sample; the model's defaults if None.
+            params: how to sample, or to search; the model's sampling defaults if None. A search reports once, when it
+                has finished.
             priority: with scheduling_policy "priority", lower runs first.
             cache_salt: prefixes are shared only among requests of equal salt.
             arrival_time: seconds of `time.monotonic()`, for the output's metrics; now by default.
@@ -118,9 +135,15 @@ class LLMEngine:
         if not isinstance(request_id, str) or not request_id:
             raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
         params = self.default_sampling_params if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidParameterError(f"params must be SamplingParams, got {type(params).__name__}.")
-        checked = self._inputs.process(prompt, params)
+        beam = params if isinstance(params, BeamSearchParams) else None
+        if isinstance(params, BeamSearchParams):
+            checked, params = self._inputs.process_search(prompt, params), params.sampling_params()
+        elif isinstance(params, SamplingParams):
+            checked = self._inputs.process(prompt, params)
+        else:
+            raise InvalidParameterError(
+                f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}."
+            )
         request = Request(
             request_id,
             checked.prompt_token_ids,
@@ -130,9 +153,48 @@ class LLMEngine:
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
+            beam=beam,
         )
         self._core.add_request(request)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
+
+    def add_score_request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | np.ndarray,
+        first_scored: int = 1,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues tokens whose log-probabilities are wanted, and nothing else: they are prefilled, nothing is sampled.
+
+        What comes before the scored tokens may come out of the prefix cache. `step` returns one output, finished, with
+        `scores` of token_ids[first_scored:] and no `outputs`.
+
+        Args:
+            token_ids: int [n], at least two and at most max_model_len tokens; the last is scored, never computed.
+            first_scored: index of the first token to score, from 1 to n-1; the others are its context.
+            request_id, priority, cache_salt: as in `add_request`.
+        Raises:
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served; the message says
+                why.
+            EngineDeadError: the engine failed earlier.
+        """
+        self._check_alive()
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
+        tokens = self._inputs.check_scored(token_ids, first_scored)
+        request = Request(
+            request_id,
+            tokens[:-1],
+            _SCORING,
+            priority=priority,
+            cache_salt=cache_salt,
+            score_targets=tokens[first_scored:],
+        )
+        self._core.add_request(request)
+        self._outputs.add(request, None, [])
 
     def step(self) -> list[RequestOutput]:
         """One turn of the loop: dispatches a step and returns outputs of an earlier one.
@@ -165,13 +227,35 @@ class LLMEngine:
         return self._core.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. Returns False, and does nothing, while requests run."""
+        """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run."""
         return self._core.reset_prefix_cache()
+
+    def pin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> int:
+        """Keeps the beginning of a prompt in the prefix cache, until `unpin_prefix` or `reset_prefix_cache`: its full
+        blocks that are in the cache, so a request with it must have run (`LLM.pin_prefix` sees to that).
+
+        Returns: the number of tokens kept.
+
+        Raises:
+            InvalidPromptError: as `add_request`. InvalidParameterError: there is no prefix cache.
+            OutOfMemoryError: too little of the pool would be left.
+        """
+        return self._core.pin_prefix(self._token_array(prompt), cache_salt)
+
+    def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
+        """Lets a pinned prefix be reused again. Returns whether it was pinned."""
+        return self._core.unpin_prefix(self._token_array(prompt), cache_salt)
+
+    def _token_array(self, prompt: Prompt) -> np.ndarray:
+        return np.array(self._inputs.process(prompt, SamplingParams()).prompt_token_ids, np.int32)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
 
+
+_SCORING = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+"""Of requests that sample nothing."""
 
 _FREE_TO_DIFFER = {
     "tokenizer",
@@ -183,11 +267,28 @@ _FREE_TO_DIFFER = {
     "scheduling_policy",
     "watermark",
     "pipeline_depth",
+    "swap_space",
+    "preemption_mode",
     "seed",
     "skip_tokenizer_init",
     "verbose",
 }
 """Options that an engine on a runner started before may have of its own."""
+
+
+def _start(args: EngineArgs, directory: Path) -> Startup:
+    """Starts a runner here and, where there are several processes, in all of them."""
+    cluster = Cluster.find(args)
+    if cluster is None:
+        return start(args, directory)
+    workers = lead(args, cluster)
+    try:
+        startup = start(args, directory)
+    except BaseException:
+        workers.close()
+        raise
+    startup.leader = LeadingRunner(startup.runner, workers)
+    return startup
 
 
 def _same_start(args: EngineArgs, startup: Startup) -> Startup:

@@ -1,6 +1,10 @@
 """What a request returns. Field names follow vLLM, so code written for it reads these."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it needs numpy, which `jpaged --help` can do without
+    from jpaged.engine.interface import TargetScores
 
 
 @dataclass(slots=True)
@@ -24,11 +28,13 @@ PositionLogprobs = dict[int, Logprob]
 class CompletionOutput:
     """One generated sequence.
 
-    index: which of the request's sequences.
+    index: which of the request's sequences; with `best_of` and beam search, its rank.
     text: the generated text ("" without a tokenizer or with detokenize=False).
     token_ids: the generated tokens, a stop token included.
-    cumulative_logprob: the sum of the tokens' log-probabilities, None unless `logprobs` was asked for.
+    cumulative_logprob: the sum of the tokens' log-probabilities, None unless `logprobs` was asked for, or the
+        sequences are ranked by it (`best_of`, beam search).
     logprobs: a dict for each token, None unless asked for.
+    score: of a sequence that a beam search found: its cumulative log-probability divided by the length penalty.
     finish_reason: "stop" (a stop token or string, or the end of sequence), "length", "abort", or None while running.
     stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
     """
@@ -40,6 +46,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -61,8 +68,10 @@ class RequestStateStats:
 class RequestOutput:
     """A request and what it has generated so far.
 
+    outputs: its sequences by index; with output kind DELTA those that have something new.
     prompt_logprobs: for each prompt token a dict of log-probabilities, None for the first; None unless asked for.
     num_cached_tokens: prompt tokens found in the prefix cache.
+    scores: of a request made by `LLMEngine.add_score_request`, which has no outputs; None for others.
     """
 
     request_id: str
@@ -73,3 +82,4 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
+    scores: "TargetScores | None" = None

@@ -7,7 +7,7 @@ from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
 
-from jpaged.errors import InvalidParameterError, UnsupportedParameterError
+from jpaged.errors import InvalidParameterError
 
 MAX_LOGPROBS = 20
 """The most alternatives `logprobs` and `prompt_logprobs` can ask for."""
@@ -39,7 +39,11 @@ class SamplingParams:
     """Sampling parameters of a request. All of them take effect on the device.
 
     Args:
-        n: sequences per prompt; only 1 in this version.
+        n: sequences to return for each prompt. The prompt is computed once, and its blocks are shared. With a seed,
+            sequence 0 is what n=1 gives. Greedy sequences are all the same.
+        best_of: sequences to generate, of which the n with the greatest cumulative log-probability (under the model,
+            see `logprobs`) are returned, best first; n by default. With more than n, outputs come only once, when
+            all have finished, since it is not known before which they are.
         temperature: divides the logits; 0 means greedy.
         top_p: keep the fewest most likely tokens whose probabilities reach this sum, in (0, 1]; 1 keeps all.
         top_k: keep this many most likely tokens, with those tied with the last; 0 or -1 keeps all.
@@ -66,10 +70,10 @@ class SamplingParams:
 
     Raises:
         InvalidParameterError: a value of the wrong type or out of range, or two that contradict each other.
-        UnsupportedParameterError: `n` > 1.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -99,6 +103,16 @@ class SamplingParams:
         self._check_contradictions()
 
     @property
+    def num_sequences(self) -> int:
+        """How many are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks(self) -> bool:
+        """Whether more sequences are generated than returned."""
+        return self.num_sequences > self.n
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
@@ -125,6 +139,7 @@ class SamplingParams:
             or self.allowed_token_ids is not None
             or self.bad_words
             or self.logprobs is not None
+            or self.ranks
         )
 
     def reporting(self, output_kind: RequestOutputKind) -> "SamplingParams":
@@ -139,7 +154,7 @@ class SamplingParams:
             self._set(name, _number(name, getattr(self, name)))
         for name in ("n", "top_k", "min_tokens"):
             self._set(name, _integer(name, getattr(self, name)))
-        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+        for name in ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             self._set(name, None if value is None else _integer(name, value))
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
@@ -158,10 +173,6 @@ class SamplingParams:
     def _check_ranges(self) -> None:
         if self.n < 1:
             raise InvalidParameterError(f"n must be at least 1, got {self.n}.")
-        if self.n > 1:
-            raise UnsupportedParameterError(
-                f"n={self.n} is not supported yet; use n=1 and add the prompt {self.n} times."
-            )
         _within("temperature", self.temperature, 0.0, math.inf)
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -184,6 +195,10 @@ class SamplingParams:
                 raise InvalidParameterError(f"{name} must be from 0 to {MAX_LOGPROBS}, got {value}.")
 
     def _check_contradictions(self) -> None:
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidParameterError(
+                f"best_of={self.best_of} is below n={self.n}; generate at least as many sequences as are returned."
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower one or raise the other."

@@ -19,7 +19,6 @@ from jpaged.errors import (
     ModelNotFoundError,
     OutOfMemoryError,
     UnsupportedModelError,
-    UnsupportedParameterError,
 )
 from tests.tiny_models import MAX_LENGTH, VOCAB_SIZE, tiny_model, write_tiny_model
 
@@ -233,6 +232,27 @@ def test_nothing_compiles_after_warm_up(llm):
     assert len(_compiled) > before
 
 
+def test_rare_parameters_give_the_same_in_sizes_that_their_programs_do_not_exist_for(llm, options):
+    uneven = {"max_num_seqs": 8, "decode_buckets": (6, 8), "token_buckets": (48, 64), "max_num_batched_tokens": 64}
+    other = LLM(**{**options, **uneven})
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, presence_penalty=1.0, logprobs=2, prompt_logprobs=1)
+    prompts = prompts_of(5, seed=12)
+    for expected, output in zip(
+        llm.generate(prompts, params, use_tqdm=False), other.generate(prompts, params, use_tqdm=False), strict=True
+    ):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        ours, theirs = (
+            [
+                entry.logprob
+                for position in (o.prompt_logprobs[1:], o.outputs[0].logprobs)
+                for d in position
+                for entry in d.values()
+            ]
+            for o in (output, expected)
+        )
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def generate_for_ever(llm, prompts):
     while True:
         llm.generate(prompts, replace(GREEDY, max_tokens=60), use_tqdm=False)
@@ -256,9 +276,22 @@ def test_a_second_round_hits_the_prefix_cache_until_it_is_reset(llm):
     prompt = list(range(3, 43))
     llm.reset_prefix_cache()
     assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
-    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 36
+    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 39
     assert llm.reset_prefix_cache()
     assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_a_pinned_prefix_outlives_a_pool_full_of_other_prompts(llm, options):
+    few = LLM(**options | {"num_gpu_blocks_override": 48})
+    prompt = list(range(3, 43))
+    assert few.pin_prefix(prompt) == 40
+    few.generate(prompts_of(30, seed=9), GREEDY, use_tqdm=False)
+    output = few.generate([[*prompt, 50]], GREEDY, use_tqdm=False)[0]
+    assert output.num_cached_tokens == 40
+    assert tokens_of([output]) == tokens_of(llm.generate([[*prompt, 50]], GREEDY, use_tqdm=False))
+    assert few.get_metrics().num_used_blocks == 10
+    assert few.unpin_prefix(prompt)
+    assert_idle(few)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -346,16 +379,14 @@ def test_parameters_that_do_not_fit_the_model_are_refused_by_name(llm, params, s
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"output_kind": 9}, "output_kind"),
         ({"n": 0}, "n must be"),
+        ({"n": 3, "best_of": 2}, "best_of=2 is below n=3"),
+        ({"best_of": 0}, "best_of=0 is below n=1"),
+        ({"best_of": 1.5}, "best_of must be an integer"),
     ],
 )
 def test_a_sampling_parameter_out_of_range_is_refused_by_name(fields, says):
     with pytest.raises(InvalidParameterError, match=says):
         SamplingParams(**fields)
-
-
-def test_several_samples_a_prompt_are_refused_as_not_supported_yet():
-    with pytest.raises(UnsupportedParameterError, match="n=2"):
-        SamplingParams(n=2)
 
 
 @pytest.mark.parametrize(
@@ -377,6 +408,9 @@ def test_several_samples_a_prompt_are_refused_as_not_supported_yet():
         ({"scheduling_policy": "random"}, InvalidParameterError, "scheduling_policy"),
         ({"kernel_backend": "triton"}, InvalidParameterError, "kernel_backend must be"),
         ({"kernel_backend": "mosaic"}, InvalidParameterError, "kernel_backend='mosaic' cannot serve this"),
+        ({"preemption_mode": "kill"}, InvalidParameterError, "preemption_mode must be one of"),
+        ({"swap_space": -1}, InvalidParameterError, "swap_space must be a number of GiB"),
+        ({"swap_space": 1e9}, InvalidParameterError, "swap_space=1000000000.0 exceeds the .* GiB of memory"),
         ({"decode_buckets": (4,)}, InvalidParameterError, "decode_buckets must end with max_num_seqs=32"),
         ({"token_buckets": (8, 4)}, InvalidParameterError, "token_buckets must ascend"),
         ({"enforce_eager": True}, InvalidParameterError, "enforce_eager"),

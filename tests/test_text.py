@@ -86,6 +86,19 @@ def test_a_stop_string_cuts_the_text_before_its_first_occurrence(llm, story, pic
     assert llm.chat(REQUEST, kept, use_tqdm=False)[0].outputs[0].text == text[: cut[0]] + cut[1]
 
 
+def test_each_of_several_samples_is_cut_at_its_own_stop_string(llm):
+    params = SamplingParams(n=4, seed=3, max_tokens=60, temperature=1.2)
+    free = llm.chat(REQUEST, params, use_tqdm=False)[0]
+    stopped = llm.chat(REQUEST, replace(params, stop=[" the"]), use_tqdm=False)[0]
+    assert len({completion.text for completion in free.outputs}) == 4
+    assert any(" the" in completion.text for completion in free.outputs)
+    for before, after in zip(free.outputs, stopped.outputs, strict=True):
+        assert after.text == before.text.split(" the")[0]
+        assert after.stop_reason == (" the" if " the" in before.text else None)
+    llm.engine._core.check_integrity()
+    assert llm.get_metrics().num_used_blocks == 0
+
+
 def test_after_a_stop_string_everything_is_free_again(llm):
     llm.chat([REQUEST] * 5, replace(GREEDY, stop="the"), use_tqdm=False)
     llm.engine._core.check_integrity()

@@ -131,6 +131,36 @@ def write_case(tokens: int, backend: str | None) -> tuple[Callable[..., Any], tu
     return program, (pool, new, slots), calls, 4.0 * tokens * s.kv_heads * s.head_dim * jnp.dtype(s.dtype).itemsize
 
 
+def rope_case(
+    tokens: int, kv_heads: int, group: int, normed: bool, backend: str | None
+) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    """`rope_and_write`; its work is the heads read and written, without the tables of cos and sin."""
+    s = Setting()
+    blocks = 20_000
+    pool = _random(1, (blocks, 2, kv_heads, s.block_size, s.head_dim), s.dtype)
+    shape = (tokens, kv_heads, group + 2, s.head_dim)
+    work = 2.0 * float(np.prod(shape)) * jnp.dtype(s.dtype).itemsize
+    copies = min(max(1, -(-_L2_BYTES // int(work))), 64)
+    rng = np.random.default_rng(0)
+    slots = [jnp.asarray(rng.permutation(blocks * s.block_size - 16)[:tokens] + 16, jnp.int32) for _ in range(copies)]
+    projected = [_random(i, shape, s.dtype) for i in range(copies)]
+    angles = _random(2, (tokens, s.head_dim // 2), jnp.float32)
+    rotation = (jnp.cos(angles), jnp.sin(angles))
+    norms = (_random(3, (s.head_dim,), s.dtype), _random(4, (s.head_dim,), s.dtype)) if normed else None
+    calls = max(copies, 64 if tokens <= 1024 else 8)
+
+    @partial(jax.jit, donate_argnums=0)
+    def program(pool: jax.Array, projected: list, slots: list, rotation: Any, norms: Any) -> jax.Array:
+        q = jnp.zeros((), s.dtype)
+        for i in range(calls):
+            qkv, _ = lax.optimization_barrier((projected[i % copies], q))  # all queries are wanted, one after another
+            at = slots[i % copies]
+            q, pool = ops.rope_and_write(pool, qkv, at, rotation=rotation, norms=norms, backend=backend)
+        return lax.optimization_barrier((pool, q))[0]
+
+    return program, (pool, projected, slots, rotation, norms), calls, work
+
+
 def copy_case(pairs: int, layers: int, backend: str | None) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
     s = Setting()
     shape = (2 * pairs + 1, 2, s.kv_heads, s.block_size, s.head_dim)
@@ -156,6 +186,18 @@ def _read_case() -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
 def _card_copy_case() -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
     x = _random(0, (1 << 13, 1 << 17), jnp.bfloat16)
     return jax.jit(lambda x: -x, donate_argnums=()), (x,), 1, 2.0 * x.nbytes
+
+
+def _launch_case() -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    """Kernels of next to no work, one after another: what a small kernel costs at least."""
+
+    @jax.jit
+    def program(x: jax.Array) -> jax.Array:
+        for _ in range(128):
+            x = lax.optimization_barrier(-x)
+        return x
+
+    return program, (_random(0, (128,), jnp.float32),), 128, 0.0
 
 
 def _matmul_case() -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
@@ -186,6 +228,7 @@ def cases(backend: str | None) -> Iterator[Case]:
     """Every case; those of the card itself have no aim."""
     yield Case("card: read", "GB/s", None, _read_case)
     yield Case("card: copy", "GB/s", None, _card_copy_case)
+    yield Case("card: kernel of 128 numbers", "us", None, _launch_case)
     yield Case("card: 8192^3 bf16 product", "TFLOP/s", None, _matmul_case)
 
     def same(batch: int, length: int) -> np.ndarray:
@@ -232,6 +275,11 @@ def cases(backend: str | None) -> Iterator[Case]:
 
     yield Case("KV write, 256 tokens", "us", 6, partial(write_case, 256, backend))
     yield Case("KV write, 16,384 tokens", "GB/s", None, partial(write_case, 16384, backend))
+    for model, shape in (("Llama-3.1-8B", (8, 4, False)), ("Qwen3-0.6B", (8, 2, True))):
+        for tokens in (1, 32, 256, 1024, 8192):
+            unit = "us" if tokens <= 1024 else "GB/s"
+            name = f"RoPE and KV write, {model}, {tokens:,} tokens"
+            yield Case(name, unit, None, partial(rope_case, tokens, *shape, backend))
     yield Case("block copy, 256 blocks x 32 layers", "GB/s", None, partial(copy_case, 256, 32, backend))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from textwrap import dedent
 
-from jpaged.cli import chat, generate
+from jpaged.cli import chat, convert, generate, run_batch, score, worker
 from jpaged.cli.options import add_debug_option
 from jpaged.errors import InvalidParameterError, JPagedError, UnsupportedParameterError
 from jpaged.version import __version__
@@ -23,7 +23,10 @@ BENCHMARKS = {
     "scheduler": "host time of a decode step with many sequences and no device",
     "kernels": "attention and cache kernels against the device's bandwidth",
     "throughput": "tokens/s of a whole model, offline",
+    "replicas": "whether several engine loops on one host slow each other down",
     "steps": "a decode step: its time, its floor, its kernels",
+    "scoring": "tokens/s of scoring, and the share of the prefill roofline",
+    "memory": "the PagedAttention paper's figures, simulated: memory, batches, latency, sharing",
 }
 """Each is `jpaged.bench.<name>.main(argv)`, with arguments of its own."""
 
@@ -93,6 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     generate.add_command(commands)
     chat.add_command(commands)
+    score.add_command(commands)
+    run_batch.add_command(commands)
+    worker.add_command(commands)
+    convert.add_command(commands)
     _add_bench_command(commands)
     return parser
 

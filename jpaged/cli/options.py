@@ -32,6 +32,11 @@ _ENGINE_OPTIONS = (
     ("--num-gpu-blocks-override", int, "N", "blocks in the KV cache, instead of what memory allows"),
     ("--max-num-seqs", int, "N", "most sequences that run at once"),
     ("--max-num-batched-tokens", int, "N", "most tokens computed in a step"),
+    ("--tensor-parallel-size", int, "N", "devices to split the model over"),
+    ("--data-parallel-size", int, "N", "replicas, each on devices of its own"),
+    ("--coordinator-address", str, "HOST:PORT", "of process 0, for a model over several hosts"),
+    ("--num-processes", int, "N", "processes of such a model; the others are `jpaged worker`"),
+    ("--process-id", int, "N", "which of them this is"),
 )
 
 

@@ -7,10 +7,8 @@
                                         least recently used first
 
 A block is either referenced or on the free list. Freed blocks keep their contents, and their name in the prefix
-cache, until `allocate` hands them out again; until then a prefix hit brings them back (`share`). Reference counts
-and block tables allow any sharing, so these need nothing more from the pool: fork (`share` all blocks of a table),
-copy-on-write (a write to a block with two references allocates another and frees the old one) and swap (`free`
-after the copy to host memory, `allocate` before the copy back).
+cache, until `allocate` hands them out again; until then a prefix hit brings them back (`share`). Which table holds
+which block is the business of `BlockManager`.
 """
 
 from collections.abc import Iterable
@@ -129,6 +127,17 @@ class BlockPool:
         named = np.zeros((self.num_blocks,), np.bool_) if self.cache is None else self.cache.registered()
         return self._ref_counts.copy(), named
 
+    def blocks_to_admit(self, num_tokens: int, prompt_len: int, max_len: int) -> int:
+        """Blocks that a sequence gets when it is admitted: just enough for its known tokens, the rest as it grows.
+
+        Args:
+            num_tokens: known tokens.
+            prompt_len, max_len: of the prompt, and the length at which the sequence ends at the latest; an allocator
+                that reserves ahead needs them.
+        """
+        del prompt_len, max_len
+        return -(-num_tokens // self.block_size)
+
     def num_unreferenced(self, block_ids: np.ndarray) -> int:
         """How many of these blocks are on the free list, so that sharing them uses up free blocks."""
         return int(np.count_nonzero(self._ref_counts[block_ids] == 0))
@@ -171,6 +180,10 @@ class BlockPool:
         self._free_list.push(backwards[left == 0])
         self.num_releases += 1
 
+    def unshare(self, block_ids: np.ndarray) -> None:
+        """Drops a reference for each time a block is named here; every one of them keeps at least one."""
+        np.subtract.at(self._ref_counts, block_ids, 1)
+
     def check_integrity(self, tables: Iterable[np.ndarray]) -> None:
         """Compares the counts with the block tables that hold the references: no block lost, none doubly owned.
 
@@ -188,8 +201,8 @@ class BlockPool:
         free = expected == 0
         free[NULL_BLOCK] = False
         _refuse(times_free != free, "lost, or free and owned at once")
-        if self.num_free != np.count_nonzero(free):
-            raise EngineDeadError(f"{np.count_nonzero(free)} blocks are free, counted {self.num_free}.")
+        if len(self._free_list) != np.count_nonzero(free):
+            raise EngineDeadError(f"{np.count_nonzero(free)} blocks are free, counted {len(self._free_list)}.")
         if self.cache is not None:
             self.cache.check_integrity()
 

@@ -24,17 +24,21 @@ from jpaged.sampling_params import SamplingParams
 NULL_BLOCK = 0
 """The block that padded rows and finished slots write to. It is never allocated and never attended to."""
 
+SWAP_CHUNK_BLOCKS = 16
+"""Blocks that move to or from host memory in one copy."""
+
 NO_TOKEN = -1
 """Stands in `StepResult.token_ids` for a row that sampled nothing."""
 
 
 class SamplingVariant(IntEnum):
-    """Which sampling program a step needs; each does all that the ones before it do."""
+    """Which sampling program a step needs; each but the last does all that the ones before it do."""
 
     GREEDY = 0  # every row is greedy: an argmax
     SAMPLING = 1  # temperature and seeds
     TRUNCATED = 2  # top_k, top_p, min_p
     FULL = 3  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs
+    BEAM = 4  # every row is greedy or a beam: an argmax, and logprobs
 
 
 class FinishCode(IntEnum):
@@ -73,10 +77,15 @@ class SlotStart:
 class Chunk:
     """Consecutive known tokens of one sequence to compute in this step.
 
+    A chunk without tokens follows the chunk that ends a prompt: its sequence was forked from that one's at this end
+    (its `SlotStart` counts the whole prompt as computed), and samples its own first token after the same last token.
+
     token_ids: int32 [n]; they stand at positions start .. start+n-1.
     samples: the chunk reaches the end of the known tokens, so a new token is sampled after it.
     prompt_logprob_targets: int32 [n], or None when not asked for; the token that follows each of the chunk's
         tokens in the prompt, NO_TOKEN where none does. Their log-probabilities come back.
+    score_targets: int32 [m], or None when nothing is scored; the tokens that follow the last m of the chunk's tokens.
+        Their `TargetScores` come back.
     """
 
     slot: int
@@ -84,10 +93,27 @@ class Chunk:
     token_ids: np.ndarray
     samples: bool
     prompt_logprob_targets: np.ndarray | None = None
+    score_targets: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Blocks that move between the pool and a chunk of host memory.
+
+    block_ids: int32 [n], n at most SWAP_CHUNK_BLOCKS; the i-th is, or becomes, what stands in the chunk's i-th place.
+        The null block for a place that is of no interest.
+    """
+
+    chunk: int
+    block_ids: np.ndarray
 
 
 def _no_rows() -> np.ndarray:
     return np.zeros((0,), np.int32)
+
+
+def _no_pairs() -> np.ndarray:
+    return np.zeros((0, 2), np.int32)
 
 
 def _no_triples() -> np.ndarray:
@@ -96,11 +122,18 @@ def _no_triples() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. The executor applies ends, starts and table updates in this order, then runs the rows.
+    """One iteration. The executor applies ends, swap-outs, starts, beams, swap-ins, copies and table updates in this
+    order, then runs the rows.
 
     ends: int32 [e]; slots to deactivate because the host says so (abort, stop string, preemption). A slot the
         device stopped itself needs no entry. A slot may end and start anew in one plan.
-    table_updates: int32 [u, 3]; (slot, index, block id): block-table entries appended to running sequences.
+    swap_outs, swap_ins: blocks that go to host memory, and that come back from there.
+    beams: int32 [b, 3]; (slot, parent slot, token): the slot goes on with the parent's length and block table (its own,
+        if it is the parent), and with `token` as its last. No slot is both a parent of others and given one.
+    copies: int32 [c, 2]; (block, block): the first one's contents go to the second (copy-on-write). No block is both
+        copied from and to.
+    table_updates: int32 [u, 3]; (slot, index, block id): block-table entries that running sequences get at their end,
+        or in place of a shared block.
     decode_slots: int32 [d]; slots that compute their last token and sample the next.
     """
 
@@ -108,6 +141,10 @@ class StepPlan:
     variant: SamplingVariant
     ends: np.ndarray = field(default_factory=_no_rows)
     starts: tuple[SlotStart, ...] = ()
+    swap_outs: tuple[HostCopy, ...] = ()
+    swap_ins: tuple[HostCopy, ...] = ()
+    beams: np.ndarray = field(default_factory=_no_triples)
+    copies: np.ndarray = field(default_factory=_no_pairs)
     table_updates: np.ndarray = field(default_factory=_no_triples)
     decode_slots: np.ndarray = field(default_factory=_no_rows)
     chunks: tuple[Chunk, ...] = ()
@@ -133,19 +170,33 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetScores:
+    """How the model's own distribution rates given tokens; all that scoring needs, at little cost.
+
+    logprobs: float32 [m]; their log-probabilities.
+    greedy: bool [m]; whether each is the most likely token, the lowest id on ties: what greedy decoding would take.
+    """
+
+    logprobs: np.ndarray
+    greedy: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step found, by row.
 
     token_ids: int32 [rows]; NO_TOKEN for a chunk that does not sample and for a slot that was inactive.
     finish_codes: uint8 [rows]; a `FinishCode` each.
-    logprobs: by row; None unless the plan's variant is FULL.
+    logprobs: by row; None unless the plan's variant is FULL or BEAM.
     prompt_logprobs: row -> Logprobs [n], for chunks that asked.
+    scores: row -> TargetScores [m], for chunks with targets.
     """
 
     token_ids: np.ndarray
     finish_codes: np.ndarray
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    scores: dict[int, TargetScores] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):

@@ -4,9 +4,9 @@
         .add_request(request)            raises what `Scheduler.add` raises; nothing is left behind
         .step() -> [RequestUpdate]       one turn; requests that finished, and tokens of those that report each
         .abort(request_ids) -> [Request] in any state; unknown or finished ids are passed over
-        .finish(request_id, stop_reason) a stop string was found: drop what is in flight for it
+        .finish(request_id, stop_reason, index)  a stop string was found: drop what is in flight for the sequence
         .has_unfinished()                whether `step` has anything left to do
-        .stats() .reset_prefix_cache() .check_integrity()
+        .stats() .reset_prefix_cache() .pin_prefix(...) .unpin_prefix(...) .check_integrity()
 
 With `pipeline_depth` d a step's results are read when d later ones have been dispatched, so that planning, reading
 and detokenizing happen while the device runs. Depth 0 is the plain loop, and gives the same tokens:
@@ -17,6 +17,8 @@ and detokenizing happen while the device runs. Depth 0 is the plain loop, and gi
 
 from collections import deque
 from collections.abc import Iterable
+
+import numpy as np
 
 from jpaged.engine.interface import Executor, StepHandle, StepPlan
 from jpaged.engine.request import Request
@@ -50,12 +52,12 @@ class EngineCore:
         aborted = (self.scheduler.abort(request_id) for request_id in request_ids)
         return [request for request in aborted if request is not None]
 
-    def finish(self, request_id: str, stop_reason: int | str | None) -> Request | None:
-        """Ends a running request whose text reached a stop string; no further update will come for it.
+    def finish(self, request_id: str, stop_reason: int | str | None, index: int = 0) -> Request | None:
+        """Ends a sequence of a request whose text reached a stop string; no further update will come for it.
 
-        Returns: the request, or None if there is none unfinished of this id.
+        Returns: the sequence, or None if there is none unfinished of this id and index.
         """
-        return self.scheduler.finish(request_id, "stop", stop_reason)
+        return self.scheduler.finish(request_id, "stop", stop_reason, index)
 
     def step(self) -> list[RequestUpdate]:
         """Dispatches a step if one can be planned, and reads the oldest once more than `pipeline_depth` are in
@@ -87,6 +89,14 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forgets all prefixes. Returns False, and does nothing, while requests run."""
         return self.scheduler.reset_prefix_cache()
+
+    def pin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> int:
+        """As `Scheduler.pin_prefix`."""
+        return self.scheduler.pin_prefix(token_ids, cache_salt)
+
+    def unpin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> bool:
+        """As `Scheduler.unpin_prefix`."""
+        return self.scheduler.unpin_prefix(token_ids, cache_salt)
 
     def check_integrity(self) -> None:
         """Raises EngineDeadError if blocks, tables, slots and queue disagree."""

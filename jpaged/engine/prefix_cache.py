@@ -7,6 +7,8 @@ A block's digest stands for all tokens up to its end, since its keys and values 
 finds is believed only after its parent and its own tokens have been compared, so a collision is a miss, never a
 wrong answer. Requests share blocks only with requests of the same salt.
 
+Where a prompt parts from cached tokens in the middle of a block, the block is copied, and what is equal is kept.
+
 A block is registered when the step that fills it has been planned: steps run in the order of their plans, and in
 every layer a step writes the keys and values of all its rows before any row attends, so whoever hits the block
 later, even in the same plan, reads what was written.
@@ -17,6 +19,9 @@ import hashlib
 import numpy as np
 
 from jpaged.errors import EngineDeadError
+
+_PARTS_LOOKED_AT = 8
+"""Blocks with the same first half that are compared token by token: a popular one costs no more than another."""
 
 
 def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
@@ -34,6 +39,7 @@ class PrefixCache:
 
     It holds no references: a registered block may be in use or free. The pool calls `forget` when it reuses one.
 
+    step_id: the step being planned; set by the scheduler.
     num_queried_tokens, num_hit_tokens: counted by the scheduler through `count`, once per request.
     """
 
@@ -44,6 +50,11 @@ class PrefixCache:
         self._parents: list[bytes | None] = [None] * num_blocks
         self._tokens = np.zeros((num_blocks, block_size), np.int32)
         self._registered = np.zeros((num_blocks,), np.bool_)
+        self._registered_in = np.zeros((num_blocks,), np.int64)
+        self._half = -(-block_size // 2)
+        self._by_half: dict[tuple[bytes, bytes], list[int]] = {}  # by parent and the first half of the tokens
+        self._half_keys: list[tuple[bytes, bytes] | None] = [None] * num_blocks
+        self.step_id = 0
         self.num_registrations = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -92,6 +103,28 @@ class PrefixCache:
         differs = (self._tokens[block_ids] != wanted).any(axis=1)
         return block_ids[: int(differs.argmax())] if differs.any() else block_ids
 
+    def match_part(self, parent: bytes, token_ids: np.ndarray) -> tuple[int, int]:
+        """Finds a block after `parent` that begins with at least half a block of these tokens, to be copied.
+
+        A copy comes before the step, so blocks that this very step fills do not count.
+
+        Args:
+            parent: digest of the blocks before; they have been matched.
+            token_ids: int32 [n], n at most a block.
+        Returns:
+            The block with the most equal tokens of those named last, and how many they are; 0 if there is none.
+        """
+        if len(token_ids) < self._half:
+            return 0, 0
+        block_ids = np.array(self._by_half.get((parent, token_ids[: self._half].tobytes()), ())[-_PARTS_LOOKED_AT:])
+        if len(block_ids):
+            block_ids = block_ids[self._registered[block_ids] & (self._registered_in[block_ids] < self.step_id)]
+        if not len(block_ids):
+            return 0, 0
+        same = (self._tokens[block_ids, : len(token_ids)] == token_ids).cumprod(axis=1).sum(axis=1)
+        best = int(same.argmax())
+        return int(block_ids[best]), int(same[best])
+
     def register(
         self,
         digests: list[bytes],
@@ -123,7 +156,9 @@ class PrefixCache:
             parent = digest
         named = block_ids[new]
         self._tokens[named] = token_ids[: stop * self._block_size].reshape(stop, self._block_size)[new]
+        self._index_halves(named)
         self._registered[named] = True
+        self._registered_in[named] = self.step_id
         self.num_registrations += len(new)
 
     def forget(self, block_ids: np.ndarray) -> None:
@@ -148,5 +183,22 @@ class PrefixCache:
         """Raises EngineDeadError unless names and blocks correspond one to one."""
         named = {block_id: digest for digest, block_id in self._block_of.items()}
         held = {block_id: self._digests[block_id] for block_id in np.flatnonzero(self._registered).tolist()}
-        if named != held or len(named) != len(self._block_of):
+        halves = [block_id for block_ids in self._by_half.values() for block_id in block_ids]
+        indexed = sorted(block_id for block_id in halves if self._registered[block_id])
+        if named != held or len(named) != len(self._block_of) or indexed != sorted(held):
             raise EngineDeadError("The prefix cache's names and blocks do not correspond.")
+
+    def _index_halves(self, block_ids: np.ndarray) -> None:
+        """Files blocks under their first halves. A block stays filed when it is forgotten, which happens in the middle
+        of decode steps, until it is named anew.
+        """
+        data, width = self._tokens[block_ids, : self._half].tobytes(), 4 * self._half
+        for i, block_id in enumerate(block_ids.tolist()):
+            old = self._half_keys[block_id]
+            if old is not None:
+                filed = self._by_half[old]
+                filed.remove(block_id)
+                if not filed:
+                    del self._by_half[old]
+            key = self._half_keys[block_id] = (self._parents[block_id] or b"", data[i * width : (i + 1) * width])
+            self._by_half.setdefault(key, []).append(block_id)

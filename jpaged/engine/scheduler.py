@@ -11,6 +11,14 @@ chunks. Each step serves, in this order and until the budget is spent:
 A sequence gets the blocks for all its known tokens when it is admitted, so a prompt once begun is never preempted
 for its own blocks; only decode rows ask for more, one block at a time.
 
+A request for several sequences is a group (`sequence_group.py`). It is admitted when there are slots for all of them;
+the first computes the prompt, and in the step that ends it the others are forked and sample beside it. Each of them
+takes one token of that step's budget, as each decodes from the next step on.
+
+The next step of a beam search (`beam_search.py`) depends on what the last one found, so its rows are planned only when
+that has been read; all searches move in the same steps, while other sequences go on in the steps between. What a beam
+search needs of a step's budget is kept free for it in all of them.
+
 Plans run ahead of results. `schedule` may be called again before the results of earlier plans are given to `update`:
 a decoding sequence advances by one token a plan, and only the device knows which. Lengths are known exactly, so no
 row is planned past the greatest length; a stop token shows late, and what was planned past it comes back as
@@ -18,10 +26,11 @@ NO_TOKEN. Results are matched to tenants by slot and starting step, so a slot an
 at once: the device runs plans in order, and a slot that ended writes to the null block.
 
 When decode rows need more blocks than are free, what is in flight is read first (`schedule` returns None); that
-alone often ends a sequence. Then the last in policy order is preempted: it gives up its blocks, keeps its tokens and
-waits, to compute them again. The first in policy order is never preempted while another runs, and one sequence
-always fits alone, so there is always progress. Swapping blocks to host memory, and preempting the sequences of a
-group together, would take the place of `_preempt`; forked sequences are slots whose block tables share blocks.
+alone often ends a sequence. Then the last group in policy order is preempted: its sequences give up their blocks, keep
+their tokens and wait. Their blocks go to host memory and come back later (`swap_space.py`), or, where that is full or
+not asked for, they are computed again. The first in policy order is never preempted while another runs, and if
+it does not fit alone it gives up its sequences one by one, last first. One sequence always fits alone, so there is
+always progress.
 """
 
 import time
@@ -32,31 +41,40 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.config import SchedulerConfig
+from jpaged.engine.beam_search import BeamGroup
+from jpaged.engine.block_manager import BlockManager, Growth
 from jpaged.engine.block_pool import BlockPool
 from jpaged.engine.interface import (
     NO_TOKEN,
+    SWAP_CHUNK_BLOCKS,
     Chunk,
     FinishCode,
+    HostCopy,
     Logprobs,
     SamplingVariant,
     SlotStart,
     StepPlan,
     StepResult,
 )
+from jpaged.engine.prefix_cache import root_digest
 from jpaged.engine.request import FinishReason, Request, RequestStatus
+from jpaged.engine.searches import Searches
+from jpaged.engine.seeds import request_seed
+from jpaged.engine.sequence_group import SequenceGroup
 from jpaged.engine.slots import NEVER, Slots
 from jpaged.engine.stats import Counters, EngineStats
+from jpaged.engine.swap_space import SwapRecord, SwapSpace
 from jpaged.engine.waiting_queue import WaitingQueue
 from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
 from jpaged.outputs import Logprob, PositionLogprobs
 
-_UINT64 = 2**64
+_NO_BLOCKS = _NO_TOKENS = np.zeros((0,), np.int32)
 
 
 class RequestUpdate(NamedTuple):
-    """Something that a step brought for a request.
+    """Something that a step brought for a sequence of a request.
 
-    new_token_ids: tokens since its last update: one a step for a request that reports each token, all of them at
+    new_token_ids: tokens since its last update: one a step for a sequence that reports each token, all of them at
         once, when it finishes, for another. `request.finished` says whether they are the last.
     """
 
@@ -70,8 +88,11 @@ class _PlanInProgress:
 
     step_id: int
     budget: int
+    runs_beams: bool
     starts: list[SlotStart] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    swap_ins: list[HostCopy] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -80,20 +101,25 @@ class Scheduler:
     Args:
         config: what it may use.
         seed: of the engine; requests without a seed get one from it and their arrival number, so runs reproduce.
+        pool: hands out the blocks; one made to the configuration if not given.
     """
 
-    def __init__(self, config: SchedulerConfig, seed: int = 0) -> None:
+    def __init__(self, config: SchedulerConfig, seed: int = 0, pool: BlockPool | None = None) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.pool = pool or BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.slots = Slots(config)
+        self.swap_space = SwapSpace(config.num_swap_chunks)
+        self._blocks = BlockManager(self.pool, self.slots)
         self._seed = seed
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
-        self._requests: dict[str, Request] = {}
+        self._groups: dict[str, SequenceGroup] = {}
+        self._searches = Searches(self.slots, self._blocks)
         self._prefilling: list[Request] = []
         self._in_flight: deque[StepPlan] = deque()
         self._pending_ends: list[int] = []
         self._num_arrived = 0
         self._next_step_id = 0
+        self._pinned: dict[tuple[str | None, bytes], np.ndarray] = {}
         self._variant_counts = [0] * len(SamplingVariant)
         self._blocked: tuple[Request, int, int] | None = None
         self._counters = Counters()
@@ -101,7 +127,7 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Requests waiting or running."""
-        return len(self._requests)
+        return len(self._groups)
 
     @property
     def num_in_flight(self) -> int:
@@ -113,59 +139,170 @@ class Scheduler:
 
         Raises:
             InvalidPromptError: its prompt leaves no room for a token within max_model_len.
-            OutOfMemoryError: its prompt leaves no room for a token within the whole pool.
-            InvalidParameterError: its id belongs to an unfinished request.
+            OutOfMemoryError: its prompt leaves no room for a token within the whole pool; or beams, which must run
+                together, might not fit it.
+            InvalidParameterError: its id belongs to an unfinished request; it is for more sequences than can run.
         """
         config = self.config
-        if request.request_id in self._requests:
+        if request.request_id in self._groups:
             raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
+        self._check_num_sequences(request)
         if request.prompt_len >= config.max_model_len:
             raise InvalidPromptError(
                 f"The prompt of request {request.request_id!r} has {request.prompt_len} tokens; with "
                 f"max_model_len={config.max_model_len} at most {config.max_model_len - 1} leave room for a new one."
             )
-        pool_tokens = self.pool.capacity * config.block_size
+        pool_tokens = self.capacity * config.block_size
         if request.prompt_len >= pool_tokens:
             raise OutOfMemoryError(
                 f"The prompt of request {request.request_id!r} has {request.prompt_len} tokens, but the KV pool holds "
-                f"{pool_tokens} ({self.pool.capacity} blocks of {config.block_size}); shorten it or enlarge the pool."
+                f"{pool_tokens} ({self.capacity} blocks of {config.block_size}); shorten it or enlarge the pool."
             )
         request.max_len = min(config.max_model_len, pool_tokens)
-        if request.sampling.max_tokens is not None:
+        if request.score_targets is not None:
+            request.max_len = request.prompt_len + 1  # nothing is sampled, so this is where decoding need not begin
+        elif request.sampling.max_tokens is not None:
             request.max_len = min(request.max_len, request.prompt_len + request.sampling.max_tokens)
+        if request.beam is not None:
+            self._check_beams_fit(request)
         request.arrival_number = self._num_arrived
         self._num_arrived += 1
-        request.seed = _resolve_seed(request.sampling.seed, self._seed, request.arrival_number)
+        request.seed = request_seed(request.sampling.seed, self._seed, request.arrival_number)
+        group = SequenceGroup(request) if request.beam is None else BeamGroup(request)
+        self._groups[request.request_id] = group
         self._waiting.push(request)
-        self._requests[request.request_id] = request
+
+    def _check_beams_fit(self, request: Request) -> None:
+        needed = self._num_blocks_alone(request)
+        if needed > self.capacity:
+            raise OutOfMemoryError(
+                f"beam_width={request.num_sequences} of request {request.request_id!r} may need {needed} blocks for "
+                f"{request.max_len} tokens, but the KV pool has {self.capacity}; lower beam_width or max_tokens or "
+                f"enlarge the pool."
+            )
+
+    def _num_blocks_alone(self, request: Request) -> int:
+        """The most blocks that a request needs at once to finish; beams may come to share no more than the prompt."""
+        size, together = self.config.block_size, 1 if request.beam is None else request.num_sequences
+        shared = request.prompt_len // size
+        return shared + together * (-(-request.max_len // size) - shared)
+
+    def _check_num_sequences(self, request: Request) -> None:
+        name = "n" if request.sampling.best_of is None else "best_of"
+        name = name if request.beam is None else "beam_width"
+        for limit in ("max_num_seqs", "max_num_batched_tokens"):
+            if request.num_sequences > getattr(self.config, limit):
+                raise InvalidParameterError(
+                    f"{name}={request.num_sequences} of request {request.request_id!r} exceeds "
+                    f"{limit}={getattr(self.config, limit)}; all sequences of a request run at once, so lower {name} "
+                    f"or raise {limit}."
+                )
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request in whatever state, with what it has generated so far, and frees its blocks.
 
-        Returns: the request, or None if there is none unfinished of this id.
+        Returns: the request (its first sequence), or None if there is none unfinished of this id.
         """
-        return self.finish(request_id, "abort")
-
-    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> Request | None:
-        """Ends a request for a reason that only the host sees, such as a stop string. Tokens in flight are dropped.
-
-        Returns: the request, or None if there is none unfinished of this id.
-        """
-        request = self._requests.get(request_id)
-        if request is None:
+        group = self._groups.get(request_id)
+        if group is None:
             return None
+        for _ in group.waiting():
+            self._waiting.count_out()
+        for member in group.members:
+            if member.swap is not None:
+                self.swap_space.discard(member.swap)
+            if member.status == RequestStatus.RUNNING:
+                self._give_up_slot(member)
+            if not member.finished:
+                self._set_finished(member, "abort", None)
+        return group.leader
+
+    def finish(
+        self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None, index: int = 0
+    ) -> Request | None:
+        """Ends a sequence of a request for a reason that only the host sees, such as a stop string. Tokens in flight
+        are dropped.
+
+        Returns: the sequence, or None if there is none unfinished of this id and index.
+        """
+        group = self._groups.get(request_id)
+        if group is None or group.members[index].finished:
+            return None
+        request = group.members[index]
         if request.status == RequestStatus.RUNNING:
-            self._pending_ends.append(request.slot)
-            self._release(request)
+            self._give_up_slot(request)
+        elif request.swap is not None:
+            self._leave_swap(request.swap, request)
         else:
             self._waiting.count_out()
         self._set_finished(request, reason, stop_reason)
         return request
 
+    def _leave_swap(self, record: SwapRecord, request: Request) -> None:
+        """A sequence ends while it is swapped out; another one stands in the queue for the rest, if it did."""
+        stood = record.members[0] is request
+        if len(record.members) == 1:
+            self.swap_space.discard(record)
+        else:
+            record.drop(request)
+        if stood:
+            self._waiting.count_out()
+            if record.members[0] is not request:
+                self._waiting.push(record.members[0])
+
+    def pin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> int:
+        """Keeps the blocks of a prefix that is in the prefix cache from being reused, until `unpin_prefix`.
+
+        Args:
+            token_ids: int32 [n]; as many of its full blocks are kept as are in the cache.
+        Returns:
+            The number of tokens kept.
+        Raises:
+            InvalidParameterError: the engine was started without prefix caching.
+            OutOfMemoryError: what is left of the pool would not hold the longest sequence, or an unfinished request.
+        """
+        cache, size = self.pool.cache, self.config.block_size
+        if cache is None:
+            raise InvalidParameterError("Prefixes are pinned in the prefix cache: set enable_prefix_caching=True.")
+        hits = cache.match([], token_ids, len(token_ids) // size, cache_salt)
+        left = self.capacity - len(hits)
+        needed = max([-(-self.config.max_model_len // size), *map(self._num_blocks_alone, self._leaders())])
+        if left < needed:
+            raise OutOfMemoryError(
+                f"Pinning {len(hits)} blocks leaves {left} of {self.pool.capacity} to others, but {needed} are needed "
+                f"for one of them to finish; pin a shorter prefix, unpin another, or enlarge the pool."
+            )
+        key = (cache_salt, token_ids.tobytes())
+        self.unpin_prefix(token_ids, cache_salt)
+        self.pool.share(hits)
+        self._pinned[key] = hits
+        return len(hits) * size
+
+    def unpin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> bool:
+        """Lets a pinned prefix go its way again. Returns whether it was pinned."""
+        block_ids = self._pinned.pop((cache_salt, token_ids.tobytes()), None)
+        if block_ids is not None:
+            self.pool.free(block_ids)
+        return block_ids is not None
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that requests can have at most: those of the pool that are not pinned."""
+        pinned = [block_ids for block_ids in self._pinned.values() if len(block_ids)]
+        return self.pool.capacity - (len(np.unique(np.concatenate(pinned))) if pinned else 0)
+
+    def _leaders(self) -> list[Request]:
+        return [group.leader for group in self._groups.values()]
+
     def reset_prefix_cache(self) -> bool:
-        """Forgets all prefixes, as after a change of weights. Returns False, and does nothing, while requests run."""
+        """Forgets all prefixes, pinned ones included, as after a change of weights. Returns False, and does nothing,
+        while requests run.
+        """
         if self.slots.num_used:
             return False
+        for block_ids in self._pinned.values():
+            self.pool.free(block_ids)
+        self._pinned.clear()
         if self.pool.cache is not None:
             self.pool.cache.reset()
         return True
@@ -175,52 +312,65 @@ class Scheduler:
 
         Returns: None when nothing can run before a result is read (`num_in_flight` > 0), or nothing is there to run.
         """
-        grown = self._plan_decode()
-        if grown is None:
+        if self.pool.cache is not None:
+            self.pool.cache.step_id = self._next_step_id
+        growth = self._growth_that_fits()
+        if growth is None:
             return None
-        rows, table_updates = grown
-        plan = _PlanInProgress(self._next_step_id, self.config.max_num_batched_tokens - len(rows))
+        rows = growth.rows
+        table_updates, copies = self._blocks.append(growth)
+        self.slots.num_computed[rows] += 1
+        num_beams = self._searches.take_rows(self._next_step_id)
+        budget = self.config.max_num_batched_tokens - (len(rows) - num_beams) - self._searches.num_due
+        plan = _PlanInProgress(self._next_step_id, budget, runs_beams=num_beams > 0)
         self._plan_chunks(plan)
         self._admit_waiting(plan)
+        if plan.copies:
+            copies = np.concatenate([copies, np.array(plan.copies, np.int32)])
+            for source, _ in plan.copies:  # held until nothing more is allocated in this plan
+                self.pool.free(np.array([source], np.int32))
         if not len(rows) and not plan.chunks:
             return None
         ends = np.array(self._pending_ends, np.int32)
         self._pending_ends.clear()
+        beam_starts, beams = self._searches.take_changes()
+        plan.starts += [_slot_start(r, self.slots.known(r.slot).copy(), _NO_BLOCKS, 0) for r in beam_starts]
         step = StepPlan(
             step_id=plan.step_id,
-            variant=self._variant(),
+            variant=self._variant(plan.runs_beams),
             ends=ends,
             starts=tuple(plan.starts),
+            swap_outs=tuple(self.swap_space.pending_copies),
+            swap_ins=tuple(plan.swap_ins),
+            beams=beams,
+            copies=copies,
             table_updates=table_updates,
             decode_slots=rows.astype(np.int32),
             chunks=tuple(plan.chunks),
         )
+        self.swap_space.pending_copies.clear()
         self._next_step_id += 1
         self._in_flight.append(step)
         return step
 
-    def _plan_decode(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Advances the decoding slots by one token, and returns them and the table updates, int32 [u, 3].
+    def _growth_that_fits(self) -> Growth | None:
+        """The slots that decode in this step and what they need, after preempting where more blocks are needed than
+        are free.
 
         None, and nothing changed, when blocks are short and there are results to read first. The budget has room for
-        all of them, since each was a row of an earlier step and took a token of its budget.
+        all rows, since each was a row of an earlier step and took a token of its budget.
         """
-        slots = self.slots
-        rows = slots.decodable()
-        growing = rows[slots.num_computed[rows] == slots.capacity[rows]]
-        if len(growing) > self.pool.num_free:
-            if self._in_flight:
-                return None
-            rows, growing = self._preempt_until_fits(rows, growing)
-        table_updates = np.zeros((len(growing), 3), np.int32)
-        if len(growing):
-            index = slots.capacity[growing] // self.config.block_size
-            block_ids = self.pool.allocate(len(growing))
-            slots.block_table[growing, index] = block_ids
-            slots.capacity[growing] += self.config.block_size
-            table_updates[:, 0], table_updates[:, 1], table_updates[:, 2] = growing, index, block_ids
-        slots.num_computed[rows] += 1
-        return rows, table_updates
+        growth = self._blocks.growth(self._decodable())
+        if growth.num_blocks <= self.pool.num_free:
+            return growth
+        if self._in_flight:
+            return None
+        return self._preempt_until_fits()
+
+    def _decodable(self) -> np.ndarray:
+        """The slots that can decode, int64 [d]: those that need no result for it, then the beams whose turn it is."""
+        rows, beams = self.slots.decodable(), self._searches.rows()
+        return np.concatenate([rows, np.array(beams, np.int64)]) if beams else rows
 
     def _plan_chunks(self, plan: _PlanInProgress) -> None:
         """Continues the prompts that are being computed."""
@@ -234,66 +384,121 @@ class Scheduler:
 
     def _plan_chunk(self, plan: _PlanInProgress, request: Request) -> None:
         slots, slot = self.slots, request.slot
+        siblings = request.group.siblings_to_fork
         start, known = int(slots.num_computed[slot]), int(slots.num_known[slot])
         stop = min(known, start + plan.budget)
+        if siblings and stop == known and known - start + len(siblings) > plan.budget:
+            # The prompt cannot end in this step, where its siblings would have no rows. Nobody else gets what is left
+            # of the budget, or it might never come to be enough for all of them.
+            stop, plan.budget = known - 1, known - 1 - start
+            if stop == start:
+                self._prefilling.append(request)
+                return
         targets = None
         if request.wants_prompt_logprobs:
             targets = np.full((stop - start,), NO_TOKEN, np.int32)
             following = request.prompt_token_ids[start + 1 : stop + 1]
             targets[: len(following)] = following
         token_ids = slots.token_ids[slot, start:stop].copy()
-        plan.chunks.append(Chunk(slot, start, token_ids, samples=stop == known, prompt_logprob_targets=targets))
+        plan.chunks.append(
+            Chunk(
+                slot,
+                start,
+                token_ids,
+                samples=stop == known and request.score_targets is None,
+                prompt_logprob_targets=targets,
+                score_targets=request.targets_of(start, stop),
+            )
+        )
         plan.budget -= stop - start
         slots.num_computed[slot] = stop
         self._register(request, stop)
-        if stop == known:
-            slots.compute_limit[slot] = request.max_len - 1
-        else:
+        if stop < known:
             self._prefilling.append(request)
+            return
+        if isinstance(request.group, BeamGroup):
+            request.group.num_due += 1 + len(siblings)
+            plan.budget -= len(siblings)
+            plan.runs_beams = True
+            return
+        slots.compute_limit[slot] = request.max_len - 1
+        for sibling in siblings:
+            self._fork(plan, request, sibling)
+        request.group.forked = True
+
+    def _fork(self, plan: _PlanInProgress, parent: Request, child: Request) -> None:
+        """Starts a sibling, whose slot is kept, at the end of the prompt that its parent computes in this step."""
+        slots, slot = self.slots, child.slot
+        self._blocks.fork(parent.slot, slot)
+        slots.compute_limit[slot] = child.max_len - 1
+        child.block_digests = parent.block_digests.copy()
+        child.num_registered_blocks = parent.num_registered_blocks
+        known = slots.known(slot).copy()
+        plan.starts.append(_slot_start(child, known, slots.blocks(slot).copy(), len(known)))
+        plan.chunks.append(Chunk(slot, len(known), known[:0], samples=True))
+        plan.budget -= 1
 
     def _admit_waiting(self, plan: _PlanInProgress) -> None:
         while plan.budget and self.slots.num_free:
             request = self._waiting.peek()
-            if request is None or not self._admit(plan, request):
+            if request is None:
+                return
+            # If it did not fit, and nothing happened since that could make room, it is not looked at again.
+            registrations = self.pool.cache.num_registrations if self.pool.cache is not None else 0
+            state = (request, self.pool.num_releases, registrations)
+            if state == self._blocked:
+                return
+            if request.swap is not None:
+                admitted = self._swap_in(plan, request.swap)
+                if not admitted and not self.slots.num_used:
+                    self._give_up_swap(request.swap)
+                    continue
+            elif request.beam is not None and request.group.forked:
+                admitted = self._admit_search(plan, request)
+            else:
+                admitted = [request] if self._admit(plan, request) else []
+            if not admitted:
+                self._blocked = state
                 return
             self._waiting.pop()
-            self._plan_chunk(plan, request)
+            if isinstance(request.group, BeamGroup):
+                self._searches.add(request.group)
+            for member in admitted:
+                if plan.budget:
+                    self._plan_chunk(plan, member)
+                else:
+                    self._prefilling.append(member)
 
     def _admit(self, plan: _PlanInProgress, request: Request) -> bool:
         """Starts a waiting request in a slot if its known tokens, and the watermark above them, have room."""
         pool, config = self.pool, self.config
         cache = pool.cache
-        state = (request, pool.num_releases, cache.num_registrations if cache is not None else 0)
-        if state == self._blocked:  # it did not fit, and nothing happened since that could make room
+        siblings = request.group.siblings_to_fork
+        others = [member for member in request.group.waiting() if member is not request]
+        if self.slots.num_free <= len(siblings) + len(others) and self.slots.num_used:
             return False
         token_ids = request.known_token_ids()
-        hits = np.zeros((0,), np.int32)
-        if cache is not None and not request.wants_prompt_logprobs:
-            reusable = (len(token_ids) - 1) // config.block_size  # one token at least is computed, to sample after
-            hits = cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
-        num_new = -(-len(token_ids) // config.block_size) - len(hits)
-        reserve = int(config.watermark * pool.capacity) if self.slots.num_used else 0
-        if num_new + pool.num_unreferenced(hits) + reserve > pool.num_free:
-            self._blocked = state
+        hits = self._prefix_hits(request, token_ids)
+        num_new = pool.blocks_to_admit(len(token_ids), request.prompt_len, request.max_len) - len(hits)
+        part, num_part = self._part_hit(request, token_ids, len(hits))
+        reserve = 0
+        if self.slots.num_used:  # siblings need a block each as soon as they are forked
+            reserve = int(config.watermark * pool.capacity) + len(siblings) + self._num_blocks_to_resume(others)
+        num_needed = num_new + pool.num_unreferenced(hits) + reserve
+        if num_needed > pool.num_free:
             return False
+        if num_needed + pool.num_unreferenced(part) > pool.num_free:
+            part, num_part = _NO_BLOCKS, 0
         pool.share(hits)
+        pool.share(part)
         block_ids = np.concatenate([hits, pool.allocate(num_new)])
-        num_computed = len(hits) * config.block_size
-        slot = self.slots.acquire(request, plan.step_id, token_ids, block_ids, num_computed)
-        plan.starts.append(
-            SlotStart(
-                slot=slot,
-                token_ids=token_ids,
-                prompt_len=request.prompt_len,
-                block_ids=block_ids,
-                num_computed_tokens=num_computed,
-                max_len=request.max_len,
-                sampling=request.sampling,
-                seed=request.seed,
-                stop_token_ids=request.stop_token_ids,
-                bad_words_token_ids=request.bad_words_token_ids,
-            )
-        )
+        plan.copies += [(source, int(block_ids[len(hits)])) for source in part.tolist()]
+        num_computed = len(hits) * config.block_size + num_part
+        self.slots.acquire(request, plan.step_id, token_ids, block_ids, num_computed)
+        plan.starts.append(_slot_start(request, token_ids, block_ids, num_computed))
+        for sibling in siblings:
+            self.slots.acquire(sibling, plan.step_id, token_ids[:0], block_ids[:0], 0)
+            sibling.status = RequestStatus.RUNNING
         if request.status == RequestStatus.WAITING:
             request.stats.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = num_computed
@@ -302,48 +507,163 @@ class Scheduler:
                 cache.count(request.prompt_len, num_computed)
         request.status = RequestStatus.RUNNING
         request.num_registered_blocks = len(hits)
-        self._variant_counts[request.variant] += 1
+        self._variant_counts[request.variant] += 1 + len(siblings)
         return True
 
-    def _variant(self) -> SamplingVariant:
-        """The least program that does for every running request."""
-        return max((v for v in SamplingVariant if self._variant_counts[v]), default=SamplingVariant.GREEDY)
+    def _swap_in(self, plan: _PlanInProgress, record: SwapRecord) -> list[Request]:
+        """Starts sequences again that were swapped out together, where they were; none if they have no room."""
+        members = record.members.copy()
+        siblings = members[0].group.siblings_to_fork
+        reserve = int(self.config.watermark * self.pool.capacity) + len(siblings) if self.slots.num_used else 0
+        tokens = [member.known_token_ids() for member in members]
+        new = self._num_new_blocks(record)
+        if record.num_places + sum(new) + reserve > self.pool.num_free:
+            return []
+        if self.slots.num_free < len(members) + len(siblings):
+            return []
+        num_computed = record.num_computed.copy()
+        restored = self.swap_space.restore(record, self.pool)
+        plan.swap_ins += restored.copies
+        for i, member in enumerate(members):
+            block_ids = np.concatenate([restored.tables[i], self.pool.allocate(new[i])])
+            self.slots.acquire(member, plan.step_id, tokens[i], block_ids, num_computed[i])
+            plan.starts.append(_slot_start(member, tokens[i], block_ids, num_computed[i]))
+            member.num_registered_blocks = 0  # names are of blocks, and these are others
+        for sibling in siblings:
+            self.slots.acquire(sibling, plan.step_id, _NO_TOKENS, _NO_BLOCKS, 0)
+        for member in (*members, *siblings):
+            member.status = RequestStatus.RUNNING
+            self._variant_counts[member.variant] += 1
+        return members
+
+    def _num_new_blocks(self, record: SwapRecord) -> list[int]:
+        """Blocks that each of these sequences needs for its known tokens besides those that are swapped out."""
+        lengths = [member.prompt_len + len(member.output_token_ids) for member in record.members]
+        return [-(-n // self.config.block_size) - len(p) for n, p in zip(lengths, record.places, strict=True)]
+
+    def _give_up_swap(self, record: SwapRecord) -> None:
+        """Lets sequences that do not fit the pool together come back one by one, and compute their tokens again: in the
+        swap space each has a last block of its own.
+        """
+        self._waiting.pop()
+        members = record.members.copy()
+        self.swap_space.discard(record)
+        for member in members[0].group.waiting():
+            if member in members:
+                self._waiting.push(member)
+
+    def _admit_search(self, plan: _PlanInProgress, leader: Request) -> list[Request]:
+        """Starts all beams of a preempted search again; none if not all of them have room. They share the prompt's full
+        blocks, which the leader computes before any other beam has its turn.
+        """
+        size, members = self.config.block_size, leader.group.members
+        if self.slots.num_free < len(members):
+            return []
+        tokens = [member.known_token_ids() for member in members]
+        shared = leader.prompt_len // size
+        hits = self._prefix_hits(leader, tokens[0])
+        new = [-(-len(known) // size) - shared for known in tokens]
+        new[0] += shared - len(hits)
+        reserve = int(self.config.watermark * self.pool.capacity) if self.slots.num_used else 0
+        if sum(new) + self.pool.num_unreferenced(hits) + reserve > self.pool.num_free:
+            return []
+        have, num_computed = hits, len(hits) * size
+        for member, known, num_new in zip(members, tokens, new, strict=True):
+            self.pool.share(have)
+            block_ids = np.concatenate([have, self.pool.allocate(num_new)])
+            self.slots.acquire(member, plan.step_id, known, block_ids, num_computed)
+            plan.starts.append(_slot_start(member, known, block_ids, num_computed))
+            member.status = RequestStatus.RUNNING
+            member.num_registered_blocks = len(have)
+            self._variant_counts[member.variant] += 1
+            if member is leader:
+                have, num_computed = block_ids[:shared], shared * size
+        return members
+
+    def _prefix_hits(self, request: Request, token_ids: np.ndarray) -> np.ndarray:
+        """Blocks in the prefix cache for the beginning of a request's known tokens, int32 [hits]."""
+        cache = self.pool.cache
+        reusable = request.num_skippable_tokens(len(token_ids)) // self.config.block_size
+        if cache is None or not reusable:
+            return _NO_BLOCKS
+        return cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
+
+    def _part_hit(self, request: Request, token_ids: np.ndarray, num_hits: int) -> tuple[np.ndarray, int]:
+        """A cached block that begins as the one after the request's hits, int32 [0 or 1], and how many of its tokens
+        are the same. With less than half a block, copying it would cost more than computing them.
+        """
+        cache, size = self.pool.cache, self.config.block_size
+        if cache is None:
+            return _NO_BLOCKS, 0
+        first, stop = num_hits * size, request.num_skippable_tokens(len(token_ids))
+        parent = request.block_digests[num_hits - 1] if num_hits else root_digest(request.cache_salt)
+        block_id, num_same = cache.match_part(parent, token_ids[first : min(first + size, stop)])
+        return (np.array([block_id], np.int32), num_same) if num_same else (_NO_BLOCKS, 0)
+
+    def _num_blocks_to_resume(self, members: list[Request]) -> int:
+        """Blocks that preempted members of a group will need besides those of the first one to come back, which come
+        back when all of them fit; none if some run already. They share the prompt's blocks through the prefix cache.
+        """
+        if not members or members[0].group.running():
+            return 0
+        shared = members[0].prompt_len // self.config.block_size if self.pool.cache is not None else 0
+        lengths = [member.prompt_len + len(member.output_token_ids) for member in members]
+        return sum(-(-length // self.config.block_size) - shared for length in lengths)
+
+    def _variant(self, runs_beams: bool) -> SamplingVariant:
+        """The least program that does for every running request, and for beams if some run in the step."""
+        variant = max((v for v in SamplingVariant if self._variant_counts[v]), default=SamplingVariant.GREEDY)
+        if not runs_beams:
+            return variant
+        return SamplingVariant.BEAM if variant == SamplingVariant.GREEDY else SamplingVariant.FULL
 
     def _in_policy_order(self, slots: np.ndarray) -> np.ndarray:
-        """Sorts slots, those that are preempted last first."""
-        arrival = self.slots.arrival[slots]
-        if self.config.policy == "fcfs":
-            return slots[np.argsort(arrival)]
-        return slots[np.lexsort((arrival, self.slots.priority[slots]))]
+        """Sorts slots, those that are preempted last first; the sequences of a group stand together, by index."""
+        keys = [self.slots.index[slots], self.slots.arrival[slots]]
+        if self.config.policy == "priority":
+            keys.append(self.slots.priority[slots])
+        return slots[np.lexsort(keys)]
 
-    def _preempt_until_fits(self, rows: np.ndarray, growing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Preempts from the end of the policy's order until each growing row can have a block.
+    def _preempt_until_fits(self) -> Growth:
+        """Preempts from the end of the policy's order until each decoding row can have its blocks.
 
         What is left over then is less than the last one preempted held, so it does not start again in the same plan.
         """
-        victims = self._in_policy_order(self.slots.used())[::-1].tolist()
-        for slot in victims:
-            if len(growing) <= self.pool.num_free:
-                break
+        running = self._in_policy_order(self.slots.used())
+        first = self.slots.requests[running[0]]
+        for slot in running[::-1].tolist():
             request = self.slots.requests[slot]
-            if request is not None:
-                self._preempt(request)
-            rows, growing = rows[rows != slot], growing[growing != slot]
-        return rows, growing
+            if request is None:  # preempted with its group
+                continue
+            alone = first is not None and request.group is first.group and request.group.forked and not request.beam
+            self._preempt([request] if alone else request.group.running())
+            growth = self._blocks.growth(self._decodable())
+            if growth.num_blocks <= self.pool.num_free:
+                return growth
+        raise EngineDeadError("Blocks are short, though nothing runs that could hold them.")
 
-    def _preempt(self, request: Request) -> None:
-        """Takes the slot and the blocks of a request that has nothing in flight, and lets it wait to start again."""
-        self._pending_ends.append(request.slot)
-        self._release(request)
-        request.status = RequestStatus.PREEMPTED
-        request.stats.num_preemptions += 1
+    def _preempt(self, members: list[Request]) -> None:
+        """Takes the slots and blocks of sequences of one group, with nothing in flight, and lets them wait: with their
+        blocks in host memory, if the mode says so and there is room, or with their tokens only.
+        """
+        mode = self.config.preemption_mode
+        if mode == "swap" or (mode == "auto" and len(members) > 1):
+            started = [member for member in members if self.slots.capacity[member.slot]]
+            self.swap_space.store(started, self.slots, self.config.block_size)
+        for request in members:
+            self._give_up_slot(request)
+            request.status = RequestStatus.PREEMPTED
+        group = members[0].group
+        for request in group.waiting():
+            if request in members:
+                self._waiting.push(request)
+        members[0].stats.num_preemptions += 1
         self._counters.num_preemptions += 1
-        self._waiting.push(request)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Takes in what a step found. Plans come back in the order in which they were made.
 
-        Returns: an update for each request that finished, and for each that got a token and reports every one.
+        Returns: an update for each sequence that finished, and for each that got a token and reports every one.
 
         Raises:
             EngineDeadError: plans out of order, or the device and the scheduler disagree on what runs.
@@ -364,17 +684,22 @@ class Scheduler:
         )
         if len(rows) != num_due:
             raise EngineDeadError(f"Step {plan.step_id} returned {len(rows)} tokens for {num_due} running sequences.")
-        live = rows_slots[rows]
-        slots.token_ids[live, slots.num_known[live]] = tokens[rows]
-        slots.num_known[live] += 1
         self._counters.generated_tokens += len(rows)
-
-        updates: list[RequestUpdate] = []
         now = time.monotonic()
         for i, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
             request = slots.requests[chunk.slot] if owned[i] else None
             if request is not None and chunk.samples and request.stats.first_token_time is None:
                 request.stats.first_token_time = now
+        updates = self._take_scores(plan, result, owned[len(plan.decode_slots) :])
+        if self._searches.is_awaited(plan.step_id):
+            of_beams = slots.is_beam[rows_slots[rows]]
+            for group in self._searches.update(plan.step_id, rows_slots, rows[of_beams], result):
+                updates += self._finish_search(group)
+            rows = rows[~of_beams]
+        live = rows_slots[rows]
+        slots.token_ids[live, slots.num_known[live]] = tokens[rows]
+        slots.num_known[live] += 1
+
         if result.logprobs is not None:
             for row in rows[slots.wants_logprobs[live]].tolist():
                 self._store_logprobs(int(rows_slots[row]), result.logprobs, row)
@@ -397,6 +722,39 @@ class Scheduler:
             updates.append(
                 RequestUpdate(request, [token_id] if request.reports_each_token else request.output_token_ids)
             )
+        return updates
+
+    def _finish_search(self, group: BeamGroup) -> list[RequestUpdate]:
+        """Ends a search: its members become its hypotheses."""
+        updates = []
+        for member, found in zip(group.members, group.search.hypotheses, strict=True):
+            self._give_up_slot(member)
+            member.output_token_ids = found.token_ids
+            member.cumulative_logprob, member.score = found.cumulative_logprob, found.score
+            member.stats.last_token_time = time.monotonic()
+            stop_reason = member.stop_reason_of(found.token_ids[-1]) if found.stopped else None
+            self._set_finished(member, "stop" if found.stopped else "length", stop_reason)
+            updates.append(RequestUpdate(member, found.token_ids))
+        return updates
+
+    def _take_scores(self, plan: StepPlan, result: StepResult, owned: np.ndarray) -> list[RequestUpdate]:
+        """Stores the scores of chunks, and ends the requests that have all of theirs.
+
+        owned: bool [chunks]; whether the chunk's tenant still has the slot.
+        """
+        updates = []
+        for i, chunk in enumerate(plan.chunks):
+            request = self.slots.requests[chunk.slot] if owned[i] else None
+            if request is None or request.score_targets is None:
+                continue
+            stop = chunk.start + len(chunk.token_ids)
+            scores = result.scores.get(len(plan.decode_slots) + i)
+            if scores is not None:
+                request.store_scores(stop, scores)
+            if stop == request.prompt_len:
+                self._give_up_slot(request)
+                self._set_finished(request, "length", None)
+                updates.append(RequestUpdate(request, []))
         return updates
 
     def _store_logprobs(self, slot: int, logprobs: Logprobs, row: int) -> None:
@@ -439,6 +797,12 @@ class Scheduler:
         )
         request.num_registered_blocks = stop
 
+    def _give_up_slot(self, request: Request) -> None:
+        """Takes a request out of its slot and tells the device, if it knows of it."""
+        if self.slots.capacity[request.slot]:
+            self._pending_ends.append(request.slot)
+        self._release(request)
+
     def _release(self, request: Request) -> None:
         """Takes a request out of its slot: keeps its tokens, names its full blocks and frees them.
 
@@ -451,10 +815,12 @@ class Scheduler:
         self._register(request, min(int(slots.num_computed[slot]), len(known) - 1))
         if not request.reports_each_token:
             request.output_token_ids = known[request.prompt_len :].tolist()
-        self.pool.free(slots.blocks(slot))
+        self._blocks.free(slot)
         slots.release(slot)
         if request in self._prefilling:
             self._prefilling.remove(request)
+        if isinstance(request.group, BeamGroup):
+            self._searches.discard(request.group)
         self._variant_counts[request.variant] -= 1
 
     def _set_finished(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
@@ -463,8 +829,9 @@ class Scheduler:
         request.stop_reason = stop_reason
         request.stats.finished_time = time.monotonic()
         request.block_digests = []
-        del self._requests[request.request_id]
-        self._counters.num_finished += 1
+        if request.group.finished:
+            del self._groups[request.request_id]
+            self._counters.num_finished += 1
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and occupancy."""
@@ -483,9 +850,22 @@ class Scheduler:
             num_blocks=pool.capacity,
             num_used_blocks=pool.num_used,
             num_cached_blocks=len(pool.cache) if pool.cache is not None else 0,
-            tokens_held=token_slots - int((slots.capacity - slots.num_computed).sum()),
+            num_swap_blocks=self.swap_space.num_chunks * SWAP_CHUNK_BLOCKS,
+            num_used_swap_blocks=self.swap_space.num_used * SWAP_CHUNK_BLOCKS,
+            num_swapped_out=self.swap_space.num_swapped_out,
+            num_swapped_in=self.swap_space.num_swapped_in,
+            tokens_held=token_slots - self._num_empty_token_slots(),
             token_slots=token_slots,
         )
+
+    def _num_empty_token_slots(self) -> int:
+        """Token slots of referenced blocks that hold nothing. Sequences that share a last block are equally long."""
+        slots = self.slots
+        used = slots.used()
+        used = used[slots.capacity[used] > 0]
+        last_blocks = slots.block_table[used, slots.capacity[used] // self.config.block_size - 1]
+        _, distinct = np.unique(last_blocks, return_index=True)
+        return int((slots.capacity - slots.num_computed)[used[distinct]].sum())
 
     def check_integrity(self) -> None:
         """Checks that blocks, tables, slots and queue agree; for tests and for idle moments: it reads everything.
@@ -495,33 +875,34 @@ class Scheduler:
         """
         slots = self.slots
         used = slots.used().tolist()
-        self.pool.check_integrity(slots.blocks(slot) for slot in used)
+        self.pool.check_integrity([*(slots.blocks(slot) for slot in used), *self._pinned.values()])
+        records = {id(m.swap): m.swap for g in self._groups.values() for m in g.members if m.swap is not None}
+        if sum(len(record.chunks) for record in records.values()) != self.swap_space.num_used:
+            raise EngineDeadError(f"{self.swap_space.num_used} chunks of swap space are in use, but not by a sequence.")
         running = [request for request in slots.requests if request is not None]
         if [request.slot for request in running] != used or slots.num_used != len(used):
             raise EngineDeadError(f"Slots in use are {used}, tenants hold {[request.slot for request in running]}.")
-        if len(running) + len(self._waiting) != len(self._requests):
-            raise EngineDeadError(
-                f"{len(running)} requests run and {len(self._waiting)} wait, of {len(self._requests)} unfinished."
-            )
+        groups = self._groups.values()
+        states = (sum(len(group.running()) for group in groups), sum(len(list(group.waiting())) for group in groups))
+        if (len(running), len(self._waiting)) != states:
+            raise EngineDeadError(f"{len(running)} sequences run and {len(self._waiting)} wait, instead of {states}.")
         if (slots.num_computed > slots.capacity).any() or (slots.start_step[slots.capacity > 0] == NEVER).any():
             raise EngineDeadError("A slot has computed more tokens than its blocks hold, or is empty and has blocks.")
 
 
-def _resolve_seed(seed: int | None, engine_seed: int, arrival_number: int) -> int:
-    """A request's own seed, or one derived from the engine's; an unsigned 64-bit integer.
-
-    The derivation is the SplitMix64 generator's output function (Steele, Lea, Flood 2014), once for each number.
-    """
-    if seed is not None:
-        return seed % _UINT64
-    return _mix(_mix(engine_seed % _UINT64) + arrival_number)
-
-
-def _mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) % _UINT64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % _UINT64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % _UINT64
-    return x ^ (x >> 31)
+def _slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int) -> SlotStart:
+    return SlotStart(
+        slot=request.slot,
+        token_ids=token_ids,
+        prompt_len=request.prompt_len,
+        block_ids=block_ids,
+        num_computed_tokens=num_computed,
+        max_len=request.max_len,
+        sampling=request.sampling,
+        seed=request.seed,
+        stop_token_ids=request.device_stop_token_ids,
+        bad_words_token_ids=request.bad_words_token_ids,
+    )
 
 
 def _position_logprobs(logprobs: Logprobs, row: int, token_id: int, num_top: int) -> PositionLogprobs:

@@ -1,11 +1,11 @@
 """The scheduler's side of the slots: one row of numpy per running sequence, so that a step is a few array operations.
 
-    slot              0      1      2      3     ...
-    num_computed     26      7      0     12      tokens whose keys and values are written, or planned to be
-    num_known        25      8      0     40      tokens whose values the host knows
-    capacity         32      8      0     48      token slots in its blocks
-    compute_limit   100     63      0      0      decode until so many are computed; 0 in prefill and when empty
-                  decode  decode  empty  prefill
+    slot              0      1      2      3       4     ...
+    num_computed     26      7      0     12       0      tokens whose keys and values are written, or planned to be
+    num_known        25      8      0     40       0      tokens whose values the host knows
+    capacity         32      8      0     48       0      token slots in its blocks
+    compute_limit   100     63      0      0       0      decode until so many are computed; 0 in prefill and when empty
+                  decode  decode  empty  prefill  kept for a sequence that is to be forked from slot 3
 
 A decoding sequence has num_computed + 1 tokens, those in flight included: the last one is sampled and not yet
 computed. So slot 0 has two steps in flight, whose tokens only the device knows, and slot 1 none. The very last token
@@ -29,7 +29,8 @@ class Slots:
     start_step: int64 [slots]; the step that started the tenant, NEVER when empty. A result row of an earlier step
         is a former tenant's.
     reports, wants_logprobs: bool [slots]; whether every token of it is something that the caller hears of.
-    priority, arrival: int64 [slots]; its place in the policy's order.
+    is_beam: bool [slots]; whether a search decides on its tokens. Its compute_limit stays 0.
+    priority, arrival, index: int64 [slots]; its place in the policy's order.
     block_table: int32 [slots, max_blocks_per_seq].
     token_ids: int32 [slots, max_model_len]; pages of zeros come into being when they are written.
     """
@@ -44,8 +45,10 @@ class Slots:
         self.start_step = np.full((n,), NEVER, np.int64)
         self.reports = np.zeros((n,), np.bool_)
         self.wants_logprobs = np.zeros((n,), np.bool_)
+        self.is_beam = np.zeros((n,), np.bool_)
         self.priority = np.zeros((n,), np.int64)
         self.arrival = np.zeros((n,), np.int64)
+        self.index = np.zeros((n,), np.int64)
         self.block_table = np.zeros((n, config.max_blocks_per_seq), np.int32)
         self.token_ids = np.zeros((n, config.max_model_len), np.int32)
         self.requests: list[Request | None] = [None] * n
@@ -87,13 +90,25 @@ class Slots:
         self.start_step[slot] = step_id
         self.reports[slot] = request.reports_each_token
         self.wants_logprobs[slot] = request.logprobs is not None
+        self.is_beam[slot] = request.beam is not None
         self.priority[slot] = request.priority
         self.arrival[slot] = request.arrival_number
+        self.index[slot] = request.index
         self.block_table[slot, :n] = block_ids
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.requests[slot] = request
         request.slot = slot
         return slot
+
+    def fork(self, parent: int, child: int) -> None:
+        """Gives `child`, a slot whose tenant has computed nothing, all that the tenant of `parent` has."""
+        n = int(self.capacity[parent]) // self._block_size
+        known = int(self.num_known[parent])
+        self.num_computed[child] = self.num_computed[parent]
+        self.num_known[child] = known
+        self.capacity[child] = self.capacity[parent]
+        self.block_table[child, :n] = self.block_table[parent, :n]
+        self.token_ids[child, :known] = self.token_ids[parent, :known]
 
     def release(self, slot: int) -> None:
         """Empties a slot; its blocks are the caller's to free."""
@@ -103,5 +118,5 @@ class Slots:
         self.requests[slot] = None
         self.num_computed[slot] = self.num_known[slot] = self.capacity[slot] = self.compute_limit[slot] = 0
         self.start_step[slot] = NEVER
-        self.reports[slot] = self.wants_logprobs[slot] = False
+        self.reports[slot] = self.wants_logprobs[slot] = self.is_beam[slot] = False
         heapq.heappush(self._free, slot)

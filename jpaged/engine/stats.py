@@ -18,12 +18,14 @@ class Counters:
 class EngineStats:
     """A snapshot.
 
-    num_running, num_waiting: requests now; preempted ones wait.
+    num_running, num_waiting: sequences now; preempted ones wait, and those that wait together count once.
     num_steps, num_preemptions, num_finished: totals; aborted requests count as finished.
     prompt_tokens: of requests admitted, prefix hits included. generated_tokens: those the host has read.
     prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found, in tokens.
     num_blocks, num_used_blocks: blocks that can be allocated, and those referenced now.
     num_cached_blocks: blocks, free or not, that a prefix could hit.
+    num_swap_blocks, num_used_swap_blocks: blocks that the swap space can hold, and those in its chunks in use.
+    num_swapped_out, num_swapped_in: totals, in blocks.
     tokens_held, token_slots: tokens in the referenced blocks (a shared one counts once), and what they could hold.
     """
 
@@ -39,6 +41,10 @@ class EngineStats:
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
+    num_swap_blocks: int
+    num_used_swap_blocks: int
+    num_swapped_out: int
+    num_swapped_in: int
     tokens_held: int
     token_slots: int
 

@@ -15,10 +15,16 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jpaged.engine.interface import SamplingVariant
+from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, SamplingVariant
 from jpaged.executor import programs, sampler
+from jpaged.executor.beams import beams_layout, move_beams_step
+from jpaged.executor.buckets import bucket_for
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.copies import copy_blocks_step, copy_layout
+from jpaged.executor.executable_cache import ExecutableCache
+from jpaged.executor.mesh import POOL, STAGING, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.state import initial_slot_state
+from jpaged.executor.swap import abstract_staging, gather_step, scatter_step
 from jpaged.models import Model
 
 Key = tuple[str | int, ...]
@@ -27,6 +33,13 @@ Key = tuple[str | int, ...]
 _Takes = Literal["weights", "head", None]
 
 CACHE_DIR_VARIABLE = "JPAGED_CACHE_DIR"
+
+_AUTOTUNED_ROWS = 16
+_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+"""Products of more rows go to cuBLASLt, by its own heuristics. Trying algorithms out, as XLA does by default, takes
+twice as long to compile, chooses differently from start to start when many threads compile at once, and on an H200
+won nothing: a decode step of 256 rows took 6.0 ms instead of 6.4 (Qwen3-0.6B), 12.8 instead of 12.8 (Llama-3.1-8B).
+Up to 16 rows XLA's own kernels win: 4.5 ms instead of 4.7 for one row of Llama-3.1-8B."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +69,30 @@ class Program:
         return self._memory.alias_size_in_bytes
 
 
-def enable_persistent_cache() -> Path | None:
-    """Points JAX's compilation cache at a directory of the user's, unless one is set already.
+def cache_directory(name: str) -> Path | None:
+    """Where compiled programs are kept between runs: "xla" by JAX, "programs" by `ExecutableCache`.
 
-    `JPAGED_CACHE_DIR` chooses the directory ($XDG_CACHE_HOME/jpaged, else ~/.cache/jpaged); empty turns it off.
+    `JPAGED_CACHE_DIR` chooses the directory above ($XDG_CACHE_HOME/jpaged, else ~/.cache/jpaged); empty means None.
     """
-    if directory := jax.config.values["jax_compilation_cache_dir"]:
-        return Path(directory)
     chosen = os.environ.get(CACHE_DIR_VARIABLE)
     if chosen == "":
         return None
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = (Path(chosen) if chosen else base / "jpaged") / "xla"
+    directory = (Path(chosen) if chosen else base / "jpaged") / name
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None  # a read-only home: start a little slower rather than not at all
+    return directory
+
+
+def enable_persistent_cache() -> Path | None:
+    """Points JAX's compilation cache at a directory of the user's, unless one is set already."""
+    if directory := jax.config.values["jax_compilation_cache_dir"]:
+        return Path(directory)
+    directory = cache_directory("xla")
+    if directory is None:
+        return None
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -79,51 +100,93 @@ def enable_persistent_cache() -> Path | None:
 
 
 def abstract_pools(config: ExecutorConfig, model: Model, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of the KV pool: for each layer [num_blocks, 2, kv_heads, block_size, head_dim]."""
+    """Shapes of the KV pool: for each layer [num_blocks, 2, kv_heads, block_size, head_dim]; a shard's for a shard."""
     shape = (config.num_blocks, 2, model.config.num_kv_heads, config.block_size, model.config.head_dim)
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for _ in range(model.config.num_layers))
 
 
 class Compiler:
-    """Lowers programs one by one and compiles them in a pool of threads (XLA releases the interpreter lock)."""
+    """Lowers programs one by one and compiles them in a pool of threads (XLA releases the interpreter lock).
 
-    def __init__(self, model: Model, config: ExecutorConfig, kv_dtype: Any) -> None:
+    model: what each device of the mesh runs (`DeviceMesh.shard_of`).
+    """
+
+    def __init__(self, model: Model, config: ExecutorConfig, kv_dtype: Any, mesh: DeviceMesh) -> None:
         self._model = model
         self._config = config
-        self._pools = abstract_pools(config, model, kv_dtype)
+        self._mesh = mesh
+        pools = abstract_pools(config, model, kv_dtype)
+        self._pools = tuple(mesh.split(pool, POOL) for pool in pools)
+        self._staging = mesh.split(abstract_staging(pools), STAGING)
         self._state = jax.eval_shape(partial(initial_slot_state, config))
-        self._weights = model.abstract_weights
+        self._weights = mesh.weights(model)
         self._sampling = jax.eval_shape(partial(sampler.init_state, config.max_num_seqs))
-        self._full = jax.eval_shape(partial(sampler.init_full_state, config.max_num_seqs, model.config.vocab_size))
+        self._full_of_shard = jax.eval_shape(self._init_full_state)
+        counts = mesh.split(self._full_of_shard.token_counts, TOKEN_COUNTS)
+        self._full = self._full_of_shard._replace(token_counts=counts)
+        self._full_specs = jax.tree.map(lambda _: WHOLE, self._full)._replace(token_counts=TOKEN_COUNTS)
         self._threads = ThreadPoolExecutor(os.cpu_count())
+        self._cache = ExecutableCache(
+            cache_directory("programs"), (model.config, model.vocab_size, model.dtype, config, mesh.key)
+        )
         self._pending: dict[Key, tuple[Future, _Takes]] = {}
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the slot state, the sampling state and the full sampling state together."""
-        leaves = jax.tree.leaves((self._state, self._sampling, self._full))
+        """Bytes of the slot state, the sampling state and the full sampling state together, on one device."""
+        leaves = jax.tree.leaves((self._state, self._sampling, self._full_of_shard))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def submit_all(self) -> None:
-        """Every program the runner may need, those that serve the first request first."""
-        self.submit_update()
+        """Every program the runner may need."""
+        self.submit_bodies()
+        self.submit_heads()
+
+    def submit_bodies(self) -> None:
+        """The programs that depend on the size of the pool."""
         for tokens in self._config.token_buckets:
             self.submit_mixed(tokens)
         for batch in self._config.decode_buckets:
             self.submit_decode(batch)
+        self.submit_forks()
+        self.submit_swaps()
+
+    def submit_heads(self) -> None:
+        """The programs that do not."""
+        self.submit_update()
         for variant in SamplingVariant:
-            for batch in self._config.decode_buckets:
+            sizes = self._config.sample_buckets(variant)
+            for batch in sizes:
                 self.submit_sample(batch, variant)
-        for tokens in self._config.token_buckets:
+            for batch in set(self._config.decode_buckets) - set(sizes):
+                self.submit_widen(batch, bucket_for(batch, sizes), of_tokens=False)
+        sizes = self._config.scored_buckets
+        for tokens in sizes:
             self.submit_prompt_logprobs(tokens)
+            self.submit_score(tokens)
+        for tokens in set(self._config.token_buckets) - set(sizes):
+            self.submit_widen(tokens, bucket_for(tokens, sizes), of_tokens=True)
         self.submit_full_state()
+
+    def submit_largest(self) -> tuple[Key, ...]:
+        """The programs that need most memory while they run, or have the largest results. Returns their keys."""
+        tokens, rows = self._config.token_buckets[-1], self._config.decode_buckets[-1]
+        self.submit_mixed(tokens)
+        self.submit_sample(rows, SamplingVariant.FULL)
+        self.submit_prompt_logprobs(tokens)
+        self.submit_score(tokens)
+        heads: tuple[Key, ...] = ("sample", rows, SamplingVariant.FULL), ("prompt_logprobs", tokens), ("score", tokens)
+        return ("mixed", tokens), *heads
+
+    def result(self, key: Key) -> Program:
+        """Waits for one of the programs submitted."""
+        future, takes = self._pending[key]
+        return Program(future.result(), takes)
 
     def results(self, *, progress: bool = False) -> dict[Key, Program]:
         """Waits for everything submitted."""
-        compiled = {}
-        waiting = tqdm(self._pending.items(), desc="compiling", unit="program", disable=not progress, leave=False)
-        for key, (future, takes) in waiting:
-            compiled[key] = Program(future.result(), takes)
+        waiting = tqdm(self._pending, desc="compiling", unit="program", disable=not progress, leave=False)
+        compiled = {key: self.result(key) for key in waiting}
         self._threads.shutdown()
         return compiled
 
@@ -136,33 +199,80 @@ class Compiler:
     def submit_decode(self, batch: int) -> None:
         step = partial(programs.decode_step, self._model, self._config, batch)
         packed = _int32(programs.decode_layout(batch).size)
-        self._submit(("decode", batch), step, self._pools, self._state, packed, donate=(1, 2), takes="weights")
+        args = (self._pools, self._state, packed)
+        results = (POOL, WHOLE, WHOLE, WHOLE)
+        self._submit(("decode", batch), step, *args, donate=(1, 2), takes="weights", rows=batch, results=results)
 
     def submit_mixed(self, tokens: int) -> None:
         step = partial(programs.mixed_step, self._model, self._config, tokens)
         packed = _int32(programs.mixed_layout(self._config, tokens).size)
-        self._submit(("mixed", tokens), step, self._pools, self._state, packed, donate=(1, 2), takes="weights")
+        args = (self._pools, self._state, packed)
+        results = (POOL, WHOLE, WHOLE, WHOLE, WHOLE)
+        self._submit(("mixed", tokens), step, *args, donate=(1, 2), takes="weights", rows=tokens, results=results)
 
     def submit_sample(self, batch: int, variant: SamplingVariant) -> None:
+        served_by = sampler.program_variant(variant, self._model.vocab_size, self._model.collectives)
+        if served_by != variant:
+            self.submit_sample(batch, served_by)
+            self._pending["sample", batch, variant] = self._pending["sample", batch, served_by]
+            return
+        if ("sample", batch, variant) in self._pending:
+            return
         step = partial(programs.sample_step, self._model, variant)
         rows = jax.eval_shape(lambda slots: programs.Rows(slots, slots > 0), _int32(batch))
         full = self._full if variant == SamplingVariant.FULL else None
         hidden = self._hidden(batch)
         key = ("sample", batch, variant)
-        self._submit(key, step, hidden, rows, self._state, self._sampling, full, donate=(3, 5), takes="head")
+        args = (hidden, rows, self._state, self._sampling, full)
+        results = (WHOLE, None if full is None else self._full_specs, WHOLE)
+        self._submit(key, step, *args, donate=(3, 5), takes="head", rows=batch, results=results)
 
     def submit_prompt_logprobs(self, tokens: int) -> None:
         step = partial(programs.prompt_logprobs_step, self._model)
-        self._submit(("prompt_logprobs", tokens), step, self._hidden(tokens), _int32(tokens), takes="head")
+        self._submit(("prompt_logprobs", tokens), step, self._hidden(tokens), _int32(tokens), takes="head", rows=tokens)
+
+    def submit_widen(self, rows: int, size: int, *, of_tokens: bool) -> None:
+        step = partial(programs.widen_step, self._config.null_slot, size)
+        of_rows = None if of_tokens else jax.eval_shape(lambda slots: programs.Rows(slots, slots > 0), _int32(rows))
+        self._submit(("widen", rows, size, of_tokens), step, self._hidden(rows), of_rows)
+
+    def submit_score(self, tokens: int) -> None:
+        step = partial(programs.score_step, self._model)
+        packed = _int32(programs.score_layout(tokens).size)
+        rows = programs.score_rows(tokens)
+        self._submit(("score", tokens), step, self._hidden(tokens), packed, takes="head", rows=rows)
 
     def submit_full_state(self) -> None:
         """The programs that make and fill `FullSamplingState`, which exists once some request asks for it."""
-        slots, vocab = self._config.max_num_seqs, self._model.config.vocab_size
-        self._submit(("init_full",), partial(sampler.init_full_state, slots, vocab))
-        record = _int32(sampler.full_record_words(vocab))
-        self._submit(("start_full",), sampler.start_full_slot, self._full, _int32(), record, donate=(0,))
+        specs = self._full_specs
+        self._submit(("init_full",), self._init_full_state, results=specs)
+        record = _int32(sampler.full_record_words(self._model.vocab_size))
+        args = (self._full, _int32(), record)
+        self._submit(("start_full",), sampler.start_full_slot, *args, donate=(0,), results=specs)
         known = _int32(programs.known_tokens_layout().size)
-        self._submit(("known_tokens",), programs.known_tokens_step, self._full, known, donate=(0,))
+        step = partial(programs.known_tokens_step, self._model)
+        self._submit(("known_tokens",), step, self._full, known, donate=(0,), results=specs)
+
+    def _init_full_state(self) -> sampler.FullSamplingState:
+        slots, model = self._config.max_num_seqs, self._model
+        return sampler.init_full_state(slots, model.vocab_size, model.config.vocab_size)
+
+    def submit_forks(self) -> None:
+        """The programs that copy shared blocks and that let beams go on from others."""
+        for size in self._config.copy_buckets:
+            copy = partial(copy_blocks_step, self._config, size)
+            packed = _int32(copy_layout(size).size)
+            self._submit(("copy_blocks", size), copy, self._pools, packed, donate=(0,), results=POOL)
+            move = partial(move_beams_step, size)
+            self._submit(("move_beams", size), move, self._state, _int32(beams_layout(size).size), donate=(0,))
+
+    def submit_swaps(self) -> None:
+        """The programs that take blocks out of the pool, to host memory, and put them back."""
+        block_ids = _int32(SWAP_CHUNK_BLOCKS)
+        gather, scatter = partial(gather_step, self._config), partial(scatter_step, self._config)
+        self._submit(("gather_blocks",), gather, self._pools, block_ids, results=STAGING)
+        args = (self._pools, self._staging, block_ids)
+        self._submit(("scatter_blocks",), scatter, *args, donate=(0,), results=POOL)
 
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self._model.config.hidden_size), self._model.dtype)
@@ -174,7 +284,12 @@ class Compiler:
         *args: Any,
         donate: tuple[int, ...] = (),
         takes: _Takes = None,
+        rows: int = 0,
+        results: Specs = WHOLE,
     ) -> None:
+        """rows: of the program's matrix products, if it has any. results: how they are split over the mesh."""
+        if key in self._pending:
+            return
         if takes is not None:
             args = (self._weights if takes == "weights" else self._model.head_weights(self._weights), *args)
 
@@ -182,8 +297,24 @@ class Compiler:
             return function(*args)
 
         named.__name__ = "_".join(str(int(part) if isinstance(part, int) else part) for part in key)  # for profiles
-        lowered = jax.jit(named, donate_argnums=donate).lower(*args)
-        self._pending[key] = self._threads.submit(lowered.compile), takes
+        jitted = self._mesh.jit(named, args, results, donate)
+        options = _GPU_OPTIONS if jax.default_backend() == "gpu" and rows > _AUTOTUNED_ROWS else {}
+        path = self._cache.path((key, options), args)
+        if path is not None and path.exists():
+            self._pending[key] = self._threads.submit(_load_or_compile, path, jitted, args, options), takes
+        else:
+            self._pending[key] = self._threads.submit(_compile, path, jitted.lower(*args), options), takes
+
+
+def _load_or_compile(path: Path, jitted: Any, args: tuple, options: dict[str, Any]) -> jax.stages.Compiled:
+    return ExecutableCache.load(path) or _compile(path, jitted.lower(*args), options)
+
+
+def _compile(path: Path | None, lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
+    compiled = lowered.compile(compiler_options=options)
+    if path is not None:
+        ExecutableCache.save(path, compiled)
+    return compiled
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

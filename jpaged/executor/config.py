@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from jpaged.executor.buckets import bucket_for
+from jpaged.engine.interface import SamplingVariant
+from jpaged.executor.buckets import bucket_for, doublings, geometric_buckets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,21 @@ class ExecutorConfig:
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def copy_buckets(self) -> tuple[int, ...]:
+        """Sizes that the programs for copied blocks and for beams exist for: at most one of each for a slot."""
+        return geometric_buckets(8, self.max_num_seqs, 8)
+
+    def sample_buckets(self, variant: SamplingVariant) -> tuple[int, ...]:
+        """Rows that the variant's sampling programs exist for."""
+        is_rare = variant in (SamplingVariant.FULL, SamplingVariant.BEAM)
+        return doublings(self.decode_buckets) if is_rare else self.decode_buckets
+
+    @property
+    def scored_buckets(self) -> tuple[int, ...]:
+        """Tokens that the programs exist for that score a mixed step's tokens."""
+        return doublings(self.token_buckets)
 
     def mixed_rows(self, token_bucket: int) -> int:
         """Rows of a mixed program: it cannot have more than tokens, nor than slots."""

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.engine.interface import SamplingVariant
+from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.errors import OutOfMemoryError
 from jpaged.executor.compilation import Compiler
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.swap import MOST_IN_TRANSIT
 from jpaged.models import Model
 
 CPU_POOL_BYTES = 2**30
@@ -24,7 +25,7 @@ CPU_POOL_BYTES = 2**30
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device, by purpose. `programs` is 0 where nothing bounds them (CPU)."""
+    """Bytes on each device, by purpose. `programs` is 0 where nothing bounds them (CPU)."""
 
     weights: int
     state: int
@@ -69,19 +70,26 @@ def free_device_memory(device: jax.Device, utilization: float) -> int | None:
 
 
 def plan_memory(
-    model: Model, config: ExecutorConfig, dtype: Any, limit: int | None, num_blocks: int | None, pipeline_depth: int
+    model: Model,
+    config: ExecutorConfig,
+    dtype: Any,
+    compiler: Compiler,
+    limit: int | None,
+    num_blocks: int | None,
+    pipeline_depth: int,
 ) -> MemoryPlan:
     """Decides the number of blocks.
 
     Args:
+        model: what each device of the mesh runs.
         config: `num_blocks` in it is nominal; programs are analysed with it.
-        limit: bytes of the device, before the weights are loaded (`free_device_memory`).
+        compiler: of that model and configuration.
+        limit: bytes of each device, before the weights are loaded (`free_device_memory`).
         num_blocks: the user's choice, or None to fill the device.
         pipeline_depth: steps in flight whose results are alive beside the running one's.
     Raises:
         OutOfMemoryError: what is left after weights and programs does not hold the blocks asked for, or any.
     """
-    compiler = Compiler(model, config, dtype)
     weights, state = tree_bytes(model.abstract_weights), compiler.state_bytes
     block = block_bytes(model, config.block_size, dtype)
     if limit is None:
@@ -89,7 +97,7 @@ def plan_memory(
         blocks = num_blocks or max(2, min(useful, CPU_POOL_BYTES // block))
         return MemoryPlan(weights, state, 0, block, blocks)
 
-    programs = _program_bytes(compiler, config, pipeline_depth)
+    programs = _program_bytes(compiler, pipeline_depth) + MOST_IN_TRANSIT * SWAP_CHUNK_BLOCKS * block
     room = (limit - weights - state - programs) // block
     if room < (num_blocks or 2):
         asked = f"num_gpu_blocks_override={num_blocks} does not fit" if num_blocks else "there is no room for a KV pool"
@@ -101,13 +109,9 @@ def plan_memory(
     return MemoryPlan(weights, state, programs, block, num_blocks or room)
 
 
-def _program_bytes(compiler: Compiler, config: ExecutorConfig, pipeline_depth: int) -> int:
+def _program_bytes(compiler: Compiler, pipeline_depth: int) -> int:
     """What the largest programs need at once, and the results of the steps in flight."""
-    tokens, rows = config.token_buckets[-1], config.decode_buckets[-1]
-    compiler.submit_mixed(tokens)
-    compiler.submit_sample(rows, SamplingVariant.FULL)
-    compiler.submit_prompt_logprobs(tokens)
-    programs = compiler.results().values()
+    programs = [compiler.result(key) for key in compiler.submit_largest()]
     temporary = max(program.temp_bytes for program in programs)
     results = max(program.output_bytes - program.alias_bytes for program in programs)
     slack = 0.02 * (temporary + results) + 2**28  # fragmentation, and small programs' buffers

@@ -4,7 +4,8 @@
     decode[B]         B slots compute their last token                       \\  model body; both return the
     mixed[T]          decode rows and prefill chunks, ragged, T tokens in all /  hidden states that sample
     sample[R, v]      LM head, sampling, stop tests, slot state; v is the sampling variant
-    prompt_logprobs[T]  log-probabilities of a mixed step's prompt tokens
+    prompt_logprobs[T]  log-probabilities of a mixed step's prompt tokens, with the likeliest alternatives
+    score[T]          log-probabilities of given tokens after some of a mixed step's, and nothing else
 
 The body and the head are programs apart so that their counts add up: bodies are large and there is one per bucket;
 heads are small and there is one per bucket and variant. The KV pool, the slot state and the sampling state are
@@ -25,7 +26,7 @@ from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.packing import PackedLayout
 from jpaged.executor.state import SlotState, append_blocks, end_slots, slot_mapping, start_slots
 from jpaged.models import Model
-from jpaged.pallas_kernels import decode_attention, ragged_attention, write_kv
+from jpaged.pallas_kernels import decode_attention, ragged_attention, rope_and_write
 from jpaged.sampling_params import MAX_LOGPROBS
 
 Pools = tuple[Float[Array, "blocks 2 kv_heads block_size head_dim"], ...]
@@ -35,6 +36,10 @@ KNOWN_TOKENS_PER_CALL = 1024
 TABLE_UPDATES_PER_UPDATE = 1024
 PROMPT_LOGPROB_ROWS = 256
 """Rows of logits held at once when a prompt is scored: 256 x 152,000 float32 are 156 MB."""
+
+
+SCORE_ROWS = 512
+"""Most tokens that one `score` call does: their float32 logits, alive together, take 262 MB at 128,000 tokens."""
 
 
 class RowKind:
@@ -105,9 +110,19 @@ class PagedAttention:
     query_starts: Int[Array, " rows+1"] | None
     backend: str | None = field(metadata={"static": True})
 
-    def __call__(self, q: Array, k: Array, v: Array, **features: Any) -> Any:
-        pool, backend = self.pool, self.backend
-        self.pool = write_kv(pool, k.astype(pool.dtype), v.astype(pool.dtype), self.mapping, backend=backend)
+    def __call__(
+        self,
+        qkv: Float[Array, "tokens kv_heads group+2 head_dim"],
+        *,
+        rotation: tuple[Array, Array] | None,
+        norms: tuple[Array, Array] | None,
+        norm_eps: float,
+        **features: Any,
+    ) -> Any:
+        backend = self.backend
+        q, self.pool = rope_and_write(
+            self.pool, qkv, self.mapping, rotation=rotation, norms=norms, norm_eps=norm_eps, backend=backend
+        )
         paged = (self.pool, self.block_tables, self.kv_lens)
         if self.query_starts is None:
             return decode_attention(q, *paged, backend=backend, **features)
@@ -180,7 +195,8 @@ def mixed_step(
         seq_len=state.seq_len.at[slots].add(jnp.where(active, query_lens, 0)), block_tables=block_tables
     )
     last = jnp.maximum(ends - 1, 0)
-    samples = ((kinds & RowKind.SAMPLES) != 0) & (query_lens > 0)
+    # A row without queries that samples was forked from the row before it, whose last hidden state is thus its own.
+    samples = (kinds & RowKind.SAMPLES) != 0
     return tuple(layer.pool for layer in layers), state, hidden[last], Rows(slots, samples), hidden
 
 
@@ -198,7 +214,8 @@ def sample_step(
     logits = model.head_logits(head, hidden)
     slots = rows.slots
     positions = state.seq_len[slots]  # where the new token will stand
-    sampled = sampler.sample(logits, slots, positions, sampling, full, variant=variant)
+    collectives = model.collectives
+    sampled = sampler.sample(logits, slots, positions, sampling, full, variant=variant, collectives=collectives)
     valid = rows.samples & state.active[slots]
 
     codes = sampler.finish_codes(sampling, slots, positions, sampled.token_ids)
@@ -213,7 +230,7 @@ def sample_step(
         active=state.active.at[written].set(valid & (codes == FinishCode.RUNNING)),
     )
     if full is not None:
-        full = sampler.add_sampled_tokens(full, written, sampled.token_ids)
+        full = sampler.add_sampled_tokens(full, written, sampled.token_ids, collectives)
     return state, full, SampleResult(jnp.stack([tokens, codes.astype(jnp.int32)]), sampled.logprobs)
 
 
@@ -228,10 +245,38 @@ def prompt_logprobs_step(
     targets = jnp.pad(jnp.maximum(targets, 0), (0, pad)).reshape(-1, chunk)
 
     def score(args: tuple[Array, Array]) -> sampler.TokenLogprobs:
-        return sampler.logprobs_of(model.head_logits(head, args[0]), args[1], MAX_LOGPROBS)
+        return sampler.logprobs_of(model.head_logits(head, args[0]), args[1], MAX_LOGPROBS, model.collectives)
 
     scored = jax.lax.map(score, (hidden, targets))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], scored)
+
+
+def widen_step(null_slot: int, size: int, hidden: Float[Array, "rows hidden"], rows: Rows | None) -> tuple:
+    """Rows padded up to `size`, for a program that does not exist for fewer. rows: None for tokens, which have none."""
+    more = size - hidden.shape[0]
+    hidden = jnp.pad(hidden, ((0, more), (0, 0)))
+    if rows is None:
+        return hidden, None
+    slots = jnp.pad(rows.slots, (0, more), constant_values=null_slot)
+    return hidden, Rows(slots, jnp.pad(rows.samples, (0, more)))
+
+
+def score_rows(num_tokens: int) -> int:
+    """Tokens that one call of `score[num_tokens]` scores."""
+    return min(num_tokens, SCORE_ROWS)
+
+
+def score_layout(num_tokens: int) -> PackedLayout:
+    return PackedLayout(tokens=(score_rows(num_tokens),), targets=(score_rows(num_tokens),))
+
+
+def score_step(
+    model: Model, head: Sequence[Array], hidden: Float[Array, "tokens hidden"], packed: Int[Array, " n"]
+) -> sampler.TargetScores:
+    """Scores `targets[i]` after the step's token `tokens[i]`: the head runs for the tokens asked about alone."""
+    host = score_layout(hidden.shape[0]).unpack(packed)
+    logits = model.head_logits(head, hidden[host["tokens"]])
+    return sampler.target_scores(logits, host["targets"], model.collectives)
 
 
 def update_step(
@@ -249,7 +294,10 @@ def known_tokens_layout() -> PackedLayout:
     return PackedLayout(slot=(), start=(), prompt_len=(), token_ids=(KNOWN_TOKENS_PER_CALL,))
 
 
-def known_tokens_step(full: sampler.FullSamplingState, packed: Int[Array, " n"]) -> sampler.FullSamplingState:
+def known_tokens_step(
+    model: Model, full: sampler.FullSamplingState, packed: Int[Array, " n"]
+) -> sampler.FullSamplingState:
     """Its known tokens are counted, some at a time."""
     host = known_tokens_layout().unpack(packed)
-    return sampler.add_known_tokens(full, host["slot"], host["token_ids"], host["start"], host["prompt_len"])
+    known = (host["slot"], host["token_ids"], host["start"], host["prompt_len"])
+    return sampler.add_known_tokens(full, *known, model.collectives)

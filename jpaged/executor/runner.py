@@ -1,7 +1,11 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
-    plan --> [update] --> decode[B] or mixed[T] --> sample[R, variant] --> handle (tokens on their way to the host)
+    plan --> [update] --> [move_beams[N]] --> [copy_blocks[N]] --> decode[B] or mixed[T] --> [sample[R, variant]]
+                                                                                        '--> [score[T] ...]
+                                                                                                 |
+                                                                                               handle
 
+A handle's tokens are on their way to the host.
 Nothing here waits for the device and nothing compiles; `Step.result` is the only place that blocks.
 """
 
@@ -11,13 +15,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.engine.interface import NO_TOKEN, NULL_BLOCK, Logprobs, SamplingVariant, SlotStart, StepPlan, StepResult
+from jpaged.engine.interface import (
+    NO_TOKEN,
+    NULL_BLOCK,
+    SWAP_CHUNK_BLOCKS,
+    FinishCode,
+    HostCopy,
+    Logprobs,
+    SamplingVariant,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    TargetScores,
+)
 from jpaged.executor import programs, sampler
+from jpaged.executor.beams import beams_layout
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.compilation import Key, Program
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.copies import copy_layout
 from jpaged.executor.programs import STARTS_PER_UPDATE, TABLE_UPDATES_PER_UPDATE, Pools, RowKind
 from jpaged.executor.state import SlotState
+from jpaged.executor.swap import HostChunks
 
 
 class Step:
@@ -28,25 +47,41 @@ class Step:
         num_rows: int,
         sampled: programs.SampleResult | None,
         prompt_scores: tuple[sampler.TokenLogprobs, list[tuple[int, int, int]]] | None = None,
+        target_scores: tuple[list[sampler.TargetScores], list[tuple[int, int]]] | None = None,
     ) -> None:
         self._num_rows = num_rows
         self._sampled = sampled
         self._prompt_scores = prompt_scores
-        for array in jax.tree.leaves((sampled, prompt_scores and prompt_scores[0])):
+        self._target_scores = target_scores
+        arrays = (sampled, prompt_scores and prompt_scores[0], target_scores and target_scores[0])
+        for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
 
     def result(self) -> StepResult:
-        if self._sampled is None:
-            return StepResult(np.zeros((0,), np.int32), np.zeros((0,), np.uint8))
-        tokens, codes = np.asarray(self._sampled.tokens_and_codes)[:, : self._num_rows]
+        tokens = np.full((self._num_rows,), NO_TOKEN, np.int32)
+        codes = np.full((self._num_rows,), FinishCode.RUNNING, np.int32)
         logprobs = None
-        if self._sampled.logprobs is not None:
-            logprobs = _host_logprobs(self._sampled.logprobs, 0, self._num_rows)
+        if self._sampled is not None:
+            tokens, codes = np.asarray(self._sampled.tokens_and_codes)[:, : self._num_rows]
+            if self._sampled.logprobs is not None:
+                logprobs = _host_logprobs(self._sampled.logprobs, 0, self._num_rows)
         prompt_logprobs = {}
         if self._prompt_scores is not None:
             scores, scored_rows = self._prompt_scores
             prompt_logprobs = {row: _host_logprobs(scores, start, end) for row, start, end in scored_rows}
-        return StepResult(tokens, codes.astype(np.uint8), logprobs, prompt_logprobs)
+        return StepResult(tokens, codes.astype(np.uint8), logprobs, prompt_logprobs, self._host_scores())
+
+    def _host_scores(self) -> dict[int, TargetScores]:
+        if self._target_scores is None:
+            return {}
+        calls, rows = self._target_scores
+        logprobs = np.concatenate([np.asarray(call.logprobs) for call in calls])
+        greedy = np.concatenate([np.asarray(call.greedy) for call in calls])
+        scores, start = {}, 0
+        for row, count in rows:
+            scores[row] = TargetScores(logprobs[start : start + count], greedy[start : start + count])
+            start += count
+        return scores
 
 
 def _host_logprobs(arrays: sampler.TokenLogprobs, start: int, end: int) -> Logprobs:
@@ -81,6 +116,7 @@ class Runner:
         self._sampling = sampling
         self._full: sampler.FullSamplingState | None = None
         self._vocab_size = vocab_size
+        self._host_chunks = HostChunks()
 
     @property
     def pools(self) -> Pools:
@@ -89,17 +125,28 @@ class Runner:
 
     def execute(self, plan: StepPlan) -> Step:
         """Dispatches `plan` and returns at once."""
+        for out in plan.swap_outs:
+            self._swap_out(out)
         self._apply_changes(plan)
+        if len(plan.beams):
+            self._move_beams(plan.beams)
+        for back in plan.swap_ins:
+            self._swap_in(back)
+        if len(plan.copies):
+            self._copy_blocks(plan.copies)
         if not plan.num_rows:
             return Step(0, None)
+        prompt_scores = target_scores = None
         if plan.chunks:
             hidden, rows, all_hidden = self._run_mixed(plan)
             prompt_scores = self._run_prompt_logprobs(plan, all_hidden)
+            target_scores = self._run_score(plan, all_hidden)
         else:
             hidden, rows = self._run_decode(plan)
-            prompt_scores = None
-        sampled = self._run_sample(hidden, rows, plan.variant)
-        return Step(plan.num_rows, sampled, prompt_scores)
+        sampled = None
+        if len(plan.decode_slots) or any(chunk.samples for chunk in plan.chunks):
+            sampled = self._run_sample(hidden, rows, plan.variant)
+        return Step(plan.num_rows, sampled, prompt_scores, target_scores)
 
     def warm_up(self) -> None:
         """Runs every program once on padding, so that modules are loaded and graphs built before the first request."""
@@ -110,13 +157,22 @@ class Runner:
         self._full = self._call(("start_full",), self._full, np.int32(self._config.null_slot), record)
         buffer, _ = programs.known_tokens_layout().new(slot=self._config.null_slot, start=0, prompt_len=0, token_ids=-1)
         self._full = self._call(("known_tokens",), self._full, buffer)
+        for size in self._config.copy_buckets:
+            self._move_beams(nothing.beams, size)
+            self._copy_blocks(nothing.copies, size)
+        empty = HostCopy(0, nothing.decode_slots)
+        self._swap_out(empty)
+        self._swap_in(empty)
         for batch in self._config.decode_buckets:
             hidden, rows = self._run_decode(nothing, batch)
             for variant in SamplingVariant:
                 self._run_sample(hidden, rows, variant)
         for tokens in self._config.token_buckets:
             _, _, all_hidden = self._run_mixed(nothing, tokens)
-            self._call(("prompt_logprobs", tokens), all_hidden, np.zeros((tokens,), np.int32))
+            all_hidden = self._widened_tokens(all_hidden)
+            if (size := all_hidden.shape[0]) == tokens:
+                self._call(("prompt_logprobs", size), all_hidden, np.zeros((size,), np.int32))
+                self._call(("score", size), all_hidden, programs.score_layout(size).new(tokens=0, targets=0)[0])
         jax.block_until_ready((self._pools, self._state, self._full))
         self._full = None
 
@@ -185,6 +241,27 @@ class Runner:
         if self._full is None:
             self._full = self._call(("init_full",))
 
+    def _move_beams(self, beams: np.ndarray, bucket: int | None = None) -> None:
+        rows = bucket or bucket_for(len(beams), self._config.copy_buckets)
+        null = self._config.null_slot
+        buffer, host = beams_layout(rows).new()
+        host["rows"][...] = (null, null, 0)
+        host["rows"][: len(beams)] = beams
+        self._state = self._call(("move_beams", rows), self._state, buffer)
+
+    def _copy_blocks(self, copies: np.ndarray, bucket: int | None = None) -> None:
+        pairs = bucket or bucket_for(len(copies), self._config.copy_buckets)
+        buffer, host = copy_layout(pairs).new(pairs=NULL_BLOCK)
+        host["pairs"][: len(copies)] = copies
+        self._pools = self._call(("copy_blocks", pairs), self._pools, buffer)
+
+    def _swap_out(self, copy: HostCopy) -> None:
+        self._host_chunks.put(copy.chunk, self._call(("gather_blocks",), self._pools, _padded(copy.block_ids)))
+
+    def _swap_in(self, copy: HostCopy) -> None:
+        staging = self._host_chunks.take(copy.chunk)
+        self._pools = self._call(("scatter_blocks",), self._pools, staging, _padded(copy.block_ids))
+
     # ----------------------------------------------------------------------------------------- the rows
 
     def _run_decode(self, plan: StepPlan, bucket: int | None = None) -> tuple[jax.Array, programs.Rows]:
@@ -200,7 +277,7 @@ class Runner:
 
     def _run_mixed(self, plan: StepPlan, bucket: int | None = None) -> tuple[jax.Array, programs.Rows, jax.Array]:
         chunks, num_decodes = plan.chunks, len(plan.decode_slots)
-        num_tokens = num_decodes + sum(len(chunk.token_ids) for chunk in chunks)
+        num_tokens = num_decodes + sum(max(1, len(chunk.token_ids)) for chunk in chunks)  # no more rows than tokens
         tokens = bucket or bucket_for(num_tokens, self._config.token_buckets)
         null = self._config.null_slot
         buffer, host = programs.mixed_layout(self._config, tokens).new(slots=null, query_lens=0, kinds=0, tokens=0)
@@ -222,6 +299,7 @@ class Runner:
         return hidden, rows, all_hidden
 
     def _run_sample(self, hidden: jax.Array, rows: programs.Rows, variant: SamplingVariant) -> programs.SampleResult:
+        hidden, rows = self._widened_rows(hidden, rows, variant)
         full = None
         if variant == SamplingVariant.FULL:
             self._ensure_full_state()
@@ -236,6 +314,9 @@ class Runner:
         self, plan: StepPlan, hidden: jax.Array
     ) -> tuple[sampler.TokenLogprobs, list[tuple[int, int, int]]] | None:
         """Scores of the step's tokens, and where in them the chunks that asked stand: (row, start, end) each."""
+        if all(chunk.prompt_logprob_targets is None for chunk in plan.chunks):
+            return None
+        hidden = self._widened_tokens(hidden)
         targets = np.zeros((hidden.shape[0],), np.int32)
         scored, start = [], len(plan.decode_slots)
         for row, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
@@ -244,11 +325,50 @@ class Runner:
                 scored.append((row, start, end))
                 targets[start:end] = chunk.prompt_logprob_targets
             start = end
-        if not scored:
-            return None
         return self._call(("prompt_logprobs", hidden.shape[0]), hidden, targets), scored
 
+    def _run_score(
+        self, plan: StepPlan, hidden: jax.Array
+    ) -> tuple[list[sampler.TargetScores], list[tuple[int, int]]] | None:
+        """Scores of the chunks' targets, one behind the other, and whose they are: (row, count) each."""
+        tokens, targets, rows = [], [], []
+        end = len(plan.decode_slots)
+        for row, chunk in enumerate(plan.chunks, start=end):
+            end += len(chunk.token_ids)
+            if chunk.score_targets is not None:
+                count = len(chunk.score_targets)
+                tokens.append(np.arange(end - count, end, dtype=np.int32))
+                targets.append(chunk.score_targets)
+                rows.append((row, count))
+        if not rows:
+            return None
+        all_tokens, all_targets = np.concatenate(tokens), np.concatenate(targets)
+        hidden = self._widened_tokens(hidden)
+        layout, room = programs.score_layout(hidden.shape[0]), programs.score_rows(hidden.shape[0])
+        calls = []
+        for first in range(0, len(all_tokens), room):
+            part = slice(first, first + room)
+            buffer, host = layout.new(tokens=0, targets=0)
+            host["tokens"][: len(all_tokens[part])] = all_tokens[part]
+            host["targets"][: len(all_tokens[part])] = all_targets[part]
+            calls.append(self._call(("score", hidden.shape[0]), hidden, buffer))
+        return calls, rows
+
     # ----------------------------------------------------------------------------------------- plumbing
+
+    def _widened_rows(self, hidden: jax.Array, rows: programs.Rows, variant: SamplingVariant) -> tuple:
+        """Both, padded to a size that the variant's programs exist for."""
+        size = bucket_for(hidden.shape[0], self._config.sample_buckets(variant))
+        if size == hidden.shape[0]:
+            return hidden, rows
+        return self._call(("widen", hidden.shape[0], size, False), hidden, rows)
+
+    def _widened_tokens(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states of a step's tokens, padded to a size that the programs that score them exist for."""
+        size = bucket_for(hidden.shape[0], self._config.scored_buckets)
+        if size == hidden.shape[0]:
+            return hidden
+        return self._call(("widen", hidden.shape[0], size, True), hidden, None)[0]
 
     def _table_updates_that_fit(self, updates: np.ndarray, room: int) -> np.ndarray:
         """What a step's own buffer can carry; any surplus goes ahead through `update`."""
@@ -262,6 +382,13 @@ class Runner:
         if program.takes is None:
             return program.executable(*args)
         return program.executable(self._arguments[program.takes], *args)
+
+
+def _padded(block_ids: np.ndarray) -> np.ndarray:
+    """As many as a chunk has places, the surplus null blocks."""
+    padded = np.full((SWAP_CHUNK_BLOCKS,), NULL_BLOCK, np.int32)
+    padded[: len(block_ids)] = block_ids
+    return padded
 
 
 def _fill_table_updates(field: np.ndarray, updates: np.ndarray, null_slot: int) -> None:

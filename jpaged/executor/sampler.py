@@ -12,16 +12,15 @@ before it left: top_p is a share of what min_p and top_k keep.
 Every array of the state has one row a slot and one more, the **null slot**: row S of S + 1. Padded rows of a step
 name it. It holds greedy parameters, and no function here ever writes to it.
 
-Nothing sorts the vocabulary. top_k and top_p each come down to a threshold on the logits, found exactly by fixing its
-bits a few at a time (see `_largest_threshold`); tokens tied with the last one kept are kept.
+From temperature on it is one op, `pallas_kernels.sample_tokens`. Its noise is a hash of (seed, position, token id) and
+of nothing else, so a draw does not depend on the batch, the row, the slot or the step.
 
-The draw is Gumbel's: the argmax of logit / temperature + noise, with noise that is a hash of (seed, position, token
-id) and of nothing else. So it does not depend on the batch, the row, the slot or the step, and an error of size e in
-the logits changes a token with probability about e (a draw by inverting the cumulative sum would add the errors up).
+Under tensor parallelism each shard has the logits of its own part of the vocabulary and nothing gathers them. Shards
+exchange, for each row, their best (logit, token) pairs, the sums and counts of a threshold's passes, and the k best
+alternatives; every shard comes to the same tokens. `collectives` says how; ALONE adds nothing to the program.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -31,6 +30,9 @@ from jax import lax
 
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
 from jpaged.errors import InvalidParameterError
+from jpaged.models.collectives import ALONE, Collectives
+from jpaged.pallas_kernels import sample_reference, sample_tokens, sample_tokens_backend
+from jpaged.pallas_kernels.sample_reference import finite, without_nan
 from jpaged.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_BAD_WORD_TOKENS,
@@ -43,8 +45,6 @@ from jpaged.sampling_params import (
 
 _HIGHEST_TEMPERATURE = 1e30  # its reciprocal is still above zero in float32
 
-_TOP_K_BITS = 4  # bits of the threshold fixed by one pass over the logits: 8 passes of 15 counts
-_TOP_P_BITS = 3  # 11 passes of 7 sums; a pass of 15 sums would be bound by arithmetic instead of by memory
 _TOP_LOGPROBS_BLOCK = 128  # tokens a block, for the block maxima that pick the top alternatives
 
 _INF = np.float32(np.inf)
@@ -79,7 +79,8 @@ class FullSamplingState(NamedTuple):
     """What only `SamplingVariant.FULL` reads, a row a slot: 4.1 V bytes a slot, 160 MB at V = 152k and 256 slots.
 
     presence, frequency, repetition: float32 [S + 1]; the penalties.
-    token_counts: int32 [S + 1, V]; twice the token's count in the output, plus 1 if it occurs in the prompt.
+    token_counts: int32 [S + 1, V]; twice the token's count in the output, plus 1 if it occurs in the prompt. A shard
+        has the columns of its own tokens; the rest of the state is whole on each.
     bias_ids, bias_values: int32, float32 [S + 1, MAX_LOGIT_BIAS]; ids padded with NO_TOKEN.
     allowed: uint32 [S + 1, ceil(V / 32)]; bit v % 32 of word v // 32 is set if token v may be sampled.
     bad_words: int32 [S + 1, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS]; each word at the right end of its row, after NO_TOKEN.
@@ -109,8 +110,15 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: jax.Array
 
 
+class TargetScores(NamedTuple):
+    """logprobs: float32 [R]; greedy: bool [R]; as in `engine.interface.TargetScores`."""
+
+    logprobs: jax.Array
+    greedy: jax.Array
+
+
 class SampleOutput(NamedTuple):
-    """token_ids: int32 [R], each in 0..V-1 whatever the logits; logprobs: None unless the variant is FULL."""
+    """token_ids: int32 [R], each in 0..V-1 whatever the logits; logprobs: None unless the variant is FULL or BEAM."""
 
     token_ids: jax.Array
     logprobs: TokenLogprobs | None
@@ -130,33 +138,49 @@ def sample(
     *,
     variant: SamplingVariant,
     num_logprobs: int = MAX_LOGPROBS,
+    collectives: Collectives = ALONE,
 ) -> SampleOutput:
     """Draws a token for every row.
 
-    logits: float32 [R, V]. NaN counts as minus infinity.
+    logits: float32 [R, V], of the shard's tokens. NaN counts as minus infinity.
     slots: int32 [R]; the null slot for padded rows.
     positions: int32 [R]; the position that the new token will have, that is, the sequence's length so far.
     full: needed by SamplingVariant.FULL, ignored by the others.
     variant: static. All but GREEDY draw the same tokens from the same (processed) logits where no row truncates.
-        SAMPLING leaves the 19 passes that find thresholds out of the program. (A `lax.cond` on the device would make
-        XLA wait for the predicate on the host, which stalls the pipelined loop.)
-    num_logprobs: static; alternatives returned by FULL.
+        SAMPLING leaves truncation out: 19 passes over the logits where the draw runs in XLA. (A `lax.cond` on the
+        device would make XLA wait for the predicate on the host, which stalls the pipelined loop.) Where a kernel
+        draws, truncation costs a row nothing that has none; see `program_variant`.
+    num_logprobs: static; alternatives returned by FULL and BEAM.
+    collectives: static; of the shards the vocabulary is split over.
 
     Rows with a temperature below GREEDY_TEMPERATURE get the most likely token, the lowest id on ties. A row whose
     tokens all have a logit of minus infinity gets token 0.
     """
     if variant == SamplingVariant.GREEDY:
-        return SampleOutput(_most_likely(logits), None)
+        return SampleOutput(_most_likely(logits, collectives), None)
+    if variant == SamplingVariant.BEAM:
+        token_ids = _most_likely(logits, collectives)
+        return SampleOutput(token_ids, logprobs_of(logits, token_ids, num_logprobs, collectives))
     logprobs = None
     processed = logits
     if variant == SamplingVariant.FULL:
         if full is None:
             raise ValueError("SamplingVariant.FULL needs a FullSamplingState.")
-        processed = process_logits(logits, slots, positions, state, full)
-    token_ids = _draw(processed, slots, positions, state, truncates=variant >= SamplingVariant.TRUNCATED)
+        processed = process_logits(logits, slots, positions, state, full, collectives)
+    truncates = variant >= SamplingVariant.TRUNCATED
+    token_ids = _draw(processed, slots, positions, state, collectives, truncates=truncates)
     if variant == SamplingVariant.FULL:
-        logprobs = logprobs_of(logits, token_ids, num_logprobs)
+        logprobs = logprobs_of(logits, token_ids, num_logprobs, collectives)
     return SampleOutput(token_ids, logprobs)
+
+
+def program_variant(variant: SamplingVariant, vocab_size: int, collectives: Collectives = ALONE) -> SamplingVariant:
+    """The variant whose program draws for `variant`: TRUNCATED's for SAMPLING where a kernel draws, else its own.
+
+    The kernel truncates a row only if the row asks for it, so that a second program would gain nothing.
+    """
+    in_kernel = collectives.size == 1 and sample_tokens_backend(vocab_size) == "mosaic"
+    return SamplingVariant.TRUNCATED if variant == SamplingVariant.SAMPLING and in_kernel else variant
 
 
 def finish_codes(state: SamplingState, slots: jax.Array, positions: jax.Array, token_ids: jax.Array) -> jax.Array:
@@ -172,7 +196,12 @@ def finish_codes(state: SamplingState, slots: jax.Array, positions: jax.Array, t
 
 
 def process_logits(
-    logits: jax.Array, slots: jax.Array, positions: jax.Array, state: SamplingState, full: FullSamplingState
+    logits: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    state: SamplingState,
+    full: FullSamplingState,
+    collectives: Collectives = ALONE,
 ) -> jax.Array:
     """Masks, logit_bias and penalties: float32 [R, V] -> float32 [R, V]. Masked tokens become minus infinity.
 
@@ -181,7 +210,8 @@ def process_logits(
     vocab_size = logits.shape[1]
     extras = state.uses_extras[slots]
 
-    words = jnp.where(extras[:, None], full.allowed[slots], np.uint32(0xFFFFFFFF))
+    words = _own_words(full.allowed[slots], vocab_size, collectives)
+    words = jnp.where(extras[:, None], words, np.uint32(0xFFFFFFFF))
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     allowed = bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0
     allowed_only = jnp.where(allowed, logits, -_INF)
@@ -203,10 +233,9 @@ def process_logits(
     masks = jnp.full((logits.shape[0], MAX_BAD_WORDS + MAX_STOP_TOKEN_IDS), -_INF)
     addends = jnp.concatenate([masks, full.bias_values[slots]], axis=1)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    ids = jnp.where(ids < 0, vocab_size, ids)  # a negative index would count from the end instead of being dropped
-    logits = allowed_only.at[rows, ids].add(addends, mode="drop")
+    logits = allowed_only.at[rows, _own_columns(ids, vocab_size, collectives)].add(addends, mode="drop")
     # Where nothing is left, allowed_token_ids stand and what contradicts them gives way.
-    logits = jnp.where(jnp.any(logits > -_INF, axis=1, keepdims=True), logits, allowed_only)
+    logits = jnp.where(_any_left(logits, collectives), logits, allowed_only)
 
     def of_row(values: jax.Array, neutral: float) -> jax.Array:
         return jnp.where(extras, values[slots], neutral)[:, None]
@@ -219,30 +248,48 @@ def process_logits(
     return logits - jnp.where(known >> 1 != 0, of_row(full.presence, 0.0), 0.0)
 
 
-def logprobs_of(logits: jax.Array, targets: jax.Array, k: int) -> TokenLogprobs:
+def logprobs_of(logits: jax.Array, targets: jax.Array, k: int, collectives: Collectives = ALONE) -> TokenLogprobs:
     """Log-probabilities of given tokens and of the k most likely ones, under the model's own distribution.
 
-    logits: float32 [R, V]; targets: int32 [R] (NO_TOKEN gives token 0's, to be ignored).
+    logits: float32 [R, V], of the shard's tokens; targets: int32 [R] (NO_TOKEN gives token 0's, to be ignored).
     A rank is 1 plus the number of strictly more likely tokens; of equally likely alternatives the lower id comes
     first. Where V < k, the top is padded with NO_TOKEN and minus infinity.
     """
-    logits = _without_nan(logits)
-    target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)
+    logits = without_nan(logits)
+    target = _logits_at(logits, jnp.maximum(targets, 0), collectives)
     top_ids, top = _top_k(logits, min(max(k, 1), logits.shape[1]))
-    largest = _finite(top[:, :1])
-    log_sum = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
-    ranks = 1 + jnp.sum(logits > target, axis=1, dtype=jnp.int32)
+    if collectives.size > 1:
+        top_ids, top = _merge_top_k(top_ids + collectives.first(logits.shape[1]), top, k, collectives)
+    largest = finite(top[:, :1])
+    sums = collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
+    log_sum = largest + jnp.log(sums)
+    ranks = 1 + collectives.all_reduce(jnp.sum(logits > target, axis=1, dtype=jnp.int32))
 
     def normalise(values: jax.Array) -> jax.Array:  # a row without any token gives minus infinity, not NaN
         return jnp.where(values == -_INF, -_INF, values - log_sum)
 
-    padding = ((0, 0), (0, max(0, k - logits.shape[1])))
+    padding = ((0, 0), (0, max(0, k - top.shape[1])))
     return TokenLogprobs(
         normalise(target)[:, 0],
         ranks,
         jnp.pad(top_ids[:, :k], padding, constant_values=NO_TOKEN),
         jnp.pad(normalise(top)[:, :k], padding, constant_values=-_INF),
     )
+
+
+def target_scores(logits: jax.Array, targets: jax.Array, collectives: Collectives = ALONE) -> TargetScores:
+    """Log-probabilities of given tokens and whether they are the argmax: two passes over the logits, no top-k.
+
+    logits: float32 [R, V], of the shard's tokens; targets: int32 [R].
+    """
+    logits = without_nan(logits)
+    best, largest = sample_reference.argmax(logits, None if collectives.size == 1 else collectives)
+    largest = finite(largest.reshape(-1, 1))
+    sums = collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
+    log_sum = largest + jnp.log(sums)
+    target = _logits_at(logits, targets, collectives)
+    logprobs = jnp.where(target == -_INF, -_INF, target - log_sum)
+    return TargetScores(logprobs[:, 0], best == targets)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -270,14 +317,17 @@ def init_state(num_slots: int) -> SamplingState:
     )
 
 
-def init_full_state(num_slots: int, vocab_size: int) -> FullSamplingState:
-    """The extras of slots 0..num_slots-1 and the null slot, all neutral."""
+def init_full_state(num_slots: int, vocab_size: int, shard_vocab_size: int | None = None) -> FullSamplingState:
+    """The extras of slots 0..num_slots-1 and the null slot, all neutral.
+
+    shard_vocab_size: columns that a shard has of the vocabulary, where it is split.
+    """
     rows = num_slots + 1
     return FullSamplingState(
         presence=jnp.zeros(rows, jnp.float32),
         frequency=jnp.zeros(rows, jnp.float32),
         repetition=jnp.ones(rows, jnp.float32),
-        token_counts=jnp.zeros((rows, vocab_size), jnp.int32),
+        token_counts=jnp.zeros((rows, shard_vocab_size or vocab_size), jnp.int32),
         bias_ids=jnp.full((rows, MAX_LOGIT_BIAS), NO_TOKEN, jnp.int32),
         bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
         allowed=jnp.full((rows, _mask_words(vocab_size)), 0xFFFFFFFF, jnp.uint32),
@@ -402,7 +452,12 @@ def start_full_slot(full: FullSamplingState, slot: jax.Array, record: jax.Array)
 
 
 def add_known_tokens(
-    full: FullSamplingState, slot: jax.Array, token_ids: jax.Array, start: jax.Array, prompt_len: jax.Array
+    full: FullSamplingState,
+    slot: jax.Array,
+    token_ids: jax.Array,
+    start: jax.Array,
+    prompt_len: jax.Array,
+    collectives: Collectives = ALONE,
 ) -> FullSamplingState:
     """Tells a slot that starts about its known tokens, in order and in chunks of any one fixed size.
 
@@ -413,7 +468,7 @@ def add_known_tokens(
     row = _droppable(slot, num_rows)
     valid = token_ids != NO_TOKEN
     in_prompt = start + jnp.arange(token_ids.shape[0], dtype=jnp.int32) < prompt_len
-    ids = jnp.where(valid, token_ids, vocab_size)
+    ids = _own_columns(token_ids, vocab_size, collectives)
     zeros = jnp.zeros(vocab_size, jnp.int32)
     prompt_bits = zeros.at[ids].max(in_prompt.astype(jnp.int32), mode="drop")
     output_counts = zeros.at[ids].add(jnp.where(in_prompt, 0, 2), mode="drop")
@@ -428,12 +483,15 @@ def add_known_tokens(
     )
 
 
-def add_sampled_tokens(full: FullSamplingState, slots: jax.Array, token_ids: jax.Array) -> FullSamplingState:
+def add_sampled_tokens(
+    full: FullSamplingState, slots: jax.Array, token_ids: jax.Array, collectives: Collectives = ALONE
+) -> FullSamplingState:
     """Adds one new output token to each row's slot. slots: int32 [R], the null slot where nothing was sampled."""
     rows = _droppable(slots, full.presence.shape[0])
     recent = jnp.concatenate([full.recent[slots][:, 1:], token_ids[:, None]], axis=1)
+    columns = token_ids if collectives.size == 1 else _own_columns(token_ids, full.token_counts.shape[1], collectives)
     return full._replace(
-        token_counts=full.token_counts.at[rows, token_ids].add(2, mode="drop"),
+        token_counts=full.token_counts.at[rows, columns].add(2, mode="drop"),
         recent=full.recent.at[rows].set(recent, mode="drop"),
     )
 
@@ -458,161 +516,82 @@ def _checked_ids(name: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The draw
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _draw(
-    logits: jax.Array, slots: jax.Array, positions: jax.Array, state: SamplingState, *, truncates: bool
-) -> jax.Array:
-    """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] -> int32 [R]."""
-    temperature = state.temperature[slots]
-    greedy = temperature < GREEDY_TEMPERATURE
-    rate = jnp.where(greedy, 1.0, 1.0 / temperature)[:, None]
-    most_likely = _most_likely(logits)
-    largest = _finite(jnp.take_along_axis(_without_nan(logits), most_likely[:, None], axis=1))
-    # The largest is taken off first, so that however low the temperature, the best few tokens stay near zero, where
-    # float32 still tells their noise apart.
-    scores = (_without_nan(logits) - largest) * rate + _gumbel(state.seed[slots], positions, logits.shape[1])
-    if truncates:
-        lowest = _lowest_kept(logits, largest, rate, state.top_k[slots], state.top_p[slots], state.min_p[slots])
-        scores = jnp.where(logits >= lowest, scores, -_INF)
-    return jnp.where(greedy, most_likely, _argmax(scores))
-
-
-def _lowest_kept(
-    logits: jax.Array, largest: jax.Array, rate: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
-) -> jax.Array:
-    """The lowest logit that min_p, top_k and top_p leave, in this order: float32 [R, 1].
-
-    min_p keeps p >= min_p * p_max. top_k keeps the k most likely, and those tied with the k-th. top_p keeps the fewest
-    most likely of what is left whose probabilities reach the share top_p, and those tied with the last of them.
-    Ties are ties of logits before temperature, which may round different ones to the same float.
-    logits: float32 [R, V]; largest, rate: float32 [R, 1], the row's largest logit and 1 / temperature.
-
-    Passes read the logits as they are: a copy with NaN cleaned out, or with exp taken, would have to be written and
-    would double what each pass reads. NaN is at or above no threshold, so it counts for nothing.
-    """
-    vocab_size = logits.shape[1]
-    wanted = jnp.where(top_k <= 0, vocab_size, jnp.minimum(top_k, vocab_size))[:, None]
-    one = jnp.ones_like(logits, jnp.int32)
-    lowest = _largest_threshold(logits, one, wanted, _TOP_K_BITS)
-    lowest = jnp.maximum(lowest, largest + jnp.log(min_p)[:, None] / rate)
-
-    mass = jnp.exp((logits - largest) * rate)
-    share = top_p[:, None] * _sums_above(logits, mass, [lowest])[0]
-    at_p = _largest_threshold(logits, mass, share, _TOP_P_BITS)
-    at_p = jnp.minimum(at_p, largest)  # a top_p so small that its share underflows to zero still keeps the best token
-    return jnp.where(top_p[:, None] < 1.0, jnp.maximum(lowest, at_p), lowest)
-
-
-def _largest_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array, bits: int) -> jax.Array:
-    """The largest float32 for which the tokens at or above it still weigh what is wanted: float32 [R, 1].
-
-    logits: float32 [R, V]; weights: [R, V], not negative; wanted: [R, 1]. Where all tokens together weigh less than
-    wanted, minus infinity comes out.
-
-    Floats are searched in the order of their bit patterns (negative ones with the bits below the sign flipped), from
-    the top: of the 2 ** bits possible values of the next few bits, those that hold are counted, which is their value.
-    So 32 / bits passes over the logits find it exactly, with no branch and nothing for the host to wait for.
-    """
-    image = jnp.zeros_like(wanted, jnp.uint32)
-    shift = 32
-    while shift:
-        width = min(bits, shift)
-        shift -= width
-        image = _fix_bits(logits, weights, wanted, image, np.uint32(shift), width)
-    return _float_of_image(image)
-
-
-@partial(jax.jit, static_argnames="width")  # so that the passes of a search are traced and lowered once
-def _fix_bits(
-    logits: jax.Array, weights: jax.Array, wanted: jax.Array, image: jax.Array, shift: jax.Array, width: int
-) -> jax.Array:
-    """One pass of `_largest_threshold`: the `width` bits of the image from `shift` up."""
-    candidates = [_float_of_image(image + (np.uint32(digit) << shift)) for digit in range(1, 1 << width)]
-    for weight in _sums_above(logits, weights, candidates):
-        image = image + jnp.where(weight >= wanted, np.uint32(1) << shift, np.uint32(0))
-    return image
-
-
-def _float_of_image(image: jax.Array) -> jax.Array:
-    """uint32 -> float32, order preserving; images of NaN become the infinity they lie beyond."""
-    key = lax.bitcast_convert_type(image ^ np.uint32(0x80000000), jnp.int32)
-    key = jnp.clip(key, np.int32(-0x7F800001), np.int32(0x7F800000))
-    return lax.bitcast_convert_type(key ^ ((key >> 31) & np.int32(0x7FFFFFFF)), jnp.float32)
-
-
-def _sums_above(logits: jax.Array, weights: jax.Array, thresholds: Sequence[jax.Array]) -> list[jax.Array]:
-    """For each threshold ([R, 1]), the summed weights of the tokens at or above it ([R, 1]).
-
-    One reduction of n operands, so that the compiler reads the logits once; as n reductions it makes 2 n kernels.
-    """
-    operands = [jnp.where(logits >= threshold, weights, 0) for threshold in thresholds]
-    zero = np.zeros((), weights.dtype)
-    sums = lax.reduce(operands, [zero] * len(operands), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], [1])
-    return [total[:, None] for total in sums]
-
-
-def _gumbel(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
-    """Gumbel noise, float32 [R, V]: a function of (seed, position, token id).
-
-    A full Threefry makes a 64-bit key of each row's seed and position; each token id then goes through two rounds of
-    an integer hash under that key. jax.random would run a kernel of its own, and write and read R * V words.
-    """
-    key0, key1 = _threefry2x32(seeds[:, 0], seeds[:, 1], positions.astype(jnp.uint32), jnp.zeros_like(seeds[:, 0]))
-    ids = jnp.arange(vocab_size, dtype=jnp.uint32) * np.uint32(0x9E3779B9)
-    bits = _mix(_mix(ids[None, :] + key0[:, None]) ^ key1[:, None])
-    # Small values matter most (they make the largest noise) and keep all 32 bits; 1 itself must not occur.
-    uniform = jnp.minimum(bits.astype(jnp.float32) * np.float32(2**-32) + np.float32(2**-33), np.float32(1 - 2**-24))
-    return -jnp.log(-jnp.log1p(-uniform))
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every input bit flips every output bit about half the time.
-
-    The constants are "lowbias32" of Chris Wellons' hash prospector (https://nullprogram.com/blog/2018/07/31/).
-    """
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
-def _threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
-    keys = (key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA))
-    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    x0, x1 = x0 + keys[0], x1 + keys[1]
-    for group in range(5):
-        for rotation in rotations[group % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) ^ x0
-        x0 = x0 + keys[(group + 1) % 3]
-        x1 = x1 + keys[(group + 2) % 3] + np.uint32(group + 1)
-    return x0, x1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Small parts
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _argmax(values: jax.Array) -> jax.Array:
-    return jnp.argmax(values, axis=1).astype(jnp.int32)
+def _draw(
+    logits: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    state: SamplingState,
+    collectives: Collectives,
+    *,
+    truncates: bool,
+) -> jax.Array:
+    """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] -> int32 [R]."""
+    temperature = state.temperature[slots]
+    arguments = (
+        logits,
+        jnp.where(temperature < GREEDY_TEMPERATURE, 0.0, temperature),
+        state.top_k[slots] if truncates else None,
+        state.top_p[slots] if truncates else None,
+        state.min_p[slots] if truncates else None,
+        state.seed[slots],
+        positions,
+    )
+    if collectives.size == 1:
+        return sample_tokens(*arguments)
+    return sample_reference.sample_tokens(*arguments, shards=collectives)
 
 
-def _most_likely(logits: jax.Array) -> jax.Array:
-    return _argmax(_without_nan(logits))
+def _most_likely(logits: jax.Array, collectives: Collectives) -> jax.Array:
+    shards = None if collectives.size == 1 else collectives
+    return sample_reference.argmax(without_nan(logits), shards)[0]
 
 
-def _without_nan(logits: jax.Array) -> jax.Array:
-    """NaN becomes minus infinity and plus infinity the largest float, so that differences are never NaN."""
-    return jnp.where(jnp.isnan(logits), -_INF, jnp.minimum(logits, _LARGEST))
+def _own_columns(token_ids: jax.Array, width: int, collectives: Collectives) -> jax.Array:
+    """Token ids as columns of this shard's `width`; past the end, where scatters drop them, for tokens it has not."""
+    # A negative index would count from the end instead of being dropped.
+    if collectives.size == 1:
+        return jnp.where(token_ids < 0, width, token_ids)
+    columns = token_ids - collectives.first(width)
+    return jnp.where((columns < 0) | (columns >= width) | (token_ids < 0), width, columns)
 
 
-def _finite(largest: jax.Array) -> jax.Array:
-    """A row's largest logit, 0 where everything is masked, so that taking it off a logit is never NaN."""
-    return jnp.where(largest == -_INF, 0.0, largest)
+def _own_words(words: jax.Array, width: int, collectives: Collectives) -> jax.Array:
+    """The words of a mask over the vocabulary that cover this shard's `width` tokens, a multiple of 32."""
+    if collectives.size == 1:
+        return words
+    count = width // 32
+    words = jnp.pad(words, ((0, 0), (0, count * collectives.size - words.shape[1])))
+    return lax.dynamic_slice_in_dim(words, collectives.first(count), count, axis=1)
+
+
+def _any_left(logits: jax.Array, collectives: Collectives) -> jax.Array:
+    """Whether any token of each row is not masked: bool [R, 1]."""
+    left = jnp.any(logits > -_INF, axis=1, keepdims=True)
+    return left if collectives.size == 1 else collectives.all_max(left.astype(jnp.int32)) != 0
+
+
+def _logits_at(logits: jax.Array, token_ids: jax.Array, collectives: Collectives) -> jax.Array:
+    """Each row's logit of one token, which one of the shards has: float32 [R, 1]."""
+    if collectives.size == 1:
+        return jnp.take_along_axis(logits, token_ids[:, None], axis=1)
+    width = logits.shape[1]
+    columns = _own_columns(token_ids, width, collectives)[:, None]
+    own = jnp.take_along_axis(logits, jnp.minimum(columns, width - 1), axis=1)
+    return collectives.all_max(jnp.where(columns < width, own, -_INF))
+
+
+def _merge_top_k(ids: jax.Array, values: jax.Array, k: int, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
+    """The k best of all shards' best; of equals the lower id first, as they stand in the order of shards."""
+    all_ids, all_values = collectives.all_gather(ids), collectives.all_gather(values)
+    rows = ids.shape[0]
+    all_ids = jnp.moveaxis(all_ids, 0, 1).reshape(rows, -1)
+    all_values = jnp.moveaxis(all_values, 0, 1).reshape(rows, -1)
+    values, places = lax.top_k(jnp.where(all_values == 0, 0.0, all_values), min(max(k, 1), all_values.shape[1]))
+    return jnp.take_along_axis(all_ids, places, axis=1), values
 
 
 def _top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

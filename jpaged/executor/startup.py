@@ -1,5 +1,6 @@
 """From a model directory to a runner that is ready: plan memory, load weights and compile side by side, warm up."""
 
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -7,22 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineArgs
+from jpaged.engine.interface import Executor
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor import sampler
-from jpaged.executor.buckets import geometric_buckets
-from jpaged.executor.compilation import Compiler, Key, Program, abstract_pools, enable_persistent_cache
+from jpaged.executor.buckets import fine_buckets, geometric_buckets
+from jpaged.executor.compilation import Compiler, abstract_pools, enable_persistent_cache
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.memory import MemoryPlan, free_device_memory, plan_memory, reserve_device_memory
+from jpaged.executor.mesh import POOL, DeviceMesh, fewest_anywhere, pick_devices
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
-from jpaged.models import Model, ModelConfig, build, load
+from jpaged.models import Model, ModelConfig, Weights, build, load
+from jpaged.models.sharding import load_sharded
 
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
@@ -30,7 +31,11 @@ NOMINAL_BLOCKS = 1024
 
 @dataclass
 class Startup:
-    """A runner and what is known of it. `seconds` is by phase; loading and compiling overlap."""
+    """A runner and what is known of it.
+
+    memory: of each device. seconds: by phase; loading and compiling overlap.
+    leader: what runs plans here and in all other processes, where there are several.
+    """
 
     args: EngineArgs
     runner: Runner
@@ -40,6 +45,7 @@ class Startup:
     num_programs: int
     device: str
     seconds: dict[str, float] = field(default_factory=dict)
+    leader: Executor | None = None
 
     def table(self, name: str) -> str:
         """What a user wants to know at start, in a few lines."""
@@ -75,27 +81,51 @@ def start(args: EngineArgs, directory: Path) -> Startup:
     progress = args.verbose and sys.stderr.isatty()
     reserve_device_memory(args.gpu_memory_utilization)
     enable_persistent_cache()
-    device = jax.devices()[0]
+    mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
+    with mesh.as_default():
+        return _start_on(mesh, args, directory, seconds, progress)
 
+
+def _start_on(
+    mesh: DeviceMesh, args: EngineArgs, directory: Path, seconds: dict[str, float], progress: bool
+) -> Startup:
+    device = mesh.local_devices[0]
     model_config = ModelConfig.from_directory(directory)
     # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.
     model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
     dtype = model.dtype
-    limit = free_device_memory(device, args.gpu_memory_utilization)
+    shard = mesh.shard_of(model)
+    limits = [free_device_memory(one, args.gpu_memory_utilization) for one in mesh.local_devices]
+    limit = min((one for one in limits if one is not None), default=None)
     config = executor_config(args, model_config, limit)
 
     with ThreadPoolExecutor(1) as loader:
         with _timed(seconds, "plan memory"):
-            loading = loader.submit(load, model, directory, args.load_format, seed=args.seed, progress=progress)
-            memory = plan_memory(model, config, dtype, limit, args.num_gpu_blocks_override, args.pipeline_depth)
-            config = _fit_to_pool(config, memory, args.max_model_len)
+            loading = loader.submit(_load, mesh, model, shard, directory, args, progress)
+            nominal = Compiler(shard, config, dtype, mesh)
+            with _refusals_of(config.kernel_backend):
+                if limit is not None:
+                    nominal.submit_largest()
+                    nominal.submit_heads()  # lowered while the largest ones compile
+                memory = plan_memory(
+                    shard, config, dtype, nominal, limit, args.num_gpu_blocks_override, args.pipeline_depth
+                )
+            memory = replace(memory, num_blocks=fewest_anywhere(memory.num_blocks))
+            fitted = _fit_to_pool(config, memory, args.max_model_len)
         with _timed(seconds, "compile"):
-            programs = _compile_all(model, config, dtype, progress)
+            compiler = Compiler(shard, fitted, dtype, mesh)
+            heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
+            with _refusals_of(config.kernel_backend):
+                compiler.submit_bodies()
+                if not heads_are_ready:
+                    compiler.submit_heads()
+            config = fitted
+            programs = (nominal.results() if heads_are_ready else {}) | compiler.results(progress=progress)
         with _timed(seconds, "load weights"):  # what loading takes beyond the phases it ran beside
             weights = loading.result()
 
     with _timed(seconds, "warm up"):
-        pools = tuple(jnp.zeros(pool.shape, pool.dtype) for pool in abstract_pools(config, model, dtype))
+        pools = tuple(mesh.zeros(mesh.split(pool, POOL)) for pool in abstract_pools(config, shard, dtype))
         runner = Runner(
             config,
             programs,
@@ -103,11 +133,22 @@ def start(args: EngineArgs, directory: Path) -> Startup:
             weights,
             model.head_weights(weights),
             pools,
-            initial_slot_state(config),
-            sampler.init_state(config.max_num_seqs),
+            mesh.whole(initial_slot_state(config)),
+            mesh.whole(sampler.init_state(config.max_num_seqs)),
         )
         runner.warm_up()
-    return Startup(args, runner, model, config, memory, len(programs), device.device_kind, seconds)
+    # What start-up made stays until the end. A full collection would visit all of it: 200 ms in the middle of serving.
+    gc.collect()
+    gc.freeze()
+    kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
+    return Startup(args, runner, model, config, memory, len(programs), kind, seconds)
+
+
+def _load(mesh: DeviceMesh, model: Model, shard: Model, directory: Path, args: EngineArgs, progress: bool) -> Weights:
+    if mesh.size == 1:
+        device = mesh.devices[0]
+        return load(model, directory, args.load_format, device=device, seed=args.seed, progress=progress)
+    return load_sharded(model, shard, mesh.mesh, directory, args.load_format, seed=args.seed, progress=progress)
 
 
 def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> ExecutorConfig:
@@ -118,12 +159,14 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
             f"lower it."
         )
     on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
-    # A CPU compiles as slowly as it runs, so it gets fewer programs with more padding in each.
-    factor = 4 if on_cpu else 2
     max_num_seqs = args.max_num_seqs or (64 if on_cpu else 1024 if large else 256)
     budget = args.max_num_batched_tokens or (512 if on_cpu else 8192)
-    token_buckets = args.token_buckets or geometric_buckets(min(16, budget), budget, factor)
-    decode_buckets = args.decode_buckets or geometric_buckets(1, max_num_seqs, factor)
+    if on_cpu:  # which compiles as slowly as it runs: few programs with much padding in each
+        token_buckets = args.token_buckets or geometric_buckets(16, budget, 4)
+        decode_buckets = args.decode_buckets or geometric_buckets(1, max_num_seqs, 4)
+    else:
+        token_buckets = args.token_buckets or fine_buckets(64, budget)
+        decode_buckets = args.decode_buckets or fine_buckets(8, max_num_seqs)
     for name, buckets, last, what in (
         ("token_buckets", token_buckets, budget, "max_num_batched_tokens"),
         ("decode_buckets", decode_buckets, max_num_seqs, "max_num_seqs"),
@@ -152,15 +195,15 @@ def _fit_to_pool(config: ExecutorConfig, memory: MemoryPlan, asked: int | None) 
     return replace(config, num_blocks=memory.num_blocks, max_model_len=min(config.max_model_len, capacity))
 
 
-def _compile_all(model: Model, config: ExecutorConfig, dtype: Any, progress: bool) -> dict[Key, Program]:
-    compiler = Compiler(model, config, dtype)
+@contextmanager
+def _refusals_of(kernel_backend: str | None) -> Iterator[None]:
+    """Turns what the ops say while they are traced into a word on the option that chose their backend."""
     try:
-        compiler.submit_all()
-    except ValueError as error:  # the ops' own word, while they are traced
-        if config.kernel_backend is None:
+        yield
+    except ValueError as error:
+        if kernel_backend is None:
             raise
-        raise InvalidParameterError(f"kernel_backend={config.kernel_backend!r} cannot serve this: {error}") from error
-    return compiler.results(progress=progress)
+        raise InvalidParameterError(f"kernel_backend={kernel_backend!r} cannot serve this: {error}") from error
 
 
 @contextmanager

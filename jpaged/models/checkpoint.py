@@ -16,12 +16,12 @@ import numpy as np
 from tqdm import tqdm
 
 from jpaged.errors import CheckpointError, InvalidParameterError
-from jpaged.models import safetensors_file
+from jpaged.models import orbax_checkpoint, safetensors_file
 from jpaged.models.config import read_json
 from jpaged.models.model import Model, Weights, resolve_dtype
 from jpaged.models.safetensors_file import StoredTensor
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -42,26 +42,42 @@ def load(
 ) -> Weights:
     """The weights of a checkpoint directory on the device, in the model's type.
 
-    load_format: "auto" and "safetensors" read single or sharded safetensors files; "dummy" reads nothing and makes
-        random weights on the device from `seed`.
+    load_format: "safetensors" reads single or sharded safetensors files, "orbax" an Orbax checkpoint
+        (`orbax_checkpoint`), "auto" what is there; "dummy" reads nothing and makes random weights on the device from
+        `seed`.
     device: where to; the default device if None.
     progress: True shows a bar; a function is called with (bytes read so far, bytes in all).
 
     Raises CheckpointError, naming file and tensor, when a tensor of the model is missing, doubled or of another
     shape, when the checkpoint holds one that the model has no place for, and when a file is missing or damaged.
     """
-    if load_format not in LOAD_FORMATS:
-        raise InvalidParameterError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}.")
+    check_load_format(load_format, directory)
     if load_format == "dummy":
         return model.init(seed, device)
-    if directory is None:
-        raise InvalidParameterError(f"load_format {load_format!r} needs a checkpoint directory.")
-    stored = _match(model, find_tensors(Path(directory)))
+    assert directory is not None
+    if is_orbax(load_format, directory):
+        return orbax_checkpoint.load(model, Path(directory), device)
+    stored = match(model, find_tensors(Path(directory)))
     total = sum(tensor.num_bytes for tensor in stored.values())
     if callable(progress):
         return _stream(model, stored, device, progress, total)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
         return _stream(model, stored, device, lambda done, _: bar.update(done - bar.n), total)
+
+
+def check_load_format(load_format: str, directory: str | Path | None) -> None:
+    """Raises InvalidParameterError for a format that does not exist, or that needs the directory that is not given."""
+    if load_format not in LOAD_FORMATS:
+        raise InvalidParameterError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}.")
+    if directory is None and load_format != "dummy":
+        raise InvalidParameterError(f"load_format {load_format!r} needs a checkpoint directory.")
+
+
+def is_orbax(load_format: str, directory: str | Path) -> bool:
+    """Whether to read an Orbax checkpoint: asked for, or there and no safetensors beside it."""
+    if load_format == "auto":
+        return orbax_checkpoint.find(Path(directory)) is not None and not any(Path(directory).glob("*.safetensors"))
+    return load_format == "orbax"
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -118,8 +134,11 @@ def _find_sharded(directory: Path) -> dict[str, StoredTensor]:
     return {name: tensor for shard in shards.values() for name, tensor in shard.items() if name in weight_map}
 
 
-def _match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTensor]:
-    """Which stored tensor fills which of `model.parts`; by index, in the order of the files."""
+def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTensor]:
+    """Which stored tensor fills which of `model.parts`; by index, in the order of the files.
+
+    Raises CheckpointError when one is missing, doubled, of another shape, or has no place.
+    """
     wanted = {part.tensor: index for index, part in enumerate(model.parts)}
     # A checkpoint of the bare body, such as GPT-2's own, leaves the prefix out.
     bare = not any(name.startswith(model.base_prefix) for name in found)

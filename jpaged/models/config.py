@@ -28,6 +28,8 @@ class ModelConfig:
     final_norm: a norm follows the last layer.
     qk_norm: queries and keys are RMS-normalised head by head before the rotation (Qwen3).
     embedding_size: width of the token embedding; projected where it differs from hidden_size (OPT-350m).
+    kv_head_copies: equal key-value heads that stand side by side among num_kv_heads; more than one where a model with
+        few of them is split over more shards (`sharding.shard_config`), never in a checkpoint.
     num_learned_positions, position_offset: rows of the table of learned positions, and the row of position 0.
     eos_token_ids: every token that ends a text.
     dtype: the type the checkpoint was saved in, "bfloat16" for example; None when nothing tells.
@@ -57,6 +59,7 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    kv_head_copies: int = 1
     embedding_size: int
     num_learned_positions: int = 0
     position_offset: int = 0

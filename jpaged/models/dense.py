@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.models.layers import precision_of
+from jpaged.pallas_kernels import split_qkv
 
 
 def dense_causal_attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
     *,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    norm_eps: float = 1e-6,
     scale: float,
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
@@ -22,13 +24,14 @@ def dense_causal_attend(
     It is differentiable and can be mapped over a batch with `jax.vmap`. Scores and softmax are float32.
     Memory grows with T squared.
 
-    q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim].
+    qkv, rotation, norms, norm_eps: as in `pallas_kernels.split_qkv`.
     sliding_window: a token sees this many tokens, itself included.
     alibi_slopes: float32 [heads]; the score loses slope times distance.
     segment_ids: int32 [T]; for several sequences in one row of tokens, each sees only its own. Bind it with
         `functools.partial`.
     Returns [T, heads, head_dim].
     """
+    q, k, v = split_qkv(qkv, rotation=rotation, norms=norms, norm_eps=norm_eps)
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     precision = precision_of(q.dtype)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models import parts
+from jpaged.models.collectives import ALONE, Collectives, embed
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import MLP, Attend, Attention, LayerNorm, Normal, logits_of, parameter, run_layers
 from jpaged.models.parts import Part
@@ -16,35 +17,42 @@ from jpaged.models.parts import Part
 class GPT2Block(nnx.Module):
     """One layer."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
+    ) -> None:
         self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs)
+        self.attention = Attention(config, layer, dtype, rngs, collectives)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.mlp = MLP(config, dtype, rngs)
+        self.mlp = MLP(config, dtype, rngs, collectives)
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
-        x = x + self.attention.attend(*self.attention.project(self.attention_norm(x)), attend)
+        x = x + self.attention(self.attention_norm(x), attend)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT2LMHeadModel(nnx.Module):
-    """config: of the family "gpt2". dtype: of the weights and of the residual stream."""
+    """config: of the family "gpt2". dtype: of the weights and of the residual stream.
+
+    collectives: of the shards the model is split into; config is then one shard's (`sharding.shard_config`).
+    """
 
     base_prefix = "transformer."
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives = ALONE) -> None:
         hidden = config.hidden_size
         std = hidden**-0.5
-        self.embedding = parameter(rngs, Normal(std), (config.vocab_size, hidden), dtype)
+        self.collectives = collectives
+        table = (config.vocab_size, hidden)
+        self.embedding = parameter(rngs, Normal(std), table, dtype, shard_axis=0)
         self.positions = parameter(rngs, Normal(std), (config.num_learned_positions, hidden), dtype)
-        self.layers = nnx.List(GPT2Block(config, layer, dtype, rngs) for layer in range(config.num_layers))
+        self.layers = nnx.List(GPT2Block(config, layer, dtype, rngs, collectives) for layer in range(config.num_layers))
         self.norm = LayerNorm(hidden, config.norm_eps, dtype, rngs)
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else parameter(rngs, Normal(std), (config.vocab_size, hidden), dtype)
+        self.lm_head = None if tied else parameter(rngs, Normal(std), table, dtype, shard_axis=0)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any]) -> jax.Array:
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm."""
-        x = self.embedding[...][tokens] + self.positions[...][positions]
+        x = embed(self.embedding[...], tokens, self.collectives) + self.positions[...][positions]
         return self.norm(run_layers(self.layers, x, (), attend))
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -9,21 +9,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.config import ModelConfig
+from jpaged.pallas_kernels.reference import rms_norm
 
 
 class Attend(Protocol):
     """What a layer calls for attention; the caller decides where keys and values live.
 
-    q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim], after RoPE. Returns [T, heads, head_dim] in q's type.
+    qkv: [T, kv_heads, group + 2, head_dim], as `Attention` projects them, which `rotation`, `norms` and `norm_eps` make
+    into queries, keys and values: see `pallas_kernels.split_qkv`, which does just that. Returns [T, heads, head_dim].
     """
 
     def __call__(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        qkv: jax.Array,
         *,
+        rotation: tuple[jax.Array, jax.Array] | None,
+        norms: tuple[jax.Array, jax.Array] | None,
+        norm_eps: float,
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
@@ -72,9 +76,17 @@ class Constant:
         return jnp.full(shape, self.value, dtype)
 
 
-def parameter(rngs: nnx.Rngs, start: Normal | Constant, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
-    """A parameter that remembers, as metadata `start`, how it is initialised."""
-    return nnx.Param(start.draw(rngs.params(), shape, dtype), start=start)
+def parameter(
+    rngs: nnx.Rngs,
+    start: Normal | Constant,
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    shard_axis: int | None = None,
+) -> nnx.Param:
+    """A parameter that remembers, as metadata, how it is initialised (`start`) and along which of its axes tensor
+    parallelism splits it (`shard_axis`; None: every shard has all of it).
+    """
+    return nnx.Param(start.draw(rngs.params(), shape, dtype), start=start, shard_axis=shard_axis)
 
 
 def precision_of(dtype: jnp.dtype) -> jax.lax.Precision | None:
@@ -85,6 +97,14 @@ def precision_of(dtype: jnp.dtype) -> jax.lax.Precision | None:
 def product(pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
     """An einsum of activations and a kernel, and its bias, in x's type."""
     y = jnp.einsum(pattern, x, kernel[...], precision=precision_of(x.dtype))
+    return y if bias is None else y + bias[...]
+
+
+def _row_parallel(
+    pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, collectives: Collectives
+) -> jax.Array:
+    """A product whose inputs are split over shards: their partial results are summed, then the bias is added once."""
+    y = collectives.all_reduce(product(pattern, x, kernel))
     return y if bias is None else y + bias[...]
 
 
@@ -108,9 +128,7 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(rngs, Constant(1.0), (size,), dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * self.scale[...]
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class LayerNorm(nnx.Module):
@@ -140,61 +158,81 @@ class Attention(nnx.Module):
                                 '-- 1: its value
     """
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        collectives: Collectives = ALONE,
+    ) -> None:
         hidden, kv_heads, dim = config.hidden_size, config.num_kv_heads, config.head_dim
         slots = config.group_size + 2
         self.config = config
         self.scale, self.sliding_window = config.attention_scales[layer], config.sliding_windows[layer]
-        self.qkv = parameter(rngs, Normal(hidden**-0.5), (hidden, kv_heads, slots, dim), dtype)
-        self.qkv_bias = parameter(rngs, Constant(0.0), (kv_heads, slots, dim), dtype) if config.qkv_bias else None
+        self.collectives = collectives
+        self.qkv = parameter(rngs, Normal(hidden**-0.5), (hidden, kv_heads, slots, dim), dtype, shard_axis=1)
+        bias_shape = (kv_heads, slots, dim)
+        self.qkv_bias = parameter(rngs, Constant(0.0), bias_shape, dtype, shard_axis=0) if config.qkv_bias else None
         out_std = (config.num_heads * dim * 2 * config.num_layers) ** -0.5
-        self.out = parameter(rngs, Normal(out_std), (config.num_heads, dim, hidden), dtype)
+        self.out = parameter(rngs, Normal(out_std), (config.num_heads, dim, hidden), dtype, shard_axis=0)
         self.out_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.output_bias else None
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
-        group = self.config.group_size
-        qkv = product("th,hksd->tksd", x, self.qkv, self.qkv_bias)
-        q = qkv[:, :, :group].reshape(x.shape[0], self.config.num_heads, self.config.head_dim)
-        return q, qkv[:, :, group], qkv[:, :, group + 1]
-
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, attend: Attend) -> jax.Array:
-        """Attention and the output projection: [T, hidden]."""
-        y = attend(q, k, v, scale=self.scale, sliding_window=self.sliding_window)
-        return product("tnd,ndh->th", y, self.out, self.out_bias)
+    def __call__(
+        self,
+        x: jax.Array,
+        attend: Attend,
+        rotation: tuple[jax.Array, jax.Array] | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> jax.Array:
+        """[T, hidden] -> [T, hidden]. rotation: cos and sin (`Rope.table`). norms: of each query and of each key."""
+        y = attend(
+            product("th,hksd->tksd", x, self.qkv, self.qkv_bias),
+            rotation=rotation,
+            norms=None if norms is None else (norms[0].scale[...], norms[1].scale[...]),
+            norm_eps=0.0 if norms is None else norms[0].eps,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+        )
+        return _row_parallel("tnd,ndh->th", y, self.out, self.out_bias, self.collectives)
 
 
 class MLP(nnx.Module):
     """Two products with an activation in between (OPT, GPT-2)."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives = ALONE) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.activation = config.activation
-        self.up = parameter(rngs, Normal(hidden**-0.5), (hidden, inner), dtype)
-        self.up_bias = parameter(rngs, Constant(0.0), (inner,), dtype) if config.mlp_bias else None
-        self.down = parameter(rngs, Normal((inner * 2 * config.num_layers) ** -0.5), (inner, hidden), dtype)
+        self.collectives = collectives
+        self.up = parameter(rngs, Normal(hidden**-0.5), (hidden, inner), dtype, shard_axis=1)
+        self.up_bias = parameter(rngs, Constant(0.0), (inner,), dtype, shard_axis=0) if config.mlp_bias else None
+        down_start = Normal((inner * 2 * config.num_layers) ** -0.5)
+        self.down = parameter(rngs, down_start, (inner, hidden), dtype, shard_axis=0)
         self.down_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.mlp_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         inner = activation(self.activation)(product("th,hi->ti", x, self.up, self.up_bias))
-        return product("ti,ih->th", inner, self.down, self.down_bias)
+        return _row_parallel("ti,ih->th", inner, self.down, self.down_bias, self.collectives)
 
 
 class GatedMLP(nnx.Module):
     """The Llama family's MLP; gate and up are one kernel, gate_up [hidden, 2, intermediate], gate first."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives = ALONE) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.activation = config.activation
-        self.gate_up = parameter(rngs, Normal(hidden**-0.5), (hidden, 2, inner), dtype)
-        self.gate_up_bias = parameter(rngs, Constant(0.0), (2, inner), dtype) if config.mlp_bias else None
-        self.down = parameter(rngs, Normal((inner * 2 * config.num_layers) ** -0.5), (inner, hidden), dtype)
+        self.collectives = collectives
+        self.gate_up = parameter(rngs, Normal(hidden**-0.5), (hidden, 2, inner), dtype, shard_axis=2)
+        bias_shape = (2, inner)
+        self.gate_up_bias = parameter(rngs, Constant(0.0), bias_shape, dtype, shard_axis=1) if config.mlp_bias else None
+        down_start = Normal((inner * 2 * config.num_layers) ** -0.5)
+        self.down = parameter(rngs, down_start, (inner, hidden), dtype, shard_axis=0)
         self.down_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.mlp_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate_up = product("th,hci->tci", x, self.gate_up, self.gate_up_bias)
         inner = activation(self.activation)(gate_up[:, 0]) * gate_up[:, 1]
-        return product("ti,ih->th", inner, self.down, self.down_bias)
+        return _row_parallel("ti,ih->th", inner, self.down, self.down_bias, self.collectives)
 
 
 def logits_of(hidden: jax.Array, embedding: jax.Array) -> jax.Array:

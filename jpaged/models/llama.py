@@ -11,51 +11,58 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models import parts
+from jpaged.models.collectives import ALONE, Collectives, embed
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Attend, Attention, GatedMLP, Normal, RMSNorm, logits_of, parameter, run_layers
 from jpaged.models.parts import Part
-from jpaged.models.rope import rotate
 
 
 class LlamaBlock(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
+    ) -> None:
         eps = config.norm_eps
         self.attention_norm = RMSNorm(config.hidden_size, eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs)
+        self.attention = Attention(config, layer, dtype, rngs, collectives)
         self.query_norm = RMSNorm(config.head_dim, eps, dtype, rngs) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, eps, dtype, rngs) if config.qk_norm else None
         self.mlp_norm = RMSNorm(config.hidden_size, eps, dtype, rngs)
-        self.mlp = GatedMLP(config, dtype, rngs)
+        self.mlp = GatedMLP(config, dtype, rngs, collectives)
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
-        q, k, v = self.attention.project(self.attention_norm(x))
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        x = x + self.attention.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, attend)
+        norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+        x = x + self.attention(self.attention_norm(x), attend, (cos, sin), norms)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class LlamaForCausalLM(nnx.Module):
-    """config: of the family "llama". dtype: of the weights and of the residual stream."""
+    """config: of the family "llama". dtype: of the weights and of the residual stream.
+
+    collectives: of the shards the model is split into; config is then one shard's (`sharding.shard_config`).
+    """
 
     base_prefix = "model."
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives = ALONE) -> None:
         if config.rope is None:
             raise ValueError(f"{config.architecture} needs RoPE parameters.")
         table, std = (config.vocab_size, config.hidden_size), config.hidden_size**-0.5
         self.rope = config.rope
-        self.embedding = parameter(rngs, Normal(std), table, dtype)
-        self.layers = nnx.List(LlamaBlock(config, layer, dtype, rngs) for layer in range(config.num_layers))
+        self.collectives = collectives
+        self.embedding = parameter(rngs, Normal(std), table, dtype, shard_axis=0)
+        self.layers = nnx.List(
+            LlamaBlock(config, layer, dtype, rngs, collectives) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.lm_head = None if config.tie_word_embeddings else parameter(rngs, Normal(std), table, dtype)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else parameter(rngs, Normal(std), table, dtype, shard_axis=0)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any]) -> jax.Array:
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm."""
         cos, sin = self.rope.table(positions)
-        x = self.embedding[...][tokens]
+        x = embed(self.embedding[...], tokens, self.collectives)
         return self.norm(run_layers(self.layers, x, (cos, sin), attend))
 
     def logits(self, hidden: jax.Array) -> jax.Array:

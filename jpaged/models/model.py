@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from jpaged.errors import InvalidParameterError, UnsupportedModelError
+from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.gpt2 import GPT2LMHeadModel
 from jpaged.models.layers import Attend, Constant, Normal
@@ -67,22 +68,35 @@ class Model:
     config, dtype: what it computes, and the type of weights and residual stream.
     parameter_names: names such as "layers.0.attention.qkv"; the order of every tuple of weights.
     abstract_weights: shape and type of each.
-    parts: the tensors of a Hugging Face checkpoint and where they belong.
+    parts: the tensors of a Hugging Face checkpoint and where they belong; none for a shard.
     base_prefix: what the checkpoint's names begin with; checkpoints of the bare body leave it out.
+    starts: for each weight what a random one is drawn from.
+    shard_axes: for each weight the axis that tensor parallelism splits, or None.
+    collectives: of the shards this is one of (`sharding.shard_of`); `config` and shapes are then the shard's.
+    vocab_size: of the whole model.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        collectives: Collectives = ALONE,
+        vocab_size: int | None = None,
+    ) -> None:
         family = _FAMILIES[config.family]
         self.config = config
         self.dtype = dtype
-        abstract = nnx.eval_shape(lambda: family(config, dtype, nnx.Rngs(0)))
+        self.collectives = collectives
+        self.vocab_size = vocab_size or config.vocab_size
+        abstract = nnx.eval_shape(lambda: family(config, dtype, nnx.Rngs(0), collectives))
         self._graph, state = nnx.split(abstract, nnx.Param)
         named = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
         self.parameter_names: tuple[str, ...] = tuple(named)
-        self._variables = tuple(named.values())
+        self.starts: tuple[Normal | Constant, ...] = tuple(variable.start for variable in named.values())
+        self.shard_axes: tuple[int | None, ...] = tuple(variable.shard_axis for variable in named.values())
         self._structure = jax.tree.structure(state)
         self.abstract_weights: tuple[jax.ShapeDtypeStruct, ...] = tuple(jax.tree.leaves(state))
-        self.parts: tuple[Part, ...] = tuple(family.parts(config))
+        self.parts: tuple[Part, ...] = tuple(family.parts(config)) if collectives.size == 1 else ()
         self.base_prefix: str = family.base_prefix
         head = {"lm_head" if "lm_head" in named else "embedding", "project_out"}
         self._head_indices = tuple(i for i, name in enumerate(self.parameter_names) if name in head)
@@ -112,8 +126,16 @@ class Model:
         return self.module(weights)(tokens, positions, attend)
 
     def logits(self, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
-        """hidden [R, hidden], rows of what `forward` returned -> float32 [R, vocab]."""
-        return self.module(weights).logits(hidden)
+        """hidden [R, hidden], rows of what `forward` returned -> float32 [R, vocab].
+
+        A shard gives the logits of its own part of the vocabulary; those of padding are minus infinity.
+        """
+        logits = self.module(weights).logits(hidden)
+        width = self.config.vocab_size
+        if width * self.collectives.size == self.vocab_size:
+            return logits
+        token_ids = self.collectives.first(width) + jnp.arange(width, dtype=jnp.int32)
+        return jnp.where(token_ids < self.vocab_size, logits, -jnp.inf)
 
     def head_weights(self, weights: Sequence[T]) -> tuple[T, ...]:
         """The few of the weights (or of things parallel to them, such as `abstract_weights`) that `logits` reads,
@@ -126,7 +148,7 @@ class Model:
         weights: list[Any] = list(self.abstract_weights)
         for index, array in zip(self._head_indices, head, strict=True):
             weights[index] = array
-        return self.module(weights).logits(hidden)
+        return self.logits(weights, hidden)
 
     def init(self, seed: int = 0, device: jax.Device | None = None) -> Weights:
         """Random weights, made on the device (the default one if none is given), one small program for each
@@ -134,8 +156,8 @@ class Model:
         """
         with jax.default_device(device):
             return tuple(
-                _draw(np.array((seed % 2**32, index, 0, 0), np.uint32), variable.start, leaf.shape, leaf.dtype)
-                for index, (variable, leaf) in enumerate(zip(self._variables, self.abstract_weights, strict=True))
+                _draw(init_key(seed, index), self.starts[index], leaf.shape, leaf.dtype)
+                for index, leaf in enumerate(self.abstract_weights)
             )
 
     def module(self, weights: Sequence[jax.Array]) -> CausalLM:
@@ -165,7 +187,14 @@ def build(config: ModelConfig, dtype: str = "auto") -> Model:
     return Model(config, resolve_dtype(dtype, config))
 
 
-# With XLA's own generator, which compiles in half the time of JAX's default one.
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(key: Any, start: Normal | Constant, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+def init_key(seed: int, index: int) -> np.ndarray:
+    """What `Model.init` draws its weight of that index from: uint32 [4]."""
+    return np.array((seed % 2**32, index, 0, 0), np.uint32)
+
+
+def draw(key: Any, start: Normal | Constant, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """A random weight. With XLA's own generator, which compiles in half the time of JAX's default one."""
     return start.draw(jax.random.wrap_key_data(key, impl="rbg"), shape, dtype)
+
+
+_draw = partial(jax.jit, static_argnums=(1, 2, 3))(draw)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models import parts
+from jpaged.models.collectives import ALONE, Collectives, embed
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import MLP, Attend, Attention, LayerNorm, Normal, logits_of, parameter, product, run_layers
 from jpaged.models.parts import Part
@@ -17,43 +18,50 @@ from jpaged.models.parts import Part
 class OPTBlock(nnx.Module):
     """One layer."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
+    ) -> None:
         self.pre_norm = config.pre_norm
         self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs)
+        self.attention = Attention(config, layer, dtype, rngs, collectives)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.mlp = MLP(config, dtype, rngs)
+        self.mlp = MLP(config, dtype, rngs, collectives)
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
         if self.pre_norm:
-            x = x + self.attention.attend(*self.attention.project(self.attention_norm(x)), attend)
+            x = x + self.attention(self.attention_norm(x), attend)
             return x + self.mlp(self.mlp_norm(x))
-        x = self.attention_norm(x + self.attention.attend(*self.attention.project(x), attend))
+        x = self.attention_norm(x + self.attention(x, attend))
         return self.mlp_norm(x + self.mlp(x))
 
 
 class OPTForCausalLM(nnx.Module):
-    """config: of the family "opt". dtype: of the weights and of the residual stream."""
+    """config: of the family "opt". dtype: of the weights and of the residual stream.
+
+    collectives: of the shards the model is split into; config is then one shard's (`sharding.shard_config`).
+    """
 
     base_prefix = "model."
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives = ALONE) -> None:
         hidden, width = config.hidden_size, config.embedding_size
         std = width**-0.5
         self.position_offset = config.position_offset
-        self.embedding = parameter(rngs, Normal(std), (config.vocab_size, width), dtype)
+        self.collectives = collectives
+        table = (config.vocab_size, width)
+        self.embedding = parameter(rngs, Normal(std), table, dtype, shard_axis=0)
         self.positions = parameter(rngs, Normal(std), (config.num_learned_positions, hidden), dtype)
         projected = width != hidden
         self.project_in = parameter(rngs, Normal(width**-0.5), (width, hidden), dtype) if projected else None
         self.project_out = parameter(rngs, Normal(hidden**-0.5), (hidden, width), dtype) if projected else None
-        self.layers = nnx.List(OPTBlock(config, layer, dtype, rngs) for layer in range(config.num_layers))
+        self.layers = nnx.List(OPTBlock(config, layer, dtype, rngs, collectives) for layer in range(config.num_layers))
         self.norm = LayerNorm(hidden, config.norm_eps, dtype, rngs) if config.final_norm else None
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else parameter(rngs, Normal(std), (config.vocab_size, width), dtype)
+        self.lm_head = None if tied else parameter(rngs, Normal(std), table, dtype, shard_axis=0)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any]) -> jax.Array:
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm if any."""
-        x = self.embedding[...][tokens]
+        x = embed(self.embedding[...], tokens, self.collectives)
         if self.project_in is not None:
             x = product("tw,wh->th", x, self.project_in)
         x = x + self.positions[...][positions + self.position_offset]

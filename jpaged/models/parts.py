@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpaged.models.config import ModelConfig
 
@@ -22,6 +23,7 @@ class Part:
     tensor: its name in the checkpoint. shape: its shape there.
     parameter: the name of the parameter it belongs to. start: where in it the piece begins; () for all zeros.
     split: the shape it is reshaped to first; axes: the transposition then.
+    copies: how often each entry of the split's first axis stands in the parameter (`ModelConfig.kv_head_copies`).
     """
 
     tensor: str
@@ -30,6 +32,7 @@ class Part:
     split: tuple[int, ...]
     axes: tuple[int, ...]
     start: tuple[int, ...] = ()
+    copies: int = 1
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -38,6 +41,26 @@ class Part:
     def place(self, parameter: jax.Array, tensor: jax.Array) -> jax.Array:
         """The parameter with this tensor written into it, in the parameter's type. Donates the parameter."""
         return _place(parameter, tensor, self.split, self.axes, self.offsets)
+
+    def slice_of(self, tensor: np.ndarray, axis: int | None, start: int, stop: int) -> np.ndarray:
+        """What of a tensor of this shape belongs to entries start..stop-1 of the parameter's `axis`, all of the others
+        (everything for an `axis` of None), still in the order of the split: for `place_slice`.
+
+        Where the tensor ends before stop (padding), the slice is shorter.
+        """
+        whole = tensor.reshape(self.split)
+        if axis is None:
+            return whole
+        split_axis = self.axes[axis]
+        if self.copies > 1 and split_axis == 0:
+            return whole[np.arange(start, stop) // self.copies]
+        index = [slice(None)] * whole.ndim
+        index[split_axis] = slice(start, stop)
+        return whole[tuple(index)]
+
+    def place_slice(self, shard: jax.Array, piece: jax.Array) -> jax.Array:
+        """A shard of the parameter with its slice of this tensor written into it. Donates the shard."""
+        return _place(shard, piece, piece.shape, self.axes, self.offsets)
 
     def take(self, parameter: jax.Array) -> jax.Array:
         """This tensor, read out of the parameter."""
@@ -57,7 +80,9 @@ def separate_qkv(prefix: str, parameter: str, config: ModelConfig) -> Iterator[P
     """q_proj, k_proj and v_proj, torch linear layers, into the qkv kernel and its bias."""
     hidden, kv_heads, dim, group = config.hidden_size, config.num_kv_heads, config.head_dim, config.group_size
     for name, heads, slot in (("q", group, 0), ("k", 1, group), ("v", 1, group + 1)):
-        rows, split = kv_heads * heads * dim, (kv_heads, heads, dim)
+        copies = 1 if name == "q" else config.kv_head_copies
+        split = (kv_heads // copies, heads, dim)
+        rows = split[0] * heads * dim
         yield Part(
             f"{prefix}.{name}_proj.weight",
             (rows, hidden),
@@ -65,10 +90,11 @@ def separate_qkv(prefix: str, parameter: str, config: ModelConfig) -> Iterator[P
             (*split, hidden),
             (3, 0, 1, 2),
             (0, 0, slot, 0),
+            copies,
         )
         if config.qkv_bias:
             bias = f"{prefix}.{name}_proj.bias"
-            yield Part(bias, (rows,), f"{parameter}.qkv_bias", split, (0, 1, 2), (0, slot, 0))
+            yield Part(bias, (rows,), f"{parameter}.qkv_bias", split, (0, 1, 2), (0, slot, 0), copies)
 
 
 def output_projection(prefix: str, parameter: str, config: ModelConfig) -> Iterator[Part]:
@@ -82,6 +108,15 @@ def output_projection(prefix: str, parameter: str, config: ModelConfig) -> Itera
 def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Part]:
     yield as_is(f"{prefix}.weight", f"{parameter}.scale", size)
     yield as_is(f"{prefix}.bias", f"{parameter}.bias", size)
+
+
+def repeat_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
+    """[..., kv_heads, group + 2, dim] -> [..., kv_heads * copies, group / copies + 2, dim]."""
+    *outer, kv_heads, slots, dim = qkv.shape
+    group = slots - 2
+    queries = qkv[..., :group, :].reshape(*outer, kv_heads * copies, group // copies, dim)
+    keys_and_values = jnp.repeat(qkv[..., group:, :], copies, axis=-3)
+    return jnp.concatenate([queries, keys_and_values], axis=-2)
 
 
 # Compiled once for each kind of tensor, not for each tensor: the names are not among the arguments.

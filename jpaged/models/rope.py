@@ -42,16 +42,6 @@ class Rope:
         return jnp.cos(angles) * self.attention_scale, jnp.sin(angles) * self.attention_scale
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x [tokens, heads, head_dim], whose i-th and (i + head_dim / 2)-th entries are a pair.
-
-    The rotation is done in float32 and rounded once, to x's type.
-    """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1).astype(x.dtype)
-
-
 @np.errstate(all="ignore")  # what overflows is refused at the end
 def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> tuple[Rope, int]:
     """The rotation that a Hugging Face config.json describes, and the context length in tokens that it allows.

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, and what moves blocks in and out of it, for JAX on NVIDIA GPUs.
+"""Attention over a paged KV cache, what moves tokens and blocks in and out of it, and the draw of tokens, on GPUs.
 
 One function a job, each a pure function to be called under `jax.jit`; the package depends on JAX alone. The pool
 of one layer, and how a sequence finds its tokens in it:
@@ -20,8 +20,23 @@ from jpaged.pallas_kernels.ops import (
     decode_attention,
     gather_blocks,
     ragged_attention,
+    rope_and_write,
+    sample_tokens,
+    sample_tokens_backend,
     scatter_blocks,
+    split_qkv,
     write_kv,
 )
 
-__all__ = ["copy_blocks", "decode_attention", "gather_blocks", "ragged_attention", "scatter_blocks", "write_kv"]
+__all__ = [
+    "copy_blocks",
+    "decode_attention",
+    "gather_blocks",
+    "ragged_attention",
+    "rope_and_write",
+    "sample_tokens",
+    "sample_tokens_backend",
+    "scatter_blocks",
+    "split_qkv",
+    "write_kv",
+]

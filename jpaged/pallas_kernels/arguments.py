@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,14 @@ def check_rank(name: str, x: ArrayLike, axes: str) -> None:
 
 def check_int32(name: str, x: ArrayLike, axes: str, shape: tuple[int | None, ...]) -> None:
     """Raises ValueError unless `x` is int32 of `shape`, where None stands for any size."""
+    check_array(name, x, jnp.int32, axes, shape)
+
+
+def check_array(name: str, x: ArrayLike, dtype: Any, axes: str, shape: tuple[int | None, ...]) -> None:
+    """Raises ValueError unless `x` has this dtype and shape, where None stands for any size."""
     check_rank(name, x, axes)
-    if x.dtype != jnp.int32:
-        raise ValueError(f"{name} must be int32, got {x.dtype}")
+    if x.dtype != dtype:
+        raise ValueError(f"{name} must be {jnp.dtype(dtype)}, got {x.dtype}")
     for got, want, axis in zip(x.shape, shape, axes.split(","), strict=True):
         if want is not None and got != want:
             raise ValueError(f"{name} [{axes}] must have {axis.strip()} = {want}, got shape {tuple(x.shape)}")
@@ -51,6 +57,52 @@ def check_pools(name: str, pools: tuple[ArrayLike, ...]) -> None:
                 f"{name} must all have one shape and dtype: {name}[{i}] is {pool.dtype}{pool.shape}, "
                 f"{name}[0] is {pools[0].dtype}{pools[0].shape}"
             )
+
+
+def check_slots(name: str, pool: ArrayLike) -> None:
+    """Raises ValueError if a (checked) pool has more slots than int32 can number."""
+    slots = pool.shape[0] * pool.shape[3]
+    if slots >= 2**31:
+        raise ValueError(f"{name} has {slots} slots; an int32 slot_mapping needs fewer than 2**31")
+
+
+def check_like(name: str, x: ArrayLike, axes: str, shape: tuple[int, ...], other: str, dtype: jnp.dtype) -> None:
+    """Raises ValueError unless `x` is of `dtype`, a float, and has the shape that goes with the argument `other`."""
+    check_rank(name, x, axes)
+    if x.dtype != dtype or x.dtype not in _FLOATS:
+        raise ValueError(f"{name} must be {dtype}, to go with {other}, and of floats, got {x.dtype}")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} must be {list(shape)} like {other}, got shape {tuple(x.shape)}")
+
+
+def check_eps(name: str, eps: float) -> float:
+    if (value := _real(name, eps)) < 0:
+        raise ValueError(f"{name} must not be negative, got {eps!r}")
+    return value
+
+
+def check_qkv(
+    qkv: ArrayLike,
+    rotation: tuple[ArrayLike, ArrayLike] | None,
+    norms: tuple[ArrayLike, ArrayLike] | None,
+    norm_eps: float,
+) -> float:
+    """The eps; raises ValueError unless `qkv` is [T, kv_heads, group + 2, head_dim] and the others fit it."""
+    check_rank("qkv", qkv, "T, kv_heads, group + 2, head_dim")
+    tokens, kv_heads, slots, head_dim = qkv.shape
+    if qkv.dtype not in _FLOATS or kv_heads < 1 or slots < 3 or head_dim < 1:
+        raise ValueError(f"qkv must be floats [T, kv_heads, group + 2, head_dim], got {qkv.dtype}{tuple(qkv.shape)}")
+    for name, pair in (("rotation", rotation), ("norms", norms)):
+        if pair is not None and (not isinstance(pair, (tuple, list)) or len(pair) != 2):
+            raise ValueError(f"{name} must be None or a pair of arrays, got {type(pair).__name__}")
+    if rotation is not None:
+        if head_dim % 2:
+            raise ValueError(f"rotation needs an even head_dim, got {head_dim}")
+        for i, table in enumerate(rotation):
+            check_like(f"rotation[{i}]", table, "T, head_dim / 2", (tokens, head_dim // 2), "qkv", jnp.float32.dtype)
+    for i, scale in enumerate(norms or ()):
+        check_like(f"norms[{i}]", scale, "head_dim", (head_dim,), "qkv", qkv.dtype)
+    return check_eps("norm_eps", norm_eps)
 
 
 def check_queries(q: ArrayLike, pool: ArrayLike) -> None:

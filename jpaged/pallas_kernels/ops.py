@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels import arguments as check
-from jpaged.pallas_kernels import reference
+from jpaged.pallas_kernels import reference, sample_reference
 from jpaged.pallas_kernels.backends import pick
 
 
@@ -125,7 +125,7 @@ def write_kv(
         ValueError: an argument does not fit; it is named.
     """
     check.check_pool("kv_pool", kv_pool)
-    num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
+    _, _, kv_heads, _, head_dim = kv_pool.shape
     for name, x in (("k", k), ("v", v)):
         check.check_rank(name, x, "T, kv_heads, head_dim")
         if x.dtype != kv_pool.dtype:
@@ -133,10 +133,71 @@ def write_kv(
         if x.shape != (k.shape[0], kv_heads, head_dim):
             raise ValueError(f"{name} must be [T, {kv_heads}, {head_dim}] like the pool, got shape {tuple(x.shape)}")
     check.check_int32("slot_mapping", slot_mapping, "T", (k.shape[0],))
-    if num_blocks * block_size >= 2**31:
-        raise ValueError(f"kv_pool has {num_blocks * block_size} slots; an int32 slot_mapping needs fewer than 2**31")
+    check.check_slots("kv_pool", kv_pool)
     kernel = _implementation("write_kv", "write_kv_mosaic", backend, kv_pool)
     return kernel(kv_pool, k, v, slot_mapping) if k.shape[0] else kv_pool
+
+
+def rope_and_write(
+    kv_pool: jax.Array,
+    qkv: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    norm_eps: float = 1e-6,
+    backend: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """From the projection's output to queries and a written pool: `split_qkv`, then `write_kv`, in one kernel.
+
+    Args:
+        kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
+        qkv, rotation, norms, norm_eps: as in `split_qkv`; qkv of the pool's dtype.
+        slot_mapping: int32 [T], as in `write_kv`.
+        backend: None (by device), "xla" or "mosaic".
+    Returns:
+        The queries [T, kv_heads * group, head_dim], and the pool, in place when the caller's jit donates it.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pool("kv_pool", kv_pool)
+    _, _, kv_heads, _, head_dim = kv_pool.shape
+    norm_eps = check.check_qkv(qkv, rotation, norms, norm_eps)
+    if qkv.dtype != kv_pool.dtype:
+        raise ValueError(f"qkv must have kv_pool's dtype {kv_pool.dtype}, got {qkv.dtype}")
+    if (qkv.shape[1], qkv.shape[3]) != (kv_heads, head_dim):
+        raise ValueError(f"qkv must be [T, {kv_heads}, group + 2, {head_dim}] like kv_pool, got shape {qkv.shape}")
+    check.check_int32("slot_mapping", slot_mapping, "T", (qkv.shape[0],))
+    check.check_slots("kv_pool", kv_pool)
+    kernel = _implementation("rope_and_write", "rope_and_write_mosaic", backend, kv_pool, qkv)
+    if qkv.shape[0] == 0:
+        return jnp.zeros((0, kv_heads * (qkv.shape[2] - 2), head_dim), qkv.dtype), kv_pool
+    return kernel(kv_pool, qkv, slot_mapping, rotation, norms, norm_eps=norm_eps)
+
+
+def split_qkv(
+    qkv: jax.Array,
+    *,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The output of a product with q, k and v in one, as what attention takes. Plain XLA: differentiable, batchable.
+
+    Args:
+        qkv: [T, kv_heads, group + 2, head_dim]; of each KV head its `group` query heads, its key, its value.
+        rotation: cos and sin, float32 [T, head_dim / 2] each, of the angles by which queries and keys are rotated
+            (RoPE, arXiv:2104.09864); entries i and i + head_dim / 2 of a head are a pair. In float32, rounded once.
+        norms: scales [head_dim] of the RMS norms of queries and of keys, before the rotation; in float32, rounded
+            before the scale.
+        norm_eps: added to those norms' mean squares.
+    Returns:
+        Queries [T, kv_heads * group, head_dim], keys and values [T, kv_heads, head_dim].
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    norm_eps = check.check_qkv(qkv, rotation, norms, norm_eps)
+    return reference.split_qkv(qkv, rotation, norms, norm_eps)
 
 
 def copy_blocks(
@@ -205,8 +266,71 @@ def scatter_blocks(
     return kernel(tuple(kv_pools), staging, block_ids) if block_ids.shape[0] else tuple(kv_pools)
 
 
+def sample_tokens(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array | None,
+    top_p: jax.Array | None,
+    min_p: jax.Array | None,
+    seeds: jax.Array,
+    positions: jax.Array,
+    *,
+    backend: str | None = None,
+) -> jax.Array:
+    """Draws a token for every row: temperature, min_p, top_k and top_p, in this order, and one draw with keyed noise.
+
+    min_p keeps the tokens with p >= min_p * p_max. top_k keeps the k most likely, and those tied with the k-th. top_p
+    keeps the fewest most likely of what is left whose probabilities reach the share top_p, and those tied with the last
+    of them; the most likely token always. The token is the argmax of logit / temperature + Gumbel noise over what is
+    kept, and the noise a hash of (seed, position, token id): a row's token does not depend on the other rows. Backends
+    draw the same token save where two scores, or a sum and its share, are within float32 rounding of each other (about
+    1e-6).
+
+    Args:
+        logits: float32 [R, V]. NaN counts as minus infinity, and plus infinity as the largest float.
+        temperature: float32 [R]; 0 takes the most likely token, the lowest id on ties, and heeds nothing else.
+        top_k: int32 [R], 0 or less for all; None where no row has one.
+        top_p: float32 [R], 1 for all; None where no row has one.
+        min_p: float32 [R], 0 for all; None where no row has one.
+        seeds: uint32 [R, 2]; the low and the high half of a 64-bit seed.
+        positions: int32 [R]; the position that the new token will have.
+        backend: None (by device), "xla" or "mosaic".
+    Returns:
+        int32 [R], each in 0 .. V - 1. A row whose logits are all minus infinity gets token 0.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_rank("logits", logits, "R, V")
+    rows = logits.shape[0]
+    if logits.dtype != jnp.float32 or logits.shape[1] < 1:
+        raise ValueError(f"logits must be float32 [R, V] with V > 0, got {logits.dtype}{tuple(logits.shape)}")
+    check.check_array("temperature", temperature, jnp.float32, "R", (rows,))
+    for name, x, dtype in (("top_k", top_k, jnp.int32), ("top_p", top_p, jnp.float32), ("min_p", min_p, jnp.float32)):
+        if x is not None:
+            check.check_array(name, x, dtype, "R", (rows,))
+    check.check_array("seeds", seeds, jnp.uint32, "R, 2", (rows, 2))
+    check.check_int32("positions", positions, "R", (rows,))
+    kernel = _implementation("sample_tokens", "sample_mosaic", backend, logits)
+    if rows == 0:
+        return jnp.zeros(0, jnp.int32)
+    return kernel(logits, temperature, top_k, top_p, min_p, seeds, positions)
+
+
+def sample_tokens_backend(vocab_size: int) -> str:
+    """The backend that `sample_tokens` takes by itself on this device, for this many tokens: "xla" or "mosaic"."""
+    logits = jax.ShapeDtypeStruct((1, vocab_size), jnp.float32)
+    return _backend("sample_tokens", "sample_mosaic", None, logits)
+
+
 def _implementation(op: str, module: str, backend: str | None, *arguments: jax.Array) -> Callable[..., Any]:
-    """The function that does `op` for these arguments.
+    """The function that does `op` for these arguments: one named after it, in its backend's module."""
+    if _backend(op, module, backend, *arguments) == "mosaic":
+        return getattr(import_module(f"jpaged.pallas_kernels.{module}"), op)
+    return getattr(sample_reference if op == "sample_tokens" else reference, op)
+
+
+def _backend(op: str, module: str, backend: str | None, *arguments: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """The backend that does `op` for these arguments.
 
     A Mosaic module is imported only where its op may run; it has a function named after the op and `unsupported`,
     which says why it refuses the arguments.
@@ -218,7 +342,7 @@ def _implementation(op: str, module: str, backend: str | None, *arguments: jax.A
             return "there is no such kernel"
         return import_module(name).unsupported(*arguments)
 
-    return getattr(import_module(name) if pick(op, backend, unsupported) == "mosaic" else reference, op)
+    return pick(op, backend, unsupported)
 
 
 def _features(

@@ -9,6 +9,7 @@ stale one, or one not yet written, fails.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,12 +17,14 @@ from jpaged.config import SchedulerConfig
 from jpaged.engine.interface import (
     NO_TOKEN,
     NULL_BLOCK,
+    SWAP_CHUNK_BLOCKS,
     FinishCode,
     Logprobs,
     SamplingVariant,
     SlotStart,
     StepPlan,
     StepResult,
+    TargetScores,
 )
 
 VOCAB_SIZE = 97
@@ -40,8 +43,14 @@ def next_token(last_fingerprint: int, seed: int, position: int) -> int:
 
 
 def logprob_of(last_fingerprint: int, token_id: int) -> float:
-    """The log-probability that the fake model gives a token."""
-    return -float(np.float32((last_fingerprint >> 7) % 1000 + token_id) / 64)
+    """The log-probability that the fake model gives a token. (It has nothing to do with what it samples.)"""
+    return -float((fingerprint(last_fingerprint, token_id) >> 20) % 2**22 / 2**18)
+
+
+@lru_cache(maxsize=1 << 16)
+def top_tokens(last_fingerprint: int, n: int) -> list[int]:
+    """The most likely tokens, best first."""
+    return sorted(range(VOCAB_SIZE), key=lambda token: (-logprob_of(last_fingerprint, token), token))[:n]
 
 
 def reference_tokens(prompt: Sequence[int], seed: int, max_len: int, stop_token_ids: Sequence[int] = ()) -> list[int]:
@@ -84,16 +93,24 @@ class FakeHandle:
 class FakeExecutor:
     """Args:
     on_execute: called with each plan as it is dispatched.
+    rank: gives for a sequence's tokens the TOP_K most likely next ones and their log-probabilities, instead of those
+        that the fake model gives.
     """
 
-    def __init__(self, config: SchedulerConfig, on_execute: Callable[[StepPlan], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        on_execute: Callable[[StepPlan], None] | None = None,
+        rank: Callable[[list[int]], tuple[list[int], list[float]]] | None = None,
+    ) -> None:
         self.config = config
         self.plans: list[StepPlan] = []
         self.on_execute = on_execute
+        self.rank = rank
         self._queue: deque[FakeHandle] = deque()
         self._slots: dict[int, _Slot] = {}
+        self._host: dict[int, np.ndarray] = {}
         self._content = np.zeros((config.num_blocks, config.block_size), np.int64)
-        self._written: set[int] = set()
 
     def execute(self, plan: StepPlan) -> FakeHandle:
         assert plan.step_id == len(self.plans)
@@ -112,14 +129,23 @@ class FakeExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         self._check_sizes(plan)
         for slot in plan.ends.tolist():
-            self._slots[slot].active = False
+            if slot in self._slots:
+                self._slots[slot].active = False
+        for out in plan.swap_outs:
+            assert 0 < len(out.block_ids) <= SWAP_CHUNK_BLOCKS
+            assert 0 <= out.chunk < self.config.num_swap_chunks
+            self._host[out.chunk] = self._content[out.block_ids].copy()
         for start in plan.starts:
             self._start(start)
+        for back in plan.swap_ins:
+            self._content[back.block_ids] = self._host.pop(back.chunk)[: len(back.block_ids)]
+        self._move_beams(plan.beams)
+        self._copy(plan.copies)
+        copied = set(map(tuple, plan.copies.tolist()))
         for slot, index, block_id in plan.table_updates.tolist():
-            state = self._slots[slot]
-            assert index == len(state.blocks), "table updates append"
-            state.blocks.append(block_id)
-        self._written.clear()
+            blocks = self._slots[slot].blocks
+            assert index == len(blocks) or (blocks[index], block_id) in copied, "neither appended nor a copy"
+            blocks[index : index + 1] = [block_id]
         for slot in plan.decode_slots.tolist():
             self._write_decode(self._slots[slot])
         for chunk in plan.chunks:
@@ -129,11 +155,34 @@ class FakeExecutor:
     def _check_sizes(self, plan: StepPlan) -> None:
         rows = plan.decode_slots.tolist() + [chunk.slot for chunk in plan.chunks]
         assert 0 < len(rows) == len(set(rows)) <= self.config.max_num_seqs
-        num_tokens = len(plan.decode_slots) + sum(len(chunk.token_ids) for chunk in plan.chunks)
+        num_tokens = len(plan.decode_slots) + sum(max(1, len(chunk.token_ids)) for chunk in plan.chunks)
         assert num_tokens <= self.config.max_num_batched_tokens
-        assert all(len(chunk.token_ids) for chunk in plan.chunks)
-        for array in (plan.ends, plan.decode_slots, plan.table_updates):
+        for i, chunk in enumerate(plan.chunks):
+            assert len(chunk.token_ids) or (i and chunk.samples and plan.chunks[i - 1].samples)
+        for array in (plan.ends, plan.decode_slots, plan.beams, plan.copies, plan.table_updates):
             assert array.dtype == np.int32
+
+    def _move_beams(self, beams: np.ndarray) -> None:
+        slots, parents, _ = beams.T
+        moved = slots != parents
+        assert not set(slots[moved].tolist()) & set(parents.tolist())
+        assert len(set(slots.tolist())) == len(slots)
+        for slot, parent, token in beams.tolist():
+            state, source = self._slots[slot], self._slots[parent]
+            assert state.active
+            assert source.active
+            n = state.num_computed = source.num_computed
+            state.blocks = source.blocks.copy()
+            kept = source.prints[:n]
+            state.tokens = [*source.tokens[:n], token]
+            state.prints = [*kept, fingerprint(kept[-1], token)]
+
+    def _copy(self, copies: np.ndarray) -> None:
+        source, target = copies.T
+        assert len(set(target.tolist())) == len(target)
+        assert not set(source.tolist()) & set(target.tolist())
+        assert NULL_BLOCK not in copies
+        self._content[target] = self._content[source]
 
     def _start(self, start: SlotStart) -> None:
         old = self._slots.get(start.slot)
@@ -142,7 +191,7 @@ class FakeExecutor:
         prints: list[int] = []
         for token in tokens:
             prints.append(fingerprint(prints[-1] if prints else 0, token))
-        assert start.num_computed_tokens < len(tokens) < start.max_len <= self.config.max_model_len
+        assert start.num_computed_tokens <= len(tokens) < start.max_len <= self.config.max_model_len
         self._slots[start.slot] = _Slot(start, tokens, prints, start.block_ids.tolist(), start.num_computed_tokens)
 
     def _write_decode(self, state: _Slot) -> None:
@@ -160,39 +209,44 @@ class FakeExecutor:
             self._write(state)
 
     def _write(self, state: _Slot) -> None:
-        """Computes one more token of the sequence, into a block that nobody else has in their table."""
+        """Computes one more token of the sequence, into a block that nobody else has in their table, unless they
+        count this very token as computed already: a prefix hit, or a fork, in the plan that computes it.
+        """
         index, offset = divmod(state.num_computed, self.config.block_size)
         block_id = state.blocks[index]
         assert block_id != NULL_BLOCK
         sharers = [other for other in self._slots.values() if other.active and block_id in other.blocks]
-        assert sharers == [state] or self._others_hit_it_now(state, sharers, index), "a shared block is written to"
+        assert all(other is state or other.num_computed > state.num_computed for other in sharers), (
+            "a shared block is written to where others have yet to write or count on something else"
+        )
         self._content[block_id, offset] = state.prints[state.num_computed]
         state.num_computed += 1
-
-    def _others_hit_it_now(self, state: _Slot, sharers: list[_Slot], index: int) -> bool:
-        """A prefix hit in the very plan that fills the block: the others count its tokens as computed already."""
-        covered = (index + 1) * self.config.block_size
-        return all(other is state or other.num_computed >= covered for other in sharers)
 
     def _sample(self, plan: StepPlan) -> StepResult:
         rows = [(slot, True) for slot in plan.decode_slots.tolist()]
         rows += [(chunk.slot, chunk.samples) for chunk in plan.chunks]
         token_ids = np.full((len(rows),), NO_TOKEN, np.int32)
         codes = np.zeros((len(rows),), np.uint8)
-        logprobs = _empty_logprobs(len(rows)) if plan.variant == SamplingVariant.FULL else None
+        scores = plan.variant in (SamplingVariant.FULL, SamplingVariant.BEAM)
+        logprobs = _empty_logprobs(len(rows)) if scores else None
+        scored = {len(plan.decode_slots) + i for i, c in enumerate(plan.chunks) if c.score_targets is not None}
         for row, (slot, samples) in enumerate(rows):
             state = self._slots[slot]
             if not state.active:
                 continue
             self._check_reads(state)
             start = state.start
-            assert plan.variant >= needed_variant(start)
-            assert samples == (state.num_computed == len(state.tokens))
+            needed = needed_variant(start)
+            assert plan.variant >= needed
+            assert plan.variant < SamplingVariant.BEAM or needed == SamplingVariant.GREEDY
+            assert samples == (state.num_computed == len(state.tokens)) or row in scored
             if not samples:
                 continue
             token = next_token(state.prints[-1], start.seed, len(state.tokens))
             if logprobs is not None:
                 _fill_logprobs(logprobs, row, state.prints[-1], token)
+                if self.rank is not None:
+                    logprobs.top_ids[row], logprobs.top_logprobs[row] = self.rank(state.tokens)
             token_ids[row] = token
             state.prints.append(fingerprint(state.prints[-1], token))
             state.tokens.append(token)
@@ -201,7 +255,7 @@ class FakeExecutor:
             elif len(state.tokens) == start.max_len:
                 codes[row] = FinishCode.LENGTH
             state.active = codes[row] == FinishCode.RUNNING
-        return StepResult(token_ids, codes, logprobs, self._prompt_logprobs(plan))
+        return StepResult(token_ids, codes, logprobs, self._prompt_logprobs(plan), self._scores(plan))
 
     def _check_reads(self, state: _Slot) -> None:
         size, n = self.config.block_size, state.num_computed
@@ -220,6 +274,24 @@ class FakeExecutor:
                 if target != NO_TOKEN:
                     _fill_logprobs(found[row], i, prints[chunk.start + i], target)
         return found
+
+    def _scores(self, plan: StepPlan) -> dict[int, TargetScores]:
+        found = {}
+        for row, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
+            if chunk.score_targets is not None:
+                count, stop = len(chunk.score_targets), chunk.start + len(chunk.token_ids)
+                prints = self._slots[chunk.slot].prints[stop - count : stop]
+                found[row] = scores_of(prints, chunk.score_targets)
+        return found
+
+
+def scores_of(prints: Sequence[int], targets: Sequence[int]) -> TargetScores:
+    """The fake model's scores of targets that each follow a token of this fingerprint."""
+    pairs = list(zip(prints, (int(target) for target in targets), strict=True))
+    return TargetScores(
+        np.array([logprob_of(last, target) for last, target in pairs], np.float32),
+        np.array([(last + target) % 3 == 0 for last, target in pairs]),
+    )
 
 
 def needed_variant(start: SlotStart) -> SamplingVariant:
@@ -240,7 +312,8 @@ def _empty_logprobs(n: int) -> Logprobs:
 
 
 def _fill_logprobs(logprobs: Logprobs, row: int, last_fingerprint: int, token: int) -> None:
-    logprobs.token_logprobs[row] = logprob_of(last_fingerprint, token)
-    logprobs.token_ranks[row] = TOP_K + 1
-    logprobs.top_ids[row] = np.arange(VOCAB_SIZE, VOCAB_SIZE + TOP_K)
-    logprobs.top_logprobs[row] = [logprob_of(last_fingerprint, -i) for i in range(TOP_K)]
+    likeliest = top_tokens(last_fingerprint, TOP_K)
+    values = [logprob_of(last_fingerprint, likely) for likely in likeliest]
+    logprobs.token_logprobs[row] = own = logprob_of(last_fingerprint, token)
+    logprobs.token_ranks[row] = 1 + sum(value > own for value in values)
+    logprobs.top_ids[row], logprobs.top_logprobs[row] = likeliest, values

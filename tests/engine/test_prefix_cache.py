@@ -4,8 +4,9 @@ import pytest
 from jpaged.engine import prefix_cache
 from jpaged.engine.block_pool import BlockPool
 from jpaged.engine.prefix_cache import PrefixCache
+from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from tests.engine.fake_executor import reference_tokens
-from tests.engine.helpers import Engine, assert_complete, make_request
+from tests.engine.helpers import Engine, assert_complete, assert_found, make_request, make_search
 
 SIZE = 4
 
@@ -113,7 +114,7 @@ def test_an_engine_whose_digests_all_collide_gives_the_right_tokens(monkeypatch)
 def test_one_token_of_a_prompt_is_always_computed():
     engine = Engine()
     prompt = list(range(8))
-    for name, cached in (("first", 0), ("again", 4)):
+    for name, cached in (("first", 0), ("again", 7)):
         request = make_request(name, prompt)
         engine.add(request)
         engine.run()
@@ -124,8 +125,8 @@ def test_one_token_of_a_prompt_is_always_computed():
     engine.run()
     assert longer.num_cached_tokens == 8
     stats = engine.core.stats()
-    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (25, 12)
-    assert stats.prefix_cache_hit_rate == pytest.approx(12 / 25)
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (25, 15)
+    assert stats.prefix_cache_hit_rate == pytest.approx(15 / 25)
 
 
 def test_a_prompt_shares_blocks_with_one_that_is_computed_in_the_same_step():
@@ -211,3 +212,151 @@ def test_the_cache_is_reset_only_while_nothing_runs():
     engine.add(again)
     engine.run()
     assert again.num_cached_tokens == 0
+
+
+# --- blocks that are hit in part ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_prompt_that_parts_within_a_block_copies_it_and_keeps_what_is_equal(depth):
+    engine = Engine(pipeline_depth=depth)
+    first = make_request("first", range(12), 4)
+    engine.add(first)
+    engine.run()
+    second = make_request("second", [*range(7), 90, 91, 92], 6)
+    engine.add(second)
+    num_plans = len(engine.plans)
+    engine.step()
+    plan = engine.plans[num_plans]
+    copied = int(plan.starts[0].block_ids[1])
+    assert second.num_cached_tokens == 7
+    assert plan.copies.shape == (1, 2)
+    assert plan.copies[0, 1] == copied != plan.copies[0, 0]
+    assert engine.scheduler.pool.ref_count(int(plan.copies[0, 0])) == 0
+    engine.run()
+    again = make_request("again", range(12), 4)
+    engine.add(again)
+    engine.run()
+    assert_complete(first, second, again)
+    assert again.num_cached_tokens == 11, "the block that was copied is what it was"
+    engine.assert_idle()
+
+
+def test_the_block_with_the_most_equal_tokens_is_copied():
+    engine = Engine()
+    engine.add(*(make_request(str(n), [*range(4), *range(4, 4 + n), *[90 + n] * (4 - n), 80], 1) for n in (1, 3, 2)))
+    engine.run()
+    request = make_request("request", range(9), 3)
+    engine.add(request)
+    engine.run()
+    assert request.num_cached_tokens == 7
+    assert_complete(request)
+
+
+def test_less_than_half_a_block_is_computed_rather_than_copied():
+    engine = Engine()
+    first, second = make_request("first", range(8), 1), make_request("second", [0, 1, 2, 3, 4, 90, 91], 3)
+    for request in (first, second):
+        engine.add(request)
+        engine.run()
+    assert second.num_cached_tokens == 4
+    assert all(not len(plan.copies) for plan in engine.plans)
+
+
+def test_a_block_that_the_same_step_fills_is_not_copied():
+    """A copy comes before the step."""
+    engine = Engine()
+    first, second = make_request("first", range(8), 3), make_request("second", [*range(7), 90, 91], 3)
+    engine.add(first, second)
+    engine.step()
+    assert len(engine.plans[0].starts) == 2
+    assert second.num_cached_tokens == 4
+    engine.run()
+    assert_complete(first, second)
+
+
+def test_blocks_of_another_salt_are_not_copied():
+    engine = Engine()
+    first, second = make_request("first", range(8), 1, salt="a"), make_request("second", range(8), 3, salt="b")
+    for request in (first, second):
+        engine.add(request)
+        engine.run()
+    assert second.num_cached_tokens == 0
+
+
+# --- what is reused first, and what never -----------------------------------------------------------------------------
+
+
+def test_names_are_lost_by_last_use_and_then_from_the_end_of_a_sequence():
+    pool = BlockPool(11, SIZE, True)
+    old, new = (np.arange(first, first + 20, dtype=np.int32) for first in (0, 100))
+    filled(pool, old)
+    filled(pool, new)
+    used_again = pool.cache.match([], old, 2, None)  # the first two blocks are needed once more
+    pool.share(used_again)
+    pool.free(used_again)
+    left = []
+    for _ in range(10):
+        pool.allocate(1)
+        left.append((len(hits(pool.cache, old)), len(hits(pool.cache, new))))
+    assert left[:3] == [(4, 5), (3, 5), (2, 5)]
+    assert left[3:8] == [(2, 4), (2, 3), (2, 2), (2, 1), (2, 0)]
+    assert left[8:] == [(1, 0), (0, 0)]
+
+
+def test_a_pinned_prefix_is_hit_whatever_came_in_between():
+    engine = Engine(num_blocks=33, max_model_len=60)
+    system = list(range(9))
+    engine.add(make_request("first", system, 1))
+    engine.run()
+    assert engine.core.pin_prefix(np.array(system, np.int32)) == 8
+    for i in range(20):
+        engine.add(make_request(f"other {i}", 30, 20))
+    engine.run()
+    again = make_request("again", [*system, 50], 4)
+    engine.add(again)
+    engine.run()
+    assert again.num_cached_tokens == 8
+    assert_complete(again)
+    assert engine.core.stats().num_used_blocks == 2
+    engine.core.check_integrity()
+    assert engine.core.unpin_prefix(np.array(system, np.int32)) is True
+    assert engine.core.unpin_prefix(np.array(system, np.int32)) is False
+    engine.assert_idle()
+
+
+def test_pinning_leaves_room_for_the_longest_sequence_and_for_what_is_unfinished():
+    engine = Engine(num_blocks=19, max_model_len=40)
+    prompt = np.arange(33, dtype=np.int32)
+    engine.add(make_request("first", prompt, 1))
+    engine.run()
+    assert engine.core.pin_prefix(prompt) == 32
+    other = np.arange(100, 109, dtype=np.int32)
+    engine.add(make_request("second", other, 1))
+    engine.run()
+    with pytest.raises(OutOfMemoryError, match="Pinning 2 blocks leaves 8 of 18 to others, but 10 are needed"):
+        engine.core.pin_prefix(other)
+    with pytest.raises(OutOfMemoryError, match=r"beam_width=4 .* the KV pool has 10"):
+        engine.add(make_search("search", 8, 4, 9))
+    fits = make_search("search", 8, 4, 8)
+    engine.add(fits)
+    engine.run()
+    assert_found(fits)
+    engine.core.check_integrity()
+
+
+def test_a_prefix_pinned_twice_is_pinned_once_and_a_reset_unpins_it():
+    engine = Engine()
+    prompt = np.arange(9, dtype=np.int32)
+    engine.add(make_request("first", prompt, 1))
+    engine.run()
+    assert engine.core.pin_prefix(prompt) == engine.core.pin_prefix(prompt) == 8
+    assert engine.core.stats().num_used_blocks == 2
+    assert engine.core.reset_prefix_cache() is True
+    engine.core.check_integrity()
+    engine.assert_idle()
+
+
+def test_without_a_prefix_cache_nothing_can_be_pinned():
+    with pytest.raises(InvalidParameterError, match="enable_prefix_caching"):
+        Engine(enable_prefix_caching=False).core.pin_prefix(np.arange(8, dtype=np.int32))

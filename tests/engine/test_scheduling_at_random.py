@@ -4,6 +4,8 @@ The fake executor fails on any row that reads what is not its own sequence's, th
 doubly owned. Here the outputs are compared with what each request must generate on its own.
 """
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -12,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from jpaged.engine.interface import StepPlan
 from jpaged.engine.request import Request, RequestStatus
+from jpaged.errors import OutOfMemoryError
 from jpaged.sampling_params import RequestOutputKind
-from tests.engine.helpers import Engine, expected_tokens, make_request
+from tests.engine.helpers import Engine, assert_found, expected_tokens, make_request, make_search, name_of
 
 
 class Drive:
@@ -22,7 +25,7 @@ class Drive:
     def __init__(self, **changes) -> None:
         self.engine = Engine(**changes)
         self.engine.executor.on_execute = self._check_order
-        self.unfinished: dict[str, Request] = {}
+        self.unfinished: dict[str, Request] = {}  # sequences, by name
         self.num_added = 0
         self.last_admitted = -1
 
@@ -31,10 +34,15 @@ class Drive:
         return [request for request in self.unfinished.values() if request.status == RequestStatus.RUNNING]
 
     def add(self, prompt: list[int], max_tokens: int | None, **options) -> None:
-        request = make_request(str(self.num_added), prompt, max_tokens, **options)
+        self._add(make_request(str(self.num_added), prompt, max_tokens, **options))
+
+    def search(self, prompt: list[int], beam_width: int, max_tokens: int, **options) -> None:
+        self._add(make_search(str(self.num_added), prompt, beam_width, max_tokens, **options))
+
+    def _add(self, request: Request) -> None:
         self.num_added += 1
         self.engine.add(request)
-        self.unfinished[request.request_id] = request
+        self.unfinished |= {name_of(member): member for member in request.group.members}
 
     def step(self) -> None:
         """One turn of the loop. Whoever is preempted must have nothing in flight."""
@@ -45,21 +53,23 @@ class Drive:
         for request in list(self.unfinished.values()):
             if request.finished:
                 self._check_finished(request)
-            elif request.reports_each_token:
-                assert request.output_token_ids == self.engine.reported.get(request.request_id, [])
+            elif request.reports_each_token and request.beam is None:
+                assert request.output_token_ids == self.engine.reported.get(name_of(request), [])
 
     def abort(self, request: Request) -> None:
-        assert self.engine.core.abort([request.request_id]) == [request]
-        self._check_cut(request, "abort")
+        unfinished = [member for member in request.group.members if not member.finished]
+        assert self.engine.core.abort([request.request_id]) == [request.group.leader]
+        for member in unfinished:
+            self._check_cut(member, "abort")
 
     def stop(self, request: Request) -> None:
         """As the caller does at a stop string, having seen all tokens that were read."""
-        assert self.engine.core.finish(request.request_id, "x") is request
+        assert self.engine.core.finish(request.request_id, "x", request.index) is request
         self._check_cut(request, "stop")
 
     def finish(self) -> None:
         """Runs to the end; there is always progress, so there is a bound on the steps."""
-        for _ in range(100 + 4 * sum(request.max_len for request in self.unfinished.values())):
+        for _ in range(100 + 6 * sum(request.max_len for request in self.unfinished.values())):
             if not self.engine.core.has_unfinished() and not self.engine.scheduler.num_in_flight:
                 break
             self.step()
@@ -69,22 +79,27 @@ class Drive:
         self.engine.core.check_integrity()
 
     def _check_finished(self, request: Request) -> None:
-        del self.unfinished[request.request_id]
+        del self.unfinished[name_of(request)]
         output = request.output_token_ids
-        assert output == self.engine.reported.pop(request.request_id) == expected_tokens(request)
+        if request.beam is not None:
+            assert self.engine.reported.pop(name_of(request)) == output
+            if not any(member.finish_reason == "abort" for member in request.group.members):
+                assert_found(request)
+            return
+        assert output == self.engine.reported.pop(name_of(request)) == expected_tokens(request)
         assert request.finish_reason == ("stop" if output[-1] in request.stop_token_ids else "length")
         if request.logprobs is not None:
             assert [next(iter(position)) for position in request.logprobs] == output
-        if request.prompt_logprobs is not None:
+        if request.prompt_logprobs is not None and request.index == 0:
             found = [next(iter(position)) for position in request.prompt_logprobs[1:]]
             assert found == request.prompt_token_ids[1:].tolist()
 
     def _check_cut(self, request: Request, reason: str) -> None:
-        del self.unfinished[request.request_id]
+        del self.unfinished[name_of(request)]
         output = request.output_token_ids
         assert request.finish_reason == reason
-        assert output == expected_tokens(request)[: len(output)]
-        reported = self.engine.reported.pop(request.request_id, [])
+        assert request.beam is not None or output == expected_tokens(request)[: len(output)]
+        reported = self.engine.reported.pop(name_of(request), [])
         assert reported == (output if request.reports_each_token else [])
         self.engine.core.check_integrity()
 
@@ -92,9 +107,11 @@ class Drive:
         """First come, first served: nobody starts before one who has waited longer."""
         if self.engine.config.policy != "fcfs":
             return
-        started = [self.engine.scheduler.slots.requests[start.slot] for start in plan.starts]
+        forked = [len(s.block_ids) == 0 or s.num_computed_tokens == len(s.token_ids) for s in plan.starts]
+        admitted = [start for start, is_forked in zip(plan.starts, forked, strict=True) if not is_forked]
+        started = [self.engine.scheduler.slots.requests[start.slot] for start in admitted]
         waiting = [r.arrival_number for r in self.unfinished.values() if r.status != RequestStatus.RUNNING]
-        assert not started or not waiting or max(r.arrival_number for r in started) < min(waiting)
+        assert not started or not waiting or max(r.arrival_number for r in started) <= min(waiting)
         for request in started:
             if not request.stats.num_preemptions:
                 assert request.arrival_number > self.last_admitted
@@ -111,6 +128,8 @@ configs = st.fixed_dictionaries(
         "policy": st.sampled_from(["fcfs", "priority"]),
         "watermark": st.sampled_from([0.0, 0.1]),
         "pipeline_depth": st.integers(0, 3),
+        "num_swap_chunks": st.sampled_from([0, 1, 4]),
+        "preemption_mode": st.sampled_from(["auto", "swap", "recompute"]),
     }
 )
 requests = st.fixed_dictionaries(
@@ -125,6 +144,20 @@ requests = st.fixed_dictionaries(
         "logprobs": st.sampled_from([None, None, 1]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         "output_kind": st.sampled_from(list(RequestOutputKind)),
+        "n": st.sampled_from([1, 1, 1, 2, 4]),
+    }
+)
+
+
+searches = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        "beam_width": st.integers(1, 4),
+        "max_tokens": st.integers(1, 14),
+        "priority": st.integers(0, 2),
+        "length_penalty": st.sampled_from([1.0, 0.0]),
+        "early_stopping": st.sampled_from([True, False]),
+        "stop_token_ids": st.sampled_from([None, list(range(0, 97, 12))]),
     }
 )
 
@@ -134,11 +167,20 @@ class SchedulingMachine(RuleBasedStateMachine):
     def start(self, config):
         self.drive = Drive(**config)
         self.longest = min(config["max_model_len"], (config["num_blocks"] - 1) * 4) - 1
+        self.most = min(config["max_num_seqs"], config["max_num_batched_tokens"])
 
     @rule(new=st.lists(requests, min_size=1, max_size=4))
     def arrive(self, new):
         for request in new:
+            request["n"] = min(request["n"], self.most)
             self.drive.add(request.pop("prompt")[: self.longest], request.pop("max_tokens"), **request)
+
+    @rule(new=searches)
+    def arrive_to_search(self, new):
+        width = min(new.pop("beam_width"), self.most)
+        prompt = new.pop("prompt")[: self.longest]
+        with suppress(OutOfMemoryError):
+            self.drive.search(prompt, width, **new)
 
     @rule(n=st.integers(1, 12))
     def step(self, n):
@@ -153,7 +195,9 @@ class SchedulingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.drive.running)
     @rule(data=st.data())
     def stop(self, data):
-        self.drive.stop(data.draw(st.sampled_from(self.drive.running)))
+        running = [request for request in self.drive.running if request.group.forked and request.beam is None]
+        if running:
+            self.drive.stop(data.draw(st.sampled_from(running)))
 
     @rule()
     def reset_prefix_cache(self):
@@ -168,25 +212,36 @@ TestSchedulingMachine = SchedulingMachine.TestCase
 TestSchedulingMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(("policy", "mode"), [("fcfs", "auto"), ("priority", "swap"), ("priority", "recompute")])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_thousand_requests_come_and_go(policy, depth):
+def test_a_thousand_requests_come_and_go(policy, mode, depth):
     """Long enough for blocks, slots and the prefix cache to turn over many times."""
     rng = np.random.default_rng(20 + depth)
     drive = Drive(
-        num_blocks=33, max_num_seqs=8, max_num_batched_tokens=32, policy=policy, pipeline_depth=depth, watermark=0.0
+        num_blocks=33,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        policy=policy,
+        pipeline_depth=depth,
+        watermark=0.0,
+        num_swap_chunks=4,
+        preemption_mode=mode,
     )
     aborted = stopped = 0
     histories: list[list[int]] = [[]]
     while drive.num_added < 1000:
         while len(drive.unfinished) < 12:
             prefix = histories[rng.integers(len(histories))] if rng.random() < 0.3 else [int(rng.integers(4))] * 20
+            if rng.random() < 0.05:
+                drive.search([int(rng.integers(4))] * 9, int(rng.integers(1, 5)), int(rng.integers(1, 10)))
+                continue
             drive.add(
                 prefix[: rng.integers(31)] + rng.integers(0, 3, rng.integers(1, 10)).tolist(),
                 int(rng.integers(1, 24)),
                 priority=int(rng.integers(3)),
                 stop_token_ids=list(range(0, 97, 16)) if rng.random() < 0.5 else None,
                 output_kind=RequestOutputKind(int(rng.integers(3))),
+                n=int(rng.choice([1, 1, 1, 3])),
             )
         running = drive.running
         drive.step()
@@ -196,13 +251,16 @@ def test_a_thousand_requests_come_and_go(policy, depth):
             drive.abort(list(drive.unfinished.values())[rng.integers(len(drive.unfinished))])
             aborted += 1
         if rng.random() < 0.05 and drive.running:
-            drive.stop(drive.running[rng.integers(len(drive.running))])
+            running = [request for request in drive.running if request.group.forked and request.beam is None] or [None]
+            if (request := running[rng.integers(len(running))]) is not None:
+                drive.stop(request)
             stopped += 1
     drive.finish()
     stats = drive.engine.core.stats()
     assert stats.num_finished == drive.num_added
     assert min(aborted, stopped, stats.num_preemptions) > 20
     assert stats.prefix_cache_hits > 1000
+    assert (stats.num_swapped_in > 0) == (mode != "recompute")
 
 
 @pytest.mark.parametrize(
@@ -214,11 +272,12 @@ def test_the_pipelined_loop_gives_the_tokens_of_the_plain_one(changes):
         rng = np.random.default_rng(1)
         engine = Engine(**(changes | {"pipeline_depth": depth}))
         requests = [
-            make_request(str(i), rng.integers(0, 2, rng.integers(1, 30)), int(rng.integers(1, 30)), temperature=i % 2)
+            make_request(str(i), rng.integers(0, 2, rng.integers(1, 30)), int(rng.integers(1, 30)), n=1 + i % 3)
             for i in range(24)
         ]
         engine.add(*requests)
         engine.run()
-        outputs.append([request.output_token_ids for request in requests])
-        assert engine.reported == {request.request_id: request.output_token_ids for request in requests}
+        sequences = [member for request in requests for member in request.group.members]
+        outputs.append([sequence.output_token_ids for sequence in sequences])
+        assert engine.reported == {name_of(sequence): sequence.output_token_ids for sequence in sequences}
     assert outputs[1:] == outputs[:1] * 3

@@ -1,11 +1,14 @@
 """How many blocks a device gets, for devices of made-up sizes."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jpaged.errors import OutOfMemoryError
+from jpaged.executor.compilation import Compiler
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.memory import CPU_POOL_BYTES, block_bytes, plan_memory
+from jpaged.executor.mesh import DeviceMesh
 from jpaged.models import ModelConfig, build
 from tests.tiny_models import tiny_model
 
@@ -17,7 +20,8 @@ GIB = 2**30
 
 
 def plan(limit: int | None, num_blocks: int | None = None, depth: int = 2):
-    return plan_memory(MODEL, CONFIG, jnp.bfloat16, limit, num_blocks, depth)
+    compiler = Compiler(MODEL, CONFIG, jnp.bfloat16, DeviceMesh(jax.devices()[:1]))
+    return plan_memory(MODEL, CONFIG, jnp.bfloat16, compiler, limit, num_blocks, depth)
 
 
 def test_a_block_holds_keys_and_values_of_every_layer():

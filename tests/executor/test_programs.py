@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, SamplingVariant, SlotStart, StepPlan
+from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, HostCopy, SamplingVariant, SlotStart, StepPlan
 from jpaged.executor import sampler
-from jpaged.executor.buckets import bucket_for, geometric_buckets
+from jpaged.executor.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
 from jpaged.executor.compilation import Compiler, abstract_pools
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.packing import PackedLayout
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
@@ -37,7 +38,7 @@ def weights(model):
 
 @pytest.fixture(scope="module")
 def programs(model):
-    compiler = Compiler(model, CONFIG, model.dtype)
+    compiler = Compiler(model, CONFIG, model.dtype, DeviceMesh(jax.devices()[:1]))
     compiler.submit_all()
     return compiler.results()
 
@@ -74,7 +75,7 @@ def greedy(model: Model, weights, prompt: np.ndarray, count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("key", [("decode", 4), ("mixed", 16)])
+@pytest.mark.parametrize("key", [("decode", 4), ("mixed", 16), ("copy_blocks", 4), ("scatter_blocks",)])
 def test_a_step_updates_the_pool_in_place(model, programs, key):
     pool, one_layer = pool_bytes(model), pool_bytes(model) // model.config.num_layers
     assert programs[key].alias_bytes >= pool
@@ -83,7 +84,7 @@ def test_a_step_updates_the_pool_in_place(model, programs, key):
 
 def test_no_program_but_the_steps_touches_the_pool(model, programs):
     for key, program in programs.items():
-        if key[0] not in ("decode", "mixed"):
+        if key[0] not in ("decode", "mixed", "copy_blocks", "scatter_blocks"):
             assert program.output_bytes < pool_bytes(model) // model.config.num_layers, key
 
 
@@ -150,6 +151,51 @@ def test_more_changes_than_one_buffer_holds_are_all_applied(model, weights, prog
     assert step.result().token_ids.tolist() == [greedy(model, weights, prompt, 2)[1]] * 4
 
 
+def test_blocks_survive_host_memory_and_come_back_elsewhere(model, weights, runner):
+    """Two sequences fork, one is swapped out and in to other blocks, and both go on as if nothing had happened."""
+    prompt = np.random.default_rng(5).integers(0, VOCAB_SIZE, 6).astype(np.int32)
+    expected = greedy(model, weights, prompt, 4)
+    first, second = start_of(0, prompt, [1, 2]), start_of(1, prompt, [1, 2], num_computed_tokens=6)
+    chunks = (Chunk(0, 0, prompt, samples=True), Chunk(1, 6, prompt[:0], samples=True))
+    steps = [runner.execute(plan(0, starts=(first, second), chunks=chunks))]
+    both = np.array([0, 1], np.int32)
+    copied = {"copies": np.array([[2, 3]], np.int32), "table_updates": np.array([[0, 1, 3]], np.int32)}
+    steps.append(runner.execute(plan(1, decode_slots=both, **copied)))
+    out = HostCopy(7, np.array([1, 2], np.int32))
+    steps.append(runner.execute(plan(2, ends=both[1:], swap_outs=(out,), decode_slots=both[:1])))
+    known = np.array([*prompt, *expected[:2]], np.int32)
+    again = start_of(1, known, [8, 9], num_computed_tokens=7)
+    back = HostCopy(7, np.array([8, 9], np.int32))
+    chunk = Chunk(1, 7, known[7:], samples=True)
+    steps.append(runner.execute(plan(3, starts=(again,), swap_ins=(back,), chunks=(chunk,), decode_slots=both[:1])))
+    tokens = [step.result().token_ids.tolist() for step in steps]
+    assert tokens == [[expected[0]] * 2, [expected[1]] * 2, [expected[2]], [expected[3], expected[2]]]
+
+
+def test_a_beam_goes_on_from_another_slot_with_the_token_it_is_given(model, weights, runner):
+    prompt = np.random.default_rng(6).integers(0, VOCAB_SIZE, 5).astype(np.int32)
+    chunk = Chunk(2, 0, prompt, samples=True)
+    step = runner.execute(
+        StepPlan(step_id=0, variant=SamplingVariant.BEAM, starts=(start_of(2, prompt, [4, 5]),), chunks=(chunk,))
+    )
+    result = step.result()
+    best, second = result.logprobs.top_ids[0, :2].tolist()
+    assert best == int(result.token_ids[0])
+    moves = np.array([[0, 2, second], [2, 2, best]], np.int32)
+    step = runner.execute(
+        plan(
+            1,
+            starts=(start_of(0, prompt, []),),
+            beams=moves,
+            copies=np.array([[5, 6]], np.int32),
+            table_updates=np.array([[0, 1, 6]], np.int32),
+            decode_slots=np.array([0, 2], np.int32),
+        )
+    )
+    followed = [greedy(model, weights, np.array([*prompt, token]), 1)[0] for token in (second, best)]
+    assert step.result().token_ids.tolist() == followed
+
+
 def test_padding_never_reaches_a_real_block_or_a_result(runner):
     """The pool is NaN wherever no token was written, and stays so."""
     prompt = np.arange(3, dtype=np.int32)
@@ -180,6 +226,11 @@ def test_buckets_end_exactly_at_the_largest_size():
     assert geometric_buckets(1, 64, 4) == (1, 4, 16, 64)
     assert geometric_buckets(16, 100) == (16, 32, 64, 100)
     assert geometric_buckets(16, 8) == (8,)
+    assert fine_buckets(8, 320) == (8, 16, 32, 64, 96, 128, 192, 256, 320)
+    assert fine_buckets(8, 100) == (8, 16, 32, 64, 96, 100)
+    assert fine_buckets(8, 5) == (5,)
+    assert doublings((8, 16, 32, 64, 96, 128, 192, 256, 320)) == (8, 16, 32, 64, 128, 320)
+    assert doublings((32,)) == (32,)
     assert bucket_for(16, (16, 32)) == 16
     assert bucket_for(17, (16, 32)) == 32
     with pytest.raises(ValueError, match="33"):

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jpaged import models
 from jpaged.errors import InvalidParameterError
+from jpaged.pallas_kernels import split_qkv
 from tests.tiny_models import tiny_model
 
 
@@ -102,7 +103,7 @@ def test_every_float32_product_asks_for_full_precision(name: str) -> None:
 def test_each_layer_makes_one_product_of_q_k_and_v(name: str) -> None:
     model = build(name, "bfloat16")
     tokens = jnp.arange(4)
-    program = jax.make_jaxpr(lambda w: model.forward(w, tokens, tokens, lambda q, k, v, **_: q))
+    program = jax.make_jaxpr(lambda w: model.forward(w, tokens, tokens, lambda qkv, **_: split_qkv(qkv)[0]))
     assert len(products(program(model.abstract_weights).jaxpr)) == 4 * model.config.num_layers
 
 
@@ -173,11 +174,12 @@ def test_dense_attention_equals_a_plain_loop(kv_heads: int) -> None:
     k, v = rng.standard_normal((2, 19, kv_heads, 8), np.float32)
     slopes = np.float32([0.5, 0.25, 0.1, 0.0])
     segments = np.repeat([0, 1, 2], [12, 1, 6])
+    qkv = np.concatenate([q.reshape(19, kv_heads, -1, 8), k[:, :, None], v[:, :, None]], axis=2)
     ours = models.dense_causal_attend(
-        q, k, v, scale=0.4, sliding_window=5, logit_softcap=2.0, alibi_slopes=slopes, segment_ids=segments
+        qkv, scale=0.4, sliding_window=5, logit_softcap=2.0, alibi_slopes=slopes, segment_ids=segments
     )
     theirs = reference_attention(q, k, v, 0.4, 5, 2.0, slopes, segments)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-    plain = models.dense_causal_attend(q, k, v, scale=0.4)
+    plain = models.dense_causal_attend(qkv, scale=0.4)
     no_limits = reference_attention(q, k, v, 0.4, 99, 1e9, np.zeros(4), np.zeros(19))
     np.testing.assert_allclose(plain, no_limits, rtol=1e-5, atol=1e-5)

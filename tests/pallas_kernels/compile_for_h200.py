@@ -26,6 +26,10 @@ def ids(*shape: int) -> Shape:
     return Shape(shape, jnp.int32)
 
 
+def rope_and_write(pool: Any, qkv: Any, slots: Any, rotation: Any, norms: Any) -> Any:
+    return ops.rope_and_write(pool, qkv, slots, rotation=rotation, norms=norms, backend="mosaic")
+
+
 def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
     """(name, function, arguments, whether the pools, its first argument, are donated)."""
     for heads, kv_heads, head_dim, block_size, dtype, options in (
@@ -46,6 +50,22 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
     yield "copy_blocks", partial(ops.copy_blocks, backend="mosaic"), (pools, ids(8), ids(8)), True
     yield "gather_blocks", partial(ops.gather_blocks, backend="mosaic"), (pools, ids(8)), False
     yield "scatter_blocks", partial(ops.scatter_blocks, backend="mosaic"), (pools, staging, ids(8)), True
+    for kv_heads, group, head_dim, dtype, rotated, normed in (
+        (8, 4, 128, jnp.bfloat16, True, False),
+        (8, 2, 128, jnp.bfloat16, True, True),
+        (1, 7, 64, jnp.bfloat16, True, True),
+        (32, 1, 80, jnp.float16, False, False),
+        (8, 4, 256, jnp.float32, True, True),
+    ):
+        table, scale = Shape((24, head_dim // 2), jnp.float32), Shape((head_dim,), dtype)
+        arguments = (
+            Shape((20_000, 2, kv_heads, 16, head_dim), dtype),
+            Shape((24, kv_heads, group + 2, head_dim), dtype),
+            ids(24),
+            (table, table) if rotated else None,
+            (scale, scale) if normed else None,
+        )
+        yield f"rope_and_write {kv_heads} x {group} D {head_dim}", rope_and_write, arguments, True
     yield "write_kv in XLA", partial(ops.write_kv, backend="xla"), (pool, new, new, ids(256)), True
     yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
 

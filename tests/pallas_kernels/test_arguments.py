@@ -9,7 +9,10 @@ from jpaged.pallas_kernels import (
     decode_attention,
     gather_blocks,
     ragged_attention,
+    rope_and_write,
+    sample_tokens,
     scatter_blocks,
+    split_qkv,
     write_kv,
 )
 from jpaged.pallas_kernels.backends import mosaic_missing
@@ -27,9 +30,20 @@ POOL = array(10, 2, 2, 16, 32)
 DECODE = {"q": array(3, 4, 32), "kv_pool": POOL, "block_tables": ids(3, 5), "kv_lens": ids(3)}
 RAGGED = {**DECODE, "q": array(9, 4, 32), "query_starts": ids(4)}
 WRITE = {"kv_pool": POOL, "k": array(3, 2, 32), "v": array(3, 2, 32), "slot_mapping": ids(3)}
+SPLIT = {"qkv": array(3, 2, 4, 32), "rotation": (array(3, 16), array(3, 16)), "norms": (array(32), array(32))}
+ROPE = {**SPLIT, "kv_pool": POOL, "slot_mapping": ids(3)}
 COPY = {"kv_pools": (POOL, POOL), "src": ids(3), "dst": ids(3)}
 GATHER = {"kv_pools": (POOL, POOL), "block_ids": ids(3)}
 SCATTER = {"kv_pools": (POOL, POOL), "staging": array(2, 3, 2, 2, 16, 32), "block_ids": ids(3)}
+SAMPLE = {
+    "logits": array(3, 99),
+    "temperature": array(3),
+    "top_k": ids(3),
+    "top_p": array(3),
+    "min_p": None,
+    "seeds": ids(3, 2, dtype=jnp.uint32),
+    "positions": ids(3),
+}
 
 CASES = [
     (decode_attention, DECODE, "q", array(3, 32)),
@@ -52,6 +66,18 @@ CASES = [
     (write_kv, WRITE, "v", array(3, 2, 32, dtype=jnp.float16)),
     (write_kv, WRITE, "slot_mapping", ids(4)),
     (write_kv, WRITE, "kv_pool", array(2**28, 2, 2, 16, 32)),
+    (split_qkv, SPLIT, "qkv", array(3, 4, 32)),
+    (split_qkv, SPLIT, "qkv", array(3, 2, 2, 32)),
+    (split_qkv, SPLIT, "qkv", ids(3, 2, 4, 32)),
+    (split_qkv, SPLIT, "rotation", array(3, 16)),
+    (split_qkv, SPLIT, "rotation", (array(3, 16), array(3, 32))),
+    (split_qkv, SPLIT, "rotation", (array(3, 16, dtype=jnp.bfloat16), array(3, 16))),
+    (split_qkv, SPLIT, "norms", (array(32), array(16))),
+    (split_qkv, SPLIT, "norms", (array(32), array(32, dtype=jnp.bfloat16))),
+    (rope_and_write, ROPE, "qkv", array(3, 4, 4, 32)),
+    (rope_and_write, ROPE, "kv_pool", array(10, 2, 2, 16, 32, dtype=jnp.float16)),
+    (rope_and_write, ROPE, "kv_pool", array(2**28, 2, 2, 16, 32)),
+    (rope_and_write, ROPE, "slot_mapping", ids(4)),
     (copy_blocks, COPY, "dst", ids(4)),
     (copy_blocks, COPY, "src", ids(3, 1)),
     (copy_blocks, COPY, "kv_pools", ()),
@@ -60,6 +86,16 @@ CASES = [
     (gather_blocks, GATHER, "block_ids", array(3)),
     (scatter_blocks, SCATTER, "staging", array(2, 4, 2, 2, 16, 32)),
     (scatter_blocks, SCATTER, "staging", array(2, 3, 2, 2, 16, 32, dtype=jnp.bfloat16)),
+    (sample_tokens, SAMPLE, "logits", array(3)),
+    (sample_tokens, SAMPLE, "logits", array(3, 0)),
+    (sample_tokens, SAMPLE, "logits", array(3, 99, dtype=jnp.bfloat16)),
+    (sample_tokens, SAMPLE, "temperature", array(4)),
+    (sample_tokens, SAMPLE, "temperature", 1.0),
+    (sample_tokens, SAMPLE, "top_k", array(3)),
+    (sample_tokens, SAMPLE, "top_p", array(3, 1)),
+    (sample_tokens, SAMPLE, "min_p", array(4)),
+    (sample_tokens, SAMPLE, "seeds", ids(3, 2)),
+    (sample_tokens, SAMPLE, "positions", ids(2)),
 ]
 
 
@@ -70,6 +106,12 @@ def test_an_argument_that_does_not_fit_is_named(op, good, name, bad):
     jax.eval_shape(lambda kw: op(**kw), good)
     with pytest.raises(ValueError, match=name):
         jax.eval_shape(lambda kw: op(**kw), {**good, name: bad})
+
+
+@pytest.mark.parametrize("bad", [-1e-5, float("nan"), "small"])
+def test_an_eps_out_of_range_is_named(bad):
+    with pytest.raises(ValueError, match="norm_eps must"):
+        jax.eval_shape(lambda kw: rope_and_write(**kw, norm_eps=bad), ROPE)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,38 @@
+"""`jpaged convert`: a Hugging Face checkpoint as a sharded Orbax checkpoint."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import get_args
+
+from jpaged.cli.options import add_debug_option
+from jpaged.config import DType
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="write a checkpoint in Orbax's format",
+        description="Write a checkpoint in Orbax's format, from which each device reads only its own part; OUT is then"
+        " a model like any other (--model OUT). The model must fit this machine's memory once.",
+    )
+    parser.add_argument("model", metavar="DIR_OR_ID", help="a directory in Hugging Face layout or a hub id")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the hub")
+    parser.add_argument("--dtype", choices=get_args(DType), default="auto", help="type to store (default: as it is)")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    add_debug_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import jax
+
+    from jpaged.models import ModelConfig, build, load, orbax_checkpoint, resolve
+
+    directory = Path(resolve(args.model, args.revision))
+    model = build(ModelConfig.from_directory(directory), args.dtype)
+    weights = load(model, directory, device=jax.devices("cpu")[0], progress=not args.quiet and sys.stderr.isatty())
+    orbax_checkpoint.save(model, weights, args.out)
+    orbax_checkpoint.copy_companions(directory, args.out)
+    return 0

@@ -1,0 +1,56 @@
+"""`jpaged run-batch`: a file of OpenAI requests, answered into a file."""
+
+import argparse
+from textwrap import dedent
+
+from jpaged.cli.options import add_model_options, engine_options
+from jpaged.cli.score import INTERRUPTED, add_file_options
+from jpaged.cli.terminal import Screen
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "run-batch",
+        help="answer a file of OpenAI requests",
+        description=dedent("""\
+            Answer an OpenAI batch file: a line for each request to /v1/completions or /v1/chat/completions, and a line
+            for each answer, in the same order. Run again after a crash or Ctrl-C, it goes on where it was."""),
+        epilog=dedent("""\
+            example:
+              echo '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body":
+                {"messages": [{"role": "user", "content": "A story about a snail"}]}}' | tr -d '\\n' > in.jsonl
+              jpaged run-batch -i in.jsonl -o out.jsonl"""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-i", "--input", required=True, metavar="INPUT", help="a .jsonl file of requests")
+    parser.add_argument("-o", "--output", required=True, metavar="OUTPUT", help="a .jsonl file")
+    parser.add_argument("--seed", type=int, metavar="N", help="of requests that have none (default: 0)")
+    add_file_options(parser, "requests")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code: 1 if a request could not be answered."""
+    screen = Screen(args.quiet)
+    options = engine_options(args, verbose=screen.shows_progress)
+    if args.shard_size is not None:
+        options["shard_size"] = args.shard_size
+
+    from jpaged.scoring.batch import run_batch
+
+    try:
+        summary = run_batch(
+            args.input,
+            args.output,
+            overwrite=args.overwrite,
+            use_tqdm=screen.shows_progress,
+            **options,
+        )
+    except KeyboardInterrupt:
+        screen.warn(INTERRUPTED)
+        raise
+    if summary.num_errors:
+        screen.warn(f"{summary.num_errors} of {summary.num_rows} requests failed; {args.output} says why")
+    screen.note(f"{summary.num_rows:,} requests, {summary.num_tokens:,} tokens in {summary.seconds:.1f} s")
+    return 1 if summary.num_errors else 0

@@ -1,0 +1,57 @@
+"""What the shards of a tensor-parallel model say to each other.
+
+    alone          ALONE: one device holds the whole model; every function here is the identity and traces nothing
+    sharded        inside `shard_map` over a mesh axis; each function is one collective of the compiled program
+
+All of a model's and a sampler's communication goes through one `Collectives`, so what carries it can be changed here.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """size: shards. axis: the mesh axis they lie along; None for one device."""
+
+    size: int = 1
+    axis: str | None = None
+
+    def index(self) -> jax.Array | int:
+        """Which shard this is: int32 []; 0 for one device."""
+        return 0 if self.axis is None else lax.axis_index(self.axis)
+
+    def all_reduce(self, x: jax.Array) -> jax.Array:
+        """The sum over shards, on every shard."""
+        return x if self.axis is None else lax.psum(x, self.axis)
+
+    def all_max(self, x: jax.Array) -> jax.Array:
+        """The elementwise maximum over shards, on every shard."""
+        return x if self.axis is None else lax.pmax(x, self.axis)
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """[...] -> [shards, ...], in the order of the shards, on every shard. For small arrays."""
+        return x[None] if self.axis is None else lax.all_gather(x, self.axis)
+
+    def first(self, size: int) -> jax.Array | int:
+        """Where this shard's part of an axis begins that is split into parts of `size`."""
+        return self.index() * size
+
+
+ALONE = Collectives()
+
+
+def embed(table: jax.Array, tokens: jax.Array, collectives: Collectives) -> jax.Array:
+    """Rows of a vocabulary-parallel embedding: table [vocab of this shard, width], int32 tokens [T] -> [T, width].
+
+    Each shard looks up the tokens it has and gives zeros for the others; their sum is exact.
+    """
+    if collectives.size == 1:
+        return table[tokens]
+    rows = tokens - collectives.first(table.shape[0])
+    own = (rows >= 0) & (rows < table.shape[0])
+    found = table[jnp.where(own, rows, 0)]
+    return collectives.all_reduce(jnp.where(own[:, None], found, jnp.zeros_like(found)))

@@ -1,0 +1,182 @@
+"""A resumable job: rows of files, cut into shards, worked on here or by workers, put together in one output."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jpaged.config import EngineArgs
+from jpaged.errors import InvalidParameterError
+from jpaged.scoring.inputs import Record, check_inputs, fingerprint, read_records
+from jpaged.scoring.progress import ProgressBar
+from jpaged.scoring.shards import Entry, ShardStore, writing
+from jpaged.scoring.workers import Shard, Work, run_work
+from jpaged.version import __version__
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """What a run did.
+
+    num_rows: rows of the input, of which num_errors could not be done. num_resumed: rows that earlier runs had done.
+    num_tokens: tokens computed, by this run. seconds: that it took, model start included.
+    errors_file: lists the rows that could not be done; None if there are none.
+    """
+
+    num_rows: int
+    num_errors: int
+    num_resumed: int
+    num_tokens: int
+    seconds: float
+    errors_file: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be done.
+
+    task: who does it (`workers`). settings, engine: options for it and for the engine, as JSON; with the contents of
+        the inputs and shard_size they define the output.
+    size_of: what a record adds to its shard, which ends at shard_size.
+    merge: puts the shards' files together.
+    """
+
+    task: str
+    inputs: Sequence[str | Path]
+    output: Path
+    settings: dict[str, Any]
+    engine: dict[str, Any]
+    shard_size: int
+    size_of: Callable[[Record], int]
+    merge: Callable[[ShardStore, Path], None]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells this job from others."""
+        return {
+            "task": self.task,
+            "inputs": [fingerprint(path) for path in self.inputs],
+            **self.settings,
+            "shard_size": self.shard_size,
+            **{name: value for name, value in self.engine.items() if name != "verbose"},
+            "jpaged": __version__,
+        }
+
+
+def run_job(
+    job: Job,
+    num_rows: int,
+    check: Callable[[Entry], None],
+    *,
+    overwrite: bool,
+    num_workers: int,
+    use_tqdm: bool,
+) -> JobSummary:
+    """Does what is missing of a job and puts the output in its place.
+
+    num_rows: of the input. check: called with each finished shard's entry before it is listed; what it raises ends the
+        run and leaves the shard out. Beside what `ShardStore` wants, entries hold the numbers of "rows", of "tokens"
+        and of rows that "failed", and a list of "errors" for the errors file.
+    Raises:
+        InvalidParameterError: the output exists, or unfinished work of another job is there.
+        OutputError: it cannot be written. EngineDeadError: an engine failed or a worker died.
+    """
+    begun = time.perf_counter()
+    store = ShardStore(job.output, job.identity, overwrite=overwrite)
+    try:
+        resumed = sum(entry["rows"] for entry in store.finished.values())
+        tokens = 0
+
+        def done(entry: Entry) -> None:
+            nonlocal tokens
+            check(entry)
+            tokens += entry["tokens"]
+            store.add(entry)
+
+        if resumed < num_rows and not store.complete:
+            work = Work(job.task, str(store.directory), job.settings | {"engine": job.engine})
+            shards = shards_of(read_records(job.inputs), job.shard_size, job.size_of)
+            todo = (shard for shard in shards if shard.number not in store.finished)
+            devices_each = int(job.engine.get("tensor_parallel_size", 1))
+            with ProgressBar(num_rows, job.task, done=resumed, shown=use_tqdm) as bar:
+                run_work(work, todo, num_workers, devices_each, done, bar.add)
+        num_failed = sum(entry["failed"] for entry in store.finished.values())
+        errors = [error for number in sorted(store.finished) for error in store.finished[number]["errors"]]
+        errors_file = _finish(store, job, errors)
+    finally:
+        store.close()
+    seconds = time.perf_counter() - begun
+    return JobSummary(num_rows, num_failed, resumed, tokens, seconds, errors_file)
+
+
+def shards_of(records: Iterable[Record], shard_size: int, size_of: Callable[[Record], int]) -> Iterator[Shard]:
+    """Cuts rows into shards of at least this size, less for the last; the same rows give the same shards."""
+    part: list[Record] = []
+    size = number = 0
+    for record in records:
+        part.append(record)
+        size += size_of(record)
+        if size >= shard_size:
+            yield Shard(number, part)
+            part, size, number = [], 0, number + 1
+    if part:
+        yield Shard(number, part)
+
+
+def merge_json_lines(store: ShardStore, target: Path) -> None:
+    """The shards' lines, one shard after the other."""
+    with open(target, "wb") as file:
+        for path in store.shard_files():
+            with open(path, "rb") as shard:
+                shutil.copyfileobj(shard, file, 1 << 20)
+
+
+def json_lines(records: Iterable[dict[str, Any]]) -> bytes:
+    """An object a line, in UTF-8."""
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+
+
+def check_files(
+    paths: Sequence[str | Path], output: Path, input_formats: Sequence[str], output_formats: Sequence[str]
+) -> None:
+    """Raises InvalidParameterError for inputs or an output that cannot be those of a job."""
+    check_inputs(paths, input_formats)
+    if output.suffix not in output_formats:
+        raise InvalidParameterError(f"The output {output} must end in one of {', '.join(output_formats)}.")
+    if any(output.resolve() == Path(path).resolve() for path in paths):
+        raise InvalidParameterError(f"The output {output} is an input too; name another file.")
+
+
+def check_options(options: dict[str, Any], **sizes: int) -> None:
+    """Raises InvalidParameterError for sizes below 1 and engine options that do not exist or are out of range."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidParameterError(f"{name} must be an integer from 1 up, got {value!r}.")
+    unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
+    if unknown:
+        raise InvalidParameterError(f"There is no option {unknown[0]!r}; it may be any field of EngineArgs.")
+    EngineArgs(**options)
+
+
+def engine_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """The engine's options of a `Work`, with the tuples that JSON made lists of."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options["engine"].items()}
+
+
+def _finish(store: ShardStore, job: Job, errors: list[dict[str, Any]]) -> Path | None:
+    """Puts the output, and the list of rows left out, together and in place. Returns that list's file."""
+    errors_file = store.output.with_name(store.output.name + ".errors.jsonl")
+    if not store.complete:
+        merged, listed = store.directory / "merged", store.directory / "errors"
+        with writing(store.output):
+            job.merge(store, merged)
+            if errors:
+                listed.write_bytes(json_lines(errors))
+            else:
+                errors_file.unlink(missing_ok=True)
+        store.put_in_place({listed: errors_file, merged: store.output} if errors else {merged: store.output})
+    store.clear()
+    return errors_file if errors else None

@@ -1,0 +1,295 @@
+"""Who works on the shards: this process, or several worker processes, each with an engine on devices of its own.
+
+    coordinator                                   worker (its `main` in a process of its own)
+      reads the input, cuts shards   --stdin-->   {"task": ..., "directory": ..., ...}, then shards
+      keeps the manifest             <--stdout--  progress, the manifest entry of each shard it has written, errors
+
+The lines are JSON. A worker has two shards at most: one it works on and one to begin at once after it. It ends when its
+stdin does, so it does not outlive the coordinator. Which worker does which shard changes nothing in the output.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from jpaged import errors
+from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError
+from jpaged.scoring.inputs import Record
+from jpaged.scoring.progress import Progress
+from jpaged.scoring.shards import Entry
+
+SHARDS_AHEAD = 2
+"""Shards a worker has at once."""
+
+_PROGRESS_PERIOD_S = 0.2
+
+_TASKS = {"score": "jpaged.scoring.files:ScoreShards", "batch": "jpaged.scoring.batch:BatchShards"}
+"""What makes a task's `ShardProcessor` of (options, directory)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Consecutive rows of the input. number: from 0 on."""
+
+    number: int
+    records: list[Record]
+
+
+Done = Callable[[Entry], None]
+
+
+class ShardProcessor(Protocol):
+    """Writes a file for each shard (`write_shard`) and reports its manifest entry."""
+
+    def run(self, shards: Iterable[Shard], done: Done, progress: Progress) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """task: a key of `_TASKS`. directory: where shard files go. options: for the task, as JSON."""
+
+    task: str
+    directory: str
+    options: dict[str, Any]
+
+    def processor(self) -> ShardProcessor:
+        module, name = _TASKS[self.task].split(":")
+        return getattr(import_module(module), name)(self.options, Path(self.directory))
+
+
+def run_work(
+    work: Work, shards: Iterator[Shard], num_workers: int, devices_each: int, done: Done, progress: Progress
+) -> None:
+    """Works on all shards. `done` may be called in another thread than `progress`, each by one at a time.
+
+    num_workers: 1 works in this process; more start as many. devices_each: GPUs of each worker.
+    Raises:
+        InvalidParameterError: more devices asked for than there are.
+        EngineDeadError: a worker ended by itself, or its engine failed.
+        JPagedError: whatever a worker met.
+    """
+    if num_workers == 1:
+        work.processor().run(shards, done, progress)
+        return
+    with WorkerPool(work, num_workers, devices_each) as pool:
+        pool.run(shards, done, progress)
+
+
+class WorkerPool:
+    """Worker processes for one kind of work; a context that ends them.
+
+    num_workers, devices_each, and what is raised: as for `run_work`.
+    """
+
+    def __init__(self, work: Work, num_workers: int, devices_each: int) -> None:
+        environments = worker_environments(num_workers, devices_each)
+        self._workers = [WorkerProcess(i, work, environment) for i, environment in enumerate(environments)]
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+    def run(self, shards: Iterator[Shard], done: Done, progress: Progress) -> None:
+        """Works on all shards. May be called again: the engines are started once."""
+        lock = threading.Lock()
+
+        def next_shard() -> Shard | None:
+            with lock:
+                return next(shards, None)
+
+        def locked(call: Callable[..., None]) -> Callable[..., None]:
+            def wrapped(*args: Any) -> None:
+                with lock:
+                    call(*args)
+
+            return wrapped
+
+        threads = ThreadPoolExecutor(len(self._workers))
+        try:
+            serve = [threads.submit(w.serve, next_shard, locked(done), locked(progress)) for w in self._workers]
+            finished, _ = wait(serve, return_when=FIRST_EXCEPTION)
+            for future in finished:
+                future.result()
+        except BaseException:
+            for worker in self._workers:  # or their threads would wait for them
+                worker.kill()
+            raise
+        finally:
+            threads.shutdown()
+
+
+def worker_environments(num_workers: int, devices_each: int) -> list[dict[str, str]]:
+    """What each worker's environment has of its own: its GPUs. Without GPUs all share the CPU."""
+    gpus = [] if os.environ.get("JAX_PLATFORMS", "").lower() == "cpu" else visible_gpus()
+    if not gpus:
+        return [{} for _ in range(num_workers)]
+    if num_workers * devices_each > len(gpus):
+        raise InvalidParameterError(
+            f"data_parallel_size={num_workers} with {devices_each} GPUs each needs {num_workers * devices_each} GPUs; "
+            f"{len(gpus)} are visible. Lower it."
+        )
+    parts = (gpus[i * devices_each : (i + 1) * devices_each] for i in range(num_workers))
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+
+
+def visible_gpus() -> list[str]:
+    """The NVIDIA GPUs that a process may use, found without starting JAX, which would take their memory."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [gpu for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
+    with contextlib.suppress(OSError):
+        return [str(i) for i in range(len(os.listdir("/proc/driver/nvidia/gpus")))]
+    return []
+
+
+class WorkerProcess:
+    """The coordinator's end of a worker."""
+
+    def __init__(self, number: int, work: Work, environment: dict[str, str]) -> None:
+        self._number = number
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from jpaged.scoring.workers import main; raise SystemExit(main())"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | environment,
+        )
+        self._send(asdict(work))
+
+    def serve(self, next_shard: Callable[[], Shard | None], done: Done, progress: Progress) -> None:
+        """Gives it shards until there are none and all of its own are done.
+
+        Raises:
+            EngineDeadError: it ended before that. JPagedError: it said what went wrong.
+        """
+        open_shards = 0
+        more = True
+        while more or open_shards:
+            while more and open_shards < SHARDS_AHEAD:
+                shard = next_shard()
+                if shard is None:
+                    more = False
+                else:
+                    self._send(asdict(shard))
+                    open_shards += 1
+            if not open_shards:
+                break
+            message = self._receive()
+            if "progress" in message:
+                progress(*message["progress"])
+            elif "entry" in message:
+                open_shards -= 1
+                done(message["entry"])
+            else:
+                raise _error_of(message)
+
+    def kill(self) -> None:
+        """Ends it, whatever it does: what it has not reported is not finished."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended; `_receive` says so
+            stdin.write(json.dumps(message).encode() + b"\n")
+            stdin.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            code = self._process.wait()
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise EngineDeadError(
+                f"Worker {self._number} {how} before its shards were done. Finished ones are kept; run the same again."
+            )
+        return json.loads(line)
+
+
+def _error_of(message: dict[str, Any]) -> JPagedError:
+    kind = getattr(errors, message["error"], JPagedError)
+    return kind(message["text"])
+
+
+def main() -> int:
+    """A worker. It speaks on the stdout it was started with; what libraries print there goes to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's affair
+    protocol = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    messages: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, messages), daemon=True).start()
+    reporter = _Reporter(protocol)
+    try:
+        Work(**messages.get()).processor().run(_shards(messages), reporter.done, reporter.progress)
+    except JPagedError as error:
+        reporter.send({"error": type(error).__name__, "text": str(error)})
+        return 1
+    except Exception as error:
+        reporter.send({"error": "EngineDeadError", "text": f"A worker failed: {type(error).__name__}: {error}"})
+        raise
+    return 0
+
+
+def _read(stdin: IO[bytes], messages: "queue.Queue[dict[str, Any]]") -> None:
+    """Takes what comes, until the coordinator is gone or wants no more: it has been told of all that is done."""
+    for line in stdin:
+        messages.put(json.loads(line))
+    os._exit(0)
+
+
+def _shards(messages: "queue.Queue[dict[str, Any]]") -> Iterator[Shard]:
+    while True:
+        message = messages.get()
+        yield Shard(message["number"], [Record(**record) for record in message["records"]])
+
+
+class _Reporter:
+    """The worker's end: entries at once, progress now and then. `done` may be called from another thread."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._rows = self._tokens = 0
+        self._sent_at = 0.0
+
+    def done(self, entry: Entry) -> None:
+        self._send_progress()
+        self.send({"entry": entry})
+
+    def progress(self, rows: int, tokens: int) -> None:
+        with self._lock:
+            self._rows += rows
+            self._tokens += tokens
+        if time.monotonic() - self._sent_at > _PROGRESS_PERIOD_S:
+            self._send_progress()
+
+    def _send_progress(self) -> None:
+        with self._lock:
+            rows, tokens = self._rows, self._tokens
+            self._rows = self._tokens = 0
+            self._sent_at = time.monotonic()
+        self.send({"progress": [rows, tokens]})
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            self._stream.write(json.dumps(message) + "\n")
+            self._stream.flush()

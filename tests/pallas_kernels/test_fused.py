@@ -1,0 +1,85 @@
+"""A projection's output split, normed, rotated and written on the XLA backend, against float64 numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.pallas_kernels import rope_and_write, split_qkv
+from tests.pallas_kernels.paged import TOLERANCE
+
+few = settings(max_examples=15, deadline=None)
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def relative_error(got, want):
+    return np.linalg.norm(wide(got) - want) / np.linalg.norm(want)
+
+
+def normed(x, scale, eps):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+
+
+def turned(x, angles):
+    """Rotates pairs (i, i + head_dim / 2), as complex numbers."""
+    half = x.shape[-1] // 2
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+    return np.concatenate([z.real, z.imag], -1)
+
+
+@few
+@given(
+    seed=st.integers(0, 2**31),
+    heads=st.sampled_from([(1, 1), (2, 3), (4, 1)]),
+    norms=st.booleans(),
+    rotation=st.booleans(),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+)
+def test_queries_keys_and_values_are_split_normed_and_rotated_and_reach_their_slots(
+    seed, heads, norms, rotation, dtype
+):
+    rng = np.random.default_rng(seed)
+    (kv_heads, group), tokens, head_dim = heads, 5, 16
+    qkv = jnp.asarray(rng.standard_normal((tokens, kv_heads, group + 2, head_dim)), dtype)
+    scales = tuple(jnp.asarray(rng.uniform(0.5, 2, head_dim), dtype) for _ in range(2)) if norms else None
+    angles = rng.uniform(-9, 9, (tokens, head_dim // 2)).astype(np.float32)
+    tables = (jnp.cos(angles), jnp.sin(angles)) if rotation else None
+    pool = jnp.asarray(rng.standard_normal((9, 2, kv_heads, 16, head_dim)), dtype)
+    slots = (rng.permutation(8 * 16)[:tokens] + 16).astype(np.int32)
+
+    q, k, v = (wide(qkv[:, :, at]) for at in (slice(group), group, group + 1))
+    q = q.reshape(tokens, -1, head_dim)
+    if norms:
+        q, k = (normed(x, wide(s), 1e-3) for x, s in zip((q, k), scales, strict=True))
+    if rotation:
+        q, k = turned(q, angles), turned(k, angles)
+
+    options = {"rotation": tables, "norms": scales, "norm_eps": 1e-3}
+    got_q, written = rope_and_write(pool, qkv, slots, backend="xla", **options)
+    got_k, got_v = written[slots // 16, 0, :, slots % 16], written[slots // 16, 1, :, slots % 16]
+    assert got_q.dtype == written.dtype == qkv.dtype
+    assert relative_error(got_q, q) < TOLERANCE[dtype]
+    assert relative_error(got_k, k) < TOLERANCE[dtype]
+    np.testing.assert_array_equal(wide(got_v), v)
+    untouched = np.delete(np.arange(9 * 16), slots)
+    by_slot = (np.asarray(x.astype(jnp.float32)).swapaxes(1, 3).reshape(9 * 16, -1) for x in (written, pool))
+    np.testing.assert_array_equal(*(x[untouched] for x in by_slot))
+    for got, want in zip(split_qkv(qkv, **options), (got_q, got_k, got_v), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_writing_from_a_projection_does_not_copy_a_donated_pool(dtype):
+    shape = jax.ShapeDtypeStruct
+    pool = shape((2000, 2, 4, 16, 64), dtype)
+    arguments = (pool, shape((32, 4, 5, 64), dtype), shape((32,), jnp.int32))
+    write = jax.jit(lambda *a: rope_and_write(*a, backend="xla"), donate_argnums=0)
+    memory = write.lower(*arguments).compile().memory_analysis()
+    pool_bytes = int(np.prod(pool.shape)) * jnp.dtype(dtype).itemsize
+    assert memory.alias_size_in_bytes == pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 10

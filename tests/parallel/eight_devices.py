@@ -1,0 +1,31 @@
+"""Runs a function in a process that has eight CPU devices, which JAX can only be told before it starts.
+
+    result = call_with_eight_devices("tests.parallel.tensor_parallel_runs:greedy_tokens", "gpt2", tmp_path)
+
+The function's arguments and result are JSON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def call_with_eight_devices(function: str, *arguments: Any, timeout_s: float = 240) -> Any:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    flags += " --xla_backend_optimization_level=0"  # these programs take longer to compile than to run
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "tests.parallel.eight_devices", function, json.dumps(arguments, default=str)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    module, _, name = sys.argv[1].partition(":")
+    print(json.dumps(getattr(import_module(module), name)(*json.loads(sys.argv[2]))))

@@ -1,0 +1,202 @@
+"""What `test_tensor_parallel` has done in a process of eight devices.
+
+All cases, where the test takes one of each kind:
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.parallel.tensor_parallel_runs
+"""
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged.engine.interface import SamplingVariant
+from jpaged.executor.compilation import Compiler
+from jpaged.executor.runner import Runner
+from tests.parallel.models import CASES, VOCAB_SIZE, eight_heads
+from tests.tiny_models import write_tiny_model
+
+NUM_REQUESTS, NUM_TOKENS = 8, 10
+FEW_BLOCKS = 44
+"""Blocks of 4 tokens: the requests need about 90."""
+
+ARGS = EngineArgs(
+    dtype="float32",
+    block_size=4,
+    num_gpu_blocks_override=256,
+    max_model_len=128,
+    max_num_seqs=NUM_REQUESTS,
+    max_num_batched_tokens=32,
+    decode_buckets=(NUM_REQUESTS,),
+    token_buckets=(32,),
+    skip_tokenizer_init=True,
+    verbose=False,
+    watermark=0.0,
+)
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    lengths = (1, 4, 5, 60, *rng.integers(2, 60, NUM_REQUESTS - 4))
+    return [rng.integers(3, VOCAB_SIZE, length).tolist() for length in lengths]
+
+
+def run(engine: LLMEngine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    """The tokens of each prompt, greedy unless params say otherwise."""
+    for i, prompt in enumerate(prompts):
+        sampling = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": i} | params
+        engine.add_request(str(i), prompt, SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **sampling))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+    return tokens
+
+
+def score(engine: LLMEngine, prompts: list[list[int]]) -> dict[str, list]:
+    """Log-probabilities of the prompts' tokens from the third on, and which of them are greedy."""
+    for i, prompt in enumerate(prompts):
+        engine.add_score_request(str(i), prompt, 2)
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found[int(output.request_id)] = output.scores
+    scores = [found[i] for i in range(len(prompts))]
+    logprobs = np.concatenate([one.logprobs for one in scores if one is not None])
+    greedy = np.concatenate([one.greedy for one in scores if one is not None])
+    return {"logprobs": logprobs.tolist(), "greedy": greedy.tolist()}
+
+
+def tokens_by_degree(name: str) -> dict[str, Any]:
+    """For each degree: the greedy tokens of the same prompts, in one go, through preemptions, and after prefix hits.
+
+    Only the programs of greedy decoding are compiled.
+    """
+    with greedy_programs_only():
+        return _tokens_by_degree(name)
+
+
+@contextmanager
+def greedy_programs_only() -> Iterator[None]:
+    """Compiling the others takes most of an engine's start."""
+    bodies = mock.patch.object(Compiler, "submit_bodies", _submit_greedy)
+    heads = mock.patch.object(Compiler, "submit_heads")
+    with bodies, heads, mock.patch.object(Runner, "warm_up"):
+        yield
+
+
+def _submit_greedy(compiler: Compiler) -> None:
+    compiler.submit_update()
+    compiler.submit_mixed(ARGS.token_buckets[0])
+    compiler.submit_decode(NUM_REQUESTS)
+    compiler.submit_sample(NUM_REQUESTS, SamplingVariant.GREEDY)
+
+
+def _tokens_by_degree(name: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_model(eight_heads(name), directory, use_torch=False)
+        return {degree: _tokens(replace(ARGS, model=directory, tensor_parallel_size=degree)) for degree in (1, 2, 4, 8)}
+
+
+def _tokens(args: EngineArgs) -> dict[str, Any]:
+    engine = LLMEngine(args)
+    plain = run(engine, prompts())
+    few = LLMEngine(replace(args, num_gpu_blocks_override=FEW_BLOCKS), engine.startup)
+    preempted = run(few, prompts())
+    cached = LLMEngine(args, engine.startup)
+    run(cached, [prompts()[3]])
+    hits = run(cached, [prompts()[3][:40] + prompt for prompt in prompts()])
+    again = LLMEngine(replace(args, enable_prefix_caching=False), engine.startup)
+    computed = run(again, [prompts()[3][:40] + prompt for prompt in prompts()])
+    return {
+        "plain": plain,
+        "preempted": preempted,
+        "num_preemptions": few.get_metrics().num_preemptions,
+        "hits": hits,
+        "computed": computed,
+        "prefix_cache_hits": cached.get_metrics().prefix_cache_hits,
+    }
+
+
+SAMPLED = {
+    "temperature": {"temperature": 0.8},
+    "truncated": {"temperature": 0.8, "top_k": 20, "top_p": 0.8, "min_p": 0.02},
+    "everything": {
+        "temperature": 0.7,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.3,
+        "logit_bias": {5: 3.0, 150: 4.0},
+        "allowed_token_ids": list(range(3, 156)),
+        "min_tokens": 3,
+        "logprobs": 5,
+    },
+}
+
+
+def everything_by_degree(name: str) -> dict[str, Any]:
+    """For one device and for four: tokens of each sampling variant, and what is known of programs and memory."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_model(eight_heads(name), directory, use_torch=False)
+        engines = {degree: LLMEngine(replace(ARGS, model=directory, tensor_parallel_size=degree)) for degree in (1, 4)}
+        return {
+            degree: {
+                "tokens": {variant: run(engine, prompts(), **params) for variant, params in SAMPLED.items()},
+                "scores": score(engine, [[3, 4, *prompt] for prompt in prompts()]),
+                **_forked_and_swapped(engine),
+                **_compiled(engine),
+            }
+            for degree, engine in engines.items()
+        }
+
+
+def _forked_and_swapped(engine: LLMEngine) -> dict[str, Any]:
+    """Samples and beams through copied blocks, in a pool so small that they are swapped out and in."""
+    few = replace(engine.args, num_gpu_blocks_override=30, preemption_mode="swap")
+    engine = LLMEngine(few, engine.startup)
+    kind = RequestOutputKind.FINAL_ONLY
+    for i, prompt in enumerate(prompts()):
+        engine.add_request(f"samples {i}", prompt, SamplingParams(n=3, seed=i, max_tokens=NUM_TOKENS, output_kind=kind))
+        engine.add_request(f"beams {i}", prompt[:40], BeamSearchParams(beam_width=3, max_tokens=NUM_TOKENS))
+    sequences = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            sequences[output.request_id] = [completion.token_ids for completion in output.outputs]
+    return {"sequences": sequences, "num_swapped_in": engine.get_metrics().num_swapped_in}
+
+
+def _compiled(engine: LLMEngine) -> dict[str, Any]:
+    runner, memory = engine.startup.runner, engine.startup.memory
+    executables = {"_".join(map(str, key)): program.executable for key, program in runner._programs.items()}
+    return {
+        "collectives": {key: _collectives(executable) for key, executable in executables.items()},
+        "gathered": {key: _gathered(executable) for key, executable in executables.items()},
+        "partitions": {key: "num_partitions" in executable.as_text() for key, executable in executables.items()},
+        "pool_bytes_by_device": [[shard.data.nbytes for shard in pool.addressable_shards] for pool in runner.pools],
+        "planned_pool_bytes": memory.pool,
+        "aliased_bytes": runner._programs["decode", NUM_REQUESTS].alias_bytes,
+    }
+
+
+def _collectives(executable: Any) -> dict[str, int]:
+    pattern = r"\b(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+    return Counter(re.findall(pattern, executable.as_text()))
+
+
+def _gathered(executable: Any) -> int:
+    """Elements of the largest result of an all-gather; 0 if there is none."""
+    results = re.findall(r"\w+\[([\d,]*)\][^=]* all-gather(?:-start)?\(", executable.as_text())
+    return max((int(np.prod([int(n) for n in shape.split(",") if n])) for shape in results), default=0)
+
+
+if __name__ == "__main__":  # every case of `models.CASES`; takes minutes
+    for name in CASES:
+        by_degree = tokens_by_degree(name)
+        print(name, "ok" if all(found == by_degree[1] for found in by_degree.values()) else by_degree)

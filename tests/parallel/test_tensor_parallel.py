@@ -1,0 +1,119 @@
+"""Tensor parallelism over eight CPU devices: the tokens of one device, and what the compiled programs say."""
+
+from typing import Any
+
+import pytest
+
+from jpaged.errors import InvalidParameterError
+from jpaged.executor.mesh import pick_devices
+from jpaged.models import ModelConfig
+from jpaged.models.sharding import VOCAB_UNIT, shard_config
+from tests.parallel.eight_devices import call_with_eight_devices
+from tests.parallel.models import VOCAB_SIZE, eight_heads
+from tests.tiny_models import tiny_model
+
+RUNS = "tests.parallel.tensor_parallel_runs"
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-d64-tied", "opt-350m-style", "gpt2"])
+def test_every_degree_gives_the_greedy_tokens_of_one_device(name):
+    by_degree = call_with_eight_devices(f"{RUNS}:tokens_by_degree", name)
+    one = by_degree.pop("1")
+    assert set(by_degree) == {"2", "4", "8"}
+    assert all(found == one for found in by_degree.values())
+    assert one["num_preemptions"] > 0
+    assert one["preempted"] == one["plain"]
+    assert one["prefix_cache_hits"] >= 40 * len(one["hits"])
+    assert one["hits"] == one["computed"]
+
+
+@pytest.fixture(scope="module")
+def by_degree() -> dict[str, Any]:
+    return call_with_eight_devices(f"{RUNS}:everything_by_degree", "llama-gqa-d64-tied")
+
+
+one_process = pytest.mark.xdist_group("tensor-parallel")
+LAYERS = tiny_model("llama-gqa-d64-tied").config["num_hidden_layers"]
+ROWS, SHARDS = 8, 4
+
+
+@one_process
+def test_every_sampling_variant_draws_the_tokens_of_one_device(by_degree):
+    tokens = by_degree["1"]["tokens"]
+    assert len({str(drawn) for drawn in tokens.values()}) == 3
+    assert by_degree["4"]["tokens"] == tokens
+
+
+@one_process
+def test_given_tokens_score_as_on_one_device(by_degree):
+    one, split = by_degree["1"]["scores"], by_degree["4"]["scores"]
+    assert split["greedy"] == one["greedy"]
+    assert split["logprobs"] == pytest.approx(one["logprobs"], rel=1e-5, abs=1e-5)
+
+
+@one_process
+def test_samples_and_beams_that_are_forked_and_swapped_are_those_of_one_device(by_degree):
+    assert len(by_degree["1"]["sequences"]) == 16
+    assert by_degree["4"]["sequences"] == by_degree["1"]["sequences"]
+    assert min(by_degree[degree]["num_swapped_in"] for degree in ("1", "4")) > 0
+
+
+@one_process
+def test_a_step_has_two_all_reduces_a_layer_one_for_the_embedding_and_nothing_else(by_degree):
+    collectives = by_degree["4"]["collectives"]
+    assert collectives["decode_8"] == {"all-reduce": 2 * LAYERS + 1}
+    assert collectives["mixed_32"] == {"all-reduce": 2 * LAYERS + 1}
+
+
+@one_process
+def test_the_greedy_head_exchanges_one_logit_and_token_a_row(by_degree):
+    assert by_degree["4"]["collectives"]["sample_8_0"] == {"all-gather": 1}
+    assert by_degree["4"]["gathered"]["sample_8_0"] == SHARDS * ROWS * 2
+
+
+@one_process
+def test_no_program_gathers_logits_weights_or_pool(by_degree):
+    alternatives = 20
+    assert all(size <= SHARDS * 32 * alternatives for size in by_degree["4"]["gathered"].values())
+    assert SHARDS * 32 * alternatives < 32 * VOCAB_SIZE
+
+
+@one_process
+def test_the_pool_is_split_over_devices_and_updated_in_place(by_degree):
+    one, four = by_degree["1"], by_degree["4"]
+    # Two key-value heads, each of them stored by two of the four shards.
+    assert four["pool_bytes_by_device"] == [[pool // 2] * SHARDS for (pool,) in one["pool_bytes_by_device"]]
+    assert four["planned_pool_bytes"] == sum(sizes[0] for sizes in four["pool_bytes_by_device"])
+    assert four["aliased_bytes"] >= four["planned_pool_bytes"]
+
+
+@one_process
+def test_the_programs_of_one_device_know_nothing_of_shards(by_degree):
+    assert not any(by_degree["1"]["collectives"].values())
+    assert not any(by_degree["1"]["partitions"].values())
+    assert by_degree["4"]["partitions"]["decode_8"]
+
+
+def test_a_degree_that_does_not_divide_the_heads_is_refused_with_those_that_do():
+    config = ModelConfig.from_dict(eight_heads("llama-mqa-d80").config)
+    with pytest.raises(InvalidParameterError, match=r"tensor_parallel_size=3 .* one of 1, 2, 4, 8"):
+        shard_config(config, 3)
+
+
+def test_more_shards_than_devices_are_refused():
+    with pytest.raises(InvalidParameterError, match="tensor_parallel_size=64 needs as many devices"):
+        pick_devices(64)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "shards"), [(8, 2, 8), (8, 8, 4), (6, 3, 2), (12, 4, 6)])
+def test_key_value_heads_are_stored_as_often_as_even_shards_take(heads, kv_heads, shards):
+    config = ModelConfig.from_dict(
+        tiny_model("llama-mha-d16").config
+        | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16}
+    )
+    shard = shard_config(config, shards)
+    assert shard.num_heads * shards == heads
+    assert shard.num_kv_heads * shards == kv_heads * shard.kv_head_copies
+    assert shard.num_heads % shard.num_kv_heads == 0
+    assert shard.vocab_size % VOCAB_UNIT == 0
+    assert 0 <= shard.vocab_size * shards - config.vocab_size < VOCAB_UNIT * shards
