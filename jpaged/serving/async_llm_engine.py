@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -25,9 +25,11 @@ from typing import Any, Self, TypeVar
 import jpaged
 from jpaged import errors
 from jpaged.assets import demo_model_path
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import RequestUpdate
+from jpaged.engine.sequence_group import SequenceGroup
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, JPagedError
@@ -173,19 +175,19 @@ class AsyncLLMEngine:
     async def generate(
         self,
         prompt: Prompt | ProcessedInput,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Completes a prompt. Whoever stops iterating aborts the request, and its blocks are free at once.
 
         Args:
             prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or what `process` made of it.
-            sampling_params: how to sample; the model's defaults if None. `output_kind` says what is yielded: all so
-                far (CUMULATIVE), what is new (DELTA), or once at the end (FINAL_ONLY). An output may hold several
-                tokens, when they came faster than they were taken.
+            sampling_params: how to sample, or to search; the model's defaults if None. `output_kind` says what is
+                yielded: all so far (CUMULATIVE), what is new (DELTA), or once at the end (FINAL_ONLY). An output may
+                hold several tokens, when they came faster than they were taken.
             request_id: not that of an unfinished request; made up if None.
             priority: with scheduling_policy "priority", lower runs first.
             cache_salt: prefixes are shared only among requests of equal salt.
@@ -204,16 +206,19 @@ class AsyncLLMEngine:
             raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
         if request_id in self._request_ids:
             raise InvalidParameterError(f"request_id={request_id!r} is in use by an unfinished request.")
+        beam = params if isinstance(params, BeamSearchParams) else None
         request = Request(
             request_id,
             checked.prompt_token_ids,
-            params,
+            params.sampling_params() if isinstance(params, BeamSearchParams) else params,
             eos_token_ids=ready.eos_token_ids,
             bad_words_token_ids=checked.bad_words_token_ids,
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
+            beam=beam,
         )
+        SequenceGroup(request)
         stream = _Stream(self, handle, request, checked)
         self._open(stream)
         try:
@@ -225,7 +230,7 @@ class AsyncLLMEngine:
             self._close(stream)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its iterator ends with finish_reason "abort" and what there is. Unknown ids are passed over."""
+        """Ends a request; its iterator ends with finish_reason "abort" and what there is. Passes over unknown ids."""
         for stream in list(self._streams.values()):
             if stream.request.request_id == request_id:
                 self._abort(stream)
@@ -235,18 +240,40 @@ class AsyncLLMEngine:
         for stream in list(self._streams.values()):
             self._abort(stream)
 
-    async def process(self, prompt: Prompt, params: SamplingParams) -> ProcessedInput:
+    async def process(self, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> ProcessedInput:
         """Tokenizes and checks a prompt and its parameters, without queueing anything.
 
         Raises:
             InvalidPromptError, InvalidParameterError: they cannot be served.
         """
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        text: Any
+        if isinstance(prompt, dict):
+            text = None if "prompt_token_ids" in prompt else prompt.get("prompt")
+        else:
+            text = prompt
         inputs = await self._input_processor()
+        if isinstance(params, BeamSearchParams):
+            search = params
+            return await self.in_thread(lambda: inputs.process_search(prompt, search))
         if isinstance(text, str) and len(text) > INLINE_CHARACTERS:
             self._check_length(text)
             return await self.in_thread(lambda: inputs.process(prompt, params))
         return inputs.process(prompt, params)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Text to token ids.
+
+        Raises:
+            InvalidPromptError: no text, one that cannot fit the model, or no tokenizer.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidPromptError("The prompt is text, but the engine was started without a tokenizer.")
+        await self.ready()
+        if len(text) <= INLINE_CHARACTERS:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        self._check_length(text)
+        return await self.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
         """Runs something that takes long for the event loop, such as tokenizing a long text."""
@@ -344,6 +371,7 @@ class AsyncLLMEngine:
                 handle=stream.handle,
                 prompt=request.prompt_token_ids.tobytes(),
                 sampling=request.sampling,
+                beam=request.beam,
                 bad_words_token_ids=request.bad_words_token_ids,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
@@ -358,18 +386,13 @@ class AsyncLLMEngine:
         request = stream.request
         self._request_ids.discard(request.request_id)
         self._started(stream)
-        if not request.finished:
-            request.status, request.finish_reason = RequestStatus.FINISHED, "abort"
-            request.stats.finished_time = time.monotonic()
+        if stream.end():
             self._send(Abort([stream.handle]))
         self.metrics.count_finished(request)
 
     def _abort(self, stream: "_Stream") -> None:
-        request = stream.request
-        if not request.finished:
+        if stream.end():
             self._send(Abort([stream.handle]))
-            request.status, request.finish_reason = RequestStatus.FINISHED, "abort"
-            request.stats.finished_time = time.monotonic()
             stream.wake()
 
     def _started(self, stream: "_Stream") -> None:
@@ -412,12 +435,12 @@ class AsyncLLMEngine:
                 stream.request.output_token_ids.append(token_id)
                 intervals.append(now - stream.last_token_time)
                 stream.last_token_time = now
-                stream.pending.append(token_id)
+                stream.pending[0].append(token_id)
                 stream.wake()
         for update in step.updates:
             stream = streams.get(update.handle)
-            if stream is not None and not stream.request.finished:
-                if stream.last_token_time and stream.request.reports_each_token:
+            if stream is not None and not stream.request.group.members[update.index].finished:
+                if stream.last_token_time and stream.request.reports_each_token and len(stream.pending) == 1:
                     intervals.append(now - stream.last_token_time)
                 stream.take(update, now)
         self.metrics.count_step(len(step.handles) // 8 + len(step.updates), intervals)
@@ -450,11 +473,12 @@ class _Stream:
     """A request as this process knows it, and what its consumer has not taken yet.
 
     request: kept as the scheduler keeps its own, from what the engine reports.
-    pending: tokens that came since the consumer last looked.
+    pending: by sequence, tokens that came since the consumer last looked; empty also where only other news came.
     queued: it has not run yet. closed: nothing more will come.
     """
 
     __slots__ = (
+        "_changed",
         "_error",
         "_news",
         "_outputs",
@@ -470,7 +494,8 @@ class _Stream:
     def __init__(self, engine: AsyncLLMEngine, handle: int, request: Request, checked: ProcessedInput) -> None:
         self.handle = handle
         self.request = request
-        self.pending: list[int] = []
+        self.pending: list[list[int]] = [[] for _ in request.group.members]
+        self._changed: set[int] = set()
         self.queued = True
         self.closed = False
         self.last_token_time = 0.0
@@ -482,22 +507,34 @@ class _Stream:
 
     def take(self, update: Update, now: float) -> None:
         """News from the engine."""
-        request = self.request
-        request.num_cached_tokens = update.num_cached_tokens
+        request = self.request.group.members[update.index]
+        self.request.num_cached_tokens = update.num_cached_tokens
         request.output_token_ids.extend(update.token_ids)
         if update.logprobs is not None and request.logprobs is not None:
             request.logprobs.extend(update.logprobs)
         if update.prompt_logprobs is not None:
             request.prompt_logprobs = update.prompt_logprobs
         if update.stats is not None:
-            request.stats = update.stats
+            for member in request.group.members:  # it is one for all of them
+                member.stats = update.stats
         if update.finish_reason is not None:
             request.status = RequestStatus.FINISHED
             request.finish_reason = update.finish_reason  # type: ignore[assignment]  # the scheduler's own words
             request.stop_reason = update.stop_reason
+            request.cumulative_logprob, request.score = update.cumulative_logprob, update.score
         self.last_token_time = now
-        self.pending.extend(update.token_ids)
+        self.pending[update.index].extend(update.token_ids)
+        self._changed.add(update.index)
         self.wake()
+
+    def end(self) -> bool:
+        """Ends the sequences that have not ended, as aborted; returns whether there were any."""
+        members = [member for member in self.request.group.members if not member.finished]
+        for member in members:
+            member.status, member.finish_reason = RequestStatus.FINISHED, "abort"
+            member.stats.finished_time = time.monotonic()
+            self._changed.add(member.index)
+        return bool(members)
 
     def fail(self, error: JPagedError) -> None:
         self._error = error
@@ -517,9 +554,15 @@ class _Stream:
         if self._error is not None:
             self.closed = True
             raise self._error
-        new_token_ids, self.pending = self.pending, []
-        outputs = self._outputs.process([RequestUpdate(self.request, new_token_ids)])
-        self.closed = self.request.finished
+        group, changed = self.request.group, self._changed
+        updates = []
+        for i, new_token_ids in enumerate(self.pending):
+            if new_token_ids or i in changed:
+                updates.append(RequestUpdate(group.members[i], new_token_ids))
+                self.pending[i] = []
+        changed.clear()
+        outputs = self._outputs.process(updates)
+        self.closed = group.finished
         return outputs[-1] if outputs else None
 
 
@@ -530,13 +573,13 @@ class _RemoteCore:
         self._engine = engine
         self._stream = stream
 
-    def finish(self, request_id: str, stop_reason: int | str | None) -> Request | None:
-        request = self._stream.request
+    def finish(self, request_id: str, stop_reason: int | str | None, index: int = 0) -> Request | None:
+        request = self._stream.request.group.members[index]
         if request.finished:
             return None
         request.status = RequestStatus.FINISHED
         request.stats.finished_time = time.monotonic()
-        self._engine._send(Finish(self._stream.handle, str(stop_reason)))
+        self._engine._send(Finish(self._stream.handle, index, str(stop_reason)))
         return request
 
 

@@ -20,7 +20,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -98,13 +98,12 @@ class Connection:
 
 @dataclass(slots=True)
 class _Tenant:
-    """A request of an API process. told: its first update has been sent. num_logprobs: positions sent."""
+    """A request of an API process. num_logprobs: positions sent, by the index of a sequence that has had an update."""
 
     request: Request
     connection: Connection
     handle: int
-    told: bool = False
-    num_logprobs: int = 0
+    num_logprobs: dict[int, int] = field(default_factory=dict)
 
 
 class EngineProcess:
@@ -163,8 +162,10 @@ class EngineProcess:
             self._abort([_request_id(connection, handle) for handle in message.handles])
         elif isinstance(message, Finish):
             request_id = _request_id(connection, message.handle)
-            self._core.finish(request_id, message.stop_reason)
-            self._tenants.pop(request_id, None)
+            self._core.finish(request_id, message.stop_reason, message.index)
+            tenant = self._tenants.get(request_id)
+            if tenant is not None and tenant.request.group.finished:
+                del self._tenants[request_id]
         elif isinstance(message, Call):
             connection.send(self._answer(message))
         elif isinstance(message, Shutdown):
@@ -182,6 +183,7 @@ class EngineProcess:
                 priority=message.priority,
                 cache_salt=message.cache_salt,
                 arrival_time=message.arrival_time,
+                beam=message.beam,
             )
             self._core.add_request(request)
         except JPagedError as error:
@@ -229,18 +231,22 @@ class EngineProcess:
         """One message to each connection that a step has news for."""
         news: dict[Connection, tuple[array, array, list[Update], array]] = {}
         current: Connection | None = None
+        ended: list[str] = []
         for request, token_ids in updates:
             tenant = self._tenants[request.request_id]
             if tenant.connection is not current:  # nearly always there is only one
                 current = tenant.connection
                 handles, tokens, rare, _ = news.setdefault(current, _no_news())
-            if tenant.told and len(token_ids) == 1 and not request.finished and request.logprobs is None:
+            is_plain = len(token_ids) == 1 and not request.finished and request.logprobs is None
+            if is_plain and tenant.num_logprobs and len(request.group.members) == 1:
                 handles.append(tenant.handle)
                 tokens.append(token_ids[0])
             else:
-                rare.append(_update(tenant, token_ids))
-                if request.finished:
-                    del self._tenants[request.request_id]
+                rare.append(_update(tenant, request, token_ids))
+                if request.finished and request.group.finished:
+                    ended.append(request.request_id)
+        for request_id in ended:
+            self._tenants.pop(request_id, None)
         waiting = self._not_started
         while waiting and waiting[0].request.status != RequestStatus.WAITING:
             tenant = waiting.popleft()
@@ -253,15 +259,16 @@ def _no_news() -> tuple[array, array, list[Update], array]:
     return array("q"), array("i"), [], array("q")
 
 
-def _update(tenant: _Tenant, token_ids: list[int]) -> Update:
-    request, first = tenant.request, not tenant.told
-    logprobs = None
+def _update(tenant: _Tenant, request: Request, token_ids: list[int]) -> Update:
+    first = request.index not in tenant.num_logprobs
+    logprobs, num_logprobs = None, 0
     if request.logprobs is not None:
-        logprobs = request.logprobs[tenant.num_logprobs :]
-        tenant.num_logprobs = len(request.logprobs)
-    tenant.told = True
+        logprobs = request.logprobs[tenant.num_logprobs.get(request.index, 0) :]
+        num_logprobs = len(request.logprobs)
+    tenant.num_logprobs[request.index] = num_logprobs
     return Update(
         handle=tenant.handle,
+        index=request.index,
         token_ids=token_ids,
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
@@ -269,6 +276,8 @@ def _update(tenant: _Tenant, token_ids: list[int]) -> Update:
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs if first else None,
         stats=request.stats if first or request.finished else None,
+        cumulative_logprob=request.cumulative_logprob,
+        score=request.score,
     )
 
 

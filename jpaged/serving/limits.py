@@ -23,6 +23,7 @@ class ServerLimits:
         max_stop_strings: stop strings of a request. max_stop_characters: of all of them together.
         max_logprobs: alternatives to each token, in `logprobs`, `top_logprobs` and `prompt_logprobs`.
         max_logit_bias: entries of `logit_bias`.
+        max_bad_words: entries of `bad_words`.
         max_queued_requests: prompts that wait to run, all clients' together; above it requests get a 503.
         max_queued_tokens: tokens of those.
         header_timeout_s: from the first byte of a request to the end of its headers.
@@ -42,6 +43,7 @@ class ServerLimits:
     max_stop_characters: int = 4096
     max_logprobs: int = 20
     max_logit_bias: int = 300
+    max_bad_words: int = 128
     max_queued_requests: int = 8192
     max_queued_tokens: int = 16 << 20
     header_timeout_s: float = 10.0
@@ -57,6 +59,8 @@ class ServerLimits:
     def check(self, request: GenerationRequest) -> None:
         """Checks the sizes of a request's fields. Raises ApiError, which names the field."""
         _at_most("n", request.n, self.max_n)
+        _at_most("best_of", request.best_of, self.max_n)
+        _at_most("bad_words", len(request.bad_words or ()), self.max_bad_words, " entries")
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
         _at_most("stop", len(stop), self.max_stop_strings, " strings")
         _at_most("stop", sum(map(len, stop)), self.max_stop_characters, " characters")

@@ -87,7 +87,7 @@ class ServingMetrics:
     def count_finished(self, request: Request) -> None:
         """A request ended, in whatever way."""
         stats, histograms = request.stats, self.histograms
-        num_tokens = len(request.output_token_ids)
+        num_tokens = sum(len(member.output_token_ids) for member in request.group.members)
         self.finished[request.finish_reason or "abort"] += 1
         histograms["request_prompt_tokens"].observe(request.prompt_len)
         histograms["request_generation_tokens"].observe(num_tokens)

@@ -17,6 +17,9 @@ from jpaged.serving.errors import ApiError
 Unsupported = Any
 """The type of fields that are refused."""
 
+Integer = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+"""Of counts; nothing that is served comes near its bounds."""
+
 Prompt = Annotated[
     str | list[Any],
     Meta(
@@ -52,38 +55,39 @@ class GenerationRequest(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     user: str | None = None
 
-    n: int | None = None
+    n: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[Integer] | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Integer | None = None
 
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Integer | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
 
-    best_of: Unsupported = None
-    use_beam_search: Unsupported = None
-    length_penalty: Unsupported = None
+    best_of: Integer | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+
     response_format: Unsupported = None
     structured_outputs: Unsupported = None
     guided_json: Unsupported = None
@@ -101,7 +105,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Integer | None = None
 
     suffix: Unsupported = None
     prompt_embeds: Unsupported = None
@@ -111,9 +115,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -154,12 +158,10 @@ class DetokenizeRequest(Struct, kw_only=True):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Integer]
 
 
 _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -178,14 +180,12 @@ def refuse_unsupported(request: GenerationRequest) -> None:
         value = getattr(request, name)
         if value is None or value == [] or value == {} or value in _ASKS_FOR_NOTHING.get(name, ()):
             continue
-        if name == "best_of" and value == (request.n or 1):
-            continue
         raise ApiError(
             400, f"{name} is not supported by this server; leave it out.", param=name, code="unsupported_parameter"
         )
 
 
-_UNSUPPORTED_FIELDS = {
+_UNSUPPORTED_FIELDS: dict[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Any)
     for kind in (CompletionRequest, ChatCompletionRequest)
 }
@@ -228,7 +228,7 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -240,7 +240,7 @@ class CompletionResponse(Struct):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -284,7 +284,7 @@ class ChatResponse(Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
@@ -310,7 +310,7 @@ class ChatChunk(Struct):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.engine.stats import EngineStats
 from jpaged.errors import EngineDeadError
@@ -30,7 +31,7 @@ MAX_FRAME_BYTES = 2**31
 """A frame that claims more is a defect, not a message."""
 
 
-class _Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class _Message(msgspec.Struct, array_like=True, tag=True):
     """A message is an array: its name, then its fields in order."""
 
 
@@ -46,6 +47,7 @@ class Add(_Message):
     handle: int
     prompt: bytes
     sampling: SamplingParams
+    beam: BeamSearchParams | None
     bad_words_token_ids: tuple[tuple[int, ...], ...]
     priority: int
     cache_salt: str | None
@@ -53,9 +55,10 @@ class Add(_Message):
 
 
 class Finish(_Message):
-    """A request's text reached a stop string."""
+    """The text of a sequence of a request reached a stop string."""
 
     handle: int
+    index: int
     stop_reason: str
 
 
@@ -98,13 +101,14 @@ class Failed(_Message):
 
 
 class Update(_Message):
-    """News of one request that are more than a token.
+    """News of one sequence of a request that are more than a token.
 
     token_ids: tokens since its last update. logprobs: of these tokens, where asked for. prompt_logprobs: with the
     first update only. stats: with the first and the last.
     """
 
     handle: int
+    index: int
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
@@ -112,12 +116,14 @@ class Update(_Message):
     logprobs: list[dict[int, Logprob]] | None
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     stats: RequestStateStats | None
+    cumulative_logprob: float | None
+    score: float | None
 
 
 class Step(_Message):
     """What one step brought.
 
-    handles, tokens: int64 and int32 [n] as bytes; requests that got one token and nothing else.
+    handles, tokens: int64 and int32 [n] as bytes; requests for one sequence that got one token and nothing else.
     updates: of the others that have news.
     started: int64 [m] as bytes; requests that have left the waiting queue for the first time.
     """
