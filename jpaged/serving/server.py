@@ -1,8 +1,12 @@
 """`serve`: the application on uvicorn, from the port that is taken to the last request that is drained."""
 
 import asyncio
+import contextlib
 import logging
+import math
+import signal
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +98,7 @@ async def _serve(args: EngineArgs, app_options: AppOptions, options: ServerOptio
             proxy_headers=False,
             backlog=4096,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(options.shutdown_timeout_s + _LAST_WORDS_S),
+            timeout_graceful_shutdown=math.ceil(options.shutdown_timeout_s + _LAST_WORDS_S),
         )
         server = _Server(config, engine, options)
         await server.serve(sockets=None if sock is None else [sock])
@@ -107,6 +111,16 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._engine = engine
         self._options = options
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but a signal that was served is over: raised again it would end this process half-way."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
