@@ -135,12 +135,11 @@ def run(args: argparse.Namespace) -> int:
         ssl_certfile=args.ssl_certfile,
         root_path=args.root_path,
         shutdown_timeout_s=args.shutdown_timeout,
-        access_log=not args.no_access_log,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     if not args.quiet:
         logging.getLogger("jpaged.server").setLevel(logging.INFO)
-        if options.access_log:
+        if not args.no_access_log:
             logging.getLogger("jpaged.access").setLevel(logging.INFO)
     serve(engine_args, app_options, options)
     return 0

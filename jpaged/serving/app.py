@@ -375,6 +375,12 @@ class _Handlers:
                 "chat_template of a request is not taken; start the server with --trust-request-chat-template.",
                 param="chat_template",
             )
+        if body.add_special_tokens:
+            raise ApiError(
+                400,
+                "add_special_tokens is for text; a chat template writes special tokens itself. Leave it out.",
+                param="add_special_tokens",
+            )
         if body.add_generation_prompt and body.continue_final_message:
             raise ApiError(
                 400,

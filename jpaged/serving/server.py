@@ -38,7 +38,6 @@ class ServerOptions:
         ssl_keyfile, ssl_certfile: PEM files, for HTTPS; both or none.
         root_path: under which a proxy shows the server.
         shutdown_timeout_s: for running requests to end after SIGTERM; then they are aborted.
-        access_log: a line for each request.
 
     Raises:
         InvalidParameterError: a value out of range, or files that are not there.
@@ -51,7 +50,6 @@ class ServerOptions:
     ssl_certfile: str | None = None
     root_path: str = ""
     shutdown_timeout_s: float = 30.0
-    access_log: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

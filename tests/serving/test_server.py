@@ -221,6 +221,7 @@ WRONG = [
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages"),
     ("chat/completions", {"messages": [1]}, "messages"),
     ("chat/completions", CHAT | {"top_logprobs": 1}, "top_logprobs"),
+    ("chat/completions", CHAT | {"add_special_tokens": True}, "add_special_tokens"),
     ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, "tools"),
     ("chat/completions", CHAT | {"max_completion_tokens": -1}, "max_tokens"),
     ("chat/completions", CHAT | {"chat_template": "{% if %}"}, "messages"),
