@@ -47,7 +47,7 @@ async def _run(args: argparse.Namespace) -> int:
     first: list[str | BaseException] | None = None
     memory: list[float] = []
     failed = False
-    limits = httpx.Limits(max_connections=None)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # none that the server is about to close
     async with httpx.AsyncClient(base_url=args.url, timeout=600, limits=limits, trust_env=False) as client:
         for round_number in range(args.rounds):
             begin = time.monotonic()
