@@ -1,4 +1,4 @@
-"""`jpaged bench kernels`: the attention ops and block moves against the card's own limits.
+"""`jpaged bench kernels`: the attention ops, block moves and the draw of tokens against the card's own limits.
 
 Every case is one jitted program of many calls in a row, each of which needs the one before it, so that dispatch is
 out of it; several programs are enqueued at once. Calls rotate among block tables that together point at more memory
@@ -178,6 +178,28 @@ def copy_case(pairs: int, layers: int, backend: str | None) -> tuple[Callable[..
     return program, (pools, src, dst), calls, 2.0 * pairs * layers * pools[0][0].nbytes
 
 
+def sample_case(
+    rows: int, top_k: int, top_p: float, backend: str | None, vocab: int = 151_936
+) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    """Draws from normal logits of deviation 2: flatter than a model's, so that more tokens have a chance to win."""
+    copies = min(64, max(1, -(-_L2_BYTES // (rows * vocab * 4))))
+    logits = [jax.random.normal(jax.random.key(i), (rows, vocab)) * 2 for i in range(copies)]
+    seeds = jax.random.bits(jax.random.key(copies), (rows, 2), jnp.uint32)
+    ones = jnp.ones(rows)
+    calls = max(copies, 4)
+    draw: Callable[..., jax.Array] = partial(ops.sample_tokens, backend=backend)
+
+    @jax.jit
+    def program(positions: jax.Array, logits: list[jax.Array], arguments: Any) -> jax.Array:
+        for i in range(calls):
+            tokens = draw(logits[i % copies], *arguments, positions)
+            positions = positions + (tokens & 1) + 1
+        return positions
+
+    arguments = (ones, jnp.full(rows, top_k, jnp.int32), ones * top_p, ones * 0, seeds)
+    return program, (jnp.arange(rows, dtype=jnp.int32), logits, arguments), calls, 4.0 * rows * vocab
+
+
 def _read_case() -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
     x = _random(0, (1 << 14, 1 << 17), jnp.bfloat16)  # 4 GiB
     return jax.jit(lambda x: jnp.max(x)), (x,), 1, float(x.nbytes)
@@ -281,6 +303,16 @@ def cases(backend: str | None) -> Iterator[Case]:
             name = f"RoPE and KV write, {model}, {tokens:,} tokens"
             yield Case(name, unit, None, partial(rope_case, tokens, *shape, backend))
     yield Case("block copy, 256 blocks x 32 layers", "GB/s", None, partial(copy_case, 256, 32, backend))
+
+    for batch, aim in ((1000, 600), (256, 160), (32, 40), (1, 25)):
+        for name, top_k, top_p in (
+            ("temperature", 0, 1.0),
+            ("top_p 0.95", 0, 0.95),
+            ("top_k 50", 50, 1.0),
+            ("top_k 20, top_p 0.95", 20, 0.95),
+            ("top_p 0.1", 0, 0.1),
+        ):
+            yield Case(f"sample {batch:,} rows, {name}", "us", aim, partial(sample_case, batch, top_k, top_p, backend))
 
 
 def measure(

@@ -80,13 +80,13 @@ def main(argv: list[str] | None = None) -> int:
         "skip_tokenizer_init": True,
         "seed": args.seed,
     }
-    model = build(ModelConfig.from_directory(Path(resolve(options["model"], None, args.load_format))))
-    rows = draw_rows(args, model.vocab_size)
+    config = ModelConfig.from_directory(Path(resolve(options["model"], None, args.load_format)))
+    rows = draw_rows(args, config.vocab_size)
     if args.data_parallel_size == 1:
         reserve_device_memory(args.gpu_memory_utilization)
         rate = matrix_rate()
         figures = measure(Scorer(**options), rows, args.runs)
-    else:  # the workers have the GPUs, so this process must leave them alone
+    else:  # the workers have the GPUs: until they are done, this process must not touch JAX's devices
         program = "from jpaged.bench.scoring import matrix_rate; print(matrix_rate())"
         rate = float(subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE).stdout)
         figures = measure_workers(options, rows, args)
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     tokens = args.num_rows * (args.row_len + args.choices * args.choice_len)
     scored = num_sequences * args.choice_len if args.choices else tokens - args.num_rows
     # A sequence's last token is scored and never computed.
-    work = operations(model, tokens - num_sequences, scored, args.row_len)
+    work = operations(build(config), tokens - num_sequences, scored, args.row_len)
     median = statistics.median(figures["seconds"])
     devices = args.data_parallel_size * args.tensor_parallel_size
     figures |= {

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "replicas": "whether several engine loops on one host slow each other down",
     "steps": "a decode step: its time, its floor, its kernels",
     "scoring": "tokens/s of scoring, and the share of the prefill roofline",
+    "sequences": "several samples, beams, and swapping to host memory",
     "memory": "the PagedAttention paper's figures, simulated: memory, batches, latency, sharing",
 }
 """Each is `jpaged.bench.<name>.main(argv)`, with arguments of its own."""

@@ -69,7 +69,7 @@ class BeamSearch:
         self.scores = np.zeros((1,), np.float32)
         self.hypotheses: list[Hypothesis] = []
         self._max_tokens = max_tokens
-        self._stop_token_ids = np.array(stop_token_ids, np.int64)
+        self._stop_token_ids = frozenset(stop_token_ids)
         self._early_stopping = True if params.beam_width == 1 else params.early_stopping
 
     def advance(
@@ -89,22 +89,23 @@ class BeamSearch:
         Returns:
             How the beams go on; None when the search is over, and `hypotheses` are its result.
         """
+        # Lists, not arrays: of a few numbers, they cost a third.
         width = self.params.beam_width
-        totals = (logprobs + self.scores[:, None]).reshape(-1)
-        order = np.argsort(-totals, kind="stable")
-        tokens = token_ids.reshape(-1)[order]
-        parents = order // token_ids.shape[1]
-        totals = totals[order]
+        sums = (logprobs + self.scores[:, None]).reshape(-1)
+        order = np.argsort(-sums, kind="stable")[: width + self.num_live * len(self._stop_token_ids)]
+        totals = sums[order]
+        tokens, parents = token_ids.reshape(-1)[order].tolist(), (order // token_ids.shape[1]).tolist()
         length = num_generated + 1
-        stops = np.isin(tokens, self._stop_token_ids)
-        ends = stops | (length >= self._max_tokens)
-        for i in np.flatnonzero(ends[:width]).tolist():
-            self._finish([*history(int(parents[i])), int(tokens[i])], totals[i], bool(stops[i]))
-        going_on = np.flatnonzero(~ends)[:width]
-        if not len(going_on) or self._is_over(totals[going_on[0]], length):
+        stops = [token in self._stop_token_ids for token in tokens]
+        is_last = length >= self._max_tokens
+        for i in range(width):
+            if stops[i] or is_last:
+                self._finish([*history(parents[i]), tokens[i]], totals[i], stops[i])
+        going_on = [] if is_last else [i for i, stop in enumerate(stops) if not stop][:width]
+        if not going_on or self._is_over(totals[going_on[0]], length):
             return None
         self.num_live = width
-        return self._assign(parents[going_on], tokens[going_on], totals[going_on])
+        return self._assign([parents[i] for i in going_on], [tokens[i] for i in going_on], totals[going_on])
 
     def _finish(self, token_ids: list[int], total: np.float32, stopped: bool) -> None:
         score = float(total / np.float32(len(token_ids) ** self.params.length_penalty))
@@ -123,17 +124,17 @@ class BeamSearch:
             length = self._max_tokens
         return bool(best_total / np.float32(length**penalty) <= np.float32(self.hypotheses[-1].score))
 
-    def _assign(self, parents: np.ndarray, tokens: np.ndarray, totals: np.ndarray) -> Choice:
+    def _assign(self, parents: list[int], tokens: list[int], totals: np.ndarray) -> Choice:
         """Lets each parent's first child take its place, and the others the places of those that have none."""
         width = len(parents)
-        _, first_child = np.unique(parents, return_index=True)
-        place = np.full((width,), -1)
-        place[first_child] = parents[first_child]
-        others = place < 0
-        place[others] = np.setdiff1d(np.arange(width), parents)[: np.count_nonzero(others)]
+        vacant = iter(sorted(set(range(width)).difference(parents)))
+        taken: set[int] = set()
         choice = Choice(np.empty((width,), np.int64), np.empty((width,), np.int32))
         self.scores = np.empty((width,), np.float32)
-        choice.parents[place], choice.token_ids[place], self.scores[place] = parents, tokens, totals
+        for i, parent in enumerate(parents):
+            place = next(vacant) if parent in taken else parent
+            taken.add(parent)
+            choice.parents[place], choice.token_ids[place], self.scores[place] = parent, tokens[i], totals[i]
         return choice
 
 

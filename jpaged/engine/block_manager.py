@@ -51,10 +51,9 @@ class BlockManager:
 
     def fork(self, parent: int, child: int) -> None:
         """Gives `child`, a slot without blocks, all that `parent` has computed; they share every block."""
-        slots = self._slots
-        self._pool.share(slots.blocks(parent))
-        slots.fork(parent, child)
-        if slots.num_computed[parent] < slots.capacity[parent]:
+        block_ids, ends_full = self._slots.fork(parent, child)
+        self._pool.add_owner(block_ids)
+        if not ends_full:
             self._forked += [slot for slot in (parent, child) if slot not in self._forked]
 
     def growth(self, rows: np.ndarray) -> Growth:

@@ -163,6 +163,12 @@ class BlockPool:
         self._free_list.remove(block_ids[self._ref_counts[block_ids] == 0])
         self._ref_counts[block_ids] += 1
 
+    def add_owner(self, block_ids: np.ndarray) -> None:
+        """Adds a reference to each of these distinct blocks, all of which have one: `share` without looking for free
+        ones.
+        """
+        self._ref_counts[block_ids] += 1
+
     def free(self, block_ids: np.ndarray) -> None:
         """Drops a reference to each of a sequence's distinct blocks, given in the order of its table.
 

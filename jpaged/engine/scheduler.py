@@ -35,12 +35,12 @@ always progress.
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from jpaged.config import SchedulerConfig
+from jpaged.engine.admission import NO_BLOCKS, Admission, PlanInProgress, slot_start
 from jpaged.engine.beam_search import BeamGroup
 from jpaged.engine.block_manager import BlockManager, Growth
 from jpaged.engine.block_pool import BlockPool
@@ -49,14 +49,11 @@ from jpaged.engine.interface import (
     SWAP_CHUNK_BLOCKS,
     Chunk,
     FinishCode,
-    HostCopy,
     Logprobs,
     SamplingVariant,
-    SlotStart,
     StepPlan,
     StepResult,
 )
-from jpaged.engine.prefix_cache import root_digest
 from jpaged.engine.request import FinishReason, Request, RequestStatus
 from jpaged.engine.searches import Searches
 from jpaged.engine.seeds import request_seed
@@ -68,8 +65,6 @@ from jpaged.engine.waiting_queue import WaitingQueue
 from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
 from jpaged.outputs import Logprob, PositionLogprobs
 
-_NO_BLOCKS = _NO_TOKENS = np.zeros((0,), np.int32)
-
 
 class RequestUpdate(NamedTuple):
     """Something that a step brought for a sequence of a request.
@@ -80,19 +75,6 @@ class RequestUpdate(NamedTuple):
 
     request: Request
     new_token_ids: list[int]
-
-
-@dataclass(slots=True)
-class _PlanInProgress:
-    """The parts of a plan whose number is not known beforehand."""
-
-    step_id: int
-    budget: int
-    runs_beams: bool
-    starts: list[SlotStart] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    swap_ins: list[HostCopy] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -113,6 +95,7 @@ class Scheduler:
         self._seed = seed
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
         self._groups: dict[str, SequenceGroup] = {}
+        self._admission = Admission(config, self.pool, self.slots, self.swap_space)
         self._searches = Searches(self.slots, self._blocks)
         self._prefilling: list[Request] = []
         self._in_flight: deque[StepPlan] = deque()
@@ -120,7 +103,6 @@ class Scheduler:
         self._num_arrived = 0
         self._next_step_id = 0
         self._pinned: dict[tuple[str | None, bytes], np.ndarray] = {}
-        self._variant_counts = [0] * len(SamplingVariant)
         self._blocked: tuple[Request, int, int] | None = None
         self._counters = Counters()
 
@@ -322,7 +304,7 @@ class Scheduler:
         self.slots.num_computed[rows] += 1
         num_beams = self._searches.take_rows(self._next_step_id)
         budget = self.config.max_num_batched_tokens - (len(rows) - num_beams) - self._searches.num_due
-        plan = _PlanInProgress(self._next_step_id, budget, runs_beams=num_beams > 0)
+        plan = PlanInProgress(self._next_step_id, budget, runs_beams=num_beams > 0)
         self._plan_chunks(plan)
         self._admit_waiting(plan)
         if plan.copies:
@@ -334,7 +316,7 @@ class Scheduler:
         ends = np.array(self._pending_ends, np.int32)
         self._pending_ends.clear()
         beam_starts, beams = self._searches.take_changes()
-        plan.starts += [_slot_start(r, self.slots.known(r.slot).copy(), _NO_BLOCKS, 0) for r in beam_starts]
+        plan.starts += [slot_start(r, self.slots.known(r.slot).copy(), NO_BLOCKS, 0) for r in beam_starts]
         step = StepPlan(
             step_id=plan.step_id,
             variant=self._variant(plan.runs_beams),
@@ -372,7 +354,7 @@ class Scheduler:
         rows, beams = self.slots.decodable(), self._searches.rows()
         return np.concatenate([rows, np.array(beams, np.int64)]) if beams else rows
 
-    def _plan_chunks(self, plan: _PlanInProgress) -> None:
+    def _plan_chunks(self, plan: PlanInProgress) -> None:
         """Continues the prompts that are being computed."""
         prefilling = self._prefilling
         self._prefilling = []
@@ -382,7 +364,7 @@ class Scheduler:
             else:
                 self._prefilling.append(request)
 
-    def _plan_chunk(self, plan: _PlanInProgress, request: Request) -> None:
+    def _plan_chunk(self, plan: PlanInProgress, request: Request) -> None:
         slots, slot = self.slots, request.slot
         siblings = request.group.siblings_to_fork
         start, known = int(slots.num_computed[slot]), int(slots.num_known[slot])
@@ -426,7 +408,7 @@ class Scheduler:
             self._fork(plan, request, sibling)
         request.group.forked = True
 
-    def _fork(self, plan: _PlanInProgress, parent: Request, child: Request) -> None:
+    def _fork(self, plan: PlanInProgress, parent: Request, child: Request) -> None:
         """Starts a sibling, whose slot is kept, at the end of the prompt that its parent computes in this step."""
         slots, slot = self.slots, child.slot
         self._blocks.fork(parent.slot, slot)
@@ -434,11 +416,11 @@ class Scheduler:
         child.block_digests = parent.block_digests.copy()
         child.num_registered_blocks = parent.num_registered_blocks
         known = slots.known(slot).copy()
-        plan.starts.append(_slot_start(child, known, slots.blocks(slot).copy(), len(known)))
+        plan.starts.append(slot_start(child, known, slots.blocks(slot).copy(), len(known)))
         plan.chunks.append(Chunk(slot, len(known), known[:0], samples=True))
         plan.budget -= 1
 
-    def _admit_waiting(self, plan: _PlanInProgress) -> None:
+    def _admit_waiting(self, plan: PlanInProgress) -> None:
         while plan.budget and self.slots.num_free:
             request = self._waiting.peek()
             if request is None:
@@ -448,15 +430,10 @@ class Scheduler:
             state = (request, self.pool.num_releases, registrations)
             if state == self._blocked:
                 return
-            if request.swap is not None:
-                admitted = self._swap_in(plan, request.swap)
-                if not admitted and not self.slots.num_used:
-                    self._give_up_swap(request.swap)
-                    continue
-            elif request.beam is not None and request.group.forked:
-                admitted = self._admit_search(plan, request)
-            else:
-                admitted = [request] if self._admit(plan, request) else []
+            admitted = self._admission.admit(plan, request)
+            if not admitted and request.swap is not None and not self.slots.num_used:
+                self._give_up_swap(request.swap)
+                continue
             if not admitted:
                 self._blocked = state
                 return
@@ -469,78 +446,6 @@ class Scheduler:
                 else:
                     self._prefilling.append(member)
 
-    def _admit(self, plan: _PlanInProgress, request: Request) -> bool:
-        """Starts a waiting request in a slot if its known tokens, and the watermark above them, have room."""
-        pool, config = self.pool, self.config
-        cache = pool.cache
-        siblings = request.group.siblings_to_fork
-        others = [member for member in request.group.waiting() if member is not request]
-        if self.slots.num_free <= len(siblings) + len(others) and self.slots.num_used:
-            return False
-        token_ids = request.known_token_ids()
-        hits = self._prefix_hits(request, token_ids)
-        num_new = pool.blocks_to_admit(len(token_ids), request.prompt_len, request.max_len) - len(hits)
-        part, num_part = self._part_hit(request, token_ids, len(hits))
-        reserve = 0
-        if self.slots.num_used:  # siblings need a block each as soon as they are forked
-            reserve = int(config.watermark * pool.capacity) + len(siblings) + self._num_blocks_to_resume(others)
-        num_needed = num_new + pool.num_unreferenced(hits) + reserve
-        if num_needed > pool.num_free:
-            return False
-        if num_needed + pool.num_unreferenced(part) > pool.num_free:
-            part, num_part = _NO_BLOCKS, 0
-        pool.share(hits)
-        pool.share(part)
-        block_ids = np.concatenate([hits, pool.allocate(num_new)])
-        plan.copies += [(source, int(block_ids[len(hits)])) for source in part.tolist()]
-        num_computed = len(hits) * config.block_size + num_part
-        self.slots.acquire(request, plan.step_id, token_ids, block_ids, num_computed)
-        plan.starts.append(_slot_start(request, token_ids, block_ids, num_computed))
-        for sibling in siblings:
-            self.slots.acquire(sibling, plan.step_id, token_ids[:0], block_ids[:0], 0)
-            sibling.status = RequestStatus.RUNNING
-        if request.status == RequestStatus.WAITING:
-            request.stats.first_scheduled_time = time.monotonic()
-            request.num_cached_tokens = num_computed
-            self._counters.prompt_tokens += request.prompt_len
-            if cache is not None:
-                cache.count(request.prompt_len, num_computed)
-        request.status = RequestStatus.RUNNING
-        request.num_registered_blocks = len(hits)
-        self._variant_counts[request.variant] += 1 + len(siblings)
-        return True
-
-    def _swap_in(self, plan: _PlanInProgress, record: SwapRecord) -> list[Request]:
-        """Starts sequences again that were swapped out together, where they were; none if they have no room."""
-        members = record.members.copy()
-        siblings = members[0].group.siblings_to_fork
-        reserve = int(self.config.watermark * self.pool.capacity) + len(siblings) if self.slots.num_used else 0
-        tokens = [member.known_token_ids() for member in members]
-        new = self._num_new_blocks(record)
-        if record.num_places + sum(new) + reserve > self.pool.num_free:
-            return []
-        if self.slots.num_free < len(members) + len(siblings):
-            return []
-        num_computed = record.num_computed.copy()
-        restored = self.swap_space.restore(record, self.pool)
-        plan.swap_ins += restored.copies
-        for i, member in enumerate(members):
-            block_ids = np.concatenate([restored.tables[i], self.pool.allocate(new[i])])
-            self.slots.acquire(member, plan.step_id, tokens[i], block_ids, num_computed[i])
-            plan.starts.append(_slot_start(member, tokens[i], block_ids, num_computed[i]))
-            member.num_registered_blocks = 0  # names are of blocks, and these are others
-        for sibling in siblings:
-            self.slots.acquire(sibling, plan.step_id, _NO_TOKENS, _NO_BLOCKS, 0)
-        for member in (*members, *siblings):
-            member.status = RequestStatus.RUNNING
-            self._variant_counts[member.variant] += 1
-        return members
-
-    def _num_new_blocks(self, record: SwapRecord) -> list[int]:
-        """Blocks that each of these sequences needs for its known tokens besides those that are swapped out."""
-        lengths = [member.prompt_len + len(member.output_token_ids) for member in record.members]
-        return [-(-n // self.config.block_size) - len(p) for n, p in zip(lengths, record.places, strict=True)]
-
     def _give_up_swap(self, record: SwapRecord) -> None:
         """Lets sequences that do not fit the pool together come back one by one, and compute their tokens again: in the
         swap space each has a last block of its own.
@@ -552,67 +457,9 @@ class Scheduler:
             if member in members:
                 self._waiting.push(member)
 
-    def _admit_search(self, plan: _PlanInProgress, leader: Request) -> list[Request]:
-        """Starts all beams of a preempted search again; none if not all of them have room. They share the prompt's full
-        blocks, which the leader computes before any other beam has its turn.
-        """
-        size, members = self.config.block_size, leader.group.members
-        if self.slots.num_free < len(members):
-            return []
-        tokens = [member.known_token_ids() for member in members]
-        shared = leader.prompt_len // size
-        hits = self._prefix_hits(leader, tokens[0])
-        new = [-(-len(known) // size) - shared for known in tokens]
-        new[0] += shared - len(hits)
-        reserve = int(self.config.watermark * self.pool.capacity) if self.slots.num_used else 0
-        if sum(new) + self.pool.num_unreferenced(hits) + reserve > self.pool.num_free:
-            return []
-        have, num_computed = hits, len(hits) * size
-        for member, known, num_new in zip(members, tokens, new, strict=True):
-            self.pool.share(have)
-            block_ids = np.concatenate([have, self.pool.allocate(num_new)])
-            self.slots.acquire(member, plan.step_id, known, block_ids, num_computed)
-            plan.starts.append(_slot_start(member, known, block_ids, num_computed))
-            member.status = RequestStatus.RUNNING
-            member.num_registered_blocks = len(have)
-            self._variant_counts[member.variant] += 1
-            if member is leader:
-                have, num_computed = block_ids[:shared], shared * size
-        return members
-
-    def _prefix_hits(self, request: Request, token_ids: np.ndarray) -> np.ndarray:
-        """Blocks in the prefix cache for the beginning of a request's known tokens, int32 [hits]."""
-        cache = self.pool.cache
-        reusable = request.num_skippable_tokens(len(token_ids)) // self.config.block_size
-        if cache is None or not reusable:
-            return _NO_BLOCKS
-        return cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
-
-    def _part_hit(self, request: Request, token_ids: np.ndarray, num_hits: int) -> tuple[np.ndarray, int]:
-        """A cached block that begins as the one after the request's hits, int32 [0 or 1], and how many of its tokens
-        are the same. With less than half a block, copying it would cost more than computing them.
-        """
-        cache, size = self.pool.cache, self.config.block_size
-        if cache is None:
-            return _NO_BLOCKS, 0
-        first, stop = num_hits * size, request.num_skippable_tokens(len(token_ids))
-        parent = request.block_digests[num_hits - 1] if num_hits else root_digest(request.cache_salt)
-        block_id, num_same = cache.match_part(parent, token_ids[first : min(first + size, stop)])
-        return (np.array([block_id], np.int32), num_same) if num_same else (_NO_BLOCKS, 0)
-
-    def _num_blocks_to_resume(self, members: list[Request]) -> int:
-        """Blocks that preempted members of a group will need besides those of the first one to come back, which come
-        back when all of them fit; none if some run already. They share the prompt's blocks through the prefix cache.
-        """
-        if not members or members[0].group.running():
-            return 0
-        shared = members[0].prompt_len // self.config.block_size if self.pool.cache is not None else 0
-        lengths = [member.prompt_len + len(member.output_token_ids) for member in members]
-        return sum(-(-length // self.config.block_size) - shared for length in lengths)
-
     def _variant(self, runs_beams: bool) -> SamplingVariant:
         """The least program that does for every running request, and for beams if some run in the step."""
-        variant = max((v for v in SamplingVariant if self._variant_counts[v]), default=SamplingVariant.GREEDY)
+        variant = max((v for v in SamplingVariant if self.slots.variant_counts[v]), default=SamplingVariant.GREEDY)
         if not runs_beams:
             return variant
         return SamplingVariant.BEAM if variant == SamplingVariant.GREEDY else SamplingVariant.FULL
@@ -821,7 +668,6 @@ class Scheduler:
             self._prefilling.remove(request)
         if isinstance(request.group, BeamGroup):
             self._searches.discard(request.group)
-        self._variant_counts[request.variant] -= 1
 
     def _set_finished(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         request.status = RequestStatus.FINISHED
@@ -843,7 +689,7 @@ class Scheduler:
             num_steps=counters.num_steps,
             num_preemptions=counters.num_preemptions,
             num_finished=counters.num_finished,
-            prompt_tokens=counters.prompt_tokens,
+            prompt_tokens=self._admission.num_prompt_tokens,
             generated_tokens=counters.generated_tokens,
             prefix_cache_queries=pool.cache.num_queried_tokens if pool.cache is not None else 0,
             prefix_cache_hits=pool.cache.num_hit_tokens if pool.cache is not None else 0,
@@ -888,21 +734,6 @@ class Scheduler:
             raise EngineDeadError(f"{len(running)} sequences run and {len(self._waiting)} wait, instead of {states}.")
         if (slots.num_computed > slots.capacity).any() or (slots.start_step[slots.capacity > 0] == NEVER).any():
             raise EngineDeadError("A slot has computed more tokens than its blocks hold, or is empty and has blocks.")
-
-
-def _slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int) -> SlotStart:
-    return SlotStart(
-        slot=request.slot,
-        token_ids=token_ids,
-        prompt_len=request.prompt_len,
-        block_ids=block_ids,
-        num_computed_tokens=num_computed,
-        max_len=request.max_len,
-        sampling=request.sampling,
-        seed=request.seed,
-        stop_token_ids=request.device_stop_token_ids,
-        bad_words_token_ids=request.bad_words_token_ids,
-    )
 
 
 def _position_logprobs(logprobs: Logprobs, row: int, token_id: int, num_top: int) -> PositionLogprobs:

@@ -91,7 +91,7 @@ class Searches:
         return [group for group in complete if not self._choose(group)]
 
     def _choose(self, group: BeamGroup) -> bool:
-        """Chooses how the beams go on, and forks and frees their block tables accordingly. False: the search is over."""
+        """Chooses how the beams go on, and forks and frees their block tables accordingly. False: it is over."""
         slots, members, prompt_len = self._slots, group.members, group.leader.prompt_len
         num_generated = int(slots.num_known[group.leader.slot]) - prompt_len
         choice = group.choose(num_generated, lambda beam: slots.known(members[beam].slot)[prompt_len:].tolist())

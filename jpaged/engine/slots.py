@@ -18,6 +18,7 @@ import heapq
 import numpy as np
 
 from jpaged.config import SchedulerConfig
+from jpaged.engine.interface import SamplingVariant
 from jpaged.engine.request import Request
 
 NEVER = np.iinfo(np.int64).max
@@ -31,6 +32,7 @@ class Slots:
     reports, wants_logprobs: bool [slots]; whether every token of it is something that the caller hears of.
     is_beam: bool [slots]; whether a search decides on its tokens. Its compute_limit stays 0.
     priority, arrival, index: int64 [slots]; its place in the policy's order.
+    variant_counts: tenants by the sampling variant that they need.
     block_table: int32 [slots, max_blocks_per_seq].
     token_ids: int32 [slots, max_model_len]; pages of zeros come into being when they are written.
     """
@@ -52,6 +54,7 @@ class Slots:
         self.block_table = np.zeros((n, config.max_blocks_per_seq), np.int32)
         self.token_ids = np.zeros((n, config.max_model_len), np.int32)
         self.requests: list[Request | None] = [None] * n
+        self.variant_counts = [0] * len(SamplingVariant)
         self._free = list(range(n))
 
     @property
@@ -97,24 +100,28 @@ class Slots:
         self.block_table[slot, :n] = block_ids
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.requests[slot] = request
+        self.variant_counts[request.variant] += 1
         request.slot = slot
         return slot
 
-    def fork(self, parent: int, child: int) -> None:
-        """Gives `child`, a slot whose tenant has computed nothing, all that the tenant of `parent` has."""
-        n = int(self.capacity[parent]) // self._block_size
-        known = int(self.num_known[parent])
-        self.num_computed[child] = self.num_computed[parent]
-        self.num_known[child] = known
-        self.capacity[child] = self.capacity[parent]
-        self.block_table[child, :n] = self.block_table[parent, :n]
+    def fork(self, parent: int, child: int) -> tuple[np.ndarray, bool]:
+        """Gives `child`, a slot whose tenant has computed nothing, all that the tenant of `parent` has.
+
+        Returns: its blocks, int32 [n], a view, and whether the last of them is full.
+        """
+        computed, known, capacity = (int(a[parent]) for a in (self.num_computed, self.num_known, self.capacity))
+        self.num_computed[child], self.num_known[child], self.capacity[child] = computed, known, capacity
+        block_ids = self.block_table[child, : capacity // self._block_size]
+        block_ids[:] = self.block_table[parent, : len(block_ids)]
         self.token_ids[child, :known] = self.token_ids[parent, :known]
+        return block_ids, computed == capacity
 
     def release(self, slot: int) -> None:
         """Empties a slot; its blocks are the caller's to free."""
         request = self.requests[slot]
         if request is not None:
             request.slot = -1
+            self.variant_counts[request.variant] -= 1
         self.requests[slot] = None
         self.num_computed[slot] = self.num_known[slot] = self.capacity[slot] = self.compute_limit[slot] = 0
         self.start_step[slot] = NEVER

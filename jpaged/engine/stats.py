@@ -10,7 +10,6 @@ class Counters:
     num_steps: int = 0
     num_preemptions: int = 0
     num_finished: int = 0
-    prompt_tokens: int = 0
     generated_tokens: int = 0
 
 

@@ -209,7 +209,7 @@ class SchedulingMachine(RuleBasedStateMachine):
 
 
 TestSchedulingMachine = SchedulingMachine.TestCase
-TestSchedulingMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestSchedulingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize(("policy", "mode"), [("fcfs", "auto"), ("priority", "swap"), ("priority", "recompute")])

@@ -66,6 +66,11 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
             (scale, scale) if normed else None,
         )
         yield f"rope_and_write {kv_heads} x {group} D {head_dim}", rope_and_write, arguments, True
+    for rows, vocab in ((1, 151_936), (1024, 128_256), (32, 50_257)):
+        floats, whole = Shape((rows,), jnp.float32), ids(rows)
+        logits, seeds = Shape((rows, vocab), jnp.float32), Shape((rows, 2), jnp.uint32)
+        arguments = (logits, floats, whole, floats, floats, seeds, whole)
+        yield f"sample_tokens {rows} x {vocab}", partial(ops.sample_tokens, backend="mosaic"), arguments, False
     yield "write_kv in XLA", partial(ops.write_kv, backend="xla"), (pool, new, new, ids(256)), True
     yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
 

@@ -1,0 +1,165 @@
+"""`jpaged bench sequences`: what sharing a prompt brings, what beam search costs, and how fast blocks are swapped.
+
+    separate   `--width` requests for each prompt, without a prefix cache          output tokens a second, of as many
+    samples    one request for each prompt, with n = `--width`                     sequences of the same lengths
+    greedy     like separate, with temperature 0
+    beams      one beam search for each prompt, of width `--width`
+    swap       blocks that go to host memory and come back, in GiB/s; and the same bytes in plain copies
+
+Every sequence generates exactly its number of tokens. The time is of a whole run, prefill included; reported is the
+median of the runs, after one that is not timed.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.beam_search_params import BeamSearchParams
+from jpaged.bench.models import CONFIGS, model_directory
+from jpaged.bench.report import write_report
+from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
+from jpaged.config import EngineArgs
+from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, HostCopy, SamplingVariant, StepPlan
+from jpaged.errors import InvalidParameterError
+from jpaged.executor.startup import Startup
+from jpaged.llm_engine import LLMEngine
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
+
+CASES = ("separate", "samples", "greedy", "beams", "swap")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="jpaged bench sequences",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: jpaged bench sequences --model llama-3.1-8b --load-format dummy --num-prompts 250",
+    )
+    result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {', '.join(CONFIGS)}")
+    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"))
+    result.add_argument("--case", action="append", choices=CASES, help="may be repeated; all by default")
+    result.add_argument("--dataset", default="sharegpt-like", choices=DATASETS)
+    result.add_argument("--num-prompts", type=int, default=250)
+    result.add_argument("--input-len", type=int, default=512, help="tokens, for random and shared-prefix")
+    result.add_argument("--output-len", type=int, default=128, help="tokens, for random and shared-prefix")
+    result.add_argument("--width", type=int, default=4, help="sequences for each prompt")
+    result.add_argument("--swap-chunks", type=int, default=64, help="chunks of 16 blocks that go out and come back")
+    result.add_argument("--max-model-len", type=int, default=None)
+    result.add_argument("--max-num-seqs", type=int, default=None)
+    result.add_argument("--block-size", type=int, default=16)
+    result.add_argument("--num-gpu-blocks-override", type=int, default=None)
+    result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
+    result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    for name in ("runs", "width", "num_prompts", "swap_chunks"):
+        if getattr(args, name) < 1:
+            raise InvalidParameterError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+    engine_args = EngineArgs(
+        model=model_directory(args.model),
+        load_format=args.load_format,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        block_size=args.block_size,
+        num_gpu_blocks_override=args.num_gpu_blocks_override,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
+    startup = LLMEngine(engine_args).startup
+    requests = make_requests(
+        args.dataset,
+        args.num_prompts,
+        startup.model.config.vocab_size,
+        input_len=args.input_len,
+        output_len=args.output_len,
+    )
+    results = []
+    for case in args.case or CASES:
+        if case == "swap":
+            results.append({"case": case, **measure_swap(startup, args.swap_chunks, args.runs)})
+            print(f"swap: {results[-1]['gib_per_s']:.1f} GiB/s, plain copies {results[-1]['plain_gib_per_s']:.1f}")
+            continue
+        seconds = _times(partial(_run, engine_args, startup, requests, case, args.width), args.runs)
+        tokens = args.width * sum(request.output_len for request in requests)
+        figure = {"case": case, "output_tokens": tokens, "seconds": seconds}
+        results.append(figure | {"output_tokens_per_s": tokens / statistics.median(seconds)})
+        print(f"{case}: {results[-1]['output_tokens_per_s']:,.0f} output tokens/s", flush=True)
+    if args.json:
+        write_report(args.json, "sequences", vars(args), results)
+    return 0
+
+
+def _run(args: EngineArgs, startup: Startup, requests: Sequence[BenchRequest], case: str, width: int) -> None:
+    engine = LLMEngine(replace(args, verbose=False), startup)
+    copies = width if case in ("separate", "greedy") else 1
+    for i, request in enumerate(requests):
+        for copy in range(copies):
+            params = _params(case, request.output_len, width)
+            engine.add_request(f"{i}/{copy}", request.prompt_token_ids, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def _params(case: str, output_len: int, width: int) -> SamplingParams | BeamSearchParams:
+    if case == "beams":
+        return BeamSearchParams(beam_width=width, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    return SamplingParams(
+        n=width if case == "samples" else 1,
+        temperature=0.0 if case == "greedy" else 1.0,
+        max_tokens=output_len,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def measure_swap(startup: Startup, num_chunks: int, runs: int) -> dict[str, Any]:
+    """Bandwidth of blocks through the swap space, out and in, and of arrays of the same size that are just copied."""
+    config, runner = startup.config, startup.runner
+    chunks = min(num_chunks, (config.num_blocks - 1) // SWAP_CHUNK_BLOCKS)
+    block_ids = np.arange(1, 1 + chunks * SWAP_CHUNK_BLOCKS, dtype=np.int32).reshape(chunks, SWAP_CHUNK_BLOCKS)
+    copies = tuple(HostCopy(chunk, ids) for chunk, ids in enumerate(block_ids))
+    bytes_moved = 2 * chunks * SWAP_CHUNK_BLOCKS * startup.memory.block
+
+    def swap() -> None:
+        runner.execute(StepPlan(step_id=0, variant=SamplingVariant.GREEDY, swap_outs=copies, swap_ins=copies))
+        jax.block_until_ready(runner.pools)
+
+    shape = (SWAP_CHUNK_BLOCKS * startup.memory.block,)
+    arrays = [jax.block_until_ready(jax.numpy.zeros(shape, np.uint8)) for _ in range(min(chunks, 4))]
+    on_cpu = next(iter(arrays[0].devices())).platform == "cpu"
+    host = arrays[0].sharding if on_cpu else arrays[0].sharding.with_memory_kind("pinned_host")
+
+    def copy() -> None:
+        for _ in range(-(-chunks // len(arrays))):
+            moved = jax.block_until_ready([jax.device_put(array, host) for array in arrays])
+            jax.block_until_ready([jax.device_put(array, arrays[0].sharding) for array in moved])
+
+    swap_s, copy_s = statistics.median(_times(swap, runs)), statistics.median(_times(copy, runs))
+    copied = 2 * -(-chunks // len(arrays)) * len(arrays) * shape[0]
+    return {
+        "chunks": chunks,
+        "gib_per_s": bytes_moved / swap_s / 2**30,
+        "plain_gib_per_s": copied / copy_s / 2**30,
+    }
+
+
+def _times(function: Callable[[], None], runs: int) -> list[float]:
+    """Seconds of each run but the first."""
+    seconds = []
+    for _ in range(runs + 1):
+        begun = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - begun)
+    return seconds[1:]
