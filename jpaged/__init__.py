@@ -17,11 +17,17 @@ from jpaged.version import __version__
 if TYPE_CHECKING:
     from jpaged.llm import LLM
     from jpaged.llm_engine import LLMEngine
+    from jpaged.serving.async_llm_engine import AsyncLLMEngine
 
-_LAZY = {"LLM": "jpaged.llm", "LLMEngine": "jpaged.llm_engine"}  # these import jax, which takes a second or two
+_LAZY = {  # these import jax, which takes a second or two
+    "LLM": "jpaged.llm",
+    "LLMEngine": "jpaged.llm_engine",
+    "AsyncLLMEngine": "jpaged.serving.async_llm_engine",
+}
 
 __all__ = [
     "LLM",
+    "AsyncLLMEngine",
     "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",

@@ -96,6 +96,16 @@ class LLMEngine:
         if args.verbose:
             print(self.startup.table(args.model or "the embedded demo model"), file=sys.stderr, flush=True)
 
+    @property
+    def core(self) -> EngineCore:
+        """Scheduler and executor, for a caller that processes inputs and outputs itself (`jpaged.serving`)."""
+        return self._core
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's end-of-sequence tokens."""
+        return tuple(self._eos_token_ids)
+
     def add_request(
         self,
         request_id: str,

@@ -1,14 +1,20 @@
 """Turns what the engine core reports into what users see: text, stop strings, log-probabilities, finish reasons."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from jpaged.engine.detokenizer import Detokenizer, decode_token
-from jpaged.engine.loop import EngineCore
 from jpaged.engine.request import Request
 from jpaged.engine.scheduler import RequestUpdate
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jpaged.sampling_params import RequestOutputKind
+
+
+class EndsSequences(Protocol):
+    """What is asked of the engine core, or of what stands for it in another process."""
+
+    def finish(self, request_id: str, stop_reason: int | str | None, index: int = 0) -> Request | None: ...
 
 
 @dataclass(slots=True)
@@ -46,7 +52,7 @@ class OutputProcessor:
     tokenizer: None when the engine was started without one; outputs then have token ids only.
     """
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, core: EndsSequences, tokenizer: Tokenizer | None) -> None:
         self._core = core
         self._tokenizer = tokenizer
         self._open: dict[str, _OpenRequest] = {}

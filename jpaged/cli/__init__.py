@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from textwrap import dedent
 
-from jpaged.cli import chat, convert, generate, run_batch, score, worker
+from jpaged.cli import chat, convert, generate, run_batch, score, serve, worker
 from jpaged.cli.options import add_debug_option
 from jpaged.errors import InvalidParameterError, JPagedError, UnsupportedParameterError
 from jpaged.version import __version__
@@ -99,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_command(commands)
     score.add_command(commands)
     run_batch.add_command(commands)
+    serve.add_command(commands)
     worker.add_command(commands)
     convert.add_command(commands)
     _add_bench_command(commands)

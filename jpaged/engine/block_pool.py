@@ -122,6 +122,11 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return int(self._ref_counts[block_id])
 
+    def occupancy(self) -> tuple[np.ndarray, np.ndarray]:
+        """References to each block, int32 [num_blocks], and whether a prefix could hit it, bool [num_blocks]: copies."""
+        named = np.zeros((self.num_blocks,), np.bool_) if self.cache is None else self.cache.registered()
+        return self._ref_counts.copy(), named
+
     def blocks_to_admit(self, num_tokens: int, prompt_len: int, max_len: int) -> int:
         """Blocks that a sequence gets when it is admitted: just enough for its known tokens, the rest as it grows.
 

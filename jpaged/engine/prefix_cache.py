@@ -63,6 +63,10 @@ class PrefixCache:
         """Blocks that can be hit."""
         return len(self._block_of)
 
+    def registered(self) -> np.ndarray:
+        """Which blocks a prefix could hit, bool [num_blocks]: a copy."""
+        return self._registered.copy()
+
     def extend_digests(self, digests: list[bytes], token_ids: np.ndarray, num_blocks: int, salt: str | None) -> None:
         """Appends to a sequence's digests until there is one for each of its first `num_blocks` blocks."""
         if len(digests) >= num_blocks:

@@ -5,6 +5,7 @@ The other way, token ids to text as they are sampled, is `jpaged.engine.detokeni
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest token id. The model's embedding may have more rows, for padding."""
         return max([self.hf.vocab_size, *(i + 1 for i in self.hf.added_tokens_decoder)])
+
+    @cached_property
+    def max_token_characters(self) -> int:
+        """The most characters that a token stands for."""
+        return max(len(token) for token in self.hf.get_vocab())
 
     @property
     def eos_token_id(self) -> int | None:

@@ -1,0 +1,145 @@
+"""`jpaged serve`: an OpenAI-compatible server."""
+
+import argparse
+import logging
+import os
+from dataclasses import fields
+from importlib.util import find_spec
+from textwrap import dedent
+from typing import get_args
+
+from jpaged.cli.options import add_model_options, engine_options
+from jpaged.cli.terminal import Screen
+from jpaged.config import EngineArgs, Policy
+from jpaged.errors import InvalidParameterError
+
+API_KEYS_VARIABLE = "JPAGED_API_KEY"
+
+_LIMITS = (
+    ("--max-body-bytes", int, "N", "of a request's body"),
+    ("--max-header-bytes", int, "N", "of a request's line and headers"),
+    ("--max-prompts", int, "N", "prompts in a completion request"),
+    ("--max-prompt-tokens", int, "N", "tokens of a prompt (default: what the model takes)"),
+    ("--max-n", int, "N", "choices for a prompt"),
+    ("--max-stop-strings", int, "N", "stop strings of a request"),
+    ("--max-stop-characters", int, "N", "characters of those together"),
+    ("--max-logprobs", int, "N", "alternatives to each token"),
+    ("--max-logit-bias", int, "N", "entries of logit_bias"),
+    ("--max-bad-words", int, "N", "entries of bad_words"),
+    ("--max-queued-requests", int, "N", "prompts that wait to run; above it clients get a 503"),
+    ("--max-queued-tokens", int, "N", "tokens of those prompts"),
+    ("--header-timeout", float, "S", "seconds for a request's headers to come"),
+    ("--body-timeout", float, "S", "seconds for its body"),
+    ("--template-timeout", float, "S", "seconds for a chat template"),
+)
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve OpenAI clients over HTTP",
+        description="Serve a model to OpenAI clients over HTTP. Only this machine reaches it, unless --host says more.",
+        epilog=dedent("""\
+            examples:
+              jpaged serve
+              jpaged serve Qwen/Qwen3-0.6B --port 8001 --served-model-name qwen
+              JPAGED_API_KEY=... jpaged serve path/to/model --host 0.0.0.0
+              curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+                -d '{"messages": [{"role": "user", "content": "A story about a snail"}]}'"""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="as --model")
+    group = parser.add_argument_group("server options")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    group.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: 8000)")
+    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"a key that requests must have; may be repeated; other users of this machine see it in the list of"
+        f" processes, not so {API_KEYS_VARIABLE}, which may hold several separated by commas",
+    )
+    group.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="what clients call the model; may be repeated (default: as --model)",
+    )
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="private key, for HTTPS")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="certificate, for HTTPS")
+    group.add_argument("--root-path", default="", metavar="PATH", help="path under which a proxy shows the server")
+    group.add_argument(
+        "--allowed-origins",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help='web pages of this origin may ask; may be repeated; "*": of any',
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds for requests to end after SIGTERM (default: 30)",
+    )
+    group.add_argument("--metrics-prefix", default="jpaged", metavar="NAME", help="of metrics (default: jpaged)")
+    group.add_argument("--no-access-log", action="store_true", help="no line for each request")
+    group.add_argument(
+        "--trust-request-chat-template", action="store_true", help="take chat templates from requests; see the docs"
+    )
+    group.add_argument("--scheduling-policy", choices=get_args(Policy), help="which requests run first (default: fcfs)")
+    limits = parser.add_argument_group("limits", "What clients may ask for.")
+    for flag, kind, metavar, what in _LIMITS:
+        limits.add_argument(flag, type=kind, metavar=metavar, help=what)
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns when the server has drained."""
+    if args.model_argument is not None:
+        if args.model is not None:
+            raise InvalidParameterError("MODEL and --model both name a model; give one of them.")
+        args.model = args.model_argument
+    screen = Screen(args.quiet)
+    engine_args = EngineArgs(**engine_options(args, verbose=screen.shows_progress))
+    missing = [name for name in ("msgspec", "starlette", "uvicorn", "uvloop", "httptools") if find_spec(name) is None]
+    if missing:
+        raise InvalidParameterError(f"serve needs {', '.join(missing)}; install them: pip install 'jpaged[serve]'.")
+
+    from jpaged.serving.app import DEMO_MODEL_NAME, AppOptions
+    from jpaged.serving.limits import ServerLimits
+    from jpaged.serving.server import ServerOptions, serve
+
+    given = {}
+    for field in fields(ServerLimits):
+        value = getattr(args, field.name.removesuffix("_s"))
+        if value is not None:
+            given[field.name] = value
+    keys = [key for key in os.environ.get(API_KEYS_VARIABLE, "").split(",") if key]
+    app_options = AppOptions(
+        served_model_names=args.served_model_name or [args.model or DEMO_MODEL_NAME],
+        api_keys=[*args.api_key, *keys],
+        allowed_origins=args.allowed_origins,
+        metrics_prefix=args.metrics_prefix,
+        trust_request_chat_template=args.trust_request_chat_template,
+        limits=ServerLimits(**given),
+    )
+    options = ServerOptions(
+        host=args.host,
+        port=args.port,
+        uds=args.uds,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        root_path=args.root_path,
+        shutdown_timeout_s=args.shutdown_timeout,
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    if not args.quiet:
+        logging.getLogger("jpaged.server").setLevel(logging.INFO)
+        if not args.no_access_log:
+            logging.getLogger("jpaged.access").setLevel(logging.INFO)
+    serve(engine_args, app_options, options)
+    return 0

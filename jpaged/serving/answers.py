@@ -1,0 +1,310 @@
+"""What the engine returns, as OpenAI's answers: whole, or chunk by chunk.
+
+One `Answer` belongs to one HTTP request. Its prompts are numbered, and a prompt's sequences follow each other: choice
+`prompt * n + sequence`.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.inputs import ProcessedInput
+from jpaged.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from jpaged.serving.protocol import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatMessage,
+    ChatResponse,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    TopLogprob,
+    Usage,
+)
+
+_encode = msgspec.json.Encoder().encode
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def event(body: bytes) -> bytes:
+    """A server-sent event."""
+    return b"data: " + body + b"\n\n"
+
+
+class Answer:
+    """The answer to one request.
+
+    request_id: as the client sees it. model: its name, as the client gave it. prompts: as they went to the engine.
+    tokenizer: None without text.
+    """
+
+    def __init__(
+        self,
+        request: CompletionRequest | ChatCompletionRequest,
+        request_id: str,
+        model: str,
+        prompts: Sequence[ProcessedInput],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.request_id = request_id
+        self._model = model
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+        self._n = request.n or 1
+        self._as_ids = bool(request.return_tokens_as_token_ids)
+        self._token_ids = bool(request.return_token_ids)
+        self._wants_prompt_logprobs = request.prompt_logprobs is not None
+        options = request.stream_options
+        self._usage_at_end = options is not None and bool(options.include_usage)
+        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        self._num_prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
+        self._num_cached = [0] * len(prompts)
+        self._num_tokens = 0
+        self._begun: set[int] = set()
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The JSON of an answer that is not streamed. outputs: of each prompt, finished."""
+        raise NotImplementedError
+
+    def chunk(self, prompt: int, output: RequestOutput) -> bytes:
+        """The events for what is new of a prompt; empty when there is nothing to say yet."""
+        self._num_cached[prompt] = output.num_cached_tokens
+        events = []
+        for completion in output.outputs:
+            self._num_tokens += self._count(completion)
+            events.append(self._choice_events(prompt, output, completion))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        """The events that end a stream."""
+        if not self._usage_at_end:
+            return DONE_EVENT
+        return event(_encode(self._chunk([], self._usage()))) + DONE_EVENT
+
+    def _choice_events(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+        raise NotImplementedError
+
+    def _chunk(self, choices: list[Any], usage: Usage | msgspec.UnsetType | None) -> msgspec.Struct:
+        raise NotImplementedError
+
+    def _event(self, choice: msgspec.Struct) -> bytes:
+        usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+        if self._usage_always:
+            usage = self._usage()
+        elif self._usage_at_end:
+            usage = None
+        return event(_encode(self._chunk([choice], usage)))
+
+    def _count(self, completion: CompletionOutput) -> int:
+        return len(completion.token_ids)
+
+    def _usage(self) -> Usage:
+        prompt, tokens = self._num_prompt_tokens, self._num_tokens
+        return Usage(prompt, tokens, prompt + tokens, PromptTokensDetails(sum(self._num_cached)))
+
+    def _take_counts(self, outputs: Sequence[RequestOutput]) -> None:
+        self._num_cached = [output.num_cached_tokens for output in outputs]
+        self._num_tokens = sum(self._count(c) for output in outputs for c in output.outputs)
+
+    def _index(self, prompt: int, completion: CompletionOutput) -> int:
+        return prompt * self._n + completion.index
+
+    def _token(self, token: int, logprob: Logprob | None = None) -> str:
+        if self._as_ids or self._tokenizer is None:
+            return f"token_id:{token}"
+        if logprob is not None and logprob.decoded_token is not None:
+            return logprob.decoded_token
+        return self._tokenizer.token_text(token)
+
+    def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs | msgspec.UnsetType | None:
+        if not self._wants_prompt_logprobs or output.prompt_logprobs is None:
+            return msgspec.UNSET
+        return [
+            None
+            if position is None
+            else {t: PromptLogprob(p.logprob, p.rank, p.decoded_token) for t, p in position.items()}
+            for position in output.prompt_logprobs
+        ]
+
+
+class CompletionAnswer(Answer):
+    """The answer to /v1/completions."""
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        request_id: str,
+        model: str,
+        prompts: Sequence[ProcessedInput],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        super().__init__(request, request_id, model, prompts, tokenizer)
+        self._echo = bool(request.echo)
+        self._logprobs = request.logprobs
+        self._echo_only = self._echo and request.max_tokens == 0
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        self._take_counts(outputs)
+        choices = [
+            self._choice(prompt, output, completion)
+            for prompt, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        return _encode(CompletionResponse(self.request_id, self._created, self._model, choices, self._usage()))
+
+    def _choice_events(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+        choice = self._choice(prompt, output, completion)
+        says = choice.text or choice.finish_reason or choice.logprobs is not None or choice.token_ids
+        return self._event(choice) if says else b""
+
+    def _chunk(self, choices: list[Any], usage: Usage | msgspec.UnsetType | None) -> CompletionResponse:
+        return CompletionResponse(self.request_id, self._created, self._model, choices, usage)
+
+    def _count(self, completion: CompletionOutput) -> int:
+        return 0 if self._echo_only else len(completion.token_ids)
+
+    def _choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+        """The choice, or what is new of it; what comes once is in the first."""
+        index = self._index(prompt, completion)
+        first = index not in self._begun
+        self._begun.add(index)
+        echoes = self._echo and first
+        text = "" if self._echo_only else completion.text
+        if echoes:
+            text = self._prompt_text(prompt) + text
+        choice = CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=None if self._logprobs is None else self._logprobs_of(index, output, completion, echoes),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+        if self._echo_only and completion.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = "length", None
+        if first:
+            choice.prompt_logprobs = self._prompt_logprobs(output)
+        if self._token_ids:
+            choice.token_ids = [] if self._echo_only else completion.token_ids
+            if first:
+                choice.prompt_token_ids = self._prompts[prompt].prompt_token_ids
+        return choice
+
+    def _prompt_text(self, prompt: int) -> str:
+        given = self._prompts[prompt]
+        if given.prompt is not None:
+            return given.prompt
+        return "" if self._tokenizer is None else self._tokenizer.decode(given.prompt_token_ids)
+
+    def _logprobs_of(
+        self, index: int, output: RequestOutput, completion: CompletionOutput, echoes: bool
+    ) -> CompletionLogprobs:
+        positions: list[tuple[int, PositionLogprobs | None]] = []
+        if echoes:
+            positions += zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+        if not self._echo_only:
+            positions += zip(completion.token_ids, completion.logprobs or (), strict=True)
+        result = CompletionLogprobs([], [], [], [])
+        offset = self._offsets.get(index, 0)
+        for token, position in positions:
+            text = self._token(token, position[token] if position else None)
+            result.tokens.append(text)
+            result.token_logprobs.append(position[token].logprob if position else None)
+            result.top_logprobs.append(self._top(token, position) if position else None)
+            result.text_offset.append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
+        return result
+
+    def _top(self, token: int, position: PositionLogprobs) -> dict[str, float]:
+        """The most likely tokens first, and the token itself. Of tokens that look the same the likeliest counts."""
+        most = self._logprobs or 0
+        found: dict[str, float] = {}
+        for other, logprob in sorted(position.items(), key=lambda item: item[1].rank or 0):
+            if other == token or (logprob.rank or 0) <= most:
+                found.setdefault(self._token(other, logprob), logprob.logprob)
+        return found
+
+
+class ChatAnswer(Answer):
+    """The answer to /v1/chat/completions."""
+
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        request_id: str,
+        model: str,
+        prompts: Sequence[ProcessedInput],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        super().__init__(request, request_id, model, prompts, tokenizer)
+        self._top_logprobs = request.top_logprobs or 0
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        self._take_counts(outputs)
+        (output,) = outputs
+        choices = []
+        for completion in output.outputs:
+            choice = ChatChoice(
+                index=completion.index,
+                message=ChatMessage(completion.text),
+                logprobs=self._logprobs_of(completion),
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+            )
+            if self._token_ids:
+                choice.token_ids = completion.token_ids
+            choices.append(choice)
+        response = ChatResponse(self.request_id, self._created, self._model, choices, self._usage())
+        response.prompt_logprobs = self._prompt_logprobs(output)
+        if self._token_ids:
+            response.prompt_token_ids = output.prompt_token_ids
+        return _encode(response)
+
+    def _choice_events(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+        index, begin = completion.index, b""
+        if index not in self._begun:
+            self._begun.add(index)
+            begin = self._event(ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None, None))
+        logprobs = self._logprobs_of(completion)
+        if not (completion.text or completion.finish_reason or logprobs or (self._token_ids and completion.token_ids)):
+            return begin
+        delta = ChatDelta(content=completion.text) if completion.text else ChatDelta()
+        choice = ChatChunkChoice(index, delta, logprobs, completion.finish_reason, completion.stop_reason)
+        if self._token_ids:
+            choice.token_ids = completion.token_ids
+        return begin + self._event(choice)
+
+    def _chunk(self, choices: list[Any], usage: Usage | msgspec.UnsetType | None) -> ChatChunk:
+        chunk = ChatChunk(self.request_id, self._created, self._model, choices, usage)
+        if self._token_ids and choices and choices[0].delta.role is not msgspec.UNSET:
+            chunk.prompt_token_ids = self._prompts[0].prompt_token_ids
+        return chunk
+
+    def _logprobs_of(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        if completion.logprobs is None:
+            return None
+        content = []
+        for token, position in zip(completion.token_ids, completion.logprobs, strict=True):
+            ranked = sorted((logprob.rank or 0, other) for other, logprob in position.items())
+            top = [self._top(other, position[other]) for rank, other in ranked if rank <= self._top_logprobs]
+            entry = self._top(token, position[token])
+            content.append(ChatLogprob(entry.token, entry.logprob, entry.bytes, top))
+        return ChatLogprobs(content)
+
+    def _top(self, token: int, logprob: Logprob) -> TopLogprob:
+        text = self._token(token, logprob)
+        return TopLogprob(text, logprob.logprob, list(text.encode()))

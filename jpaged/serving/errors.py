@@ -1,0 +1,98 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+import re
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from jpaged.errors import (
+    EngineDeadError,
+    InvalidParameterError,
+    InvalidPromptError,
+    JPagedError,
+    OutOfMemoryError,
+    UnsupportedParameterError,
+)
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    status: of HTTP. message: for people. kind: OpenAI's `type`. param: the field of the request that is to blame.
+    code: a word for programs. headers: further headers of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The JSON of the answer, and of an error event in a stream."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+class OverloadedError(ApiError):
+    """The queue is full; the client may come again."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(
+            503, message, code="overloaded", kind="overloaded_error", headers={"retry-after": str(retry_after_s)}
+        )
+
+
+def api_error(error: Exception, fields: Collection[str] = (), prompt_field: str | None = None) -> ApiError:
+    """What an error of ours means to a client.
+
+    fields: of the request; our messages begin with the name of the parameter that they blame.
+    prompt_field: the field that holds the prompt.
+    """
+    if isinstance(error, ApiError):
+        return error
+    message = str(error)
+    if isinstance(error, InvalidPromptError | OutOfMemoryError):
+        return ApiError(400, message, param=prompt_field)
+    if isinstance(error, InvalidParameterError | UnsupportedParameterError):
+        return ApiError(400, message, param=_blamed_field(message, fields))
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, message, code="engine_dead")
+    if isinstance(error, JPagedError):
+        return ApiError(500, message)
+    return ApiError(500, "The server met an internal error; its log says more.", code="internal_error")
+
+
+def decoding_error(error: Exception) -> ApiError:
+    """A body that is not JSON, or not that of the request."""
+    if isinstance(error, RecursionError):
+        return ApiError(400, "The body nests too deeply.", code="invalid_json")
+    if isinstance(error, UnicodeDecodeError):
+        return ApiError(400, f"The body is not UTF-8: {error.reason} at a byte of a string.", code="invalid_json")
+    message = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return ApiError(400, f"The body is not JSON: {message}.", code="invalid_json")
+    what, _, where = message.partition(" - at `$")
+    path = where.removesuffix("`").lstrip(".")
+    found = re.match(r"\w+", path)
+    if found is None:
+        missing = re.search(r"missing required field `(\w+)`", what)
+        return ApiError(400, f"{what}.", param=missing and missing[1], code="invalid_type")
+    return ApiError(400, f"{path}: {what}.", param=found[0], code="invalid_type")
+
+
+def _blamed_field(message: str, fields: Collection[str]) -> str | None:
+    found = re.match(r"(?:a key of )?(\w+)", message)
+    return found[1] if found is not None and found[1] in fields else None

@@ -1,0 +1,109 @@
+"""What a server takes from its clients, checked before anything is allocated for a request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from jpaged.errors import InvalidParameterError
+from jpaged.serving.errors import ApiError, OverloadedError
+from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """Limits, all of which can be set on the command line.
+
+    Args:
+        max_body_bytes: of a request's body; also of what is read before it is refused.
+        max_header_bytes: of a request's line and headers together.
+        max_prompts: prompts in one completion request.
+        max_prompt_tokens: of one prompt; None: what the model can take.
+        max_n: choices for one prompt.
+        max_stop_strings: stop strings of a request. max_stop_characters: of all of them together.
+        max_logprobs: alternatives to each token, in `logprobs`, `top_logprobs` and `prompt_logprobs`.
+        max_logit_bias: entries of `logit_bias`.
+        max_bad_words: entries of `bad_words`.
+        max_queued_requests: prompts that wait to run, all clients' together; above it requests get a 503.
+        max_queued_tokens: tokens of those.
+        header_timeout_s: from the first byte of a request to the end of its headers.
+        body_timeout_s: from there to the end of its body.
+        template_timeout_s: for a chat template to make a prompt.
+
+    Raises:
+        InvalidParameterError: a limit that is not positive.
+    """
+
+    max_body_bytes: int = 16 << 20
+    max_header_bytes: int = 64 << 10
+    max_prompts: int = 1024
+    max_prompt_tokens: int | None = None
+    max_n: int = 64
+    max_stop_strings: int = 16
+    max_stop_characters: int = 4096
+    max_logprobs: int = 20
+    max_logit_bias: int = 300
+    max_bad_words: int = 128
+    max_queued_requests: int = 8192
+    max_queued_tokens: int = 16 << 20
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    template_timeout_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise InvalidParameterError(f"{field.name} must be positive, got {value}.")
+
+    def check(self, request: GenerationRequest) -> None:
+        """Checks the sizes of a request's fields. Raises ApiError, which names the field."""
+        _at_most("n", request.n, self.max_n)
+        _at_most("best_of", request.best_of, self.max_n)
+        _at_most("bad_words", len(request.bad_words or ()), self.max_bad_words, " entries")
+        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        _at_most("stop", len(stop), self.max_stop_strings, " strings")
+        _at_most("stop", sum(map(len, stop)), self.max_stop_characters, " characters")
+        _at_most("logit_bias", len(request.logit_bias or ()), self.max_logit_bias, " entries")
+        _at_most("prompt_logprobs", request.prompt_logprobs, self.max_logprobs)
+        if isinstance(request, CompletionRequest):
+            _at_most("logprobs", request.logprobs, self.max_logprobs)
+        elif isinstance(request, ChatCompletionRequest):
+            _at_most("top_logprobs", request.top_logprobs, self.max_logprobs)
+
+    def check_prompts(self, num_prompts: int) -> None:
+        """Checks the number of prompts in one request."""
+        _at_most("prompt", num_prompts, self.max_prompts, " prompts")
+
+    def check_prompt_tokens(self, token_ids: Sequence[int], prompt_field: str) -> None:
+        """Checks the length of one prompt."""
+        if self.max_prompt_tokens is not None and len(token_ids) > self.max_prompt_tokens:
+            raise ApiError(
+                400,
+                f"{prompt_field} has {len(token_ids)} tokens; this server takes at most {self.max_prompt_tokens}.",
+                param=prompt_field,
+                code="context_length_exceeded",
+            )
+
+    def check_queue(self, num_queued: int, num_more: int) -> None:
+        """Raises OverloadedError if so many more prompts do not fit the queue."""
+        if num_queued + num_more > self.max_queued_requests:
+            raise OverloadedError(
+                f"{num_queued} requests wait already, of at most {self.max_queued_requests}; try again later.",
+                RETRY_AFTER_S,
+            )
+
+    def check_queued_tokens(self, num_queued: int, num_more: int) -> None:
+        """The same for tokens of prompts. A request that waits alone is always taken."""
+        if num_queued and num_queued + num_more > self.max_queued_tokens:
+            raise OverloadedError(
+                f"{num_queued} tokens wait already, of at most {self.max_queued_tokens}; try again later.",
+                RETRY_AFTER_S,
+            )
+
+
+def _at_most(field: str, value: int | None, most: int, unit: str = "") -> None:
+    if value is not None and value > most:
+        raise ApiError(
+            400, f"{field}: {value}{unit} given, this server takes at most {most}{unit}.", param=field, code="too_large"
+        )

@@ -1,0 +1,79 @@
+"""What the server can do, as an OpenAPI 3.1 document made from the schemas it decodes with."""
+
+from typing import Any
+
+import msgspec
+
+from jpaged.serving.protocol import (
+    ChatCompletionRequest,
+    ChatResponse,
+    CompletionRequest,
+    CompletionResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from jpaged.version import __version__
+
+_POSTS: dict[str, tuple[str, Any, Any]] = {
+    "/v1/completions": ("Complete prompts.", CompletionRequest, CompletionResponse),
+    "/v1/chat/completions": ("Answer a conversation.", ChatCompletionRequest, ChatResponse),
+    "/tokenize": ("Text or a conversation to token ids.", TokenizeRequest, TokenizeResponse),
+    "/detokenize": ("Token ids to text.", DetokenizeRequest, DetokenizeResponse),
+}
+_GETS: dict[str, tuple[str, Any]] = {
+    "/v1/models": ("The model that is served, under each of its names.", ModelList),
+    "/v1/models/{model}": ("One of these.", ModelCard),
+    "/health": ("200 while requests can be served, else 503.", None),
+    "/ping": ("As /health.", None),
+    "/version": ("The version of the server.", dict[str, str]),
+    "/load": ("Requests that wait or run.", dict[str, int]),
+    "/metrics": ("Metrics in Prometheus' text format.", None),
+}
+_ERROR_STATUSES = ("400", "401", "404", "408", "409", "413", "500", "503")
+
+
+def openapi() -> dict[str, Any]:
+    """The document."""
+    types = [kind for _, *pair in _POSTS.values() for kind in pair]
+    types += [kind for _, kind in _GETS.values() if kind is not None] + [ErrorResponse]
+    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(map(str, types), schemas, strict=True))
+    paths: dict[str, Any] = {}
+    errors = {status: _content("An error.", schema_of[str(ErrorResponse)]) for status in _ERROR_STATUSES}
+    for path, (what, request, response) in _POSTS.items():
+        answer = _content("The answer.", schema_of[str(response)])
+        if "stream" in {field.name for field in msgspec.structs.fields(request)}:
+            answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        body = {"required": True, "content": {"application/json": {"schema": schema_of[str(request)]}}}
+        paths[path] = {"post": {"summary": what, "requestBody": body, "responses": {"200": answer} | errors}}
+    for path, (what, response) in _GETS.items():
+        answer = {"description": what} if response is None else _content(what, schema_of[str(response)])
+        paths[path] = {"get": {"summary": what, "responses": {"200": answer} | errors}}
+    paths["/v1/models/{model}"]["get"]["parameters"] = [
+        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    ]
+    paths["/reset_prefix_cache"] = {
+        "post": {
+            "summary": "Forget cached prefixes; 409 while requests run.",
+            "responses": {"200": _content("Done.", {"type": "object"})} | errors,
+        }
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jpaged", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _content(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,353 @@
+"""What OpenAI-compatible requests and answers hold. Names and meanings are OpenAI's and, for what it adds, vLLM's.
+
+A field that is not here is ignored, as clients expect. One that is typed `Unsupported` is known and refused by name,
+unless its value asks for nothing (`_ASKS_FOR_NOTHING`). None, JSON's null, means "not given".
+
+Requests are msgspec structs: decoding and checking a chat request takes about 3 us, a chunk of a stream is encoded in
+about 1 us.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from jpaged.serving.errors import ApiError
+
+Unsupported = Any
+"""The type of fields that are refused."""
+
+Integer = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+"""Of counts; nothing that is served comes near its bounds."""
+
+Prompt = Annotated[
+    str | list[Any],
+    Meta(
+        description="A text, a list of texts, token ids, or a list of lists of token ids.",
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+                {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+                },
+            ]
+        },
+    ),
+]
+
+
+class StreamOptions(Struct):
+    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(Struct, kw_only=True):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    n: Integer | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Integer] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Integer] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Integer | None = None
+
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Integer | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+    best_of: Integer | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+
+    response_format: Unsupported = None
+    structured_outputs: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    logits_processors: Unsupported = None
+    spaces_between_special_tokens: Unsupported = None
+    kv_transfer_params: Unsupported = None
+    vllm_xargs: Unsupported = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: Integer | None = None
+
+    suffix: Unsupported = None
+    prompt_embeds: Unsupported = None
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Integer | None = None
+    logprobs: bool | None = None
+    top_logprobs: Integer | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    tools: Unsupported = None
+    tool_choice: Unsupported = None
+    parallel_tool_calls: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    modalities: Unsupported = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+    store: Unsupported = None
+    echo: Unsupported = None
+    documents: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """POST /tokenize: a prompt, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Integer]
+
+
+_ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "store": (False,),
+    "echo": (False,),
+}
+
+
+def refuse_unsupported(request: GenerationRequest) -> None:
+    """Raises ApiError for the first field that is known, not supported, and asks for something."""
+    for name in _UNSUPPORTED_FIELDS[type(request)]:
+        value = getattr(request, name)
+        if value is None or value == [] or value == {} or value in _ASKS_FOR_NOTHING.get(name, ()):
+            continue
+        raise ApiError(
+            400, f"{name} is not supported by this server; leave it out.", param=name, code="unsupported_parameter"
+        )
+
+
+_UNSUPPORTED_FIELDS: dict[type, tuple[str, ...]] = {
+    kind: tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Any)
+    for kind in (CompletionRequest, ChatCompletionRequest)
+}
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    """Tokens of a request, of all its prompts and choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Struct):
+    """By token: its text, its log-probability, the most likely ones by text, and where its text begins."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionResponse(Struct):
+    """The answer to a completion, and each chunk of a stream of it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatLogprob]
+
+
+class ChatMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatResponse(Struct):
+    """The answer to a chat."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatDelta(Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    """A chunk of a chat's stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class ModelCard(Struct):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "jpaged"
+
+
+class ModelList(Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class TokenizeResponse(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(Struct):
+    prompt: str
+
+
+class ErrorDetail(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Struct):
+    """Every answer with a status of 400 or more, and the event that ends a stream that failed."""
+
+    error: ErrorDetail

@@ -1,0 +1,77 @@
+"""What a request asks of the sampler, as `SamplingParams` or `BeamSearchParams`."""
+
+from dataclasses import replace
+from typing import Any
+
+from jpaged.beam_search_params import BeamSearchParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.serving.errors import ApiError
+from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
+
+_FIELDS = (
+    *("n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
+    *("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
+)
+"""Fields that mean what `SamplingParams` says."""
+_BEAM_FIELDS = {"n", "best_of", "max_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"}
+
+COMPLETION_MAX_TOKENS = 16
+"""Of a completion that names no limit, as OpenAI's; a chat goes on as long as the context allows."""
+_TOKEN_ID_DIGITS = 10
+
+
+def sampling_of(
+    request: CompletionRequest | ChatCompletionRequest, defaults: SamplingParams
+) -> SamplingParams | BeamSearchParams:
+    """The parameters of a request. defaults: of the model, for what it leaves out.
+
+    max_tokens=0 becomes 1 where `echo` allows it: the answer leaves that token out.
+    Raises:
+        InvalidParameterError: a value out of range. ApiError: fields that contradict each other.
+    """
+    fields: dict[str, Any] = {name: value for name in _FIELDS if (value := getattr(request, name)) is not None}
+    if isinstance(request, ChatCompletionRequest):
+        fields.setdefault("max_tokens", None)
+        if request.max_completion_tokens is not None:
+            fields["max_tokens"] = request.max_completion_tokens
+        if request.top_logprobs is not None and not request.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
+        fields["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    else:
+        fields.setdefault("max_tokens", COMPLETION_MAX_TOKENS)
+        fields["logprobs"] = request.logprobs
+        if request.echo:
+            if request.logprobs is not None:
+                fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+            if fields["max_tokens"] == 0:
+                fields["max_tokens"] = 1
+    if request.logit_bias is not None:
+        fields["logit_bias"] = _logit_bias(request.logit_bias)
+    if request.use_beam_search:
+        return _beam_search(request, fields)
+    if request.length_penalty not in (None, 1.0):
+        raise ApiError(400, "length_penalty needs use_beam_search: true.", param="length_penalty")
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return replace(defaults, **fields, output_kind=kind)
+
+
+def _beam_search(request: CompletionRequest | ChatCompletionRequest, fields: dict[str, Any]) -> BeamSearchParams:
+    for name, value in fields.items():
+        if value is not None and name not in _BEAM_FIELDS and not (name == "temperature" and value == 0):
+            raise ApiError(400, f"{name} has no meaning in a beam search; leave it out.", param=name)
+    if fields["max_tokens"] is None:
+        raise ApiError(400, "max_tokens is needed for a beam search; give it.", param="max_tokens")
+    n = request.n or 1
+    given = {name: fields[name] for name in _BEAM_FIELDS - {"n", "best_of"} if name in fields}
+    penalty = 1.0 if request.length_penalty is None else request.length_penalty
+    return BeamSearchParams(beam_width=request.best_of or n, n=n, length_penalty=penalty, **given)
+
+
+def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    result = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= _TOKEN_ID_DIGITS):
+            raise ApiError(400, f"logit_bias: {key[:40]!r} is no token id.", param="logit_bias")
+        result[int(key)] = value
+    return result

@@ -1,0 +1,209 @@
+"""`serve`: the application on uvicorn, from the port that is taken to the last request that is drained."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jpaged.config import EngineArgs
+from jpaged.errors import InvalidParameterError
+from jpaged.serving.app import AppOptions, build_app
+from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.errors import ApiError
+from jpaged.serving.limits import ServerLimits
+
+log = logging.getLogger("jpaged.server")
+
+KEEP_ALIVE_S = 30
+"""How long a connection may wait for its next request."""
+_LAST_WORDS_S = 2.0
+"""For answers of requests that were aborted when the time to drain was up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where and how to listen.
+
+    Args:
+        host, port: port 0 takes a free one. uds: a Unix socket instead.
+        ssl_keyfile, ssl_certfile: PEM files, for HTTPS; both or none.
+        root_path: under which a proxy shows the server.
+        shutdown_timeout_s: for running requests to end after SIGTERM; then they are aborted.
+
+    Raises:
+        InvalidParameterError: a value out of range, or files that are not there.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    root_path: str = ""
+    shutdown_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise InvalidParameterError(f"port must be from 0 to 65535, got {self.port}.")
+        if not 0 <= self.shutdown_timeout_s < float("inf"):
+            raise InvalidParameterError(f"shutdown_timeout must be at least 0 s, got {self.shutdown_timeout_s}.")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise InvalidParameterError("ssl_keyfile and ssl_certfile belong together; give both.")
+        for name in ("ssl_keyfile", "ssl_certfile"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise InvalidParameterError(f"{name}={path} is no file.")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise InvalidParameterError(f"root_path must begin with a slash, got {self.root_path!r}.")
+
+
+def serve(args: EngineArgs, app_options: AppOptions, options: ServerOptions) -> None:
+    """Serves until SIGTERM or SIGINT, then drains. The port is taken before the model is loaded.
+
+    Raises:
+        OSError: the address cannot be taken. What else `AsyncLLMEngine.ready` raises.
+    """
+    import uvloop
+
+    sock = None if options.uds is not None else _bind(options.host, options.port)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(args, app_options, options, sock))
+
+
+async def _serve(args: EngineArgs, app_options: AppOptions, options: ServerOptions, sock: socket.socket | None) -> None:
+    async with AsyncLLMEngine(args) as engine:
+        config = uvicorn.Config(
+            build_app(engine, app_options),
+            http=_limited_protocol(app_options.limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            uds=options.uds,
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
+            root_path=options.root_path,
+            proxy_headers=False,
+            backlog=4096,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(options.shutdown_timeout_s + _LAST_WORDS_S),
+        )
+        server = _Server(config, engine, options)
+        await server.serve(sockets=None if sock is None else [sock])
+
+
+class _Server(uvicorn.Server):
+    """Drains when it is told to end: new connections are refused, running requests go on for a while."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncLLMEngine, options: ServerOptions) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._options = options
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but a signal that was served is over: raised again it would end this process half-way."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        where = self._options.uds
+        if where is None and sockets:
+            scheme = "http" if self._options.ssl_certfile is None else "https"
+            host, port = sockets[0].getsockname()[:2]
+            where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        log.info("serving on %s", where)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        log.info("draining %d requests for at most %g s", self._engine.num_unfinished, self._options.shutdown_timeout_s)
+        abort = asyncio.ensure_future(self._abort_later())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            abort.cancel()
+
+    async def _abort_later(self) -> None:
+        await asyncio.sleep(self._options.shutdown_timeout_s)
+        await self._engine.abort_all()
+
+
+def _limited_protocol(limits: ServerLimits) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP with limits on what comes before a body: its size, and the time that it takes."""
+
+    class LimitedHttp(HttpToolsProtocol):
+        _deadline: asyncio.TimerHandle | None = None
+        _header_bytes = 0
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._arm()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._deadline is None and self.cycle is not None and self.cycle.response_complete:
+                self._arm()  # the next request of a connection that was kept
+            if self._deadline is not None:
+                self._header_bytes += len(data)
+                if self._header_bytes > limits.max_header_bytes and b"\r\n\r\n" not in data[: limits.max_header_bytes]:
+                    self._refuse(431, "The request's line and headers are too large.")
+                    return
+            super().data_received(data)
+
+        def on_headers_complete(self) -> None:
+            self._disarm()
+            super().on_headers_complete()
+
+        def _arm(self) -> None:
+            self._header_bytes = 0
+            self._deadline = self.loop.call_later(limits.header_timeout_s, self._late)
+
+        def _disarm(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _late(self) -> None:
+            self._deadline = None
+            if self._header_bytes:
+                self._refuse(408, "The request's headers did not arrive in time.")
+            else:
+                self.transport.close()
+
+        def _refuse(self, status: int, message: str) -> None:
+            self._disarm()
+            body = ApiError(status, message).body()
+            head = f"HTTP/1.1 {status} -\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+            self.transport.close()
+
+    return LimitedHttp
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}; choose another") from error
+    return sock

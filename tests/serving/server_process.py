@@ -1,0 +1,73 @@
+"""A server in a process of its own, as users start it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+KEY = "a-key-for-tests"
+ENGINE = ("--max-num-seqs", "16", "--num-gpu-blocks-override", "600")
+
+
+class Server:
+    """`jpaged serve` with more options; `client` asks it with the key."""
+
+    def __init__(self, log: Path, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-m", "jpaged", "serve", "--port", str(self.port), *ENGINE, *options]
+        self.log = log
+        with log.open("w") as sink:
+            environment = {**os.environ, "JPAGED_API_KEY": KEY}
+            self.process = subprocess.Popen(command, stdout=sink, stderr=sink, env=environment)
+        self.url = f"http://127.0.0.1:{self.port}"
+        headers = {"authorization": f"Bearer {KEY}"}
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        self._wait_until_it_serves()
+
+    def _wait_until_it_serves(self) -> None:
+        end = time.monotonic() + 240
+        while time.monotonic() < end:
+            try:
+                if self.client.get("/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.1)
+        raise AssertionError("The server did not start: " + self.log.read_text())
+
+    @property
+    def engine_pid(self) -> int:
+        """Of the process that is its child."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (child,) = [int(c) for c in children if b"engine_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        return child
+
+    def metric(self, name: str) -> float:
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"jpaged:{name}{{"))
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process and it is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,404 @@
+"""A served demo model, asked as its users ask it: by the official client, and by clients that mean no good."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+
+from jpaged.config import EngineArgs
+from jpaged.llm_engine import LLMEngine
+from jpaged.sampling_params import RequestOutputKind
+from tests.serving.server_process import KEY, Server, is_running
+
+pytestmark = pytest.mark.xdist_group("server")
+
+PROMPT = "Once upon a time"
+LIMITS = (
+    *("--max-body-bytes", "100000", "--max-n", "4", "--max-prompts", "50", "--max-stop-strings", "3"),
+    *("--header-timeout", "1", "--body-timeout", "1", "--template-timeout", "0.5", "--trust-request-chat-template"),
+    *("--allowed-origins", "https://example.org"),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("server") / "log", *LIMITS)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def offline():
+    """Answers of the offline engine: (prompts, params) -> outputs in order."""
+    engine = LLMEngine(EngineArgs(max_num_seqs=16, num_gpu_blocks_override=600))
+
+    def generate(prompts, **fields):
+        params = replace(engine.default_sampling_params, **fields, output_kind=RequestOutputKind.FINAL_ONLY)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, params)
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step()}
+        return [found[str(i)] for i in range(len(prompts))]
+
+    generate.tokenizer = engine.tokenizer
+    return generate
+
+
+def events(response):
+    """The JSON of each server-sent event, "[DONE]" as it is."""
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield line[6:] if line == "data: [DONE]" else json.loads(line[6:])
+
+
+def test_tokens_are_those_of_the_offline_engine_for_the_same_seed(server, offline):
+    prompts = [PROMPT, "The sea", "A knight"]
+    body = {"prompt": prompts, "seed": 7, "max_tokens": 30, "n": 2, "return_token_ids": True}
+    choices = server.client.post("/v1/completions", json=body).json()["choices"]
+    expected = offline(prompts, seed=7, max_tokens=30, n=2)
+    assert [c["index"] for c in choices] == list(range(6))
+    assert [c["token_ids"] for c in choices] == [c.token_ids for output in expected for c in output.outputs]
+    assert [c["text"] for c in choices] == [c.text for output in expected for c in output.outputs]
+
+
+def test_a_stream_adds_up_to_the_answer_that_is_not_streamed(client):
+    fields = {"model": "jpaged-demo", "prompt": [PROMPT, "The sea"], "seed": 3, "max_tokens": 40, "n": 2, "stop": ["."]}
+    whole = client.completions.create(**fields)
+    texts, reasons, usage = [""] * 4, [None] * 4, None
+    for chunk in client.completions.create(**fields, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            assert chunk.usage is None
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        usage = chunk.usage
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_a_chat_is_answered_by_the_template_and_streams_the_same(client, server, offline):
+    messages = [{"role": "user", "content": "A story about a brave snail"}]
+    fields = {"model": "jpaged-demo", "messages": messages, "seed": 5, "max_completion_tokens": 25}
+    whole = client.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
+    prompt = offline.tokenizer.apply_chat_template(messages)
+    (expected,) = offline([prompt], seed=5, max_tokens=25, logprobs=2)
+    assert whole.choices[0].message.content == expected.outputs[0].text
+    assert whole.usage.prompt_tokens == len(prompt)
+    content = whole.choices[0].logprobs.content
+    assert [len(entry.top_logprobs) for entry in content] == [2] * len(expected.outputs[0].token_ids)
+    sampled = [p[t].logprob for p, t in zip(expected.outputs[0].logprobs, expected.outputs[0].token_ids, strict=True)]
+    assert [entry.logprob for entry in content] == pytest.approx(sampled, abs=1e-4)
+    chunks = list(client.chat.completions.create(**fields, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected.outputs[0].text
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_scores_a_prompt_as_the_offline_engine_does(server, offline, max_tokens):
+    tokens = offline.tokenizer.encode("Once upon a time there was a snail")
+    body = {"prompt": [tokens], "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0}
+    choice = server.client.post("/v1/completions", json=body).json()["choices"][0]
+    (expected,) = offline([tokens], max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    scored = choice["logprobs"]["token_logprobs"]
+    assert len(scored) == len(tokens) + max_tokens
+    assert scored[0] is None
+    of_prompt = [p[t].logprob for p, t in zip(expected.prompt_logprobs[1:], tokens[1:], strict=True)]
+    assert scored[1 : len(tokens)] == pytest.approx(of_prompt, abs=1e-4)
+    assert len(choice["logprobs"]["top_logprobs"]) == len(scored)
+
+
+def test_a_beam_search_gives_the_offline_sequences(server):
+    body = {"prompt": PROMPT, "use_beam_search": True, "n": 3, "max_tokens": 8, "temperature": 0}
+    choices = server.client.post("/v1/completions", json=body).json()["choices"]
+    assert len({choice["text"] for choice in choices}) == 3
+    assert all(choice["finish_reason"] for choice in choices)
+
+
+def test_a_repeated_prompt_reports_its_cached_tokens(server):
+    body = {"prompt": "The snail and the heron walked along the river. " * 8, "max_tokens": 1}
+    server.client.post("/v1/completions", json=body)
+    usage = server.client.post("/v1/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 16
+    assert server.client.post("/reset_prefix_cache").status_code == 200
+    usage = server.client.post("/v1/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_clients_that_go_away_free_their_blocks_within_a_second(server):
+    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+
+    async def abandon(client, stream):
+        async with client.stream("POST", "/v1/completions", json={**body, "stream": stream}) as response:
+            async for _ in response.aiter_bytes():
+                pass
+
+    async def run():
+        limits = httpx.Limits(max_connections=None)
+        options = {"base_url": server.url, "headers": server.client.headers, "timeout": 60, "trust_env": False}
+        async with httpx.AsyncClient(limits=limits, **options) as client:
+            tasks = [asyncio.create_task(abandon(client, i % 2 == 0)) for i in range(100)]
+            await asyncio.sleep(0.5)
+            load = (await client.get("/load")).json()["server_load"]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return load
+
+    assert asyncio.run(run()) >= 16
+    end = time.monotonic() + 1
+    names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+    while any(server.metric(name) for name in names):
+        assert time.monotonic() < end
+    begin = time.monotonic()
+    assert server.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 5}).status_code == 200
+    assert time.monotonic() - begin < 5
+
+
+CHAT = {"messages": [{"role": "user", "content": "A snail"}]}
+TEXT = {"prompt": PROMPT}
+WRONG = [
+    ("completions", {}, "prompt"),
+    ("completions", {"prompt": None}, "prompt"),
+    ("completions", {"prompt": ""}, "prompt"),
+    ("completions", {"prompt": []}, "prompt"),
+    ("completions", {"prompt": {"a": 1}}, "prompt"),
+    ("completions", {"prompt": ["a", 1]}, "prompt"),
+    ("completions", {"prompt": [1, 10**30]}, "prompt"),
+    ("completions", {"prompt": [-1]}, "prompt"),
+    ("completions", {"prompt": [5] * 5000}, "prompt"),
+    ("completions", {"prompt": "a " * 5000}, "prompt"),
+    ("completions", {"prompt": ["a"] * 51}, "prompt"),
+    ("completions", TEXT | {"model": "another"}, "model"),
+    ("completions", TEXT | {"temperature": -1}, "temperature"),
+    ("completions", TEXT | {"temperature": "hot"}, "temperature"),
+    ("completions", TEXT | {"top_p": 0}, "top_p"),
+    ("completions", TEXT | {"top_k": 10**20}, "top_k"),
+    ("completions", TEXT | {"n": 5}, "n"),
+    ("completions", TEXT | {"n": 0}, "n"),
+    ("completions", TEXT | {"n": 2, "best_of": 1}, "best_of"),
+    ("completions", TEXT | {"max_tokens": 0}, "max_tokens"),
+    ("completions", TEXT | {"min_tokens": 10**18}, "min_tokens"),
+    ("completions", TEXT | {"seed": 10**30}, "seed"),
+    ("completions", TEXT | {"stop": ["a", "b", "c", "d"]}, "stop"),
+    ("completions", TEXT | {"stop": [""]}, "stop"),
+    ("completions", TEXT | {"stop": [1]}, "stop"),
+    ("completions", TEXT | {"logprobs": 21}, "logprobs"),
+    ("completions", TEXT | {"logprobs": True}, "logprobs"),
+    ("completions", TEXT | {"logit_bias": {"a": 1}}, "logit_bias"),
+    ("completions", TEXT | {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ("completions", TEXT | {"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+    ("completions", TEXT | {"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ("completions", TEXT | {"allowed_token_ids": []}, "allowed_token_ids"),
+    ("completions", TEXT | {"bad_words": [""]}, "bad_words"),
+    ("completions", TEXT | {"stream": "yes"}, "stream"),
+    ("completions", TEXT | {"stream_options": {}}, "stream_options"),
+    ("completions", TEXT | {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ("completions", TEXT | {"suffix": "x"}, "suffix"),
+    ("completions", TEXT | {"response_format": {"type": "json_object"}}, "response_format"),
+    ("completions", TEXT | {"priority": 1}, "priority"),
+    ("completions", TEXT | {"cache_salt": ""}, "cache_salt"),
+    ("completions", TEXT | {"request_id": ""}, "request_id"),
+    ("completions", TEXT | {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ("completions", TEXT | {"use_beam_search": True, "stop": ["a"]}, "stop"),
+    ("chat/completions", {}, "messages"),
+    ("chat/completions", {"messages": []}, "messages"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages"),
+    ("chat/completions", {"messages": [1]}, "messages"),
+    ("chat/completions", CHAT | {"top_logprobs": 1}, "top_logprobs"),
+    ("chat/completions", CHAT | {"add_special_tokens": True}, "add_special_tokens"),
+    ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, "tools"),
+    ("chat/completions", CHAT | {"max_completion_tokens": -1}, "max_tokens"),
+    ("chat/completions", CHAT | {"chat_template": "{% if %}"}, "messages"),
+    ("chat/completions", CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ("chat/completions", CHAT | {"add_generation_prompt": True, "continue_final_message": True},
+     "continue_final_message"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "body", "param"), WRONG, ids=lambda value: str(value)[:50])
+def test_a_wrong_field_is_a_4xx_that_names_it(server, route, body, param):
+    before = server.metric("prompt_tokens_total")
+    response = server.client.post(f"/v1/{route}", json=body)
+    assert 400 <= response.status_code < 500, response.text
+    error = response.json()["error"]
+    assert error["param"] == param, error
+    assert error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+    assert server.metric("prompt_tokens_total") == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"a"', b'{"prompt": NaN}', b'{"prompt": "\xff"}', b'{"prompt":' + b"[" * 40000,
+     b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "\\ud800"}'],
+    ids=lambda body: str(body[:30]),
+)  # fmt: skip
+def test_a_body_that_is_no_request_is_a_400(server, body):
+    response = server.client.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_unknown_fields_are_ignored(server):
+    body = TEXT | {"max_tokens": 1, "no_such_field": {"a": [1]}}
+    assert server.client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_body_that_is_too_large_is_refused_while_it_comes(server):
+    sent = 0
+
+    def endless():
+        nonlocal sent
+        while sent < 50_000_000:
+            sent += 50_000
+            yield b" " * 50_000
+
+    try:
+        status = server.client.post("/v1/completions", content=endless()).status_code
+    except httpx.TransportError:  # the server closed the connection while the client was still sending
+        status = 413
+    assert status == 413
+    assert sent < 50_000_000
+    announced = server.client.post("/v1/completions", content=b" " * 200_000)
+    assert announced.status_code == 413
+
+
+@pytest.mark.parametrize("start", [b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"])
+def test_a_client_that_dawdles_over_its_headers_is_cut_off(server, start):
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.settimeout(5)
+        sock.sendall(start)
+        answer = b"".join(iter(lambda: sock.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_a_client_that_dawdles_over_its_body_gets_a_408(server):
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {KEY}\r\ncontent-length: 50\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.settimeout(5)
+        sock.sendall(head.encode() + b'{"prompt"')
+        answer = b"".join(iter(lambda: sock.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_headers_that_are_too_large_are_a_431(server):
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.settimeout(5)
+        sock.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 70_000)
+        answer = sock.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 431")
+
+
+def test_a_template_without_end_is_stopped(server):
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    begin = time.monotonic()
+    response = server.client.post("/v1/chat/completions", json=CHAT | {"chat_template": endless})
+    assert response.status_code == 400
+    assert time.monotonic() - begin < 5
+    assert server.client.get("/health").elapsed.total_seconds() < 0.5
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic " + KEY, "Bearer " + KEY + "x", "Bearer é"])
+def test_without_a_key_only_the_health_checks_answer(server, header):
+    headers = {} if header is None else {"authorization": header.encode("latin-1")}
+    for path in ("/v1/models", "/metrics", "/version", "/load", "/openapi.json", "/nothing"):
+        response = httpx.get(server.url + path, headers=headers, trust_env=False)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.post(server.url + "/v1/completions", json=TEXT, headers=headers, trust_env=False).status_code == 401
+    for path in ("/health", "/ping"):
+        assert httpx.get(server.url + path, headers=headers, trust_env=False).status_code == 200
+
+
+def test_tokenize_and_detokenize_are_each_others_inverse(server, offline):
+    answer = server.client.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+    assert answer["tokens"] == offline.tokenizer.encode(PROMPT)
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    text = server.client.post("/detokenize", json={"tokens": answer["tokens"][1:]}).json()["prompt"]
+    assert text == PROMPT
+    chat = server.client.post("/tokenize", json=CHAT).json()
+    assert chat["tokens"] == offline.tokenizer.apply_chat_template(CHAT["messages"])
+
+
+def test_answers_carry_the_clients_request_id_and_the_log_no_prompts(server):
+    secret = "heron-42-secret"
+    body = {"prompt": secret, "max_tokens": 1}
+    response = server.client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1"
+    log = server.log.read_text()
+    assert "mine-1" in log
+    assert secret not in log
+    assert KEY not in log
+
+
+def test_pages_of_an_allowed_origin_may_ask_without_a_key_for_the_preflight(server):
+    headers = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    response = httpx.options(server.url + "/v1/completions", headers=headers, trust_env=False)
+    assert response.headers["access-control-allow-origin"] == "https://example.org"
+    headers["origin"] = "https://example.com"
+    assert "access-control-allow-origin" not in httpx.options(server.url + "/v1/models", headers=headers).headers
+
+
+def test_the_openapi_document_has_every_route(server):
+    document = server.client.get("/openapi.json").json()
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"} <= set(document["paths"])
+    assert "prompt" in document["components"]["schemas"]["CompletionRequest"]["required"]
+
+
+def test_an_engine_that_is_killed_turns_health_to_503_and_ends_streams_with_an_error(server):
+    """Last of those that share the server."""
+    body = TEXT | {"max_tokens": 900, "ignore_eos": True, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        stream = events(response)
+        next(stream)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        last = [item for item in stream if "error" in item]
+    assert last[0]["error"]["code"] == "engine_dead"
+    assert server.client.get("/health").status_code == 503
+    assert server.client.post("/v1/completions", json=TEXT).status_code == 503
+
+
+def test_a_killed_server_leaves_no_engine(tmp_path):
+    server = Server(tmp_path / "log")
+    pid = server.engine_pid
+    server.process.kill()
+    end = time.monotonic() + 2
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(pid)
+    server.close()
+
+
+def test_sigterm_lets_requests_end_then_aborts_them(tmp_path):
+    server = Server(tmp_path / "log", "--shutdown-timeout", "0.3", "--max-queued-requests", "17")
+    pid = server.engine_pid
+    body = TEXT | {"max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 16}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        stream = events(response)
+        next(stream)
+        waiting = server.client.post("/v1/completions", json={"prompt": ["a"] * 18})
+        assert waiting.status_code == 503
+        assert waiting.headers["retry-after"]
+        server.process.send_signal(signal.SIGTERM)
+        seen = list(stream)
+    assert seen[-1] == "[DONE]"
+    assert "abort" in {choice["finish_reason"] for item in seen[:-1] for choice in item["choices"]}
+    assert server.process.wait(10) == 0
+    assert not is_running(pid)
+    server.close()
