@@ -298,11 +298,11 @@ def cases(backend: str | None) -> Iterator[Case]:
     yield prefill("prefill 1 x 8,192 D 64", 450, same(1, 8192), same(1, 8192), Setting(head_dim=64))
     yield prefill("prefill 1 x 8,192 D 256 (16/4)", 620, same(1, 8192), same(1, 8192), Setting(16, 4, 256))
 
-    chunk, rows = np.array([2048]), same(128, 2048)
+    chunk, decodes = np.array([2048]), same(128, 2048)
     for name, lens, queries in (
-        ("mixed: 128 decode rows at 2,048", rows, np.ones(128, np.int64)),
+        ("mixed: 128 decode rows at 2,048", decodes, np.ones(128, np.int64)),
         ("mixed: one chunk of 2,048", chunk, chunk),
-        ("mixed: both", np.concatenate([rows, chunk]), np.concatenate([np.ones(128, np.int64), chunk])),
+        ("mixed: both", np.concatenate([decodes, chunk]), np.concatenate([np.ones(128, np.int64), chunk])),
     ):
         yield Case(name, "us", None, partial(attention_case, lens, queries, Setting(), backend))
 

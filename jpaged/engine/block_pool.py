@@ -123,7 +123,7 @@ class BlockPool:
         return int(self._ref_counts[block_id])
 
     def occupancy(self) -> tuple[np.ndarray, np.ndarray]:
-        """References to each block, int32 [num_blocks], and whether a prefix could hit it, bool [num_blocks]: copies."""
+        """Copies of the references to each block, int32 [num_blocks], and of whether a prefix could hit it, bool."""
         named = np.zeros((self.num_blocks,), np.bool_) if self.cache is None else self.cache.registered()
         return self._ref_counts.copy(), named
 
