@@ -32,11 +32,12 @@ class ExecutableCache:
     Args:
         directory: where to keep them; None keeps nothing.
         depends_on: whatever the programs depend on beside their names and argument shapes; its repr counts.
+        platforms: of devices whose programs are kept.
     """
 
-    def __init__(self, directory: Path | None, depends_on: Sequence[Any]) -> None:
+    def __init__(self, directory: Path | None, depends_on: Sequence[Any], platforms: Sequence[str] = ("gpu",)) -> None:
         device = jax.devices()[0]
-        self._directory = directory if device.platform == "gpu" else None
+        self._directory = directory if device.platform in platforms else None
         environment = (
             jax.__version__,
             device.device_kind,

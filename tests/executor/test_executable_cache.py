@@ -1,0 +1,56 @@
+"""Programs kept on disk: found again when nothing they depend on has changed, and never in the way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.executor.executable_cache import ExecutableCache
+
+SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+def compiled():
+    return jax.jit(lambda x: 2 * x + 1).lower(SHAPE).compile()
+
+
+def cache_in(directory, *depends_on):
+    return ExecutableCache(directory, depends_on, platforms=("cpu",))
+
+
+def test_a_program_that_was_kept_computes_the_same(tmp_path):
+    path = cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,))
+    ExecutableCache.save(path, compiled())
+    again = ExecutableCache.load(cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,)))
+    np.testing.assert_array_equal(again(np.float32([1, 2, 3])), [3, 5, 7])
+
+
+def test_a_program_is_found_by_all_that_it_depends_on(tmp_path):
+    cache = cache_in(tmp_path, "model")
+    path = cache.path(("decode", 8), (SHAPE,))
+    others = [
+        cache.path(("decode", 16), (SHAPE,)),
+        cache.path(("decode", 8), (jax.ShapeDtypeStruct((4,), jnp.float32),)),
+        cache.path(("decode", 8), (jax.ShapeDtypeStruct((3,), jnp.int32),)),
+        cache.path(("decode", 8), (SHAPE, SHAPE)),
+        cache_in(tmp_path, "another model").path(("decode", 8), (SHAPE,)),
+    ]
+    assert len({path, *others}) == 6
+    assert ExecutableCache.load(path) is None
+
+
+def test_a_file_that_cannot_be_read_is_no_program(tmp_path):
+    path = cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,))
+    ExecutableCache.save(path, compiled())
+    path.write_bytes(path.read_bytes()[:1000])
+    assert ExecutableCache.load(path) is None
+
+
+def test_a_directory_that_cannot_be_written_does_no_harm(tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    ExecutableCache.save(tmp_path / "file" / "program", compiled())
+    assert ExecutableCache.load(tmp_path / "file" / "program") is None
+
+
+def test_without_a_directory_or_a_gpu_nothing_is_kept(tmp_path):
+    assert cache_in(None, "model").path(("decode", 8), (SHAPE,)) is None
+    assert ExecutableCache(tmp_path, ("model",)).path(("decode", 8), (SHAPE,)) is None
