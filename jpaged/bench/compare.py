@@ -1,0 +1,80 @@
+"""`jpaged bench compare A.json B.json`: the figures of B over those of A, case by case.
+
+Both are reports that a benchmark wrote with `--json`. Cases are matched by name and numbers by theirs; where settings
+or environments differ, that is said first. A ratio above 1 means that B's number is larger, whatever that means for it.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from jpaged.errors import InvalidParameterError
+
+_NAMES = ("name", "case", "workload", "dataset", "batch", "variant", "system")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="jpaged bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("a", type=Path, metavar="A.json", help="the report to compare with")
+    result.add_argument("b", type=Path, metavar="B.json")
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    a, b = _read(args.a), _read(args.b)
+    if a["benchmark"] != b["benchmark"]:
+        raise InvalidParameterError(f"{args.a} is of {a['benchmark']!r}, {args.b} of {b['benchmark']!r}; compare like.")
+    for part in ("environment", "settings"):
+        for key in sorted(set(a[part]) | set(b[part])):
+            old, new = a[part].get(key), b[part].get(key)
+            if old != new:
+                print(f"{part} {key}: {old} -> {new}")
+    cases = ratios(a["results"], b["results"])
+    if not cases:
+        raise InvalidParameterError(f"{args.a} and {args.b} have no case in common.")
+    for case, numbers in cases.items():
+        print(case)
+        for key, (old, new) in numbers.items():
+            print(f"    {key:<32} {old:>14,.4g} {new:>14,.4g}   {new / old:.3f}x")
+    return 0
+
+
+def ratios(a: list[dict], b: list[dict]) -> dict[str, dict[str, tuple[float, float]]]:
+    """By case that both have: its numbers that both have, A's not zero, as (A's, B's)."""
+    of_b = {_name(result): result for result in b}
+    found = {}
+    for result in a:
+        other = of_b.get(_name(result))
+        if other is not None:
+            found[_name(result)] = {
+                key: (float(value), float(other[key]))
+                for key, value in result.items()
+                if _is_number(value) and _is_number(other.get(key)) and value and key not in _NAMES
+            }
+    return found
+
+
+def _name(result: dict) -> str:
+    """What tells a case from the others of its report."""
+    parts = [f"{result[key]}" for key in _NAMES if key in result and not isinstance(result[key], dict)]
+    return " ".join(parts) or "result"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        report = json.loads(path.read_text())
+    except OSError as error:
+        raise InvalidParameterError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise InvalidParameterError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(report, dict) or not isinstance(report.get("results"), list) or "benchmark" not in report:
+        raise InvalidParameterError(f"{path} is not a report of `jpaged bench` with a list of results.")
+    return {"environment": {}, "settings": {}} | report
