@@ -1,8 +1,9 @@
 """`jpaged bench throughput`: output tokens a second of a whole offline run, prefill included.
 
-A warm-up run of the same shape comes first; the prefix cache is emptied before each timed run. Reported is the median
-of the runs, and their least and most. Workloads come by name (`--workload`, those of the README's table) or are put
-together from the other options.
+A warm-up run of the same requests comes first; it also finds the share of the KV memory in use that held tokens (tokens
+held over token slots of referenced blocks, added up over the steps). The prefix cache is emptied before each run.
+Reported is the median of the timed runs, and their least and most. Workloads come by name (`--workload`, those of the
+README's table) or are put together from the other options.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from jpaged.bench.report import write_report
 from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, make_requests
 from jpaged.errors import InvalidParameterError
 from jpaged.llm import LLM
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
 def parser() -> argparse.ArgumentParser:
@@ -134,13 +135,12 @@ def measure(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: in
     ]
     prompts = [request.prompt_token_ids for request in requests]
     seconds = []
-    for run in range(runs + 1):
+    utilization = kv_utilization(llm, prompts, params)
+    for _ in range(runs):
         llm.reset_prefix_cache()
         begun = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        elapsed = time.perf_counter() - begun
-        if run:
-            seconds.append(elapsed)
+        seconds.append(time.perf_counter() - begun)
         for request, output in zip(requests, outputs, strict=True):
             if len(output.outputs[0].token_ids) != request.output_len:
                 raise RuntimeError(f"asked for {request.output_len} tokens, got {len(output.outputs[0].token_ids)}.")
@@ -150,9 +150,25 @@ def measure(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: in
         "input_tokens": sum(map(len, prompts)),
         "output_tokens": generated,
         "seconds": seconds,
+        "kv_utilization": utilization,
         "output_tokens_per_s": generated / statistics.median(seconds) if seconds else None,
         "metrics": asdict(llm.get_metrics()),
     }
+
+
+def kv_utilization(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
+    """Runs the requests, untimed, and returns tokens held / token slots allocated, added up over the steps."""
+    llm.reset_prefix_cache()
+    engine = llm.engine
+    for i, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
+        final = of_prompt.reporting(RequestOutputKind.FINAL_ONLY)
+        engine.add_request(f"warm-up {i}", {"prompt_token_ids": prompt}, final)
+    held = slots = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        stats = engine.get_metrics()
+        held, slots = held + stats.tokens_held, slots + stats.token_slots
+    return held / slots if slots else 0.0
 
 
 def _row(figure: dict) -> str:
@@ -160,5 +176,5 @@ def _row(figure: dict) -> str:
     return (
         f"{figure['name']}: {figure['num_prompts']} requests, {figure['input_tokens']:,} tokens in, "
         f"{figure['output_tokens']:,} out: {figure['output_tokens_per_s']:,.0f} output tokens/s "
-        f"({least:.3f} to {most:.3f} s a run)"
+        f"({least:.3f} to {most:.3f} s a run); {figure['kv_utilization']:.1%} of the KV memory in use held tokens"
     )

@@ -22,6 +22,7 @@ def test_a_run_is_measured_and_written_down(tmp_path, capsys):
     for result, input_len in zip(report["results"], (10, 50), strict=True):
         assert (result["input_tokens"], result["output_tokens"]) == (6 * input_len, 30)
         assert len(result["seconds"]) == 2
+        assert 0.3 < result["kv_utilization"] < 1  # sequences of 11 to 55 tokens in blocks of 16
         assert result["output_tokens_per_s"] == pytest.approx(30 / np.median(result["seconds"]))
     assert report["environment"]["device"] == "cpu"
     assert "output tokens/s" in capsys.readouterr().out
