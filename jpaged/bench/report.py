@@ -12,27 +12,37 @@ import jax
 import jpaged
 
 
-def write_report(path: Path, benchmark: str, settings: dict[str, Any], results: Any) -> None:
-    """Writes a benchmark's settings and figures, with date, versions and device beside them."""
-    report = {"benchmark": benchmark, "environment": environment(), "settings": settings, "results": results}
+def write_report(
+    path: Path, benchmark: str, settings: dict[str, Any], results: Any, *, with_device: bool = True
+) -> None:
+    """Writes a benchmark's settings and figures, with date, versions and device beside them.
+
+    with_device: False leaves the device alone, for a benchmark whose device belongs to another process.
+    """
+    environment_ = environment(with_device=with_device)
+    report = {"benchmark": benchmark, "environment": environment_, "settings": settings, "results": results}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1, default=str) + "\n")
     print(f"written to {path}")
 
 
-def environment() -> dict[str, str | int]:
+def environment(*, with_device: bool = True) -> dict[str, str | int]:
     """Date, versions and device."""
-    device = jax.devices()[0]
     versions = {name: _version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
-    return {
+    found: dict[str, str | int] = {
         "date": datetime.now(UTC).date().isoformat(),
         "jpaged": jpaged.__version__,
         **versions,
         "python": platform.python_version(),
-        "device": device.device_kind,
-        "num_devices": len(jax.devices()),
-        "platform_version": device.client.platform_version.splitlines()[0],
     }
+    if with_device:
+        device = jax.devices()[0]
+        found |= {
+            "device": device.device_kind,
+            "num_devices": len(jax.devices()),
+            "platform_version": device.client.platform_version.splitlines()[0],
+        }
+    return found
 
 
 def _version(name: str) -> str:

@@ -27,6 +27,7 @@ BENCHMARKS = {
     "steps": "a decode step: its time, its floor, its kernels",
     "scoring": "tokens/s of scoring, and the share of the prefill roofline",
     "sequences": "several samples, beams, and swapping to host memory",
+    "serve": "latency and tokens/s of an OpenAI-compatible server under open-loop load",
     "compare": "the figures of two reports, side by side",
     "memory": "the PagedAttention paper's figures, simulated: memory, batches, latency, sharing",
 }
