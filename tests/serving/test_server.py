@@ -138,7 +138,7 @@ def test_a_beam_search_gives_the_offline_sequences(server, offline, n, best_of, 
         {} if best_of is None else {"best_of": best_of}
     )
     choices = server.client.post("/v1/completions", json=body).json()["choices"]
-    search = BeamSearchParams(width, 12, length_penalty=length_penalty)
+    search = BeamSearchParams(beam_width=width, max_tokens=12, length_penalty=length_penalty)
     expected = offline.search(PROMPT, search).outputs[:n]
     assert [choice["token_ids"] for choice in choices] == [completion.token_ids for completion in expected]
     assert [choice["text"] for choice in choices] == [completion.text for completion in expected]
