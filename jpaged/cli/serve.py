@@ -30,6 +30,7 @@ _LIMITS = (
     ("--max-queued-tokens", int, "N", "tokens of those prompts"),
     ("--header-timeout", float, "S", "seconds for a request's headers to come"),
     ("--body-timeout", float, "S", "seconds for its body"),
+    ("--keep-alive-timeout", float, "S", "seconds that a connection may wait for its next request"),
     ("--template-timeout", float, "S", "seconds for a chat template"),
 )
 

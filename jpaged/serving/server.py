@@ -26,8 +26,8 @@ from jpaged.serving.limits import ServerLimits
 log = logging.getLogger("jpaged.server")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
-KEEP_ALIVE_S = 30
-"""How long a connection may wait for its next request."""
+_UNREAD_S = 0.01
+"""From a time-out until it takes effect: the loop looks for data in between."""
 LAST_WORDS_S = 2.0
 """For answers of requests that were aborted when the time to drain was up."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -120,7 +120,7 @@ async def run(
             root_path=options.root_path,
             proxy_headers=False,
             backlog=4096,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=math.ceil(app_options.limits.keep_alive_timeout_s),
             timeout_graceful_shutdown=math.ceil(options.shutdown_timeout_s + LAST_WORDS_S),
         )
         server = _Server(config, engine, options, signals)
@@ -203,6 +203,10 @@ def _limited_protocol(limits: ServerLimits) -> type[asyncio.Protocol]:
             self._disarm()
             super().on_headers_complete()
 
+        def timeout_keep_alive_handler(self) -> None:
+            # What has come but was not read yet, since the loop is busy, is read before the connection is closed.
+            self.timeout_keep_alive_task = self.loop.call_later(_UNREAD_S, super().timeout_keep_alive_handler)
+
         def _arm(self) -> None:
             self._header_bytes = 0
             self._deadline = self.loop.call_later(limits.header_timeout_s, self._late)
@@ -213,6 +217,9 @@ def _limited_protocol(limits: ServerLimits) -> type[asyncio.Protocol]:
                 self._deadline = None
 
         def _late(self) -> None:
+            self._deadline = self.loop.call_later(_UNREAD_S, self._too_late)  # as above
+
+        def _too_late(self) -> None:
             self._deadline = None
             if self._header_bytes:
                 self._refuse(408, "The request's headers did not arrive in time.")
