@@ -16,6 +16,7 @@ A client that is not installed is left out, and said to be. Exits with 1 if a ch
 import argparse
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
@@ -92,6 +93,7 @@ def check_openai(served: Served) -> str:
 
 
 def check_litellm(served: Served) -> str:
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch prices
     import litellm
 
     fields = {"api_base": f"{served.url}/v1", "api_key": served.key, **SAMPLING}

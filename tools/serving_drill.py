@@ -62,8 +62,8 @@ class Server:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60, trust_env=False)
 
-    def complete(self, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + "/v1/completions", json=body, timeout=60, trust_env=False)
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, trust_env=False)
 
     def gauge(self, name: str) -> float:
         lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(f"jpaged:{name}{{")]
@@ -181,7 +181,7 @@ def drill_cancel(args: argparse.Namespace) -> bool:
                 time.sleep(0.01)
             empty_s = time.monotonic() - cancelled
             begin = time.monotonic()
-            answer = server.complete(prompt=PROMPT, max_tokens=5, ignore_eos=True)
+            answer = server.post("/v1/completions", prompt=PROMPT, max_tokens=5, ignore_eos=True)
             answer_s = time.monotonic() - begin
     report = {"open_when_cancelled": begun, "pool_empty_s": round(empty_s, 3), "next_answer_s": round(answer_s, 3)}
     print(json.dumps(report), flush=True)
