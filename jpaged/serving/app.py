@@ -260,7 +260,7 @@ class _Handlers:
         return _json({"server_load": self._engine.num_unfinished})
 
     async def metrics(self, request: Request) -> Response:
-        stats = await self._engine.get_metrics()
+        stats = await self._engine.get_replica_metrics()
         options = self._options
         text = self._engine.metrics.exposition(options.metrics_prefix, options.served_model_names[0], stats)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
