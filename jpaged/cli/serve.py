@@ -28,6 +28,7 @@ _LIMITS = (
     ("--max-bad-words", int, "N", "entries of bad_words"),
     ("--max-queued-requests", int, "N", "prompts that wait to run; above it clients get a 503"),
     ("--max-queued-tokens", int, "N", "tokens of those prompts"),
+    ("--max-watchers", int, "N", "pages that show the live view, for each API process"),
     ("--header-timeout", float, "S", "seconds for a request's headers to come"),
     ("--body-timeout", float, "S", "seconds for its body"),
     ("--keep-alive-timeout", float, "S", "seconds that a connection may wait for its next request"),

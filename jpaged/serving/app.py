@@ -45,7 +45,9 @@ from jpaged.serving.http import (
     unless_disconnected,
 )
 from jpaged.serving.limits import ServerLimits
+from jpaged.serving.live import LiveView
 from jpaged.serving.openapi import openapi
+from jpaged.serving.page import page_routes
 from jpaged.serving.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -108,9 +110,12 @@ class AppOptions:
 
 
 def build_app(engine: AsyncLLMEngine, options: AppOptions) -> Starlette:
-    """The ASGI application that serves an engine."""
-    server = _Handlers(engine, options)
+    """The ASGI application that serves an engine. `app.state.live.close()` ends the streams that never end."""
+    live = LiveView(engine, options.limits.max_watchers)
+    server = _Handlers(engine, options, live)
     routes = [
+        *page_routes(),
+        Route("/live", _guarded(server.live), methods=["GET"]),
         Route("/v1/completions", _guarded(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", _guarded(server.chat_completions), methods=["POST"]),
         Route("/v1/models", _guarded(server.models), methods=["GET"]),
@@ -138,7 +143,9 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions) -> Starlette:
         )
     if options.api_keys:
         middleware.append(Middleware(ApiKeys, keys=options.api_keys))
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
+    app.state.live = live
+    return app
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -188,9 +195,10 @@ class _Job:
 class _Handlers:
     """What each route does."""
 
-    def __init__(self, engine: AsyncLLMEngine, options: AppOptions) -> None:
+    def __init__(self, engine: AsyncLLMEngine, options: AppOptions, live: LiveView) -> None:
         self._engine = engine
         self._options = options
+        self._live = live
         self._limits = options.limits
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
@@ -269,6 +277,9 @@ class _Handlers:
         if not await self._engine.reset_prefix_cache():
             raise ApiError(409, "Requests are running; the prefix cache can be reset when there are none.", code="busy")
         return _json({"reset": True})
+
+    async def live(self, request: Request) -> Response:
+        return _LiveStream(self._live)
 
     async def openapi(self, request: Request) -> Response:
         return _json(openapi())
@@ -515,6 +526,35 @@ class _Stream(Response):
                 return
             last = event(failure.body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class _LiveStream(Response):
+    """Snapshots of the engine as server-sent events, until the client goes away or the server ends."""
+
+    def __init__(self, live: LiveView) -> None:
+        super().__init__()
+        self._live = live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientDisconnected):
+            await unless_disconnected(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        try:
+            async with contextlib.aclosing(self._live.watch()) as events:
+                async for chunk in events:
+                    if not begun:
+                        begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": list(_EVENT_STREAM)})
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except ApiError as error:  # before the first event
+            await error_response(error)(scope, receive, send)
+            return
+        if not begun:
+            await error_response(ApiError(503, "The server is about to end."))(scope, receive, send)
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _json(value: Any) -> Response:

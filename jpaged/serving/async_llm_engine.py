@@ -24,6 +24,7 @@ from jpaged import errors
 from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
+from jpaged.engine.pool_view import PoolView
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.router import Router
 from jpaged.engine.scheduler import RequestUpdate
@@ -43,7 +44,6 @@ from jpaged.serving.wire import (
     Abort,
     Add,
     Answer,
-    BlockOwners,
     Call,
     Dead,
     Failed,
@@ -171,10 +171,6 @@ class AsyncLLMEngine:
         """Tokens of the prompts of those."""
         return self._board.total("queued_tokens")
 
-    def unfinished_request_ids(self) -> dict[int, str]:
-        """By handle, as `block_owners` names them; those of this process."""
-        return {handle: stream.request.request_id for handle, stream in self._streams.items()}
-
     async def generate(
         self,
         prompt: Prompt | ProcessedInput,
@@ -294,11 +290,12 @@ class AsyncLLMEngine:
         """The same of each replica that serves. Raises EngineDeadError."""
         return {replica: answer.stats for replica, answer in (await self._call("stats")).items() if answer.stats}
 
-    async def block_owners(self, replica: int = 0) -> BlockOwners:
-        """The KV pool of a replica, block by block. Raises EngineDeadError."""
-        answer = (await self._call("blocks", [self._replicas[replica]]))[replica]
-        assert answer.blocks is not None
-        return answer.blocks
+    async def get_pool_views(self) -> dict[int, tuple[EngineStats, PoolView]]:
+        """The same, and a picture of the KV pool, of each replica that serves; reads the whole pool. In a picture
+        requests go by numbers, which say nothing about them. Raises EngineDeadError.
+        """
+        answers = (await self._call("pool")).items()
+        return {replica: (answer.stats, answer.pool) for replica, answer in answers if answer.stats and answer.pool}
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. Returns False where requests ran and nothing was done."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jpaged.engine.pool_view import PoolView, view_pool
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import RequestUpdate
 from jpaged.errors import JPagedError
@@ -33,7 +34,6 @@ from jpaged.serving.wire import (
     Abort,
     Add,
     Answer,
-    BlockOwners,
     Call,
     Dead,
     Failed,
@@ -201,8 +201,8 @@ class EngineProcess:
         try:
             if call.name == "stats":
                 return Answer(call.call_id, stats=self._core.stats())
-            if call.name == "blocks":
-                return Answer(call.call_id, blocks=self._block_owners())
+            if call.name == "pool":
+                return Answer(call.call_id, stats=self._core.stats(), pool=self._pool_view())
             if call.name == "reset_prefix_cache":
                 return Answer(call.call_id, done=self._core.reset_prefix_cache())
             if call.name == "check_integrity":
@@ -212,20 +212,15 @@ class EngineProcess:
             return Answer(call.call_id, error=str(error))
         return Answer(call.call_id, error=f"There is no call {call.name!r}.")
 
-    def _block_owners(self) -> BlockOwners:
+    def _pool_view(self) -> PoolView:
         scheduler = self._core.scheduler
-        refs, cached = scheduler.pool.occupancy()
-        owners = np.full(refs.shape, -1, np.int64)
+        tables = []
         for slot in scheduler.slots.used().tolist():
             request = scheduler.slots.requests[slot]
-            if request is not None:
-                owners[scheduler.slots.blocks(slot)] = self._tenants[request.request_id].handle
-        return BlockOwners(
-            block_size=scheduler.config.block_size,
-            refs=np.minimum(refs, 2**16 - 1).astype(np.uint16).tobytes(),
-            owners=owners.tobytes(),
-            cached=cached.astype(np.uint8).tobytes(),
-        )
+            tenant = None if request is None else self._tenants.get(request.request_id)
+            if tenant is not None:  # else: it has ended, and steps that are under way still use its blocks
+                tables.append((tenant.handle, scheduler.slots.blocks(slot)))
+        return view_pool(*scheduler.pool.occupancy(), tables, scheduler.config.block_size)
 
     def _send_step(self, updates: list[RequestUpdate]) -> None:
         """One message to each connection that a step has news for."""

@@ -15,11 +15,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jpaged.serving.errors import ApiError
+from jpaged.serving.page import PATHS
 
 access_log = logging.getLogger("jpaged.access")
 
-OPEN_PATHS = ("/health", "/ping")
-"""Need no key: load balancers ask them."""
+OPEN_PATHS = ("/health", "/ping", *PATHS)
+"""Need no key: load balancers ask them, and browsers open the page before its reader can give one."""
 
 _T = TypeVar("_T")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")

@@ -26,6 +26,7 @@ class ServerLimits:
         max_bad_words: entries of `bad_words`.
         max_queued_requests: prompts that wait to run, all clients' together; above it requests get a 503.
         max_queued_tokens: tokens of those.
+        max_watchers: of the live view, in each API process; above it they get a 503.
         header_timeout_s: from the first byte of a request to the end of its headers.
         body_timeout_s: from there to the end of its body.
         keep_alive_timeout_s: a connection may wait for its next request. It should be longer than clients and proxies
@@ -48,6 +49,7 @@ class ServerLimits:
     max_bad_words: int = 128
     max_queued_requests: int = 8192
     max_queued_tokens: int = 16 << 20
+    max_watchers: int = 32
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     keep_alive_timeout_s: float = 75.0

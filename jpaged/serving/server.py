@@ -22,6 +22,7 @@ from jpaged.serving.app import AppOptions, build_app
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import ApiError
 from jpaged.serving.limits import ServerLimits
+from jpaged.serving.live import LiveView
 
 log = logging.getLogger("jpaged.server")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
@@ -106,8 +107,9 @@ async def run(
     sock: bound, to listen on; None: the options say where.
     """
     async with engine:
+        app = build_app(engine, app_options)
         config = uvicorn.Config(
-            build_app(engine, app_options),
+            app,
             http=_limited_protocol(app_options.limits),
             ws="none",
             lifespan="off",
@@ -123,7 +125,7 @@ async def run(
             timeout_keep_alive=math.ceil(app_options.limits.keep_alive_timeout_s),
             timeout_graceful_shutdown=math.ceil(options.shutdown_timeout_s + LAST_WORDS_S),
         )
-        server = _Server(config, engine, options, signals)
+        server = _Server(config, engine, options, signals, app.state.live)
         await server.serve(sockets=None if sock is None else [sock])
 
 
@@ -136,8 +138,10 @@ class _Server(uvicorn.Server):
         engine: AsyncLLMEngine,
         options: ServerOptions,
         signals: Sequence[signal.Signals],
+        live: LiveView,
     ) -> None:
         super().__init__(config)
+        self._live = live
         self._engine = engine
         self._options = options
         self._signals = signals
@@ -163,6 +167,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("draining %d requests for at most %g s", self._engine.num_unfinished, self._options.shutdown_timeout_s)
+        self._live.close()  # would go on for ever
         abort = asyncio.ensure_future(self._abort_later())
         try:
             await super().shutdown(sockets)

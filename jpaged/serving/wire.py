@@ -20,6 +20,7 @@ import msgspec
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
+from jpaged.engine.pool_view import PoolView
 from jpaged.engine.stats import EngineStats
 from jpaged.errors import EngineDeadError
 from jpaged.outputs import Logprob, RequestStateStats
@@ -69,7 +70,7 @@ class Abort(_Message):
 
 
 class Call(_Message):
-    """A question: "stats", "blocks", "reset_prefix_cache" or "check_integrity"."""
+    """A question: "stats", "pool", "reset_prefix_cache" or "check_integrity"."""
 
     call_id: int
     name: str
@@ -142,26 +143,12 @@ class Refused(_Message):
     message: str
 
 
-class BlockOwners(msgspec.Struct, frozen=True):
-    """The KV pool, block by block.
-
-    refs: uint16 [blocks] as bytes; sequences that hold each block, 0 when it is free; above 1 it is shared.
-    owners: int64 [blocks] as bytes; the handle of a request that holds it, -1 when none does.
-    cached: uint8 [blocks] as bytes; 1 where a prefix could hit the block.
-    """
-
-    block_size: int
-    refs: bytes
-    owners: bytes
-    cached: bytes
-
-
 class Answer(_Message):
     """The answer to a Call; its type follows from the question. error: what went wrong."""
 
     call_id: int
     stats: EngineStats | None = None
-    blocks: BlockOwners | None = None
+    pool: PoolView | None = None
     done: bool | None = None
     error: str | None = None
 
