@@ -56,7 +56,7 @@ class LiveView:
         self._num_watchers += 1
         try:
             while not self._closed:
-                if self._poller is None or self._poller.done():
+                if self._poller is None or self._poller.done():  # nobody watched, or the engine had failed
                     self._next = asyncio.get_running_loop().create_future()
                     self._poller = asyncio.ensure_future(self._poll())
                 assert self._next is not None
@@ -68,6 +68,7 @@ class LiveView:
             self._num_watchers -= 1
             if not self._num_watchers and self._poller is not None:
                 self._poller.cancel()
+                self._poller = None
 
     def close(self) -> None:
         """Ends all streams, and those that begin later, at once."""
