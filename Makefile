@@ -5,13 +5,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROMPT ?= Tell me a story about a fox and a lantern.
 
-.PHONY: demo chat install install-test test test-ray lint types format clean help
+.PHONY: demo chat install install-test test test-ray test-browser lint types format clean help
 
 help:
 	@echo "make demo   install into $(VENV) and tell a story with the embedded model"
 	@echo "make chat   talk to the embedded model"
 	@echo "make test   install what the tests need and run them, with lint and types"
 	@echo "make test-ray   the tests that need Ray, which this installs"
+	@echo "make test-browser   the tests of the server's page, which need Chromium (Debian: chromium, chromium-driver)"
 	@echo "make lint types format clean   the parts"
 
 demo: install
@@ -42,6 +43,12 @@ test: install-test
 test-ray: install-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]"
 	$(BIN)/python -m pytest tests/scoring/test_ray.py
+
+test-browser: install-test
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+		{ echo "test-browser needs Chromium and its driver; on Debian: apt-get install chromium chromium-driver"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[browser]"
+	$(BIN)/python -m pytest tests/serving/test_browser.py
 
 lint: install-test
 	$(BIN)/python -m ruff check .

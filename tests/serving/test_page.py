@@ -71,7 +71,14 @@ class Watcher:
         self.messages = asyncio.Queue()
         self._gone = asyncio.Event()
         scope = {
-            **{"type": "http", "method": "GET", "path": "/live", "root_path": "", "query_string": b"", "scheme": "http"},
+            **{
+                "type": "http",
+                "method": "GET",
+                "path": "/live",
+                "root_path": "",
+                "query_string": b"",
+                "scheme": "http",
+            },
             **{"http_version": "1.1", "server": ("test", 80), "client": ("test", 1)},
             "headers": [(b"authorization", f"Bearer {key}".encode())],
         }
@@ -100,7 +107,9 @@ def test_files_are_served_without_a_key_under_a_strict_policy(engine, path):
     for root_path in ("", "/under/a/proxy"):
         response = get(app_of(engine), path, root_path)
         assert response.status_code == 200
-        policy = dict(part.strip().partition(" ")[::2] for part in response.headers["content-security-policy"].split(";"))
+        policy = dict(
+            part.strip().partition(" ")[::2] for part in response.headers["content-security-policy"].split(";")
+        )
         assert policy["default-src"] == "'none'"
         assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
         assert policy["frame-ancestors"] == policy["form-action"] == policy["base-uri"] == "'none'"
@@ -119,7 +128,9 @@ def test_the_page_refers_to_files_that_are_served_and_to_nothing_else():
         for imported in re.findall(r'from "\./([^"]+)"', text):
             assert f"/page/{imported}" in scripts, path
     for text in (page, *scripts.values(), assets.joinpath("page.css").read_text()):
-        assert not re.search(r'https?://(?!www\.w3\.org)|@import|url\(|innerHTML|insertAdjacentHTML|document\.write', text)
+        assert not re.search(
+            r"https?://(?!www\.w3\.org)|@import|url\(|innerHTML|insertAdjacentHTML|document\.write", text
+        )
     assert not re.search(r"<(script|style)>|\son\w+=|\sstyle=", page), "the policy forbids inline scripts and styles"
 
 

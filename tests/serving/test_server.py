@@ -362,6 +362,36 @@ def test_answers_carry_the_clients_request_id_and_the_log_no_prompts(server):
     assert KEY not in log
 
 
+def test_the_live_view_shows_who_holds_what(server):
+    """Two requests of one prompt share its full blocks; when their clients have left nothing is in use."""
+    prompt = "The snail and the heron walked along the river. " * 8
+    body = {"prompt": prompt, "max_tokens": 800, "ignore_eos": True, "stream": True, "request_id": "a-secret-word"}
+    assert httpx.get(server.url + "/live", trust_env=False).status_code == 401
+
+    def until(is_so):
+        with server.client.stream("GET", "/live") as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            for event in events(response):
+                assert "a-secret-word" not in json.dumps(event)
+                (replica,) = event["replicas"]
+                if is_so(replica):
+                    return replica
+        raise AssertionError("The stream ended.")
+
+    with server.client.stream("POST", "/v1/completions", json=body) as first:
+        next(events(first))
+        with server.client.stream("POST", "/v1/completions", json=body | {"request_id": "another"}) as second:
+            next(events(second))
+            replica = until(lambda replica: replica["pool"]["num_shared"] >= 5)
+    assert replica["running"] == replica["pool"]["num_holders"] == 2
+    one, other = replica["pool"]["holders"]
+    assert one["shared"] == other["shared"] == replica["pool"]["num_shared"]
+    assert one["blocks"] + other["blocks"] - one["shared"] == replica["pool"]["num_used"]
+    after = until(lambda replica: replica["pool"]["num_used"] == 0)["pool"]
+    assert after["num_cached"] >= replica["pool"]["num_shared"]
+    assert after["holders"] == []
+
+
 def test_pages_of_an_allowed_origin_may_ask_without_a_key_for_the_preflight(server):
     headers = {"origin": "https://example.org", "access-control-request-method": "POST"}
     response = httpx.options(server.url + "/v1/completions", headers=headers, trust_env=False)
@@ -407,8 +437,12 @@ def test_sigterm_lets_requests_end_then_aborts_them(tmp_path):
         waiting = server.client.post("/v1/completions", json={"prompt": ["a"] * 18})
         assert waiting.status_code == 503
         assert waiting.headers["retry-after"]
-        server.process.send_signal(signal.SIGTERM)
-        seen = list(stream)
+        with server.client.stream("GET", "/live") as watched:
+            snapshots = events(watched)
+            next(snapshots)
+            server.process.send_signal(signal.SIGTERM)
+            assert all("replicas" in snapshot for snapshot in snapshots)  # until it ends, as it should, whole
+            seen = list(stream)
     assert seen[-1] == "[DONE]"
     assert "abort" in {choice["finish_reason"] for item in seen[:-1] for choice in item["choices"]}
     assert server.process.wait(10) == 0

@@ -145,7 +145,8 @@ function paint(canvas, cells, levels) {
 }
 
 function colourOf(index) {
-  return `hsl(${Math.round((((index * HUE_STEP) % NUM_COLOURS) * 360) / NUM_COLOURS)} var(--owned-saturation) var(--owned-lightness))`;
+  const hue = Math.round((((index * HUE_STEP) % NUM_COLOURS) * 360) / NUM_COLOURS);
+  return `oklch(var(--owned-lightness) var(--owned-chroma) ${hue})`; // equally light, whatever the hue
 }
 
 function themeColours() {

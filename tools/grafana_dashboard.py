@@ -1,0 +1,238 @@
+"""Writes docs/grafana-dashboard.json, from the list of panels below.
+
+    python tools/grafana_dashboard.py [--check]
+
+--check writes nothing and exits with 1 if the file is not what this would write.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).parent.parent / "docs" / "grafana-dashboard.json"
+SELECTOR = '{model_name=~"$model_name", engine=~"$engine"}'
+QUANTILES = (0.5, 0.9, 0.99)
+
+Targets = list[tuple[str, str]]
+"""(expression, legend); a metric's name begins with ${prefix}, and SELECTOR or `rate` says of whom."""
+
+
+def gauge(name: str, legend: str, how: str = "sum") -> tuple[str, str]:
+    return f"{how}(${{prefix}}:{name}{SELECTOR})", legend
+
+
+def rate(name: str, by: str = "") -> str:
+    return f"sum{by}(rate(${{prefix}}:{name}{SELECTOR}[$__rate_interval]))"
+
+
+def quantiles(name: str) -> Targets:
+    buckets = rate(f"{name}_bucket", " by (le) ")
+    return [(f"histogram_quantile({q}, {buckets})", f"p{100 * q:g}") for q in QUANTILES]
+
+
+def mean(name: str) -> tuple[str, str]:
+    return f"{rate(f'{name}_sum')} / {rate(f'{name}_count')}", "mean"
+
+
+PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (title, unit, description, targets)
+    (
+        "Load",
+        [
+            (
+                "Requests",
+                "short",
+                "Sequences that run, and requests that wait for a slot or for blocks.",
+                [gauge("num_requests_running", "running"), gauge("num_requests_waiting", "waiting")],
+            ),
+            (
+                "Requests ended",
+                "reqps",
+                "By reason: stop and length are answers, abort is a client that went away.",
+                [(rate("request_success_total", " by (finished_reason) "), "{{finished_reason}}")],
+            ),
+            (
+                "Tokens",
+                "short",
+                "Tokens a second.",
+                [(rate("generation_tokens_total"), "generated"), (rate("prompt_tokens_total"), "of prompts")],
+            ),
+        ],
+    ),
+    (
+        "Latency",
+        [
+            ("Time to first token", "s", "From a request's arrival.", quantiles("time_to_first_token_seconds")),
+            ("Inter-token latency", "s", "Between tokens of a request.", quantiles("inter_token_latency_seconds")),
+            ("End to end", "s", "From a request's arrival to its end.", quantiles("e2e_request_latency_seconds")),
+            (
+                "Time per output token",
+                "s",
+                "Mean of a request.",
+                quantiles("request_time_per_output_token_seconds"),
+            ),
+            ("Time in the queue", "s", "Before a request first ran.", quantiles("request_queue_time_seconds")),
+            (
+                "Prefill and decode",
+                "s",
+                "Median time of a request from first running to its first token, and from there to its last.",
+                [
+                    (quantiles("request_prefill_time_seconds")[0][0], "prefill"),
+                    (quantiles("request_decode_time_seconds")[0][0], "decode"),
+                    (quantiles("request_inference_time_seconds")[0][0], "both"),
+                ],
+            ),
+        ],
+    ),
+    (
+        "Memory",
+        [
+            (
+                "KV pool in use",
+                "percentunit",
+                "Blocks in use, of all; where it stays near 100 % requests wait or are preempted.",
+                [(f"${{prefix}}:kv_cache_usage_perc{SELECTOR}", "engine {{engine}}")],
+            ),
+            (
+                "Prefix cache hit rate",
+                "percentunit",
+                "Prompt tokens found in the prefix cache, of those looked up.",
+                [(f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}", "hits")],
+            ),
+            (
+                "Preemptions",
+                "ops",
+                "Requests that gave up their blocks to others, a second.",
+                [(rate("num_preemptions_total"), "preemptions")],
+            ),
+        ],
+    ),
+    (
+        "Requests and steps",
+        [
+            ("Prompt length", "short", "Tokens.", [*quantiles("request_prompt_tokens"), mean("request_prompt_tokens")]),
+            (
+                "Answer length",
+                "short",
+                "Tokens, of all choices of a request.",
+                [*quantiles("request_generation_tokens"), mean("request_generation_tokens")],
+            ),
+            (
+                "Asked for",
+                "short",
+                "Mean max_tokens and n of requests.",
+                [
+                    (mean("request_params_max_tokens")[0], "max_tokens"),
+                    (mean("request_params_n")[0], "n"),
+                ],
+            ),
+            ("Steps", "ops", "Steps of the engine a second.", [(rate("engine_steps_total"), "steps")]),
+            ("Tokens a step", "short", "Returned by a step.", [mean("iteration_tokens_total")]),
+        ],
+    ),
+]
+
+
+def dashboard() -> dict[str, Any]:
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row, members in PANELS:
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": row,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": {"h": 1, "w": 24, "x": 0, "y": y},
+            }
+        )
+        y += 1
+        for i, (title, unit, description, targets) in enumerate(members):
+            place = {"h": 8, "w": 8, "x": 8 * (i % 3), "y": y + 8 * (i // 3)}
+            panels.append(_panel(len(panels) + 1, title, unit, description, targets, place))
+        y += 8 * -(-len(members) // 3)
+    return {
+        "uid": "jpaged",
+        "title": "jpaged",
+        "description": "Requests, latency and memory of jpaged servers.",
+        "tags": ["jpaged", "llm"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": _variables()},
+        "annotations": {"list": []},
+        "panels": panels,
+    }
+
+
+def _variables() -> list[dict[str, Any]]:
+    source = {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus"}
+    prefix = {
+        "type": "textbox",
+        "name": "prefix",
+        "label": "Prefix",
+        "description": "As --metrics-prefix of the server.",
+        "query": "jpaged",
+        "current": {"text": "jpaged", "value": "jpaged"},
+    }
+    labels = [
+        {
+            "type": "query",
+            "name": name,
+            "label": label,
+            "datasource": {"type": "prometheus", "uid": "${datasource}"},
+            "query": {"query": f"label_values(${{prefix}}:num_requests_running, {name})", "refId": name},
+            "refresh": 2,
+            "includeAll": True,
+            "allValue": ".*",
+            "multi": True,
+            "current": {"text": ["All"], "value": ["$__all"]},
+        }
+        for name, label in (("model_name", "Model"), ("engine", "Replica"))
+    ]
+    return [source, prefix, *labels]
+
+
+def _panel(
+    panel_id: int, title: str, unit: str, description: str, targets: Targets, place: dict[str, int]
+) -> dict[str, Any]:
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    custom = {"lineWidth": 2, "fillOpacity": 8, "showPoints": "never", "spanNulls": False}
+    limits = {"min": 0, "max": 1} if unit == "percentunit" else {"min": 0}
+    return {
+        "id": panel_id,
+        "type": "timeseries",
+        "title": title,
+        "description": description,
+        "datasource": source,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": unit, "custom": custom, **limits}, "overrides": []},
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+        "targets": [
+            {"refId": chr(ord("A") + i), "datasource": source, "expr": expression, "legendFormat": legend}
+            for i, (expression, legend) in enumerate(targets)
+        ],
+    }
+
+
+def text() -> str:
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        if PATH.read_text() != text():
+            raise SystemExit(f"{PATH} is not what this script writes; run it without --check.")
+        return
+    PATH.write_text(text())
+
+
+if __name__ == "__main__":
+    main()
