@@ -52,7 +52,8 @@ class PoolView:
     but a prefix could hit them.
     blocks_per_cell: 1, or more in a pool that is larger than the picture.
     cells: uint8 [cells] as bytes; see FREE, CACHED, OTHER, FIRST_COLOUR and SHARED.
-    levels: uint8 [cells] as bytes; the part of each cell's blocks that is not free, of 255. Empty with one block a cell.
+    levels: uint8 [cells] as bytes; the part of each cell's blocks that is not free, of 255; empty with one block a
+    cell.
     holders: those with the most blocks, in the order of their numbers. num_holders: how many there are in all.
     """
 
