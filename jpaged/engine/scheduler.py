@@ -311,8 +311,8 @@ class Scheduler:
             copies = np.concatenate([copies, np.array(plan.copies, np.int32)])
             for source, _ in plan.copies:  # held until nothing more is allocated in this plan
                 self.pool.free(np.array([source], np.int32))
-        if not len(rows) and not plan.chunks:
-            return None
+        if not len(rows) and not plan.chunks and not plan.starts:
+            return None  # a start goes out even without rows: the device must know of it
         ends = np.array(self._pending_ends, np.int32)
         self._pending_ends.clear()
         beam_starts, beams = self._searches.take_changes()
