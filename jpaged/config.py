@@ -28,6 +28,8 @@ class SchedulerConfig:
     num_swap_chunks: chunks of `SWAP_CHUNK_BLOCKS` blocks in host memory.
     preemption_mode: what becomes of preempted sequences. "swap": their blocks go to host memory, as long as there is
         room; "recompute": they are computed again; "auto": groups swap, single sequences are computed again.
+    host_prefix_cache: prefix blocks that the pool reuses go to host memory, where they can be hit, as long as no
+        preempted sequences need the room.
     """
 
     block_size: int
@@ -41,6 +43,7 @@ class SchedulerConfig:
     pipeline_depth: int = 2
     num_swap_chunks: int = 0
     preemption_mode: PreemptionMode = "auto"
+    host_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -60,6 +63,11 @@ class SchedulerConfig:
         if self.preemption_mode not in get_args(PreemptionMode):
             raise InvalidParameterError(
                 f'preemption_mode must be "auto", "swap" or "recompute", got {self.preemption_mode!r}.'
+            )
+        if self.host_prefix_cache and not (self.enable_prefix_caching and self.num_swap_chunks):
+            raise InvalidParameterError(
+                "host_prefix_cache=True keeps blocks of the prefix cache in the swap space: it needs "
+                "enable_prefix_caching=True, and a swap_space that holds a chunk of 16 blocks at least."
             )
 
     @property
@@ -95,6 +103,9 @@ class EngineArgs:
         watermark: fraction of the pool that must stay free when a request is admitted.
         pipeline_depth: steps dispatched before the first one's tokens are read; 0 reads each at once.
         swap_space: GiB of host memory for the blocks of preempted sequences, taken as they are needed.
+        host_prefix_cache: let blocks of the prefix cache that the pool reuses go to the swap space, as far as preempted
+            sequences leave room there, and come back when a prompt hits them. It pays with a swap_space that is large
+            beside the pool; each block that is evicted crosses the link to the host once.
         preemption_mode: what to do with sequences for which there is no room any more. "swap": keep their keys and
             values in the swap space while it lasts; "recompute": compute them again; "auto": swap the sequences of a
             request for several (`n`, beam search), and compute single ones again.
@@ -131,6 +142,7 @@ class EngineArgs:
     pipeline_depth: int = 2
     swap_space: float = 4.0
     preemption_mode: PreemptionMode = "auto"
+    host_prefix_cache: bool = False
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
     seed: int = 0
@@ -188,9 +200,14 @@ class EngineArgs:
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
         _check_fraction("watermark", self.watermark, zero_allowed=True)
         _check_swap_space(self.swap_space)
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "verbose"):
+        for name in ("enable_prefix_caching", "host_prefix_cache", "skip_tokenizer_init", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.host_prefix_cache and not (self.enable_prefix_caching and self.swap_space):
+            raise InvalidParameterError(
+                f"host_prefix_cache=True needs enable_prefix_caching=True and a swap_space above 0, got "
+                f"enable_prefix_caching={self.enable_prefix_caching} and swap_space={self.swap_space}."
+            )
         for name in ("decode_buckets", "token_buckets"):
             _check_buckets(name, getattr(self, name))
 

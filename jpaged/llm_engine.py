@@ -86,6 +86,7 @@ class LLMEngine:
             pipeline_depth=args.pipeline_depth,
             num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
             preemption_mode=args.preemption_mode,
+            host_prefix_cache=args.host_prefix_cache,
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
@@ -269,6 +270,7 @@ _FREE_TO_DIFFER = {
     "pipeline_depth",
     "swap_space",
     "preemption_mode",
+    "host_prefix_cache",
     "seed",
     "skip_tokenizer_init",
     "verbose",

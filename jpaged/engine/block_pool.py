@@ -73,6 +73,10 @@ class FreeList:
         self._position[block_ids] = _ABSENT
         self._size -= len(block_ids)
 
+    def head(self, n: int) -> np.ndarray:
+        """At most n of the oldest blocks, oldest first: those among the n oldest entries that are live."""
+        return self._live(self._head, min(self._head + n, self._tail))
+
     def to_array(self) -> np.ndarray:
         """The blocks in the list, oldest first, int32 [len]."""
         return self._live(self._head, self._tail)
@@ -157,6 +161,10 @@ class BlockPool:
         if self.cache is not None:
             self.cache.forget(block_ids)
         return block_ids
+
+    def next_to_allocate(self, n: int) -> np.ndarray:
+        """At most n of the free blocks that `allocate` hands out next, in order; those it skips over count, too."""
+        return self._free_list.head(n)
 
     def share(self, block_ids: np.ndarray) -> None:
         """Adds a reference to each of these distinct blocks; those that were free leave the free list."""

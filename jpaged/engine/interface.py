@@ -102,10 +102,12 @@ class HostCopy:
 
     block_ids: int32 [n], n at most SWAP_CHUNK_BLOCKS; the i-th is, or becomes, what stands in the chunk's i-th place.
         The null block for a place that is of no interest.
+    keep: of a copy to the pool; the chunk still holds its blocks afterwards.
     """
 
     chunk: int
     block_ids: np.ndarray
+    keep: bool = False
 
 
 def _no_rows() -> np.ndarray:

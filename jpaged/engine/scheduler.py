@@ -44,8 +44,10 @@ from jpaged.engine.admission import NO_BLOCKS, Admission, PlanInProgress, slot_s
 from jpaged.engine.beam_search import BeamGroup
 from jpaged.engine.block_manager import BlockManager, Growth
 from jpaged.engine.block_pool import BlockPool
+from jpaged.engine.host_tier import HostTier
 from jpaged.engine.interface import (
     NO_TOKEN,
+    NULL_BLOCK,
     SWAP_CHUNK_BLOCKS,
     Chunk,
     FinishCode,
@@ -90,7 +92,9 @@ class Scheduler:
         self.config = config
         self.pool = pool or BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.slots = Slots(config)
-        self.swap_space = SwapSpace(config.num_swap_chunks)
+        self.swap_space = SwapSpace(config.num_swap_chunks, HostTier() if config.host_prefix_cache else None)
+        if self.pool.cache is not None:
+            self.pool.cache.host = self.swap_space.tier
         self._blocks = BlockManager(self.pool, self.slots)
         self._seed = seed
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
@@ -247,6 +251,7 @@ class Scheduler:
         if cache is None:
             raise InvalidParameterError("Prefixes are pinned in the prefix cache: set enable_prefix_caching=True.")
         hits = cache.match([], token_ids, len(token_ids) // size, cache_salt)
+        hits = hits[np.cumprod(hits != NULL_BLOCK, dtype=np.bool_)]  # up to the first that is in host memory only
         left = self.capacity - len(hits)
         needed = max([-(-self.config.max_model_len // size), *map(self._num_blocks_alone, self._leaders())])
         if left < needed:
@@ -287,6 +292,7 @@ class Scheduler:
         self._pinned.clear()
         if self.pool.cache is not None:
             self.pool.cache.reset()
+        self.swap_space.drop_prefixes()
         return True
 
     def schedule(self) -> StepPlan | None:
@@ -313,6 +319,7 @@ class Scheduler:
                 self.pool.free(np.array([source], np.int32))
         if not len(rows) and not plan.chunks and not plan.starts:
             return None  # a start goes out even without rows: the device must know of it
+        self.swap_space.keep_evicted(self.pool)
         ends = np.array(self._pending_ends, np.int32)
         self._pending_ends.clear()
         beam_starts, beams = self._searches.take_changes()
@@ -322,7 +329,7 @@ class Scheduler:
             variant=self._variant(plan.runs_beams),
             ends=ends,
             starts=tuple(plan.starts),
-            swap_outs=tuple(self.swap_space.pending_copies),
+            swap_outs=self.swap_space.end_plan(),
             swap_ins=tuple(plan.swap_ins),
             beams=beams,
             copies=copies,
@@ -330,7 +337,6 @@ class Scheduler:
             decode_slots=rows.astype(np.int32),
             chunks=tuple(plan.chunks),
         )
-        self.swap_space.pending_copies.clear()
         self._next_step_id += 1
         self._in_flight.append(step)
         return step
@@ -693,9 +699,11 @@ class Scheduler:
             generated_tokens=counters.generated_tokens,
             prefix_cache_queries=pool.cache.num_queried_tokens if pool.cache is not None else 0,
             prefix_cache_hits=pool.cache.num_hit_tokens if pool.cache is not None else 0,
+            prefix_cache_host_hits=pool.cache.num_host_hit_tokens if pool.cache is not None else 0,
             num_blocks=pool.capacity,
             num_used_blocks=pool.num_used,
             num_cached_blocks=len(pool.cache) if pool.cache is not None else 0,
+            num_host_cached_blocks=len(self.swap_space.tier) if self.swap_space.tier is not None else 0,
             num_swap_blocks=self.swap_space.num_chunks * SWAP_CHUNK_BLOCKS,
             num_used_swap_blocks=self.swap_space.num_used * SWAP_CHUNK_BLOCKS,
             num_swapped_out=self.swap_space.num_swapped_out,
@@ -723,8 +731,7 @@ class Scheduler:
         used = slots.used().tolist()
         self.pool.check_integrity([*(slots.blocks(slot) for slot in used), *self._pinned.values()])
         records = {id(m.swap): m.swap for g in self._groups.values() for m in g.members if m.swap is not None}
-        if sum(len(record.chunks) for record in records.values()) != self.swap_space.num_used:
-            raise EngineDeadError(f"{self.swap_space.num_used} chunks of swap space are in use, but not by a sequence.")
+        self.swap_space.check_integrity(records.values())
         running = [request for request in slots.requests if request is not None]
         if [request.slot for request in running] != used or slots.num_used != len(used):
             raise EngineDeadError(f"Slots in use are {used}, tenants hold {[request.slot for request in running]}.")

@@ -21,10 +21,13 @@ class EngineStats:
     num_steps, num_preemptions, num_finished: totals; aborted requests count as finished.
     prompt_tokens: of requests admitted, prefix hits included. generated_tokens: those the host has read.
     prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found, in tokens.
+    prefix_cache_host_hits: of these hits, those in blocks that came back from host memory.
     num_blocks, num_used_blocks: blocks that can be allocated, and those referenced now.
-    num_cached_blocks: blocks, free or not, that a prefix could hit.
-    num_swap_blocks, num_used_swap_blocks: blocks that the swap space can hold, and those in its chunks in use.
-    num_swapped_out, num_swapped_in: totals, in blocks.
+    num_cached_blocks, num_host_cached_blocks: blocks that a prefix could hit, in the pool, free or not, and in host
+        memory.
+    num_swap_blocks, num_used_swap_blocks: blocks that the swap space can hold, and those in the chunks that sequences
+        have there.
+    num_swapped_out, num_swapped_in: totals, in blocks of preempted sequences.
     tokens_held, token_slots: tokens in the referenced blocks (a shared one counts once), and what they could hold.
     """
 
@@ -37,9 +40,11 @@ class EngineStats:
     generated_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    prefix_cache_host_hits: int
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
+    num_host_cached_blocks: int
     num_swap_blocks: int
     num_used_swap_blocks: int
     num_swapped_out: int

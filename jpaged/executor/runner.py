@@ -259,7 +259,7 @@ class Runner:
         self._host_chunks.put(copy.chunk, self._call(("gather_blocks",), self._pools, _padded(copy.block_ids)))
 
     def _swap_in(self, copy: HostCopy) -> None:
-        staging = self._host_chunks.take(copy.chunk)
+        staging = self._host_chunks.take(copy.chunk, copy.keep)
         self._pools = self._call(("scatter_blocks",), self._pools, staging, _padded(copy.block_ids))
 
     # ----------------------------------------------------------------------------------------- the rows

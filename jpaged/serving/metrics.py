@@ -138,6 +138,8 @@ class ServingMetrics:
         queries, hits = stats.prefix_cache_queries, stats.prefix_cache_hits
         add("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.", one(queries))
         add("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", one(hits))
+        host_hits = stats.prefix_cache_host_hits
+        add("prefix_cache_host_hits", "counter", "Prompt tokens found there that were in host memory.", one(host_hits))
         add("engine_steps", "counter", "Steps of the engine.", one(stats.num_steps))
         reasons = [(f',finished_reason="{reason}"', float(n)) for reason, n in sorted(self.finished.items())]
         add("request_success", "counter", "Requests that ended, by reason.", reasons)

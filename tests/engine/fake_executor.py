@@ -138,7 +138,9 @@ class FakeExecutor:
         for start in plan.starts:
             self._start(start)
         for back in plan.swap_ins:
-            self._content[back.block_ids] = self._host.pop(back.chunk)[: len(back.block_ids)]
+            held = self._host[back.chunk] if back.keep else self._host.pop(back.chunk)
+            wanted = np.flatnonzero(back.block_ids != NULL_BLOCK)
+            self._content[back.block_ids[wanted]] = held[wanted]
         self._move_beams(plan.beams)
         self._copy(plan.copies)
         copied = set(map(tuple, plan.copies.tolist()))

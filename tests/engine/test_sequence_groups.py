@@ -134,7 +134,10 @@ def test_a_group_that_has_a_slot_but_no_budget_yet_starts_although_nothing_else_
     group = make_request("group", 1, 6, n=4, temperature=1.0)
     engine.add(group)
     engine.step()
-    assert (engine.plans[-1].num_rows, [start.slot for start in engine.plans[-1].starts]) == (0, [members(group)[0].slot])
+    assert (engine.plans[-1].num_rows, [start.slot for start in engine.plans[-1].starts]) == (
+        0,
+        [members(group)[0].slot],
+    )
     engine.run()
     assert_found(search)
     assert_group_complete(group)
