@@ -502,7 +502,8 @@ class Scheduler:
         mode = self.config.preemption_mode
         if mode == "swap" or (mode == "auto" and len(members) > 1):
             started = [member for member in members if self.slots.capacity[member.slot]]
-            self.swap_space.store(started, self.slots, self.config.block_size)
+            stored = self.swap_space.store(started, self.slots, self.config.block_size)
+            self._counters.num_swap_preemptions += stored
         for request in members:
             self._give_up_slot(request)
             request.status = RequestStatus.PREEMPTED
@@ -694,6 +695,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_steps=counters.num_steps,
             num_preemptions=counters.num_preemptions,
+            num_swap_preemptions=counters.num_swap_preemptions,
             num_finished=counters.num_finished,
             prompt_tokens=self._admission.num_prompt_tokens,
             generated_tokens=counters.generated_tokens,

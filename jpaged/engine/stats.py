@@ -9,6 +9,7 @@ class Counters:
 
     num_steps: int = 0
     num_preemptions: int = 0
+    num_swap_preemptions: int = 0
     num_finished: int = 0
     generated_tokens: int = 0
 
@@ -19,6 +20,7 @@ class EngineStats:
 
     num_running, num_waiting: sequences now; preempted ones wait, and those that wait together count once.
     num_steps, num_preemptions, num_finished: totals; aborted requests count as finished.
+    num_swap_preemptions: of the preemptions, those whose blocks went to host memory.
     prompt_tokens: of requests admitted, prefix hits included. generated_tokens: those the host has read.
     prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found, in tokens.
     prefix_cache_host_hits: of these hits, those in blocks that came back from host memory.
@@ -35,6 +37,7 @@ class EngineStats:
     num_waiting: int
     num_steps: int
     num_preemptions: int
+    num_swap_preemptions: int
     num_finished: int
     prompt_tokens: int
     generated_tokens: int
