@@ -77,7 +77,7 @@ def score(engine: LLMEngine, prompts: list[list[int]]) -> dict[str, list]:
 def tokens_by_degree(name: str) -> dict[str, Any]:
     """For each degree: the greedy tokens of the same prompts, in one go, through preemptions, and after prefix hits.
 
-    Only the programs of greedy decoding are compiled.
+    Only the programs of greedy decoding, and those that prefixes in host memory need, are compiled.
     """
     with greedy_programs_only():
         return _tokens_by_degree(name)
@@ -97,6 +97,7 @@ def _submit_greedy(compiler: Compiler) -> None:
     compiler.submit_mixed(ARGS.token_buckets[0])
     compiler.submit_decode(NUM_REQUESTS)
     compiler.submit_sample(NUM_REQUESTS, SamplingVariant.GREEDY)
+    compiler.submit_swaps()
 
 
 def _tokens_by_degree(name: str) -> dict[str, Any]:
@@ -108,8 +109,9 @@ def _tokens_by_degree(name: str) -> dict[str, Any]:
 def _tokens(args: EngineArgs) -> dict[str, Any]:
     engine = LLMEngine(args)
     plain = run(engine, prompts())
-    few = LLMEngine(replace(args, num_gpu_blocks_override=FEW_BLOCKS), engine.startup)
+    few = LLMEngine(replace(args, num_gpu_blocks_override=FEW_BLOCKS, host_prefix_cache=True), engine.startup)
     preempted = run(few, prompts())
+    from_host = run(few, prompts())
     cached = LLMEngine(args, engine.startup)
     run(cached, [prompts()[3]])
     hits = run(cached, [prompts()[3][:40] + prompt for prompt in prompts()])
@@ -119,6 +121,8 @@ def _tokens(args: EngineArgs) -> dict[str, Any]:
         "plain": plain,
         "preempted": preempted,
         "num_preemptions": few.get_metrics().num_preemptions,
+        "from_host": from_host,
+        "prefix_cache_host_hits": few.get_metrics().prefix_cache_host_hits,
         "hits": hits,
         "computed": computed,
         "prefix_cache_hits": cached.get_metrics().prefix_cache_hits,

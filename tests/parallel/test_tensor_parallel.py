@@ -22,7 +22,8 @@ def test_every_degree_gives_the_greedy_tokens_of_one_device(name):
     assert set(by_degree) == {"2", "4", "8"}
     assert all(found == one for found in by_degree.values())
     assert one["num_preemptions"] > 0
-    assert one["preempted"] == one["plain"]
+    assert one["preempted"] == one["from_host"] == one["plain"]
+    assert one["prefix_cache_host_hits"] > 0
     assert one["prefix_cache_hits"] >= 40 * len(one["hits"])
     assert one["hits"] == one["computed"]
 
