@@ -410,21 +410,21 @@ class Scheduler:
             plan.runs_beams = True
             return
         slots.compute_limit[slot] = request.max_len - 1
-        for sibling in siblings:
-            self._fork(plan, request, sibling)
+        if siblings:
+            self._fork(plan, request, siblings)
         request.group.forked = True
 
-    def _fork(self, plan: PlanInProgress, parent: Request, child: Request) -> None:
-        """Starts a sibling, whose slot is kept, at the end of the prompt that its parent computes in this step."""
-        slots, slot = self.slots, child.slot
-        self._blocks.fork(parent.slot, slot)
-        slots.compute_limit[slot] = child.max_len - 1
-        child.block_digests = parent.block_digests.copy()
-        child.num_registered_blocks = parent.num_registered_blocks
-        known = slots.known(slot).copy()
-        plan.starts.append(slot_start(child, known, slots.blocks(slot).copy(), len(known)))
-        plan.chunks.append(Chunk(slot, len(known), known[:0], samples=True))
-        plan.budget -= 1
+    def _fork(self, plan: PlanInProgress, parent: Request, children: list[Request]) -> None:
+        """Starts siblings, whose slots are kept, at the end of the prompt that their parent computes in this step."""
+        self._blocks.fork(parent.slot, [child.slot for child in children])
+        known, block_ids = self.slots.known(parent.slot).copy(), self.slots.blocks(parent.slot).copy()
+        for child in children:
+            self.slots.compute_limit[child.slot] = child.max_len - 1
+            child.block_digests = parent.block_digests.copy()
+            child.num_registered_blocks = parent.num_registered_blocks
+            plan.starts.append(slot_start(child, known, block_ids, len(known)))
+            plan.chunks.append(Chunk(child.slot, len(known), known[:0], samples=True))
+            plan.budget -= 1
 
     def _admit_waiting(self, plan: PlanInProgress) -> None:
         while plan.budget and self.slots.num_free:

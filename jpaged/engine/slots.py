@@ -14,6 +14,7 @@ step when num_computed == capacity.
 """
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -104,17 +105,21 @@ class Slots:
         request.slot = slot
         return slot
 
-    def fork(self, parent: int, child: int) -> tuple[np.ndarray, bool]:
-        """Gives `child`, a slot whose tenant has computed nothing, all that the tenant of `parent` has.
+    def fork(self, parent: int, children: Sequence[int]) -> tuple[np.ndarray, bool]:
+        """Gives `children`, slots whose tenants have computed nothing, all that the tenant of `parent` has.
 
         Returns: its blocks, int32 [n], a view, and whether the last of them is full.
         """
-        computed, known, capacity = (int(a[parent]) for a in (self.num_computed, self.num_known, self.capacity))
-        self.num_computed[child], self.num_known[child], self.capacity[child] = computed, known, capacity
-        block_ids = self.block_table[child, : capacity // self._block_size]
-        block_ids[:] = self.block_table[parent, : len(block_ids)]
-        self.token_ids[child, :known] = self.token_ids[parent, :known]
-        return block_ids, computed == capacity
+        computed, known, capacity = self.num_computed[parent], self.num_known[parent], self.capacity[parent]
+        block_ids = self.block_table[parent, : capacity // self._block_size]
+        token_ids = self.token_ids[parent, :known]
+        for child in children:
+            self.num_computed[child] = computed
+            self.num_known[child] = known
+            self.capacity[child] = capacity
+            self.block_table[child, : len(block_ids)] = block_ids
+            self.token_ids[child, :known] = token_ids
+        return block_ids, bool(computed == capacity)
 
     def release(self, slot: int) -> None:
         """Empties a slot; its blocks are the caller's to free."""

@@ -143,7 +143,7 @@ class Memory:
         """A sequence of its own that goes on from what another has computed."""
         child = request_of(make_request(self.name(), self.tokens(parent), MAX_LEN))
         self.slots.acquire(child, self.num_steps, NO_BLOCKS, NO_BLOCKS, 0)
-        self.manager.fork(parent.slot, child.slot)
+        self.manager.fork(parent.slot, [child.slot])
         child.status = RequestStatus.RUNNING
         child.block_digests = parent.block_digests.copy()
         child.num_registered_blocks = parent.num_registered_blocks
