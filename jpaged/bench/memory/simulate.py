@@ -155,7 +155,7 @@ def make_scheduler(setup: Setup, serving: Serving) -> Scheduler:
 
 
 class PromptsAlone(Scheduler):
-    """Plans steps of prompts only, as long as there are prompts to compute or to admit, and of decode rows otherwise."""
+    """Plans steps of prompts only while there are prompts to compute or to admit, and of decode rows otherwise."""
 
     _decodes = True
 
