@@ -66,16 +66,13 @@ class ReplicaOptions:
 class Replica:
     """An engine, in a process of its own, and the application that serves it. Lives in a replica of Serve's."""
 
-    async def __init__(self, args: EngineArgs, options: AppOptions) -> None:
+    def __init__(self, args: EngineArgs, options: AppOptions) -> None:
         self._engine = AsyncLLMEngine(args)  # its process inherits the GPUs that Ray gave to this one
         self._options = options
-        try:
-            await self._engine.ready()
-        except BaseException:
-            await self._engine.shutdown()
-            raise
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Called by Serve, which sends requests when it has returned."""
+        await self._engine.ready()
         return build_app(self._engine, self._options)
 
     async def check_health(self) -> None:
@@ -120,7 +117,6 @@ def build(options: Mapping[str, Any]) -> serve.Application:
     app, replicas = _options(AppOptions, names | dict(options)), _options(ReplicaOptions, options)
     gpus = engine.tensor_parallel_size if replicas.gpus_per_replica is None else replicas.gpus_per_replica
     deployment = serve.deployment(
-        serve.ingress()(Replica),
         name="jpaged",
         num_replicas=replicas.num_replicas,
         ray_actor_options={"num_cpus": 1, "num_gpus": gpus},
@@ -128,7 +124,7 @@ def build(options: Mapping[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=replicas.shutdown_timeout_s,
         health_check_period_s=replicas.health_check_period_s,
     )
-    return deployment.bind(engine, app)
+    return deployment(serve.ingress()(Replica)).bind(engine, app)
 
 
 def _options(kind: type[_T], options: Mapping[str, Any]) -> _T:

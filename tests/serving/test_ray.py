@@ -71,6 +71,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
         time.sleep(0.1)
 
 
+def metric(text: str, name: str) -> float:
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"jpaged:{name}{{"))
+
+
 def completion(client: httpx.Client, prompt: str, **changes) -> dict:
     body = {"prompt": prompt, "temperature": 0, "max_tokens": 16, "ignore_eos": True} | changes
     response = client.post("/v1/completions", json=body)
@@ -85,12 +89,11 @@ def test_two_replicas_answer_as_one_engine_does(client):
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda prompt: completion(client, prompt)["choices"][0]["text"], PROMPTS * 4))
     assert found == expected * 4
-    served = [client.get("/metrics").text for _ in range(16)]  # each of one replica
-    counts = {
-        line for text in served for line in text.splitlines() if line.startswith("jpaged:generation_tokens_total")
-    }
-    assert sum(float(line.rpartition(" ")[2]) for line in counts) == 16 * len(PROMPTS) * 4
-    assert len(counts) == 2
+    answers = (client.get("/metrics").text for _ in range(16))  # each is of one replica
+    names = "generation_tokens_total", "e2e_request_latency_seconds_sum"
+    served = {tuple(metric(text, name) for name in names) for text in answers}
+    assert len(served) == 2
+    assert sum(tokens for tokens, _ in served) == 16 * len(PROMPTS) * 4
 
 
 def test_a_stream_comes_in_parts_through_the_proxy(client):
