@@ -1,9 +1,4 @@
-"""What `test_tensor_parallel` has done in a process of eight devices.
-
-All cases, where the test takes one of each kind:
-
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.parallel.tensor_parallel_runs
-"""
+"""What `test_tensor_parallel` and, for all families, `tools/parallel_drill.py` do in a process of eight devices."""
 
 import re
 import tempfile
@@ -20,7 +15,7 @@ from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, S
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.compilation import Compiler
 from jpaged.executor.runner import Runner
-from tests.parallel.models import CASES, VOCAB_SIZE, eight_heads
+from tests.parallel.models import VOCAB_SIZE, eight_heads
 from tests.tiny_models import write_tiny_model
 
 NUM_REQUESTS, NUM_TOKENS = 8, 10
@@ -122,7 +117,27 @@ def _tokens(args: EngineArgs) -> dict[str, Any]:
         "hits": hits,
         "computed": computed,
         "prefix_cache_hits": cached.get_metrics().prefix_cache_hits,
+        "compiled": {"layers": engine.startup.model.config.num_layers, **_compiled(engine)},
     }
+
+
+def check_tokens(by_degree: dict[str, Any]) -> None:
+    """That what `tokens_by_degree` found is what tensor parallelism promises."""
+    compiled = {degree: found.pop("compiled") for degree, found in by_degree.items()}
+    one = by_degree["1"]
+    assert set(by_degree) == {"1", "2", "4", "8"}
+    assert all(found == one for found in by_degree.values())
+    assert one["num_preemptions"] > 0
+    assert one["preempted"] == one["plain"]
+    assert one["prefix_cache_hits"] >= 40 * len(one["hits"])
+    assert one["hits"] == one["computed"]
+    assert not any(compiled.pop("1")["collectives"].values())
+    for degree, found in compiled.items():
+        collectives = found["collectives"]
+        sums = {"all-reduce": 2 * found["layers"] + 1}  # two a layer and the embedding's
+        assert collectives["decode_8"] == collectives["mixed_32"] == sums
+        assert collectives["sample_8_0"] == {"all-gather": 1}
+        assert found["gathered"]["sample_8_0"] == int(degree) * NUM_REQUESTS * 2  # a logit and a token of each shard
 
 
 SAMPLED = {
@@ -194,9 +209,3 @@ def _gathered(executable: Any) -> int:
     """Elements of the largest result of an all-gather; 0 if there is none."""
     results = re.findall(r"\w+\[([\d,]*)\][^=]* all-gather(?:-start)?\(", executable.as_text())
     return max((int(np.prod([int(n) for n in shape.split(",") if n])) for shape in results), default=0)
-
-
-if __name__ == "__main__":  # every case of `models.CASES`; takes minutes
-    for name in CASES:
-        by_degree = tokens_by_degree(name)
-        print(name, "ok" if all(found == by_degree[1] for found in by_degree.values()) else by_degree)
