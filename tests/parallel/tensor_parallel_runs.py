@@ -9,12 +9,20 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.compilation import Compiler
+from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.runner import Runner
+from jpaged.executor.sampler import sample
+from jpaged.executor.sampling_state import init_state
+from jpaged.models.collectives import ALONE, Collectives
+from jpaged.models.sharding import MODEL_AXIS
 from tests.parallel.models import VOCAB_SIZE, eight_heads
 from tests.tiny_models import write_tiny_model
 
@@ -165,11 +173,36 @@ def everything_by_degree(name: str) -> dict[str, Any]:
             degree: {
                 "tokens": {variant: run(engine, prompts(), **params) for variant, params in SAMPLED.items()},
                 "scores": score(engine, [[3, 4, *prompt] for prompt in prompts()]),
+                "odd_rows": {rows: _drawn(rows, degree) for rows in (1, 3, 8)},
                 **_forked_and_swapped(engine),
                 **_compiled(engine),
             }
             for degree, engine in engines.items()
         }
+
+
+def _drawn(rows: int, shards: int) -> list[int]:
+    """Tokens of truncating rows, of which there may be fewer than shards, from logits that are split over these."""
+    logits = np.random.default_rng(rows).normal(0, 2, (rows, 160)).astype(np.float32)
+    state = init_state(rows)._replace(
+        temperature=jnp.full(rows + 1, 0.9),
+        top_k=jnp.arange(rows + 1, dtype=jnp.int32),
+        top_p=jnp.linspace(0.2, 1, rows + 1),
+        seed=jnp.arange(2 * rows + 2, dtype=jnp.uint32).reshape(-1, 2),
+    )
+    numbers = jnp.arange(rows, dtype=jnp.int32)
+    collectives = ALONE if shards == 1 else Collectives(shards, MODEL_AXIS)
+
+    def draw(logits: jax.Array) -> jax.Array:
+        variant = SamplingVariant.TRUNCATED
+        return sample(logits, numbers, numbers, state, variant=variant, collectives=collectives).token_ids
+
+    if shards == 1:
+        return np.asarray(draw(jnp.asarray(logits))).tolist()
+    mesh = DeviceMesh(jax.devices()[:shards]).mesh
+    columns, whole = PartitionSpec(None, MODEL_AXIS), PartitionSpec()
+    split = jax.jit(jax.shard_map(draw, mesh=mesh, in_specs=columns, out_specs=whole, check_vma=False))
+    return np.asarray(split(logits)).tolist()
 
 
 def _forked_and_swapped(engine: LLMEngine) -> dict[str, Any]:

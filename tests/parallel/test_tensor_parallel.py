@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from jpaged.engine.interface import SamplingVariant
 from jpaged.errors import InvalidParameterError
 from jpaged.executor.mesh import pick_devices
 from jpaged.models import ModelConfig
@@ -36,6 +37,17 @@ def test_every_sampling_variant_draws_the_tokens_of_one_device(by_degree):
     tokens = by_degree["1"]["tokens"]
     assert len({str(drawn) for drawn in tokens.values()}) == 3
     assert by_degree["4"]["tokens"] == tokens
+
+
+@one_process
+def test_any_number_of_truncating_rows_is_dealt_out_to_shards(by_degree):
+    assert by_degree["4"]["odd_rows"] == by_degree["1"]["odd_rows"]
+
+
+@one_process
+def test_truncating_rows_take_one_exchange_of_logits_and_one_of_tokens(by_degree):
+    truncated = by_degree["4"]["collectives"][f"sample_8_{int(SamplingVariant.TRUNCATED)}"]
+    assert truncated == {"all-to-all": 1, "all-gather": 1}
 
 
 @one_process
