@@ -50,7 +50,7 @@ CALLS = 64
 """Sums in a program: those of a model of 32 layers."""
 INNER = 256
 NORM_EPS = 1e-5
-START_S, CASE_S = 60.0, 25.0
+START_S, CASE_S = 60.0, 40.0
 """Until the first line of a process, and between two."""
 
 
@@ -106,8 +106,10 @@ def in_own_process(args: argparse.Namespace, way: str) -> Iterator[dict[str, Any
                 yield json.loads(line)
     except queue.Empty:
         process.kill()
+        process.wait()
         yield {"error": f"nothing for {limit_s:g} s"}
-    if process.wait() > 0:
+        return
+    if process.wait():
         yield {"error": f"exit code {process.returncode}", "stderr": "".join(errors)}
 
 
