@@ -19,6 +19,7 @@ from jpaged.bench.report import write_report
 from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, make_requests
 from jpaged.errors import InvalidParameterError
 from jpaged.llm import LLM
+from jpaged.replicas import ReplicatedEngine
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -63,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.runs < 1:
         raise InvalidParameterError(f"--runs must be at least 1, got {args.runs}.")
+    if args.profile and args.data_parallel_size > 1:
+        raise InvalidParameterError("--profile sees this process only; use --data-parallel-size 1.")
     begun = time.perf_counter()
     llm = LLM(
         model_directory(args.model),
@@ -98,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.profile:
             with jax.profiler.trace(str(args.profile / name)):
                 measure(llm, requests, workload, runs=0)
+    if isinstance(llm.engine, ReplicatedEngine):
+        llm.engine.close()  # until then the devices are theirs
     if args.json:
         write_report(args.json, "throughput", vars(args) | {"startup_s": startup_s}, figures)
     return 0

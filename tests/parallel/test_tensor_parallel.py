@@ -4,28 +4,22 @@ from typing import Any
 
 import pytest
 
+from jpaged.engine.interface import SamplingVariant
 from jpaged.errors import InvalidParameterError
 from jpaged.executor.mesh import pick_devices
 from jpaged.models import ModelConfig
 from jpaged.models.sharding import VOCAB_UNIT, shard_config
 from tests.parallel.eight_devices import call_with_eight_devices
 from tests.parallel.models import VOCAB_SIZE, eight_heads
+from tests.parallel.tensor_parallel_runs import check_tokens
 from tests.tiny_models import tiny_model
 
 RUNS = "tests.parallel.tensor_parallel_runs"
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-d64-tied", "opt-350m-style", "gpt2"])
-def test_every_degree_gives_the_greedy_tokens_of_one_device(name):
-    by_degree = call_with_eight_devices(f"{RUNS}:tokens_by_degree", name)
-    one = by_degree.pop("1")
-    assert set(by_degree) == {"2", "4", "8"}
-    assert all(found == one for found in by_degree.values())
-    assert one["num_preemptions"] > 0
-    assert one["preempted"] == one["from_host"] == one["plain"]
-    assert one["prefix_cache_host_hits"] > 0
-    assert one["prefix_cache_hits"] >= 40 * len(one["hits"])
-    assert one["hits"] == one["computed"]
+def test_every_degree_gives_the_greedy_tokens_of_one_device_with_two_sums_a_layer(name):
+    check_tokens(call_with_eight_devices(f"{RUNS}:tokens_by_degree", name))
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +37,17 @@ def test_every_sampling_variant_draws_the_tokens_of_one_device(by_degree):
     tokens = by_degree["1"]["tokens"]
     assert len({str(drawn) for drawn in tokens.values()}) == 3
     assert by_degree["4"]["tokens"] == tokens
+
+
+@one_process
+def test_any_number_of_truncating_rows_is_dealt_out_to_shards(by_degree):
+    assert by_degree["4"]["odd_rows"] == by_degree["1"]["odd_rows"]
+
+
+@one_process
+def test_truncating_rows_take_one_exchange_of_logits_and_one_of_tokens(by_degree):
+    truncated = by_degree["4"]["collectives"][f"sample_8_{int(SamplingVariant.TRUNCATED)}"]
+    assert truncated == {"all-to-all": 1, "all-gather": 1}
 
 
 @one_process
