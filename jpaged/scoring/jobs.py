@@ -135,8 +135,15 @@ def merge_json_lines(store: ShardStore, target: Path) -> None:
 
 
 def json_lines(records: Iterable[dict[str, Any]]) -> bytes:
-    """An object a line, in UTF-8."""
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    """An object a line, in UTF-8; a line that holds what UTF-8 cannot (a lone surrogate), in ASCII with escapes."""
+    lines = []
+    for record in records:
+        try:
+            lines.append(json.dumps(record, ensure_ascii=False).encode())
+        except UnicodeEncodeError:
+            lines.append(json.dumps(record).encode())
+        lines.append(b"\n")
+    return b"".join(lines)
 
 
 def check_files(
