@@ -3,6 +3,8 @@
 from numbers import Integral, Real
 from typing import TypeGuard
 
+LARGEST_FLOAT32 = 3.4028234663852886e38
+
 
 def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)

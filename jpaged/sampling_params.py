@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
-from jpaged.checks import is_integer, is_number
+from jpaged.checks import LARGEST_FLOAT32, is_integer, is_number
 from jpaged.errors import InvalidParameterError, shown
 
 MAX_LOGPROBS = 20
@@ -24,7 +24,6 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM: float32 logits divided by less say nothing more than the argmax."""
 
 _INTEGER_LIMIT = 2**63
-_LARGEST_FLOAT32 = 3.4028234663852886e38
 _SMALLEST_FLOAT32 = 1.1754943508222875e-38
 
 
@@ -210,7 +209,7 @@ class SamplingParams:
 
 
 def _number(name: str, value: object) -> float:
-    if not is_number(value) or not -_LARGEST_FLOAT32 <= value <= _LARGEST_FLOAT32:
+    if not is_number(value) or not -LARGEST_FLOAT32 <= value <= LARGEST_FLOAT32:
         raise InvalidParameterError(f"{name} must be a finite number that float32 holds, got {shown(value)}.")
     return float(value)
 

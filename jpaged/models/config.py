@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from jpaged.checks import LARGEST_FLOAT32, is_number
 from jpaged.errors import CheckpointError, UnsupportedModelError, shown
 from jpaged.models.rope import Rope, parse_rope
 from jpaged.models.safetensors_file import read_header
 
 _LARGEST_INTEGER = 2**31 - 1
 _LARGEST_HEAD_DIM = 4096
-_LARGEST_FLOAT32 = 3.4028234663852886e38
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
@@ -225,7 +225,7 @@ class _Reader:
     def number(self, name: str, default: float) -> float:
         """A finite number from 0 up."""
         value = self.config.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST_FLOAT32:
+        if not is_number(value) or not 0 <= value <= LARGEST_FLOAT32:
             raise CheckpointError(f"config.json: {name!r} must be a number from 0 up, got {shown(value)}.")
         return float(value)
 

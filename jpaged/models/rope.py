@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.checks import LARGEST_FLOAT32, is_number
 from jpaged.errors import CheckpointError, UnsupportedModelError, shown
 
-_LARGEST_FLOAT32 = 3.4028234663852886e38
 _LONGEST_CONTEXT = 2**31 - 1
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -80,7 +80,7 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
         value = parameters.get(name)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= _LARGEST_FLOAT32:
+        if not is_number(value) or not above < value <= LARGEST_FLOAT32:
             raise CheckpointError(
                 f"config.json: RoPE of type {kind!r} needs a number above {above:g} for {name!r}, got {shown(value)}."
             )
@@ -121,7 +121,7 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
     else:
         factors: Any = parameters.get("short_factor")
         valid = isinstance(factors, list) and len(factors) == head_dim // 2
-        if not valid or not all(isinstance(f, int | float) and 0 < f <= _LARGEST_FLOAT32 for f in factors):
+        if not valid or not all(isinstance(f, int | float) and 0 < f <= LARGEST_FLOAT32 for f in factors):
             raise CheckpointError(
                 f"config.json: RoPE of type 'longrope' needs {head_dim // 2} positive numbers (half of"
                 f" head_dim) for 'short_factor', got {shown(factors)}."
