@@ -77,9 +77,9 @@ def run_job(
 ) -> JobSummary:
     """Does what is missing of a job and puts the output in its place.
 
-    num_rows: of the input. check: called with each finished shard's entry before it is listed; what it raises ends the
-        run and leaves the shard out. Beside what `ShardStore` wants, entries hold the numbers of "rows", of "tokens"
-        and of rows that "failed", and a list of "errors" for the errors file.
+    num_rows: of the input. check: called with each finished shard's entry, an earlier run's too, before it is listed;
+        what it raises ends the run and leaves the shard out. Beside what `ShardStore` wants, entries hold the numbers
+        of "rows", of "tokens" and of rows that "failed", and a list of "errors" for the errors file.
     Raises:
         InvalidParameterError: the output exists, or unfinished work of another job is there.
         OutputError: it cannot be written. EngineDeadError: an engine failed or a worker died.
@@ -87,6 +87,8 @@ def run_job(
     begun = time.perf_counter()
     store = ShardStore(job.output, job.identity, overwrite=overwrite)
     try:
+        for entry in store.finished.values():
+            check(entry)
         resumed = sum(entry["rows"] for entry in store.finished.values())
         tokens = 0
 
