@@ -117,6 +117,8 @@ class LLM:
         priorities: list[int],
         use_tqdm: bool | Callable[..., tqdm],
     ) -> list[RequestOutput]:
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise InvalidParameterError(f"use_tqdm must be True, False or a class like tqdm, got {shown(use_tqdm)}.")
         with self._turn, Interruptible() as interrupt:  # Ctrl-C comes between steps, and ends these requests only
             if self.engine.has_unfinished_requests():
                 raise JPagedError(

@@ -308,6 +308,12 @@ def test_a_priority_that_is_no_list_is_refused(llm, priority):
         llm.generate([[1, 2]], GREEDY, use_tqdm=False, priority=priority)
 
 
+def test_a_progress_bar_that_is_none_is_refused(llm):
+    with pytest.raises(InvalidParameterError, match="use_tqdm"):
+        llm.generate([[1, 2]], GREEDY, use_tqdm=5)
+    assert_idle(llm)
+
+
 @pytest.mark.parametrize("arrival_time", ["now", float("nan"), float("inf"), True])
 def test_an_arrival_time_that_is_no_time_is_refused(llm, arrival_time):
     with pytest.raises(InvalidParameterError, match="arrival_time"):
