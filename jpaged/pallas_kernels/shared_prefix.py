@@ -14,6 +14,7 @@ Sources: Hydragen (arXiv:2402.05099), cascade inference (https://flashinfer.ai/2
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,12 @@ def shared_prefix_attention(
     check.check_int32("kv_lens", kv_lens, "B", (rows,))
     check.check_scalar("num_sharing", num_sharing)
     check.check_scalar("shared_len", shared_len)
-    features = {"scale": scale, "logit_softcap": logit_softcap, "alibi_slopes": alibi_slopes, "backend": backend}
+    features: dict[str, Any] = {
+        "scale": scale,
+        "logit_softcap": logit_softcap,
+        "alibi_slopes": alibi_slopes,
+        "backend": backend,
+    }
     if rows == 0:
         return decode_attention(q, kv_pool, block_tables, kv_lens, return_lse=return_lse, **features)
     _, _, kv_heads, block_size, _ = kv_pool.shape
