@@ -1,5 +1,7 @@
 """A shared prefix read once: dense attention of many queries to it, each row's own part, and the merge."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,24 +21,16 @@ from tests.pallas_kernels.paged import (
     random_queries,
 )
 
-few = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 on_gpu = pytest.mark.skipif(not device_runs_mosaic(), reason="needs a Hopper GPU")
 
-# (heads, kv_heads, head_dim), then tokens of a block and blocks that the rows share. Each shape is compiled anew.
-shapes = st.sampled_from([(8, 2, 64), (4, 1, 80)])
-prefixes = st.sampled_from([(16, 1), (16, 20), (32, 9), (128, 3)])
+attend_shared = jax.jit(
+    partial(shared_prefix_attention, return_lse=True), static_argnames=("scale", "logit_softcap", "backend")
+)
 
 
-@st.composite
-def options(draw: st.DrawFn, heads: int) -> dict:
-    chosen: dict = {}
-    if draw(st.booleans()):
-        chosen["logit_softcap"] = draw(st.sampled_from([1.5, 30.0]))
-    if draw(st.booleans()):
-        chosen["alibi_slopes"] = np.linspace(0.02, 0.5, heads, dtype=np.float32)
-    if draw(st.booleans()):
-        chosen["scale"] = draw(st.sampled_from([0.05, 0.3]))
-    return chosen
+def slopes(heads):
+    return np.geomspace(0.5, 0.02, heads, dtype=np.float32)
 
 
 def check(seed, lens, num_sharing, shape, prefix, dtype, backend, **chosen):
@@ -52,27 +46,32 @@ def check(seed, lens, num_sharing, shape, prefix, dtype, backend, **chosen):
         dtype=dtype,
         shared_prefix=shared_blocks,
         width=shared_blocks + 6,
+        least_blocks=(len(lens) + 1) * (shared_blocks + 6),
     )
     q = random_queries(seed, len(lens), heads, head_dim, dtype)
-    out, lse = jax.jit(lambda *args: shared_prefix_attention(*args, return_lse=True, backend=backend, **chosen))(
-        q, world.pool, world.tables, world.lens, np.int32(num_sharing), np.int32(shared_blocks * block_size)
-    )
+    shared = (np.int32(num_sharing), np.int32(shared_blocks * block_size))
+    out, lse = attend_shared(q, world.pool, world.tables, world.lens, *shared, backend=backend, **chosen)
     want, want_lse = expected_decode(world, np.asarray(q.astype(jnp.float32)), **chosen)
     assert out.dtype == q.dtype
     assert_close(out, want, dtype)
     assert_lse_close(lse, want_lse, dtype)
 
 
-@few
-@given(
-    data=st.data(),
-    shape=shapes,
-    prefix=prefixes,
-    num_sharing=st.integers(0, 4),
-    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
-    seed=st.integers(0, 2**31),
+# (heads, kv_heads, head_dim), (tokens of a block, blocks that the rows share), dtype: each is compiled once, and
+# lengths and contents are drawn.
+@pytest.mark.parametrize(
+    ("shape", "prefix", "dtype", "chosen"),
+    [
+        ((8, 2, 64), (16, 20), "bfloat16", {}),
+        ((4, 1, 80), (128, 3), "float16", {"logit_softcap": 1.5, "scale": 0.3}),
+        ((4, 4, 16), (32, 9), "float32", {"alibi_slopes": slopes(4)}),
+    ],
 )
-def test_rows_that_share_a_prefix_and_others_get_what_each_gets_alone(data, shape, prefix, num_sharing, dtype, seed):
+@few
+@given(data=st.data(), num_sharing=st.integers(0, 4), seed=st.integers(0, 2**31))
+def test_rows_that_share_a_prefix_and_others_get_what_each_gets_alone(
+    shape, prefix, dtype, chosen, data, num_sharing, seed
+):
     shared_len = prefix[0] * prefix[1]
     behind = st.integers(1, 6 * prefix[0])
     sharing = st.one_of(st.just(0), behind.map(lambda n: shared_len + n))  # a row that has ended is empty
@@ -80,7 +79,7 @@ def test_rows_that_share_a_prefix_and_others_get_what_each_gets_alone(data, shap
     lens = [data.draw(sharing) for _ in range(num_sharing)] + [data.draw(others) for _ in range(6 - num_sharing)]
     if num_sharing:
         lens[0] = max(lens[0], shared_len + 1)  # its table is the prefix's
-    check(seed, lens, num_sharing, shape, prefix, dtype, "xla", **data.draw(options(shape[0])))
+    check(seed, lens, num_sharing, shape, prefix, dtype, "xla", **chosen)
 
 
 @pytest.mark.parametrize(("num_sharing", "shared_blocks"), [(0, 4), (3, 0)])
@@ -88,9 +87,7 @@ def test_without_a_shared_prefix_it_is_decode_attention_exactly(num_sharing, sha
     world = make_world(1, [70, 0, 65], kv_heads=2, head_dim=16, block_size=16, shared_prefix=4)
     q = random_queries(1, 3, 4, 16, "bfloat16").astype(jnp.float32)
     arguments = (q, world.pool, world.tables, world.lens)
-    got = shared_prefix_attention(
-        *arguments, np.int32(num_sharing), np.int32(16 * shared_blocks), return_lse=True, backend="xla"
-    )
+    got = attend_shared(*arguments, np.int32(num_sharing), np.int32(16 * shared_blocks), backend="xla")
     for one, other in zip(got, decode_attention(*arguments, return_lse=True, backend="xla"), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -102,22 +99,20 @@ def test_an_empty_batch_gives_nothing():
     assert shared_prefix_attention(*none, backend="xla").shape == (0, 4, 16)
 
 
+@pytest.mark.parametrize(
+    ("shape", "chosen"), [((8, 2, 64), {"alibi_slopes": slopes(8)}), ((4, 1, 80), {"sliding_window": 20})]
+)
 @few
 @given(
-    shape=shapes,
     keys=st.lists(st.sampled_from([0, 1, 15, 16, 17, 130, 200]), min_size=3, max_size=3),
     queries=st.lists(st.sampled_from([0, 1, 5, 33, 70]), min_size=3, max_size=3),
-    window=st.sampled_from([None, None, 20]),
-    alibi=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_without_causality_every_query_stands_at_the_last_token(shape, keys, queries, window, alibi, seed):
+def test_without_causality_every_query_stands_at_the_last_token(shape, chosen, keys, queries, seed):
     heads, kv_heads, head_dim = shape
-    world = make_world(seed, keys, kv_heads=kv_heads, head_dim=head_dim, block_size=16, width=13)
+    world = make_world(seed, keys, kv_heads=kv_heads, head_dim=head_dim, block_size=16, width=13, least_blocks=45)
     starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
     q = random_queries(seed, 215, heads, head_dim, "float32")
-    chosen = {"sliding_window": window, "alibi_slopes": np.linspace(0.02, 0.5, heads, dtype=np.float32)}
-    chosen = chosen if alibi else {"sliding_window": window}
     arguments = (q, world.pool, world.tables, world.lens, starts)
     out, lse = ragged_attention(*arguments, causal=False, return_lse=True, backend="xla", **chosen)
     want, want_lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
@@ -173,7 +168,7 @@ def test_the_prefix_is_cut_where_few_rows_would_leave_the_card_idle():
 def test_on_the_gpu_rows_that_share_a_prefix_and_others_are_right(case, dtype):
     case = dict(case)
     if case.pop("alibi", False):
-        case["alibi_slopes"] = np.geomspace(0.5, 0.02, case["shape"][0], dtype=np.float32)
+        case["alibi_slopes"] = slopes(case["shape"][0])
     rows, shape, prefix = case.pop("rows"), case.pop("shape"), case.pop("prefix")
     rng = np.random.default_rng(rows)
     shared_len = prefix[0] * prefix[1]
