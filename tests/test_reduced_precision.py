@@ -16,7 +16,7 @@ from jpaged.executor import config
 torch = pytest.importorskip("torch")
 
 SUBJECTS = ("a fox and a lantern", "a boat", "the wind", "two brothers and a bridge", "an old clock")
-MAX_TOKENS = 40
+MAX_TOKENS = 24
 LARGEST_GAP = 0.25
 """How far below the reference's best logit a greedy token may lie."""
 MEAN_ERROR = 0.005
