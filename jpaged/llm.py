@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -12,14 +12,7 @@ from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import (
-    InvalidParameterError,
-    InvalidPromptError,
-    JPagedError,
-    OutOfMemoryError,
-    UnsupportedParameterError,
-    shown,
-)
+from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError, shown
 from jpaged.inputs import Messages, Prompt, as_prompt_list
 from jpaged.interrupt import Interruptible
 from jpaged.llm_engine import LLMEngine
@@ -54,9 +47,7 @@ class LLM:
             raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; it has {known}.")
         self.engine = start_engine(EngineArgs(model=model, **options))
         self._request_ids = map(str, count())
-        self._turn = (
-            threading.RLock()
-        )  # so that a call from within a call is refused, below, and does not wait for ever
+        self._turn = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever
 
     def generate(
         self,
@@ -81,7 +72,7 @@ class LLM:
         """
         prompt_list = as_prompt_list(prompts)
         params = self._params_for(len(prompt_list), sampling_params)
-        if priority is not None and (isinstance(priority, str | bytes) or not isinstance(priority, Sequence)):
+        if priority is not None and (isinstance(priority, str | bytes) or not isinstance(priority, Iterable)):
             raise InvalidParameterError(f"priority must be a list of integers, got {shown(priority)}.")
         priorities = [0] * len(prompt_list) if priority is None else list(priority)
         if len(priorities) != len(prompt_list):
@@ -204,22 +195,15 @@ class LLM:
         Raises:
             InvalidPromptError: as `generate`. InvalidParameterError: the engine was started without prefix caching.
             OutOfMemoryError: what is left of the pool would not hold the longest sequence.
-            UnsupportedParameterError: there are several replicas.
         """
-        engine = self._single_engine()
-        self._serve([prompt], [SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)], [0], use_tqdm=False)
-        return engine.pin_prefix(prompt)
+        if isinstance(self.engine, LLMEngine):  # replicas compute it themselves, each of them
+            params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+            self._serve([prompt], [params], [0], use_tqdm=False)
+        return self.engine.pin_prefix(prompt)
 
     def unpin_prefix(self, prompt: Prompt) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
-        return self._single_engine().unpin_prefix(prompt)
-
-    def _single_engine(self) -> LLMEngine:
-        if not isinstance(self.engine, LLMEngine):
-            raise UnsupportedParameterError(
-                "Prefixes can be pinned in one engine, and this LLM has several replicas; use data_parallel_size=1."
-            )
-        return self.engine
+        return self.engine.unpin_prefix(prompt)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run."""
