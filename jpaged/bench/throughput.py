@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--max-num-batched-tokens", type=int, default=None)
     result.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     result.add_argument("--pipeline-depth", type=int, default=2)
+    result.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
     result.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
     result.add_argument("--tensor-parallel-size", type=int, default=1)
     result.add_argument("--data-parallel-size", type=int, default=1)
@@ -78,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         gpu_memory_utilization=args.gpu_memory_utilization,
         pipeline_depth=args.pipeline_depth,
         kernel_backend=args.kernel_backend,
+        shared_prefix_attention=args.shared_prefix_attention,
         skip_tokenizer_init=True,
         tensor_parallel_size=args.tensor_parallel_size,
         data_parallel_size=args.data_parallel_size,

@@ -47,6 +47,23 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         call = partial(ops.decode_attention, backend="mosaic", return_lse=True, **options)
         arguments = (Shape((16, heads, head_dim), dtype), pool, ids(16, 4096 // block_size), ids(16))
         yield f"decode {heads}/{kv_heads} D {head_dim} block {block_size}", call, arguments, False
+    for rows, heads, kv_heads, head_dim, block_size, options in (
+        (64, 32, 8, 128, 16, {}),
+        (512, 16, 8, 128, 16, {}),
+        (64, 8, 8, 64, 32, {"alibi_slopes": jnp.ones(8)}),
+        (256, 28, 4, 80, 64, {"logit_softcap": 30.0}),
+    ):
+        pool = Shape((4096, 2, kv_heads, block_size, head_dim), jnp.bfloat16)
+        call = partial(ops.shared_prefix_attention, backend="mosaic", return_lse=True, **options)
+        arguments = (
+            Shape((rows, heads, head_dim), jnp.bfloat16),
+            pool,
+            ids(rows, 4096 // block_size),
+            ids(rows),
+            ids(),
+            ids(),
+        )
+        yield f"shared prefix {rows} x {heads}/{kv_heads} D {head_dim} block {block_size}", call, arguments, False
     pool = Shape((20_000, 2, 8, 16, 128), jnp.bfloat16)
     new = Shape((256, 8, 128), jnp.bfloat16)
     yield "write_kv", partial(ops.write_kv, backend="mosaic"), (pool, new, new, ids(256)), True

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.engine.interface import SamplingVariant
+from jpaged.executor import config as executor_config
 from jpaged.executor.compilation import Compiler
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.runner import Runner
@@ -173,13 +174,15 @@ def everything_by_degree(name: str) -> dict[str, Any]:
     """For one device and for four: tokens of each sampling variant, and what is known of programs and memory."""
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(eight_heads(name), directory, use_torch=False)
-        engines = {degree: LLMEngine(replace(ARGS, model=directory, tensor_parallel_size=degree)) for degree in (1, 4)}
+        args = replace(ARGS, model=directory, shared_prefix_attention=True)
+        engines = {degree: LLMEngine(replace(args, tensor_parallel_size=degree)) for degree in (1, 4)}
         return {
             degree: {
                 "tokens": {variant: run(engine, prompts(), **params) for variant, params in SAMPLED.items()},
                 "scores": score(engine, [[3, 4, *prompt] for prompt in prompts()]),
                 "odd_rows": {rows: _drawn(rows, degree) for rows in (1, 3, 8)},
                 **_forked_and_swapped(engine),
+                **_shared_prefix(engine),
                 **_compiled(engine),
             }
             for degree, engine in engines.items()
@@ -223,6 +226,18 @@ def _forked_and_swapped(engine: LLMEngine) -> dict[str, Any]:
         for output in engine.step():
             sequences[output.request_id] = [completion.token_ids for completion in output.outputs]
     return {"sequences": sequences, "num_swapped_in": engine.get_metrics().num_swapped_in}
+
+
+def _shared_prefix(engine: LLMEngine) -> dict[str, Any]:
+    """Greedy tokens of prompts that begin alike, with and without reading that once a step."""
+    alike = [prompts()[3][:41] + prompt for prompt in prompts()]
+    found: dict[str, Any] = {}
+    with mock.patch.object(executor_config, "LEAST_SAVED_TOKENS", 1):
+        for name, shares in (("shared", True), ("each for itself", False)):
+            one = LLMEngine(replace(engine.args, shared_prefix_attention=shares), engine.startup)
+            found[name] = run(one, alike)
+            found[f"{name}, steps"] = one.get_metrics().num_shared_prefix_steps
+    return found
 
 
 def _compiled(engine: LLMEngine) -> dict[str, Any]:

@@ -65,9 +65,18 @@ def test_samples_and_beams_that_are_forked_and_swapped_are_those_of_one_device(b
 
 
 @one_process
+def test_a_prefix_that_is_read_once_gives_the_tokens_of_one_device(by_degree):
+    one, four = by_degree["1"], by_degree["4"]
+    assert four["shared"] == one["shared"] == one["each for itself"]
+    assert four["shared, steps"] == one["shared, steps"] > 0
+    assert one["each for itself, steps"] == 0
+
+
+@one_process
 def test_a_step_has_two_all_reduces_a_layer_one_for_the_embedding_and_nothing_else(by_degree):
     collectives = by_degree["4"]["collectives"]
     assert collectives["decode_8"] == {"all-reduce": 2 * LAYERS + 1}
+    assert collectives["shared_decode_8"] == collectives["decode_8"]
     assert collectives["mixed_32"] == {"all-reduce": 2 * LAYERS + 1}
 
 
