@@ -450,7 +450,8 @@ def test_a_sampling_parameter_out_of_range_is_refused_by_name(fields, says):
     [
         ({"max_model_len": MAX_LENGTH + 1}, InvalidParameterError, f"max_model_len={MAX_LENGTH + 1}"),
         ({"num_gpu_blocks_override": 16}, OutOfMemoryError, "max_model_len=128 does not fit"),
-        ({"max_model_len": 0}, InvalidParameterError, "max_model_len"),
+        ({"max_model_len": 1}, InvalidParameterError, "max_model_len"),
+        ({"num_gpu_blocks_override": 2**26}, OutOfMemoryError, "Lower num_gpu_blocks_override"),
         ({"block_size": 3}, InvalidParameterError, "block_size"),
         ({"num_gpu_blocks_override": 10**12}, InvalidParameterError, "num_gpu_blocks_override must be at most"),
         ({"max_num_batched_tokens": 10**12}, InvalidParameterError, "max_num_batched_tokens must be at most"),

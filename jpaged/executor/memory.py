@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jpaged.config import host_memory
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.errors import OutOfMemoryError
 from jpaged.executor.compilation import Compiler
@@ -95,6 +96,12 @@ def plan_memory(
     if limit is None:
         useful = config.max_num_seqs * config.max_blocks_per_seq + 1
         blocks = num_blocks or max(2, min(useful, CPU_POOL_BYTES // block))
+        memory = host_memory()
+        if weights + blocks * block > memory:
+            raise OutOfMemoryError(
+                f"The machine has {_gib(memory)} of memory; weights take {_gib(weights)} and {blocks} blocks "
+                f"{_gib(blocks * block)}. Lower num_gpu_blocks_override, or use a smaller model."
+            )
         return MemoryPlan(weights, state, 0, block, blocks)
 
     programs = _program_bytes(compiler, pipeline_depth) + MOST_IN_TRANSIT * SWAP_CHUNK_BLOCKS * block
