@@ -306,6 +306,7 @@ def test_a_pinned_prefix_outlives_a_pool_full_of_other_prompts(llm, options):
         ([[5] * 128], "128 tokens.*max_model_len=128"),
         ([[1.5]], "must be an integer"),
         ([[True]], "must be an integer"),
+        ([[3, 4, True]], r"prompt_token_ids\[2\] must be an integer"),
         (["text"], "skip_tokenizer_init"),
         ([{"text": "x"}], "prompt_token_ids"),
         ([{"prompt_token_ids": "12"}], "list of integers"),
