@@ -390,6 +390,13 @@ def test_a_sampling_parameter_out_of_range_is_refused_by_name(fields, says):
         SamplingParams(**fields)
 
 
+def test_parameters_with_another_output_kind_are_equal_in_all_else():
+    params = SamplingParams(n=2, temperature=0.5, stop=["x"], logit_bias={3: 1.0}, seed=4)
+    final = params.reporting(RequestOutputKind.FINAL_ONLY)
+    assert final == replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+    assert params.output_kind == RequestOutputKind.CUMULATIVE
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [

@@ -15,6 +15,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-num-seqs", type=int, default=None)
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
+    for name in ("--decode-buckets", "--token-buckets"):
+        parser.add_argument(name, type=_sizes, help="ascending, as 8,64,1024; the last one is the limit above")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--pipeline-depth", type=int, default=2)
     parser.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
@@ -33,6 +35,8 @@ def make_llm(args: argparse.Namespace) -> LLM:
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        decode_buckets=args.decode_buckets,
+        token_buckets=args.token_buckets,
         gpu_memory_utilization=args.gpu_memory_utilization,
         pipeline_depth=args.pipeline_depth,
         kernel_backend=args.kernel_backend,
@@ -41,3 +45,7 @@ def make_llm(args: argparse.Namespace) -> LLM:
         data_parallel_size=args.data_parallel_size,
         seed=args.seed,
     )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
