@@ -19,6 +19,7 @@ from jpaged.errors import InvalidParameterError, InvalidPromptError, OutOfMemory
 from jpaged.interrupt import Interruptible
 from jpaged.llm_engine import LLMEngine
 from jpaged.outputs import RequestOutput
+from jpaged.sampling_params import SamplingParams
 from jpaged.scoring.ahead import Ahead
 from jpaged.scoring.batch_requests import BadLine, BadRequest, BatchRequest, bad_line, parse_request, response_line
 from jpaged.scoring.inputs import Record, read_records
@@ -153,13 +154,13 @@ class BatchShards:
             line.outputs = [None] * len(request.prompts)
             for number, prompt in enumerate(request.prompts):
                 params = request.params
-                if params.seed is None:
+                if isinstance(params, SamplingParams) and params.seed is None:
                     params = replace(params, seed=(self._args.seed + line.record.index + (number << 32)) % 2**63)
                 try:
                     request_id = next(request_ids)
-                    self._engine.add_request(request_id, prompt, params)
+                    self._engine.add_request(request_id, prompt, params, cache_salt=request.body.cache_salt)
                 except (InvalidParameterError, InvalidPromptError, OutOfMemoryError) as error:
-                    raise BadRequest(request.custom_id, error) from error
+                    raise BadRequest(request.custom_id, error, type(request.body)) from error
                 added.append(request_id)
                 open_prompts[request_id] = line, number
         except BadLine as error:
@@ -176,7 +177,7 @@ class BatchShards:
         if line.answer is None:
             if line.request is None or len(outputs) < len(line.outputs):
                 return
-            line.answer = response_line(line.request, self._model, outputs)
+            line.answer = response_line(line.request, self._model, outputs, self._tokenizer)
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
         tokens += sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         progress(1, tokens)

@@ -1,41 +1,36 @@
-"""Lines of OpenAI batch files: requests in, responses out.
+"""Lines of OpenAI batch files: requests in, responses out, with the server's own schemas and answers.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 50}}
     {"id": ..., "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
 
-A request that cannot be served is answered like any other, with the status code and error object that a server would
+A request that cannot be served is answered like any other, with the status code and error object that the server would
 send; one whose line is no request at all has "response": null and says in "error" why.
 """
 
-import time
+import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, UnsupportedParameterError
-from jpaged.inputs import Prompt, as_prompt_list
-from jpaged.outputs import CompletionOutput, PositionLogprobs, RequestOutput
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.errors import InvalidPromptError, JPagedError, UnsupportedParameterError
+from jpaged.inputs import ProcessedInput, Prompt, as_prompt_list
+from jpaged.outputs import RequestOutput
+from jpaged.sampling_params import SamplingParams
+from jpaged.serving.answers import Answer, ChatAnswer, CompletionAnswer
+from jpaged.serving.chat_template import template_arguments
+from jpaged.serving.errors import ApiError, api_error, decoding_error
+from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, refuse_unsupported
+from jpaged.serving.sampling import sampling_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-_SAMPLING = (
-    *("n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
-)
-"""Fields that mean what `SamplingParams` says."""
-
-_REFUSED = (
-    *("echo", "prompt_logprobs", "stream", "suffix", "use_beam_search"),
-    *("audio", "function_call", "functions", "modalities", "prediction", "response_format", "tool_choice", "tools"),
-    *("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
-)
-"""Known fields that would change the answer and are not supported: refused unless they are null, false or harmless."""
-
-_HARMLESS: dict[str, Any] = {"response_format": {"type": "text"}, "tool_choice": "none", "suffix": ""}
+_SERVER_ONLY = ("stream", "stream_options", "request_id", "priority", "truncate_prompt_tokens", "add_special_tokens")
+"""Fields that a server takes and a batch, where nobody waits and custom_id names the answer, does not."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +38,9 @@ class BatchRequest:
     """A line's request: one prompt, or several for completions. params are the same for all."""
 
     custom_id: str
-    url: str
-    model: str | None
+    body: CompletionRequest | ChatCompletionRequest
     prompts: list[Prompt]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
 
 
 class BadLine(Exception):
@@ -58,17 +52,15 @@ class BadLine(Exception):
 
 
 class BadRequest(Exception):
-    """A request that cannot be served; `response` is the answer."""
+    """A request that cannot be served; `response` is the line that says so."""
 
-    def __init__(self, custom_id: str, error: Exception, param: str | None = None) -> None:
+    def __init__(
+        self, custom_id: str, error: Exception, kind: type[CompletionRequest] | type[ChatCompletionRequest]
+    ) -> None:
         super().__init__(str(error))
-        self.custom_id = custom_id
-        self.param = param
-
-    @property
-    def response(self) -> dict[str, Any]:
-        error = {"message": str(self), "type": "invalid_request_error", "param": self.param, "code": None}
-        return _line(self.custom_id, 400, {"error": error})
+        prompt_field = "messages" if kind is ChatCompletionRequest else "prompt"
+        answer = api_error(error, kind.__struct_fields__, prompt_field)
+        self.response = _line(custom_id, answer.status, answer.body())
 
 
 def parse_request(line: Any, tokenizer: Tokenizer, defaults: SamplingParams) -> BatchRequest:
@@ -84,91 +76,53 @@ def parse_request(line: Any, tokenizer: Tokenizer, defaults: SamplingParams) -> 
         raise BadLine(f"custom_id must be a non-empty string, got {custom_id!r:.80}.")
     if line.get("method", "POST") != "POST":
         raise BadLine(f'method must be "POST", got {line["method"]!r:.80}.', custom_id)
-    url, body = line.get("url"), line.get("body")
+    url, given = line.get("url"), line.get("body")
     if url not in (COMPLETIONS, CHAT):
         raise BadLine(f"url must be {COMPLETIONS} or {CHAT}, got {url!r:.80}.", custom_id)
-    if not isinstance(body, Mapping):
-        raise BadLine(f"body must be an object, got {type(body).__name__}.", custom_id)
+    if not isinstance(given, Mapping):
+        raise BadLine(f"body must be an object, got {type(given).__name__}.", custom_id)
+    kind: type[CompletionRequest] | type[ChatCompletionRequest]
+    kind = ChatCompletionRequest if url == CHAT else CompletionRequest
     try:
-        return _parse_body(custom_id, url, body, tokenizer, defaults)
-    except JPagedError as error:
-        raise BadRequest(custom_id, error) from error
+        try:
+            body = msgspec.convert(given, kind)
+        except msgspec.ValidationError as error:
+            raise decoding_error(error) from error
+        return _checked(custom_id, body, tokenizer, defaults)
+    except (ApiError, JPagedError) as error:
+        raise BadRequest(custom_id, error, kind) from error
 
 
-def _parse_body(
-    custom_id: str, url: str, body: Mapping[str, Any], tokenizer: Tokenizer, defaults: SamplingParams
+def _checked(
+    custom_id: str, body: CompletionRequest | ChatCompletionRequest, tokenizer: Tokenizer, defaults: SamplingParams
 ) -> BatchRequest:
-    for name in _REFUSED:
-        value = body.get(name)
-        if value not in (None, False, [], _HARMLESS.get(name)):
-            raise UnsupportedParameterError(f"{name}={value!r:.80} is not supported; leave it out.")
-    fields = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise InvalidParameterError(f"model must be a string, got {model!r:.80}.")
+    refuse_unsupported(body)
+    for name in _SERVER_ONLY:
+        if getattr(body, name) not in (None, False):
+            raise UnsupportedParameterError(f"{name} is not supported in a batch; leave it out.")
+    params = sampling_of(body, defaults)
     prompts: list[Prompt]
-    if url == CHAT:
-        if body.get("max_completion_tokens") is not None:
-            fields["max_tokens"] = body["max_completion_tokens"]
-        fields.setdefault("max_tokens", None)
-        fields["logprobs"] = _chat_logprobs(body)
-        if "messages" not in body:
-            raise InvalidParameterError("messages is missing; a chat needs a list of them.")
-        options = {name: body[name] for name in ("add_generation_prompt", "continue_final_message") if name in body}
-        template = body.get("chat_template_kwargs") or {}
-        prompts = [{"prompt_token_ids": tokenizer.apply_chat_template(body["messages"], **options, **template)}]
+    if isinstance(body, ChatCompletionRequest):
+        prompts = [tokenizer.apply_chat_template(body.messages, **template_arguments(body, tokenizer))]
     else:
-        fields.setdefault("max_tokens", 16)
-        fields["logprobs"] = body.get("logprobs")
-        if body.get("prompt") is None:
-            raise InvalidParameterError("prompt is missing; give a text, token ids, or a list of either.")
-        prompts = as_prompt_list(body["prompt"])
+        prompts = as_prompt_list(body.prompt)
         if not prompts:
             raise InvalidPromptError("prompt is an empty list; give at least one prompt.")
-    params = replace(defaults, **fields, output_kind=RequestOutputKind.FINAL_ONLY)
-    return BatchRequest(custom_id, url, model, prompts, params)
+    return BatchRequest(custom_id, body, prompts, params)
 
 
-def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
-    wanted, top = body.get("logprobs"), body.get("top_logprobs")
-    if not isinstance(wanted, bool | None):
-        raise InvalidParameterError(f"logprobs must be true or false in a chat, got {wanted!r:.80}.")
-    if top and not wanted:
-        raise InvalidParameterError("top_logprobs needs logprobs: true.")
-    return (top or 0) if wanted else None
-
-
-def response_line(request: BatchRequest, model: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def response_line(
+    request: BatchRequest, model: str, outputs: Sequence[RequestOutput], tokenizer: Tokenizer
+) -> dict[str, Any]:
     """The line of a request whose prompts have all been answered."""
-    is_chat = request.url == CHAT
-    choices: list[dict[str, Any]] = []
-    for output in outputs:
-        for completion in output.outputs:
-            choice: dict[str, Any] = {"index": len(choices)}
-            if is_chat:
-                choice |= {"message": {"role": "assistant", "content": completion.text}}
-            else:
-                choice |= {"text": completion.text}
-            top = request.params.logprobs or 0
-            logprobs = _chat_logprobs_of(completion, top) if is_chat else _completion_logprobs_of(completion)
-            reasons = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-            choices.append(choice | {"logprobs": logprobs} | reasons)
-    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    completion_tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
-    body = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": request.model or model,
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
-        },
-    }
-    return _line(request.custom_id, 200, body)
+    body, name = request.body, uuid.uuid4().hex
+    prompts = [ProcessedInput(output.prompt, output.prompt_token_ids, ()) for output in outputs]
+    answer: Answer
+    if isinstance(body, ChatCompletionRequest):
+        answer = ChatAnswer(body, f"chatcmpl-{name}", body.model or model, prompts, tokenizer)
+    else:
+        answer = CompletionAnswer(body, f"cmpl-{name}", body.model or model, prompts, tokenizer)
+    return _line(request.custom_id, 200, answer.whole(outputs))
 
 
 def bad_line(error: BadLine) -> dict[str, Any]:
@@ -181,42 +135,7 @@ def bad_line(error: BadLine) -> dict[str, Any]:
     }
 
 
-def _line(custom_id: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+def _line(custom_id: str, status: int, body: bytes) -> dict[str, Any]:
     name = uuid.uuid4().hex
-    response = {"status_code": status, "request_id": name, "body": body}
+    response = {"status_code": status, "request_id": name, "body": json.loads(body)}
     return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": None}
-
-
-def _text_of(position: PositionLogprobs, token: int) -> str:
-    return position[token].decoded_token or ""
-
-
-def _completion_logprobs_of(completion: CompletionOutput) -> dict[str, Any] | None:
-    if completion.logprobs is None:
-        return None
-    tokens = [_text_of(p, t) for p, t in zip(completion.logprobs, completion.token_ids, strict=True)]
-    offsets = [0]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
-    return {
-        "tokens": tokens,
-        "token_logprobs": [p[t].logprob for p, t in zip(completion.logprobs, completion.token_ids, strict=True)],
-        "top_logprobs": [{_text_of(p, t): p[t].logprob for t in p} for p in completion.logprobs],
-        "text_offset": offsets[:-1],
-    }
-
-
-def _chat_logprobs_of(completion: CompletionOutput, top: int) -> dict[str, Any] | None:
-    if completion.logprobs is None:
-        return None
-
-    def entry(position: PositionLogprobs, token: int) -> dict[str, Any]:
-        text = _text_of(position, token)
-        return {"token": text, "logprob": position[token].logprob, "bytes": list(text.encode())}
-
-    content = []
-    for position, token in zip(completion.logprobs, completion.token_ids, strict=True):
-        ranked = sorted((logprob.rank or 0, other) for other, logprob in position.items())
-        alternatives = [entry(position, other) for rank, other in ranked if rank <= top]
-        content.append(entry(position, token) | {"top_logprobs": alternatives})
-    return {"content": content}

@@ -34,7 +34,7 @@ from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.serving.answers import Answer, ChatAnswer, CompletionAnswer, event
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
-from jpaged.serving.chat_template import render_chat
+from jpaged.serving.chat_template import render_chat, template_arguments
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.http import (
     ApiKeys,
@@ -375,27 +375,8 @@ class _Handlers:
                 "chat_template of a request is not taken; start the server with --trust-request-chat-template.",
                 param="chat_template",
             )
-        if body.add_special_tokens:
-            raise ApiError(
-                400,
-                "add_special_tokens is for text; a chat template writes special tokens itself. Leave it out.",
-                param="add_special_tokens",
-            )
-        if body.add_generation_prompt and body.continue_final_message:
-            raise ApiError(
-                400,
-                "continue_final_message contradicts add_generation_prompt; set one of them.",
-                param="continue_final_message",
-            )
-        return await render_chat(
-            tokenizer,
-            body.messages or [],
-            self._limits.template_timeout_s,
-            variables=body.chat_template_kwargs or {},
-            chat_template=body.chat_template,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-        )
+        arguments = template_arguments(body, tokenizer)
+        return await render_chat(tokenizer, body.messages or [], self._limits.template_timeout_s, arguments)
 
     async def _truncated(
         self,

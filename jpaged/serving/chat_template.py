@@ -11,27 +11,32 @@ from typing import Any
 
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.serving.errors import ApiError
+from jpaged.serving.protocol import ChatCompletionRequest, TokenizeRequest
 
 
 class _TimeUp(BaseException):
     """Raised inside a template's thread; no handler for errors in the template takes it for one."""
 
 
-async def render_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    timeout_s: float,
-    *,
-    variables: Mapping[str, Any],
-    **options: Any,
-) -> list[int]:
-    """A conversation to the token ids of its prompt.
+def template_arguments(body: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a request asks of the chat template, as arguments of `Tokenizer.apply_chat_template`.
 
-    variables: for the template, from the client. options: of `Tokenizer.apply_chat_template`.
     Raises:
-        InvalidPromptError: as `Tokenizer.render_chat`.
-        ApiError: a variable has the name of an option; the template takes longer than timeout_s.
+        ApiError: fields that contradict each other or a template; a variable that has the name of an option.
     """
+    if body.add_special_tokens:
+        raise ApiError(
+            400,
+            "add_special_tokens is for text; a chat template writes special tokens itself. Leave it out.",
+            param="add_special_tokens",
+        )
+    if body.add_generation_prompt and body.continue_final_message:
+        raise ApiError(
+            400,
+            "continue_final_message contradicts add_generation_prompt; set one of them.",
+            param="continue_final_message",
+        )
+    variables = body.chat_template_kwargs or {}
     for name in variables:
         if name in _reserved_names(tokenizer):
             raise ApiError(
@@ -39,12 +44,27 @@ async def render_chat(
                 f"chat_template_kwargs: {name!r} is an option of the request, not a variable; give it beside them.",
                 param="chat_template_kwargs",
             )
+    return variables | {
+        "chat_template": body.chat_template,
+        "add_generation_prompt": body.add_generation_prompt is not False,
+        "continue_final_message": bool(body.continue_final_message),
+    }
+
+
+async def render_chat(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], timeout_s: float, arguments: Mapping[str, Any]
+) -> list[int]:
+    """A conversation to the token ids of its prompt. arguments: of `Tokenizer.apply_chat_template`.
+
+    Raises:
+        InvalidPromptError: as `Tokenizer.render_chat`. ApiError: the template takes longer than timeout_s.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[list[int]] = loop.create_future()
 
     def work() -> None:
         try:
-            tokens = tokenizer.apply_chat_template(messages, **options, **variables)
+            tokens = tokenizer.apply_chat_template(messages, **arguments)
         except _TimeUp:
             return
         except Exception as error:

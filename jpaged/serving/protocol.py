@@ -180,9 +180,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
         value = getattr(request, name)
         if value is None or value == [] or value == {} or value in _ASKS_FOR_NOTHING.get(name, ()):
             continue
-        raise ApiError(
-            400, f"{name} is not supported by this server; leave it out.", param=name, code="unsupported_parameter"
-        )
+        raise ApiError(400, f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
 
 
 _UNSUPPORTED_FIELDS: dict[type, tuple[str, ...]] = {

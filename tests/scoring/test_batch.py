@@ -5,9 +5,10 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from jpaged import LLM, SamplingParams
+from jpaged import LLM, BeamSearchParams, SamplingParams
 from jpaged.cli import main
 from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.scoring import batch
@@ -69,7 +70,8 @@ def test_every_line_is_answered_in_order_with_its_text_or_its_error(tmp_path, ca
     assert bodies[0]["choices"][0]["text"] == expected[0]
     assert bodies[0]["choices"][0]["finish_reason"] == "length"
     assert [choice["text"] for choice in bodies[2]["choices"]] == expected[1:]
-    assert bodies[1]["choices"][0]["message"] == {"role": "assistant", "content": chat.outputs[0].text}
+    message = {"role": "assistant", "content": chat.outputs[0].text, "refusal": None}
+    assert bodies[1]["choices"][0]["message"] == message
     assert bodies[1]["usage"]["prompt_tokens"] == len(chat.prompt_token_ids)
     content = bodies[1]["choices"][0]["logprobs"]["content"]
     assert len(content) == bodies[1]["usage"]["completion_tokens"]
@@ -86,13 +88,55 @@ def test_every_line_is_answered_in_order_with_its_text_or_its_error(tmp_path, ca
     errors = [answer["response"]["body"]["error"]["message"] for answer in answers[5:12]]
     for message, part in zip(
         errors,
-        ("suffix='b'", "stream=True", "temperature", "max_model_len=128", "empty list", "content", "tokens"),
+        (
+            "suffix is not supported",
+            "stream is not supported in a batch",
+            "temperature",
+            "max_model_len=128",
+            "empty list",
+            "content",
+            "tokens",
+        ),
         strict=True,
     ):
         assert part in message
     reasons = [answer["error"]["message"] for answer in answers[12:16]]
     for reason, part in zip(reasons, ("custom_id", "url must be", "body must be", "not JSON"), strict=True):
         assert part in reason
+
+
+@pytest.mark.xdist_group("scoring-demo")
+def test_a_batch_takes_what_the_server_takes_and_blames_the_field_that_is_wrong(tmp_path):
+    search = {"use_beam_search": True, "n": 2, "length_penalty": 0.5}
+    lines = [
+        request("echo", COMPLETIONS, prompt="Once upon a time", echo=True, logprobs=2, max_tokens=0),
+        request("beams", COMPLETIONS, prompt="One day", max_tokens=6, **search),
+        request("salted", COMPLETIONS, prompt="One day", temperature=0, max_tokens=4, cache_salt="a"),
+        request("ids", CHAT, messages=MESSAGES, temperature=0, max_tokens=3, return_token_ids=True),
+        request("type", COMPLETIONS, prompt="a", max_tokens="ten"),
+        request("variable", CHAT, messages=MESSAGES, chat_template_kwargs={"tokenize": False}),
+        request("tools", CHAT, messages=MESSAGES, tools=[{"type": "function"}]),
+        request("late", COMPLETIONS, prompt="a", priority=3),
+    ]
+    code, answers = run(tmp_path / "all", lines)
+    assert code == 1
+    assert [answer["response"]["status_code"] for answer in answers] == [200] * 4 + [400] * 4
+    blamed = [answer["response"]["body"]["error"]["param"] for answer in answers[4:]]
+    assert blamed == ["max_tokens", "chat_template_kwargs", "tools", "priority"]
+
+    llm = LLM(dtype="float32", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, verbose=False)
+    [echo], beams, [salted], [chat] = (answer["response"]["body"]["choices"] for answer in answers[:4])
+    [scored] = llm.generate("Once upon a time", SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False)
+    expected = [p[t].logprob for p, t in zip(scored.prompt_logprobs[1:], scored.prompt_token_ids[1:], strict=True)]
+    assert echo["text"] == "Once upon a time"
+    np.testing.assert_allclose(echo["logprobs"]["token_logprobs"][1:], expected, rtol=1e-4)
+    params = BeamSearchParams(beam_width=2, n=2, max_tokens=6, length_penalty=0.5)
+    [found] = llm.beam_search(["One day"], params, use_tqdm=False)
+    assert [choice["text"] for choice in beams] == [beam.text for beam in found.outputs]
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    assert salted["text"] == llm.generate("One day", greedy, use_tqdm=False)[0].outputs[0].text
+    told = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]
+    assert chat["token_ids"] == told.outputs[0].token_ids
 
 
 def test_an_input_without_requests_is_refused(tmp_path, capsys):
@@ -110,7 +154,7 @@ class FakeEngine:
         self.default_sampling_params = SamplingParams()
         self.open: list[str] = []
 
-    def add_request(self, request_id, prompt, params):
+    def add_request(self, request_id, prompt, params, *, cache_salt):
         self.open.append(request_id)
 
     def step(self):
