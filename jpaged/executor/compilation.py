@@ -195,7 +195,7 @@ class Compiler:
         steps = [*map(self._mixed, self._config.token_buckets), *map(self._decode, self._config.decode_buckets)]
         if self._helpers is not None:
             # What is autotuned stays here: processes that time kernels at once on one device spoil each other's clock.
-            shared = [task.key for task in steps if not task.is_kept and not task.autotuned]
+            shared = [task.key for task in steps if task.path and not task.is_kept and not task.autotuned]
             elsewhere = self._helpers.share_out(self._config, shared)
             for task in steps:
                 if task.key in elsewhere and task.key not in self._pending:
@@ -380,7 +380,7 @@ class Compiler:
         if task.is_kept:
             self._pending[task.key] = self._threads.submit(task.load_or_compile), task.takes
         else:
-            if self._helpers is not None:
+            if self._helpers is not None and task.path is not None:
                 self._helpers.start()  # a cold start: they get ready while this process lowers
             self._pending[task.key] = self._threads.submit(task.compile, task.jitted.lower(*task.args)), task.takes
 

@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -81,8 +82,10 @@ class CompileProcesses:
 
     def start(self) -> None:
         """Starts them, once; returns at once. Called as soon as it is clear that there will be programs to compile."""
-        if not self._helpers:
-            self._helpers = [_Helper(self._setting) for _ in range(self._count)]
+        count, self._count = self._count, 0
+        with suppress(OSError):  # the machine has no room for another one
+            for _ in range(count):
+                self._helpers.append(_Helper(self._setting))
 
     def share_out(self, config: ExecutorConfig, keys: Sequence[Key]) -> dict[Key, Future[None]]:
         """Gives each helper, and the caller, an equal share of the programs of these keys. To be called once.
@@ -111,16 +114,21 @@ class _Helper:
                 stdin=subprocess.DEVNULL,
             )
         self._connection = Connection(ours.detach())
-        self._connection.send(setting)
+        with suppress(OSError):  # it died already; `_follow` will see
+            self._connection.send(setting)
+        self._thread: threading.Thread | None = None
 
     def compile(self, config: ExecutorConfig, keys: Collection[Key]) -> dict[Key, Future[None]]:
         futures: dict[Key, Future[None]] = {key: Future() for key in keys}
-        threading.Thread(target=self._follow, args=(config, futures), daemon=True).start()
+        self._thread = threading.Thread(target=self._follow, args=(config, futures), daemon=True)
+        self._thread.start()
         return futures
 
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
+        if self._thread is not None:
+            self._thread.join()
         self._connection.close()
 
     def _follow(self, config: ExecutorConfig, futures: dict[Key, Future[None]]) -> None:

@@ -38,6 +38,8 @@ def loaded(tmp_path, monkeypatch) -> list[Path]:
     monkeypatch.setenv("JPAGED_CACHE_DIR", str(tmp_path))  # JAX's own cache would hand out what it cannot serialise
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setattr(compile_processes, "LEAST_SHARED", 2)
+    monkeypatch.setattr(Compiler, "submit_forks", lambda self: None)  # small programs, which are not shared out
+    monkeypatch.setattr(Compiler, "submit_swaps", lambda self: None)
     found: list[Path] = []
     load = ExecutableCache.load
 
@@ -61,6 +63,10 @@ def bodies(helpers: CompileProcesses | None) -> dict[Key, Program]:
     return shared.results()
 
 
+def refuse(*_):
+    raise AssertionError("a process was started")
+
+
 def hidden_states(program: Program) -> np.ndarray:
     """What mixed[64] makes of some tokens."""
     buffer, host = mixed_layout(CONFIG, 64).new(slots=CONFIG.null_slot, query_lens=0, kinds=0, tokens=0)
@@ -75,9 +81,6 @@ def test_programs_of_another_process_compute_the_same_and_the_next_start_finds_a
     assert programs.keys() >= BODIES
     assert len(loaded) == 1  # mixed[64]: one of the two that are not autotuned; the other one was this process's share
     loaded.clear()
-
-    def refuse(*_):
-        raise AssertionError("a process was started")
 
     monkeypatch.setattr(compile_processes, "_Helper", refuse)
     with CompileProcesses(7, SETTING) as helpers:
@@ -99,9 +102,30 @@ def test_what_a_process_fails_to_compile_is_compiled_here(loaded, capfd):
     assert "float12" in capfd.readouterr().err
 
 
+def test_without_a_cache_to_leave_programs_in_nothing_is_shared_out(monkeypatch):
+    monkeypatch.setenv("JPAGED_CACHE_DIR", "")
+    monkeypatch.setattr(compile_processes, "LEAST_SHARED", 0)
+    monkeypatch.setattr(compile_processes, "_Helper", refuse)
+    with CompileProcesses(7, SETTING) as helpers:
+        alone = compiler(helpers)
+        alone.submit_decode(32)
+        assert alone.result(("decode", 32)).temp_bytes > 0
+
+
 def test_few_programs_are_not_shared_out():
     with CompileProcesses(7, SETTING) as helpers:
         assert helpers.share_out(CONFIG, sorted(BODIES)) == {}
+
+
+def test_a_process_that_cannot_be_started_or_dies_at_once_is_done_without(monkeypatch):
+    monkeypatch.setattr(compile_processes.sys, "executable", "/no/such/program")
+    with CompileProcesses(2, SETTING) as none:
+        assert none.share_out(CONFIG, [("mixed", tokens) for tokens in range(20, 40)]) == {}
+    monkeypatch.setattr(compile_processes.sys, "executable", "/bin/false")
+    with CompileProcesses(1, SETTING) as dead:
+        shared = dead.share_out(CONFIG, [("mixed", tokens) for tokens in range(20, 40)])
+        assert len(shared) == 10
+        assert [future.result(60) for future in shared.values()] == [None] * 10
 
 
 @pytest.mark.parametrize(
