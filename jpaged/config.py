@@ -22,6 +22,7 @@ class SchedulerConfig:
     max_num_batched_tokens: the token budget of one step.
     max_model_len: the longest a sequence may grow, prompt and output, in tokens.
     enable_prefix_caching: reuse the blocks of equal prefixes.
+    shared_prefix_attention: tell the executor, for each decode step, which rows begin with the same blocks.
     policy: "fcfs" runs the earliest arrival first; "priority" the lowest priority value, then the earliest.
     watermark: the fraction of the pool that admitting a new request must leave free, against thrashing.
     pipeline_depth: steps dispatched before the first one's tokens are read; 0 is the plain synchronous loop.
@@ -36,6 +37,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     enable_prefix_caching: bool = True
+    shared_prefix_attention: bool = False
     policy: Policy = "fcfs"
     watermark: float = 0.01
     pipeline_depth: int = 2
@@ -91,6 +93,9 @@ class EngineArgs:
         max_num_batched_tokens: token budget of a step; longer prompts are computed in chunks. No more sequences than
             this decode at once.
         enable_prefix_caching: reuse the keys and values of equal prompt beginnings.
+        shared_prefix_attention: in decode steps, read a beginning that many sequences share once for all of them, where
+            that pays. Faster for long common prompts; but sums are then added in another order, so that a request's
+            tokens may depend on who shares its batch. Needs enable_prefix_caching.
         scheduling_policy: "fcfs", or "priority": lower `priority` values first.
         watermark: fraction of the pool that must stay free when a request is admitted.
         pipeline_depth: steps dispatched before the first one's tokens are read; 0 reads each at once.
@@ -126,6 +131,7 @@ class EngineArgs:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
+    shared_prefix_attention: bool = False
     scheduling_policy: Policy = "fcfs"
     watermark: float = 0.01
     pipeline_depth: int = 2
@@ -188,9 +194,13 @@ class EngineArgs:
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
         _check_fraction("watermark", self.watermark, zero_allowed=True)
         _check_swap_space(self.swap_space)
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "verbose"):
+        for name in ("enable_prefix_caching", "shared_prefix_attention", "skip_tokenizer_init", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.shared_prefix_attention and not self.enable_prefix_caching:
+            raise InvalidParameterError(
+                "shared_prefix_attention=True needs enable_prefix_caching=True: prompts share blocks through the cache."
+            )
         for name in ("decode_buckets", "token_buckets"):
             _check_buckets(name, getattr(self, name))
 

@@ -11,13 +11,7 @@ from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import (
-    InvalidParameterError,
-    InvalidPromptError,
-    JPagedError,
-    OutOfMemoryError,
-    UnsupportedParameterError,
-)
+from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError
 from jpaged.inputs import Messages, Prompt, as_prompt_list
 from jpaged.interrupt import Interruptible
 from jpaged.llm_engine import LLMEngine
@@ -185,22 +179,15 @@ class LLM:
         Raises:
             InvalidPromptError: as `generate`. InvalidParameterError: the engine was started without prefix caching.
             OutOfMemoryError: what is left of the pool would not hold the longest sequence.
-            UnsupportedParameterError: there are several replicas.
         """
-        engine = self._single_engine()
-        self._serve([prompt], [SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)], [0], use_tqdm=False)
-        return engine.pin_prefix(prompt)
+        if isinstance(self.engine, LLMEngine):  # replicas compute it themselves, each of them
+            params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+            self._serve([prompt], [params], [0], use_tqdm=False)
+        return self.engine.pin_prefix(prompt)
 
     def unpin_prefix(self, prompt: Prompt) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
-        return self._single_engine().unpin_prefix(prompt)
-
-    def _single_engine(self) -> LLMEngine:
-        if not isinstance(self.engine, LLMEngine):
-            raise UnsupportedParameterError(
-                "Prefixes can be pinned in one engine, and this LLM has several replicas; use data_parallel_size=1."
-            )
-        return self.engine
+        return self.engine.unpin_prefix(prompt)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run."""

@@ -81,6 +81,7 @@ class LLMEngine:
             ),
             max_model_len=_at_most("max_model_len", args.max_model_len, config.max_model_len),
             enable_prefix_caching=args.enable_prefix_caching,
+            shared_prefix_attention=args.shared_prefix_attention,
             policy=args.scheduling_policy,
             watermark=args.watermark,
             pipeline_depth=args.pipeline_depth,
@@ -264,6 +265,7 @@ _FREE_TO_DIFFER = {
     "max_num_seqs",
     "max_num_batched_tokens",
     "enable_prefix_caching",
+    "shared_prefix_attention",
     "scheduling_policy",
     "watermark",
     "pipeline_depth",
@@ -298,6 +300,8 @@ def _same_start(args: EngineArgs, startup: Startup) -> Startup:
                 f"{name}={getattr(args, name)!r} differs from the {getattr(startup.args, name)!r} that the runner was "
                 f"started with; start a new one."
             )
+    if args.shared_prefix_attention and not startup.args.shared_prefix_attention:
+        raise InvalidParameterError("shared_prefix_attention=True needs a runner that was started with it.")
     return startup
 
 

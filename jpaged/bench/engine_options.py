@@ -19,6 +19,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=_sizes, help="ascending, as 8,64,1024; the last one is the limit above")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--pipeline-depth", type=int, default=2)
+    parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
     parser.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--data-parallel-size", type=int, default=1)
@@ -39,6 +40,7 @@ def make_llm(args: argparse.Namespace) -> LLM:
         token_buckets=args.token_buckets,
         gpu_memory_utilization=args.gpu_memory_utilization,
         pipeline_depth=args.pipeline_depth,
+        shared_prefix_attention=args.shared_prefix_attention,
         kernel_backend=args.kernel_backend,
         skip_tokenizer_init=True,
         tensor_parallel_size=args.tensor_parallel_size,

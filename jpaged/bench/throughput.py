@@ -28,6 +28,7 @@ from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, 
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError
 from jpaged.llm import LLM
+from jpaged.replicas import ReplicatedEngine
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -67,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.runs < 1:
         raise InvalidParameterError(f"--runs must be at least 1, got {args.runs}.")
+    if args.profile and args.data_parallel_size > 1:
+        raise InvalidParameterError("--profile sees this process only; use --data-parallel-size 1.")
     conversations = None if args.dataset_path is None else _Conversations(args)
     begun = time.perf_counter()
     llm = make_llm(args)
@@ -79,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
             figure["device_idle"] = profile(llm, requests, workload, args.profile / name)
         print(_row(figure), flush=True)
         figures.append(figure)
+    if isinstance(llm.engine, ReplicatedEngine):
+        llm.engine.close()  # until then the devices are theirs
     if args.json:
         write_report(args.json, "throughput", vars(args) | {"startup_s": startup_s}, figures)
     return 0

@@ -173,7 +173,7 @@ class Compiler:
         self._full_specs = jax.tree.map(lambda _: WHOLE, self._full)._replace(token_counts=TOKEN_COUNTS)
         self._helpers = helpers
         self._threads = ThreadPoolExecutor(os.cpu_count())
-        self._waiters = ThreadPoolExecutor(len(config.token_buckets) + len(config.decode_buckets))
+        self._waiters = ThreadPoolExecutor(len(config.token_buckets) + 2 * len(config.decode_buckets))
         self._cache = ExecutableCache(
             cache_directory("programs"), (model.config, model.vocab_size, model.dtype, config, mesh.key), kept_on
         )
@@ -192,7 +192,7 @@ class Compiler:
 
     def submit_bodies(self) -> None:
         """The programs that depend on the size of the pool."""
-        steps = [*map(self._mixed, self._config.token_buckets), *map(self._decode, self._config.decode_buckets)]
+        steps = self._steps()
         if self._helpers is not None:
             # What is autotuned stays here: processes that time kernels at once on one device spoil each other's clock.
             shared = [task.key for task in steps if task.path and not task.is_kept and not task.autotuned]
@@ -246,10 +246,11 @@ class Compiler:
         self._waiters.shutdown()
         return compiled
 
-    def compile_bodies(self, keys: Collection[Key]) -> Iterator[Key]:
-        """Those of decode and mixed programs, for the cache alone: yields each when it is there."""
-        for kind, size in keys:
-            self._start(self._mixed(int(size)) if kind == "mixed" else self._decode(int(size)))
+    def compile_steps(self, keys: Collection[Key]) -> Iterator[Key]:
+        """Compiles those of the bodies for the cache alone: yields each when it is there."""
+        for task in self._steps():
+            if task.key in keys:
+                self._start(task)
         for key in keys:
             self.result(key)
             yield key
@@ -260,15 +261,22 @@ class Compiler:
             ("update",), partial(programs.update_step, self._config), self._state, self._sampling, packed, donate=(0, 1)
         )
 
-    def submit_decode(self, batch: int) -> None:
-        self._start(self._decode(batch))
+    def submit_decode(self, batch: int, *, shares_prefix: bool = False) -> None:
+        self._start(self._decode(batch, shares_prefix))
 
-    def _decode(self, batch: int) -> _Task:
-        step = partial(programs.decode_step, self._model, self._config, batch)
-        packed = _int32(programs.decode_layout(batch).size)
+    def _decode(self, batch: int, shares_prefix: bool = False) -> _Task:
+        step = partial(programs.decode_step, self._model, self._config, batch, shares_prefix)
+        packed = _int32(programs.decode_layout(batch, shares_prefix).size)
         args = (self._pools, self._state, packed)
         results = (POOL, WHOLE, WHOLE, WHOLE)
-        return self._task(("decode", batch), step, *args, donate=(1, 2), takes="weights", rows=batch, results=results)
+        key = ("shared_decode" if shares_prefix else "decode", batch)
+        return self._task(key, step, *args, donate=(1, 2), takes="weights", rows=batch, results=results)
+
+    def _steps(self) -> list[_Task]:
+        """The bodies that compute a step's tokens."""
+        config = self._config
+        shared = [self._decode(batch, shares_prefix=True) for batch in config.shared_prefix_buckets]
+        return [*map(self._mixed, config.token_buckets), *map(self._decode, config.decode_buckets), *shared]
 
     def submit_mixed(self, tokens: int) -> None:
         self._start(self._mixed(tokens))

@@ -31,7 +31,7 @@ def main(fd: int) -> None:
             config, keys = connection.recv()
             threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
             compiler = Compiler(mesh.shard_of(model), config, model.dtype, mesh, kept_on=setting.kept_on)
-            for key in compiler.compile_bodies(keys):
+            for key in compiler.compile_steps(keys):
                 connection.send(key)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the parent is gone, or has no use for this process

@@ -139,6 +139,8 @@ class ServingMetrics:
         add("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.", one(queries))
         add("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", one(hits))
         add("engine_steps", "counter", "Steps of the engine.", one(stats.num_steps))
+        shared = stats.num_shared_prefix_steps
+        add("shared_prefix_steps", "counter", "Steps that read a prefix once for all who share it.", one(shared))
         reasons = [(f',finished_reason="{reason}"', float(n)) for reason, n in sorted(self.finished.items())]
         add("request_success", "counter", "Requests that ended, by reason.", reasons)
         for name, (what, _) in _HISTOGRAMS.items():

@@ -59,6 +59,7 @@ CONFIG = ExecutorConfig(
     num_blocks=4096,
     decode_buckets=(8, 64),
     token_buckets=(512,),
+    shared_prefix_attention=True,
 )
 
 
@@ -96,6 +97,8 @@ def main() -> None:
         else:
             for batch in CONFIG.decode_buckets:
                 compiler.submit_decode(batch)
+            for batch in CONFIG.shared_prefix_buckets:
+                compiler.submit_decode(batch, shares_prefix=True)
             for tokens in CONFIG.token_buckets:
                 compiler.submit_mixed(tokens)
             for variant in SamplingVariant:

@@ -17,7 +17,7 @@ def test_every_program_of_a_step_is_one_cuda_graph_on_an_h200(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     programs = {record["name"]: record for line in done.stdout.splitlines() if (record := json.loads(line))}
-    bodies = {"decode_8", "decode_64", "mixed_512"}
+    bodies = {"decode_8", "decode_64", "shared_decode_64", "mixed_512"}
     heads = {name for name in programs if name.startswith("sample_64_")}
     assert programs.keys() == bodies | heads
     assert len(heads) == 4  # greedy, truncated (which draws for untruncated requests too), full, beams
