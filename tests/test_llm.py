@@ -362,6 +362,7 @@ def test_a_pinned_prefix_outlives_a_pool_full_of_other_prompts(llm, options):
         ([[5] * 128], "128 tokens.*max_model_len=128"),
         ([[1.5]], "must be an integer"),
         ([[True]], "must be an integer"),
+        ([[3, 4, True]], r"prompt_token_ids\[2\] must be an integer"),
         (["text"], "skip_tokenizer_init"),
         ([{"text": "x"}], "prompt_token_ids"),
         ([{"prompt_token_ids": "12"}], "list of integers"),
@@ -443,6 +444,13 @@ def test_parameters_that_do_not_fit_the_model_are_refused_by_name(llm, params, s
 def test_a_sampling_parameter_out_of_range_is_refused_by_name(fields, says):
     with pytest.raises(InvalidParameterError, match=says):
         SamplingParams(**fields)
+
+
+def test_parameters_with_another_output_kind_are_equal_in_all_else():
+    params = SamplingParams(n=2, temperature=0.5, stop=["x"], logit_bias={3: 1.0}, seed=4)
+    final = params.reporting(RequestOutputKind.FINAL_ONLY)
+    assert final == replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+    assert params.output_kind == RequestOutputKind.CUMULATIVE
 
 
 @pytest.mark.parametrize(

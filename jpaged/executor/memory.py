@@ -70,6 +70,12 @@ def free_device_memory(device: jax.Device, utilization: float) -> int | None:
     return int(stats["bytes_limit"] * min(1.0, utilization / held)) - stats["bytes_in_use"]
 
 
+def unreserved_device_memory(device: jax.Device) -> int:
+    """Bytes of a GPU that this process leaves to others; 0 for a CPU."""
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    return 0 if stats is None else int(stats["bytes_limit"] * (1 / float(os.environ[_FRACTION_VARIABLE]) - 1))
+
+
 def plan_memory(
     model: Model,
     config: ExecutorConfig,
