@@ -89,6 +89,10 @@ def start(args: EngineArgs, directory: Path) -> Startup:
     """
     seconds: dict[str, float] = {}
     progress = args.verbose and sys.stderr.isatty()
+    if args.verbose and not progress:  # a terminal gets progress bars instead
+        print(
+            "Compiling programs and loading weights; a model's first start takes longest.", file=sys.stderr, flush=True
+        )
     reserve_device_memory(args.gpu_memory_utilization)
     enable_persistent_cache()
     mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
