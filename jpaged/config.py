@@ -191,7 +191,7 @@ class EngineArgs:
             )
         _check_integer("block_size", self.block_size, 1)
         for name, least, most in (
-            ("max_model_len", 1, 2**30),
+            ("max_model_len", 2, 2**30),
             ("num_gpu_blocks_override", 2, 2**31 // self.block_size - 1),
             ("max_num_seqs", 1, 2**16),
             ("max_num_batched_tokens", 1, 2**20),
@@ -233,6 +233,11 @@ class EngineArgs:
             _check_buckets(name, getattr(self, name))
 
 
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
     if not is_integer(value):
         raise InvalidParameterError(f"{name} must be an integer, got {shown(value)}.")
@@ -254,7 +259,7 @@ def _check_fraction(name: str, value: object, *, zero_allowed: bool = False, one
 def _check_swap_space(value: object) -> None:
     if not is_number(value) or not 0 <= value < math.inf:
         raise InvalidParameterError(f"swap_space must be a number of GiB from 0 up, got {shown(value)}.")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    memory = host_memory() / 2**30
     if value > memory:
         raise InvalidParameterError(
             f"swap_space={shown(value)} exceeds the {memory:.1f} GiB of memory that this machine has; lower it."

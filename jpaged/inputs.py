@@ -197,6 +197,8 @@ def _integers(values: Any) -> list[int]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str) or not _is_sequence(values):
         raise InvalidPromptError(f"prompt_token_ids must be a list of integers, got {_kind(values)}.")
+    if set(map(type, values)) == {int}:  # nearly always; looking at 16,000 tokens one by one takes 5 ms
+        return list(values)
     for i, value in enumerate(values):
         if not is_integer(value):
             raise InvalidPromptError(f"prompt_token_ids[{i}] must be an integer, got {shown(value)}.")

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -145,7 +146,11 @@ class SamplingParams:
 
     def reporting(self, output_kind: RequestOutputKind) -> "SamplingParams":
         """The same parameters, with outputs of this kind."""
-        return self if self.output_kind == output_kind else replace(self, output_kind=output_kind)
+        if self.output_kind == output_kind:
+            return self
+        other = copy(self)  # `replace` would check everything again: 20 us a request
+        other._set("output_kind", output_kind)
+        return other
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -362,6 +362,7 @@ def test_a_pinned_prefix_outlives_a_pool_full_of_other_prompts(llm, options):
         ([[5] * 128], "128 tokens.*max_model_len=128"),
         ([[1.5]], "must be an integer"),
         ([[True]], "must be an integer"),
+        ([[3, 4, True]], r"prompt_token_ids\[2\] must be an integer"),
         (["text"], "skip_tokenizer_init"),
         ([{"text": "x"}], "prompt_token_ids"),
         ([{"prompt_token_ids": "12"}], "list of integers"),
@@ -445,12 +446,20 @@ def test_a_sampling_parameter_out_of_range_is_refused_by_name(fields, says):
         SamplingParams(**fields)
 
 
+def test_parameters_with_another_output_kind_are_equal_in_all_else():
+    params = SamplingParams(n=2, temperature=0.5, stop=["x"], logit_bias={3: 1.0}, seed=4)
+    final = params.reporting(RequestOutputKind.FINAL_ONLY)
+    assert final == replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+    assert params.output_kind == RequestOutputKind.CUMULATIVE
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
         ({"max_model_len": MAX_LENGTH + 1}, InvalidParameterError, f"max_model_len={MAX_LENGTH + 1}"),
         ({"num_gpu_blocks_override": 16}, OutOfMemoryError, "max_model_len=128 does not fit"),
-        ({"max_model_len": 0}, InvalidParameterError, "max_model_len"),
+        ({"max_model_len": 1}, InvalidParameterError, "max_model_len"),
+        ({"num_gpu_blocks_override": 2**26}, OutOfMemoryError, "Lower num_gpu_blocks_override"),
         ({"block_size": 3}, InvalidParameterError, "block_size"),
         ({"num_gpu_blocks_override": 10**12}, InvalidParameterError, "num_gpu_blocks_override must be at most"),
         ({"max_num_batched_tokens": 10**12}, InvalidParameterError, "max_num_batched_tokens must be at most"),

@@ -4,7 +4,8 @@ The other way, token ids to text as they are sampled, is `jpaged.engine.detokeni
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -60,7 +61,8 @@ class Tokenizer:
             raise ModelNotFoundError(
                 f"Tokenizer {name} is no directory; give one that holds a tokenizer.json, or a hub id (owner/name)."
             )
-        from transformers import AutoTokenizer  # a second or two: not at import
+        with _without_advice():
+            from transformers import AutoTokenizer  # a second or two: not at import
 
         try:
             hf = AutoTokenizer.from_pretrained(
@@ -313,3 +315,18 @@ def _load_error(name: str, is_local: bool, error: Exception) -> CheckpointError:
         f"No tokenizer for {name}: it is no local directory, and the hub gave none ({reason[:300]}). Check the spelling"
         " and the connection, or give a directory."
     )
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """transformers says at import that PyTorch is missing, which nobody here needs."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
