@@ -10,7 +10,7 @@ import numpy as np
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError, InvalidPromptError
-from jpaged.executor import sampler
+from jpaged.executor import sampling_state
 from jpaged.sampling_params import SamplingParams
 
 
@@ -164,8 +164,8 @@ class InputProcessor:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words and self._tokenizer is not None:
             bad_words = tuple(tuple(word) for word in self._tokenizer.encode_bad_words(params.bad_words))
-        if sampler.uses_extras(params):  # packing them now is the check that packing them later cannot fail
-            sampler.full_record(params, vocab_size=self._vocab_size, bad_words_token_ids=bad_words)
+        if sampling_state.uses_extras(params):  # packing them now is the check that packing them later cannot fail
+            sampling_state.full_record(params, vocab_size=self._vocab_size, bad_words_token_ids=bad_words)
         return bad_words
 
 

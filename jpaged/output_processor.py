@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jpaged.engine.detokenizer import Detokenizer, decode_token
+from jpaged.engine.detokenizer import Detokenizer
 from jpaged.engine.request import Request
 from jpaged.engine.scheduler import RequestUpdate
+from jpaged.engine.token_decoders import decode_token
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jpaged.sampling_params import RequestOutputKind

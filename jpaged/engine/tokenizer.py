@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from jpaged.engine.detokenizer import decode_token
+from jpaged.engine.token_decoders import decode_token
 from jpaged.errors import CheckpointError, InvalidParameterError, InvalidPromptError, ModelNotFoundError
 from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 

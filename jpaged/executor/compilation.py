@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, SamplingVariant
-from jpaged.executor import programs, sampler
+from jpaged.executor import programs, sampler, sampling_state
 from jpaged.executor.beams import beams_layout, move_beams_step
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.config import ExecutorConfig
@@ -120,7 +120,7 @@ class Compiler:
         self._staging = mesh.split(abstract_staging(pools), STAGING)
         self._state = jax.eval_shape(partial(initial_slot_state, config))
         self._weights = mesh.weights(model)
-        self._sampling = jax.eval_shape(partial(sampler.init_state, config.max_num_seqs))
+        self._sampling = jax.eval_shape(partial(sampling_state.init_state, config.max_num_seqs))
         self._full_of_shard = jax.eval_shape(self._init_full_state)
         counts = mesh.split(self._full_of_shard.token_counts, TOKEN_COUNTS)
         self._full = self._full_of_shard._replace(token_counts=counts)
@@ -246,16 +246,16 @@ class Compiler:
         """The programs that make and fill `FullSamplingState`, which exists once some request asks for it."""
         specs = self._full_specs
         self._submit(("init_full",), self._init_full_state, results=specs)
-        record = _int32(sampler.full_record_words(self._model.vocab_size))
+        record = _int32(sampling_state.full_record_words(self._model.vocab_size))
         args = (self._full, _int32(), record)
-        self._submit(("start_full",), sampler.start_full_slot, *args, donate=(0,), results=specs)
+        self._submit(("start_full",), sampling_state.start_full_slot, *args, donate=(0,), results=specs)
         known = _int32(programs.known_tokens_layout().size)
         step = partial(programs.known_tokens_step, self._model)
         self._submit(("known_tokens",), step, self._full, known, donate=(0,), results=specs)
 
-    def _init_full_state(self) -> sampler.FullSamplingState:
+    def _init_full_state(self) -> sampling_state.FullSamplingState:
         slots, model = self._config.max_num_seqs, self._model
-        return sampler.init_full_state(slots, model.vocab_size, model.config.vocab_size)
+        return sampling_state.init_full_state(slots, model.vocab_size, model.config.vocab_size)
 
     def submit_forks(self) -> None:
         """The programs that copy shared blocks and that let beams go on from others."""

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.engine.interface import NO_TOKEN, NULL_BLOCK, FinishCode, SamplingVariant
-from jpaged.executor import sampler
+from jpaged.executor import sampler, sampling_state
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.logprobs import TargetScores, TokenLogprobs, logprobs_of, target_scores
 from jpaged.executor.packing import PackedLayout
 from jpaged.executor.state import SlotState, append_blocks, end_slots, slot_mapping, start_slots
 from jpaged.models import Model
@@ -60,7 +61,7 @@ class SampleResult(NamedTuple):
     """What the host reads back. tokens_and_codes: int32 [2, rows], token ids and `FinishCode`s."""
 
     tokens_and_codes: Int[Array, "2 rows"]
-    logprobs: sampler.TokenLogprobs | None
+    logprobs: TokenLogprobs | None
 
 
 # --------------------------------------------------------------------------------------------- packed buffers
@@ -86,7 +87,7 @@ def update_layout() -> PackedLayout:
         ends=(STARTS_PER_UPDATE,),
         slots=(STARTS_PER_UPDATE,),
         num_computed_tokens=(STARTS_PER_UPDATE,),
-        records=(STARTS_PER_UPDATE, sampler.CORE_RECORD_WORDS),
+        records=(STARTS_PER_UPDATE, sampling_state.CORE_RECORD_WORDS),
         table_updates=(TABLE_UPDATES_PER_UPDATE, 3),
     )
 
@@ -207,9 +208,9 @@ def sample_step(
     hidden: Float[Array, "rows hidden"],
     rows: Rows,
     state: SlotState,
-    sampling: sampler.SamplingState,
-    full: sampler.FullSamplingState | None,
-) -> tuple[SlotState, sampler.FullSamplingState | None, SampleResult]:
+    sampling: sampling_state.SamplingState,
+    full: sampling_state.FullSamplingState | None,
+) -> tuple[SlotState, sampling_state.FullSamplingState | None, SampleResult]:
     """The head of a step: logits, one token a row, and the tests that end a sequence on the device."""
     logits = model.head_logits(head, hidden)
     slots = rows.slots
@@ -230,13 +231,13 @@ def sample_step(
         active=state.active.at[written].set(valid & (codes == FinishCode.RUNNING)),
     )
     if full is not None:
-        full = sampler.add_sampled_tokens(full, written, sampled.token_ids, collectives)
+        full = sampling_state.add_sampled_tokens(full, written, sampled.token_ids, collectives)
     return state, full, SampleResult(jnp.stack([tokens, codes.astype(jnp.int32)]), sampled.logprobs)
 
 
 def prompt_logprobs_step(
     model: Model, head: Sequence[Array], hidden: Float[Array, "tokens hidden"], targets: Int[Array, " tokens"]
-) -> sampler.TokenLogprobs:
+) -> TokenLogprobs:
     """Log-probabilities of `targets[t]` after token t, a few rows of logits at a time. NO_TOKEN rows mean nothing."""
     tokens = hidden.shape[0]
     chunk = min(tokens, PROMPT_LOGPROB_ROWS)
@@ -244,8 +245,8 @@ def prompt_logprobs_step(
     hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, hidden.shape[1])
     targets = jnp.pad(jnp.maximum(targets, 0), (0, pad)).reshape(-1, chunk)
 
-    def score(args: tuple[Array, Array]) -> sampler.TokenLogprobs:
-        return sampler.logprobs_of(model.head_logits(head, args[0]), args[1], MAX_LOGPROBS, model.collectives)
+    def score(args: tuple[Array, Array]) -> TokenLogprobs:
+        return logprobs_of(model.head_logits(head, args[0]), args[1], MAX_LOGPROBS, model.collectives)
 
     scored = jax.lax.map(score, (hidden, targets))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], scored)
@@ -272,22 +273,22 @@ def score_layout(num_tokens: int) -> PackedLayout:
 
 def score_step(
     model: Model, head: Sequence[Array], hidden: Float[Array, "tokens hidden"], packed: Int[Array, " n"]
-) -> sampler.TargetScores:
+) -> TargetScores:
     """Scores `targets[i]` after the step's token `tokens[i]`: the head runs for the tokens asked about alone."""
     host = score_layout(hidden.shape[0]).unpack(packed)
     logits = model.head_logits(head, hidden[host["tokens"]])
-    return sampler.target_scores(logits, host["targets"], model.collectives)
+    return target_scores(logits, host["targets"], model.collectives)
 
 
 def update_step(
-    config: ExecutorConfig, state: SlotState, sampling: sampler.SamplingState, packed: Int[Array, " n"]
-) -> tuple[SlotState, sampler.SamplingState]:
+    config: ExecutorConfig, state: SlotState, sampling: sampling_state.SamplingState, packed: Int[Array, " n"]
+) -> tuple[SlotState, sampling_state.SamplingState]:
     """Applies ends, then starts, then block-table entries."""
     host = update_layout().unpack(packed)
     state = end_slots(state, host["ends"])
     state = start_slots(state, host["slots"], host["num_computed_tokens"], config.null_slot)
     state = state._replace(block_tables=append_blocks(state.block_tables, host["table_updates"]))
-    return state, sampler.start_slots(sampling, host["slots"], host["records"])
+    return state, sampling_state.start_slots(sampling, host["slots"], host["records"])
 
 
 def known_tokens_layout() -> PackedLayout:
@@ -295,9 +296,9 @@ def known_tokens_layout() -> PackedLayout:
 
 
 def known_tokens_step(
-    model: Model, full: sampler.FullSamplingState, packed: Int[Array, " n"]
-) -> sampler.FullSamplingState:
+    model: Model, full: sampling_state.FullSamplingState, packed: Int[Array, " n"]
+) -> sampling_state.FullSamplingState:
     """Its known tokens are counted, some at a time."""
     host = known_tokens_layout().unpack(packed)
     known = (host["slot"], host["token_ids"], host["start"], host["prompt_len"])
-    return sampler.add_known_tokens(full, *known, model.collectives)
+    return sampling_state.add_known_tokens(full, *known, model.collectives)

@@ -28,12 +28,14 @@ from jpaged.engine.interface import (
     StepResult,
     TargetScores,
 )
-from jpaged.executor import programs, sampler
+from jpaged.executor import programs, sampling_state
 from jpaged.executor.beams import beams_layout
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.compilation import Key, Program
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.copies import copy_layout
+from jpaged.executor.logprobs import TargetScores as DeviceScores
+from jpaged.executor.logprobs import TokenLogprobs
 from jpaged.executor.programs import STARTS_PER_UPDATE, TABLE_UPDATES_PER_UPDATE, Pools, RowKind
 from jpaged.executor.state import SlotState
 from jpaged.executor.swap import HostChunks
@@ -46,8 +48,8 @@ class Step:
         self,
         num_rows: int,
         sampled: programs.SampleResult | None,
-        prompt_scores: tuple[sampler.TokenLogprobs, list[tuple[int, int, int]]] | None = None,
-        target_scores: tuple[list[sampler.TargetScores], list[tuple[int, int]]] | None = None,
+        prompt_scores: tuple[TokenLogprobs, list[tuple[int, int, int]]] | None = None,
+        target_scores: tuple[list[DeviceScores], list[tuple[int, int]]] | None = None,
     ) -> None:
         self._num_rows = num_rows
         self._sampled = sampled
@@ -84,7 +86,7 @@ class Step:
         return scores
 
 
-def _host_logprobs(arrays: sampler.TokenLogprobs, start: int, end: int) -> Logprobs:
+def _host_logprobs(arrays: TokenLogprobs, start: int, end: int) -> Logprobs:
     return Logprobs(*(np.asarray(array)[start:end] for array in arrays))
 
 
@@ -106,7 +108,7 @@ class Runner:
         head: Sequence[jax.Array],
         pools: Pools,
         state: SlotState,
-        sampling: sampler.SamplingState,
+        sampling: sampling_state.SamplingState,
     ) -> None:
         self._config = config
         self._programs = programs
@@ -114,7 +116,7 @@ class Runner:
         self._pools = pools
         self._state = state
         self._sampling = sampling
-        self._full: sampler.FullSamplingState | None = None
+        self._full: sampling_state.FullSamplingState | None = None
         self._vocab_size = vocab_size
         self._host_chunks = HostChunks()
 
@@ -153,7 +155,7 @@ class Runner:
         nothing = StepPlan(step_id=-1, variant=SamplingVariant.GREEDY)
         self._update(np.zeros((0,), np.int32), (), nothing.table_updates)
         self._ensure_full_state()
-        record = np.zeros((sampler.full_record_words(self._vocab_size),), np.int32)
+        record = np.zeros((sampling_state.full_record_words(self._vocab_size),), np.int32)
         self._full = self._call(("start_full",), self._full, np.int32(self._config.null_slot), record)
         buffer, _ = programs.known_tokens_layout().new(slot=self._config.null_slot, start=0, prompt_len=0, token_ids=-1)
         self._full = self._call(("known_tokens",), self._full, buffer)
@@ -210,7 +212,7 @@ class Runner:
         for i, start in enumerate(starts):
             host["slots"][i] = start.slot
             host["num_computed_tokens"][i] = start.num_computed_tokens
-            host["records"][i] = sampler.core_record(
+            host["records"][i] = sampling_state.core_record(
                 start.sampling,
                 seed=start.seed,
                 stop_token_ids=start.stop_token_ids,
@@ -222,10 +224,10 @@ class Runner:
 
     def _start_full(self, start: SlotStart) -> None:
         """Writes the slot's row of the full sampling state, if the request asks for something kept there."""
-        if not sampler.uses_extras(start.sampling):
+        if not sampling_state.uses_extras(start.sampling):
             return
         self._ensure_full_state()
-        record = sampler.full_record(
+        record = sampling_state.full_record(
             start.sampling, vocab_size=self._vocab_size, bad_words_token_ids=start.bad_words_token_ids
         )
         self._full = self._call(("start_full",), self._full, np.int32(start.slot), record)
@@ -312,7 +314,7 @@ class Runner:
 
     def _run_prompt_logprobs(
         self, plan: StepPlan, hidden: jax.Array
-    ) -> tuple[sampler.TokenLogprobs, list[tuple[int, int, int]]] | None:
+    ) -> tuple[TokenLogprobs, list[tuple[int, int, int]]] | None:
         """Scores of the step's tokens, and where in them the chunks that asked stand: (row, start, end) each."""
         if all(chunk.prompt_logprob_targets is None for chunk in plan.chunks):
             return None
@@ -327,9 +329,7 @@ class Runner:
             start = end
         return self._call(("prompt_logprobs", hidden.shape[0]), hidden, targets), scored
 
-    def _run_score(
-        self, plan: StepPlan, hidden: jax.Array
-    ) -> tuple[list[sampler.TargetScores], list[tuple[int, int]]] | None:
+    def _run_score(self, plan: StepPlan, hidden: jax.Array) -> tuple[list[DeviceScores], list[tuple[int, int]]] | None:
         """Scores of the chunks' targets, one behind the other, and whose they are: (row, count) each."""
         tokens, targets, rows = [], [], []
         end = len(plan.decode_slots)

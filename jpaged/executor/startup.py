@@ -14,7 +14,7 @@ import numpy as np
 from jpaged.config import EngineArgs
 from jpaged.engine.interface import Executor
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
-from jpaged.executor import sampler
+from jpaged.executor import sampling_state
 from jpaged.executor.buckets import fine_buckets, geometric_buckets
 from jpaged.executor.compilation import Compiler, abstract_pools, enable_persistent_cache
 from jpaged.executor.config import ExecutorConfig
@@ -134,7 +134,7 @@ def _start_on(
             model.head_weights(weights),
             pools,
             mesh.whole(initial_slot_state(config)),
-            mesh.whole(sampler.init_state(config.max_num_seqs)),
+            mesh.whole(sampling_state.init_state(config.max_num_seqs)),
         )
         runner.warm_up()
     # What start-up made stays until the end. A full collection would visit all of it: 200 ms in the middle of serving.

@@ -6,7 +6,7 @@
     active      [S+1]   False: writes go to the null block, nothing is sampled
     block_tables [S+1, max_blocks_per_seq]
 
-Sampling parameters live beside it (`sampler.SamplingState`). All of it is donated to each program and updated in
+Sampling parameters live beside it (`sampling_state.SamplingState`). All of it is donated to each program and updated in
 place; the host sends only differences.
 """
 

@@ -40,6 +40,16 @@ class Collectives:
         """Where this shard's part of an axis begins that is split into parts of `size`."""
         return self.index() * size
 
+    def columns(self, token_ids: jax.Array, width: int) -> jax.Array:
+        """Token ids as columns of this shard's `width`; past the end, where scatters drop them, for tokens it has not.
+
+        token_ids: int32, any shape; negative ones are no tokens, and would count from the end instead of being dropped.
+        """
+        if self.size == 1:
+            return jnp.where(token_ids < 0, width, token_ids)
+        columns = token_ids - self.first(width)
+        return jnp.where((columns < 0) | (columns >= width) | (token_ids < 0), width, columns)
+
 
 ALONE = Collectives()
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.detokenizer import REPLACEMENT, Detokenizer, StopChecker, WindowDecoder, decode_token, token_decoder
+from jpaged.engine.detokenizer import Detokenizer, StopChecker
+from jpaged.engine.token_decoders import REPLACEMENT, WindowDecoder, decode_token, token_decoder
 from jpaged.sampling_params import SamplingParams
 from tests.engine.tokenizers_for_tests import ALL, BYTE_EXACT, tokenizer
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, HostCopy, SamplingVariant, SlotStart, StepPlan
-from jpaged.executor import sampler
+from jpaged.executor import sampling_state
 from jpaged.executor.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
 from jpaged.executor.compilation import Compiler, abstract_pools
 from jpaged.executor.config import ExecutorConfig
@@ -47,7 +47,7 @@ def programs(model):
 def runner(model, weights, programs):
     pools = tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in abstract_pools(CONFIG, model, model.dtype))
     pools = tuple(pool.at[0].set(0) for pool in pools)
-    state, sampling = initial_slot_state(CONFIG), sampler.init_state(CONFIG.max_num_seqs)
+    state, sampling = initial_slot_state(CONFIG), sampling_state.init_state(CONFIG.max_num_seqs)
     return Runner(CONFIG, programs, VOCAB_SIZE, weights, model.head_weights(weights), pools, state, sampling)
 
 
@@ -211,7 +211,7 @@ def test_padding_never_reaches_a_real_block_or_a_result(runner):
 def test_an_executable_refuses_another_shape_instead_of_compiling(programs):
     update = programs[("update",)].executable
     with pytest.raises(TypeError):
-        update(initial_slot_state(CONFIG), sampler.init_state(CONFIG.max_num_seqs), np.zeros((3,), np.int32))
+        update(initial_slot_state(CONFIG), sampling_state.init_state(CONFIG.max_num_seqs), np.zeros((3,), np.int32))
 
 
 def test_warm_up_leaves_no_trace(model, weights, runner):

@@ -11,7 +11,7 @@ from scipy import stats
 
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
 from jpaged.errors import InvalidParameterError
-from jpaged.executor import sampler
+from jpaged.executor import logprobs, sampler, sampling_state
 from jpaged.models.collectives import Collectives
 from jpaged.pallas_kernels.sample_reference import lowest_kept
 from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -22,12 +22,12 @@ DRAWS = 20_000
 GREEDY, SAMPLING, TRUNCATED, FULL, BEAM = SamplingVariant
 
 sample = jax.jit(sampler.sample, static_argnames=("variant", "num_logprobs"))
-start_slots = jax.jit(sampler.start_slots)
-start_full_slot = jax.jit(sampler.start_full_slot)
-add_known_tokens = jax.jit(sampler.add_known_tokens)
-add_sampled_tokens = jax.jit(sampler.add_sampled_tokens)
+start_slots = jax.jit(sampling_state.start_slots)
+start_full_slot = jax.jit(sampling_state.start_full_slot)
+add_known_tokens = jax.jit(sampling_state.add_known_tokens)
+add_sampled_tokens = jax.jit(sampling_state.add_sampled_tokens)
 process_logits = jax.jit(sampler.process_logits)
-logprobs_of = jax.jit(sampler.logprobs_of, static_argnames="k")
+logprobs_of = jax.jit(logprobs.logprobs_of, static_argnames="k")
 
 
 class Slots:
@@ -37,15 +37,17 @@ class Slots:
 
     def __init__(self, vocab=VOCAB):
         self.vocab = vocab
-        self.state = sampler.init_state(SLOTS)
-        self.full = sampler.init_full_state(SLOTS, vocab)
+        self.state = sampling_state.init_state(SLOTS)
+        self.full = sampling_state.init_full_state(SLOTS, vocab)
 
     def start(self, params, slot=0, *, seed=0, prompt=(), output=(), stops=(), bad_words=(), max_len=1 << 20, chunk=8):
-        record = sampler.core_record(params, seed=seed, stop_token_ids=stops, prompt_len=len(prompt), max_len=max_len)
+        record = sampling_state.core_record(
+            params, seed=seed, stop_token_ids=stops, prompt_len=len(prompt), max_len=max_len
+        )
         unused = np.full_like(record, 7)
         self.state = start_slots(self.state, np.array([slot, self.null], np.int32), np.stack([record, unused]))
-        if sampler.uses_extras(params) or bad_words:
-            record = sampler.full_record(params, vocab_size=self.vocab, bad_words_token_ids=bad_words)
+        if sampling_state.uses_extras(params) or bad_words:
+            record = sampling_state.full_record(params, vocab_size=self.vocab, bad_words_token_ids=bad_words)
             self.full = start_full_slot(self.full, np.int32(slot), record)
             known = [*prompt, *output]
             for start in range(0, len(known), chunk):
@@ -428,9 +430,9 @@ def test_padded_rows_change_nothing_and_get_valid_tokens():
         ids = np.asarray(slots.sample(logits, padding, np.arange(5), variant).token_ids)
         assert ((ids >= 0) & (ids < VOCAB)).all()
     full = add_sampled_tokens(slots.full, padding, ids)
-    full = start_full_slot(full, np.int32(slots.null), sampler.full_record(params, vocab_size=VOCAB))
+    full = start_full_slot(full, np.int32(slots.null), sampling_state.full_record(params, vocab_size=VOCAB))
     full = add_known_tokens(full, np.int32(slots.null), ids, np.int32(0), np.int32(2))
-    state = start_slots(slots.state, padding, np.full((5, sampler.CORE_RECORD_WORDS), 123456, np.int32))
+    state = start_slots(slots.state, padding, np.full((5, sampling_state.CORE_RECORD_WORDS), 123456, np.int32))
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, (state, full)))
 
 
@@ -701,12 +703,12 @@ def test_finish_codes_name_a_stop_before_a_length_and_heed_min_tokens():
 )
 def test_extras_that_do_not_fit_are_refused_by_name(params, bad_words, message):
     with pytest.raises(InvalidParameterError, match=message):
-        sampler.full_record(SamplingParams(**params), vocab_size=VOCAB, bad_words_token_ids=bad_words)
+        sampling_state.full_record(SamplingParams(**params), vocab_size=VOCAB, bad_words_token_ids=bad_words)
 
 
 def test_too_many_stop_tokens_are_refused():
     with pytest.raises(InvalidParameterError, match=f"{MAX_STOP_TOKEN_IDS + 1} stop tokens"):
-        sampler.core_record(
+        sampling_state.core_record(
             SamplingParams(), seed=0, stop_token_ids=range(MAX_STOP_TOKEN_IDS + 1), prompt_len=1, max_len=2
         )
 
@@ -721,7 +723,7 @@ def test_only_where_a_kernel_draws_for_the_whole_vocabulary_does_one_program_ser
 
 
 def test_the_full_variant_needs_its_state():
-    state = sampler.init_state(1)
+    state = sampling_state.init_state(1)
     row = jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match="FullSamplingState"):
         sampler.sample(jnp.zeros((1, VOCAB)), row, row, state, variant=FULL)
@@ -730,8 +732,8 @@ def test_the_full_variant_needs_its_state():
 @pytest.mark.parametrize("variant", list(SamplingVariant))
 def test_no_variant_sorts_branches_or_loops_over_the_vocabulary(variant):
     vocab, slots = 4096, 8
-    state = jax.eval_shape(partial(sampler.init_state, slots))
-    full = jax.eval_shape(partial(sampler.init_full_state, slots, vocab))
+    state = jax.eval_shape(partial(sampling_state.init_state, slots))
+    full = jax.eval_shape(partial(sampling_state.init_full_state, slots, vocab))
     rows = jax.ShapeDtypeStruct((4,), np.int32)
     jaxpr = jax.make_jaxpr(partial(sampler.sample, variant=variant, num_logprobs=5))(
         jax.ShapeDtypeStruct((4, vocab), np.float32), rows, rows, state, full
@@ -754,13 +756,13 @@ def _jaxprs(jaxpr):
 
 def test_state_is_updated_in_place():
     vocab, slots = 5000, 32
-    full = jax.eval_shape(partial(sampler.init_full_state, slots, vocab))
+    full = jax.eval_shape(partial(sampling_state.init_full_state, slots, vocab))
     scalar, chunk = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((16,), np.int32)
-    record = jax.ShapeDtypeStruct((sampler.full_record_words(vocab),), np.int32)
+    record = jax.ShapeDtypeStruct((sampling_state.full_record_words(vocab),), np.int32)
     for function, arguments in (
-        (sampler.start_full_slot, (scalar, record)),
-        (sampler.add_known_tokens, (scalar, chunk, scalar, scalar)),
-        (sampler.add_sampled_tokens, (chunk, chunk)),
+        (sampling_state.start_full_slot, (scalar, record)),
+        (sampling_state.add_known_tokens, (scalar, chunk, scalar, scalar)),
+        (sampling_state.add_sampled_tokens, (chunk, chunk)),
     ):
         memory = jax.jit(function, donate_argnums=0).lower(full, *arguments).compile().memory_analysis()
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in full)
