@@ -3,10 +3,10 @@
 import math
 import os
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Literal, get_args
 
-from jpaged.errors import InvalidParameterError
+from jpaged.checks import is_integer, is_number
+from jpaged.errors import InvalidParameterError, shown
 
 Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
@@ -22,6 +22,7 @@ class SchedulerConfig:
     max_num_batched_tokens: the token budget of one step.
     max_model_len: the longest a sequence may grow, prompt and output, in tokens.
     enable_prefix_caching: reuse the blocks of equal prefixes.
+    shared_prefix_attention: tell the executor, for each decode step, which rows begin with the same blocks.
     policy: "fcfs" runs the earliest arrival first; "priority" the lowest priority value, then the earliest.
     watermark: the fraction of the pool that admitting a new request must leave free, against thrashing.
     pipeline_depth: steps dispatched before the first one's tokens are read; 0 is the plain synchronous loop.
@@ -36,6 +37,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     enable_prefix_caching: bool = True
+    shared_prefix_attention: bool = False
     policy: Policy = "fcfs"
     watermark: float = 0.01
     pipeline_depth: int = 2
@@ -67,6 +69,9 @@ class SchedulerConfig:
         return -(-self.max_model_len // self.block_size)
 
 
+_MAX_DEVICES = 4096
+"""More than any machine or cluster jpaged runs on: a wrong number starts no processes without end."""
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 KernelBackend = Literal["mosaic", "xla"]
@@ -91,6 +96,9 @@ class EngineArgs:
         max_num_batched_tokens: token budget of a step; longer prompts are computed in chunks. No more sequences than
             this decode at once.
         enable_prefix_caching: reuse the keys and values of equal prompt beginnings.
+        shared_prefix_attention: in decode steps, read a beginning that many sequences share once for all of them, where
+            that pays. Faster for long common prompts; but sums are then added in another order, so that a request's
+            tokens may depend on who shares its batch. Needs enable_prefix_caching.
         scheduling_policy: "fcfs", or "priority": lower `priority` values first.
         watermark: fraction of the pool that must stay free when a request is admitted.
         pipeline_depth: steps dispatched before the first one's tokens are read; 0 reads each at once.
@@ -126,6 +134,7 @@ class EngineArgs:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
+    shared_prefix_attention: bool = False
     scheduling_policy: Policy = "fcfs"
     watermark: float = 0.01
     pipeline_depth: int = 2
@@ -148,12 +157,12 @@ class EngineArgs:
         for name, what in (
             ("model", "a directory or a hub id, as a string"),
             ("tokenizer", "a directory or a hub id, as a string"),
-            ("revision", "a directory or a hub id, as a string"),
+            ("revision", "a branch, tag or commit, as a string"),
             ("coordinator_address", '"host:port"'),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise InvalidParameterError(f"{name} must be {what}, got {value!r}.")
+                raise InvalidParameterError(f"{name} must be {what}, got {shown(value)}.")
         for name, kind in (
             ("dtype", DType),
             ("load_format", LoadFormat),
@@ -162,11 +171,11 @@ class EngineArgs:
         ):
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))
-                raise InvalidParameterError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
+                raise InvalidParameterError(f"{name} must be one of {choices}, got {shown(getattr(self, name))}.")
         if self.kernel_backend is not None and self.kernel_backend not in get_args(KernelBackend):
             choices = ", ".join(map(repr, get_args(KernelBackend)))
             raise InvalidParameterError(
-                f"kernel_backend must be None or one of {choices}, got {self.kernel_backend!r}."
+                f"kernel_backend must be None or one of {choices}, got {shown(self.kernel_backend)}."
             )
         _check_integer("block_size", self.block_size, 1)
         for name, least, most in (
@@ -180,47 +189,52 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), least, most)
         if self.block_size > 256 or self.block_size & (self.block_size - 1):
-            raise InvalidParameterError(f"block_size must be a power of two from 1 to 256, got {self.block_size}.")
-        _check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
-        _check_integer("data_parallel_size", self.data_parallel_size, 1)
+            raise InvalidParameterError(
+                f"block_size must be a power of two from 1 to 256, got {shown(self.block_size)}."
+            )
+        _check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, _MAX_DEVICES)
+        _check_integer("data_parallel_size", self.data_parallel_size, 1, _MAX_DEVICES)
         _check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
         _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
         _check_fraction("watermark", self.watermark, zero_allowed=True)
         _check_swap_space(self.swap_space)
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "verbose"):
+        for name in ("enable_prefix_caching", "shared_prefix_attention", "skip_tokenizer_init", "verbose"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParameterError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+                raise InvalidParameterError(f"{name} must be True or False, got {shown(getattr(self, name))}.")
+        if self.shared_prefix_attention and not self.enable_prefix_caching:
+            raise InvalidParameterError(
+                "shared_prefix_attention=True needs enable_prefix_caching=True: prompts share blocks through the cache."
+            )
         for name in ("decode_buckets", "token_buckets"):
             _check_buckets(name, getattr(self, name))
 
 
 def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidParameterError(f"{name} must be an integer, got {value!r}.")
+    if not is_integer(value):
+        raise InvalidParameterError(f"{name} must be an integer, got {shown(value)}.")
     if value < least:
-        raise InvalidParameterError(f"{name} must be at least {least}, got {value}.")
+        raise InvalidParameterError(f"{name} must be at least {least}, got {shown(value)}.")
     if most is not None and int(value) > most:
-        raise InvalidParameterError(f"{name} must be at most {most}, got {value}.")
+        raise InvalidParameterError(f"{name} must be at most {most}, got {shown(value)}.")
 
 
 def _check_fraction(name: str, value: object, *, zero_allowed: bool = False, one_allowed: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidParameterError(f"{name} must be a number, got {value!r}.")
-    value = float(value)
+    if not is_number(value):
+        raise InvalidParameterError(f"{name} must be a number, got {shown(value)}.")
     inside = 0 < value < 1 or (zero_allowed and value == 0) or (one_allowed and value == 1)
     if not inside:
         interval = f"{'[' if zero_allowed else '('}0, 1{']' if one_allowed else ')'}"
-        raise InvalidParameterError(f"{name} must be in {interval}, got {value}.")
+        raise InvalidParameterError(f"{name} must be in {interval}, got {shown(value)}.")
 
 
 def _check_swap_space(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise InvalidParameterError(f"swap_space must be a number of GiB from 0 up, got {value!r}.")
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise InvalidParameterError(f"swap_space must be a number of GiB from 0 up, got {shown(value)}.")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if float(value) > memory:
+    if value > memory:
         raise InvalidParameterError(
-            f"swap_space={value} exceeds the {memory:.1f} GiB of memory that this machine has; lower it."
+            f"swap_space={shown(value)} exceeds the {memory:.1f} GiB of memory that this machine has; lower it."
         )
 
 
@@ -228,7 +242,7 @@ def _check_buckets(name: str, buckets: object) -> None:
     if buckets is None:
         return
     if not isinstance(buckets, tuple) or not buckets:
-        raise InvalidParameterError(f"{name} must be a tuple of sizes, got {buckets!r}.")
+        raise InvalidParameterError(f"{name} must be a tuple of sizes, got {shown(buckets)}.")
     for size in buckets:
         _check_integer(name, size, 1)
     if list(buckets) != sorted(set(buckets)):

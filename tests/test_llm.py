@@ -16,6 +16,7 @@ from jpaged.errors import (
     EngineDeadError,
     InvalidParameterError,
     InvalidPromptError,
+    JPagedError,
     ModelNotFoundError,
     OutOfMemoryError,
     UnsupportedModelError,
@@ -270,6 +271,61 @@ def test_an_interrupt_in_the_middle_leaves_the_llm_usable(llm):
         timer.join()
         assert_idle(llm)
         assert tokens_of(llm.generate(prompts, replace(GREEDY, max_tokens=60), use_tqdm=False)) == expected
+
+
+def test_threads_that_call_one_llm_take_turns_and_each_gets_its_own(llm):
+    prompts = prompts_of(6, seed=9)
+    alone = [tokens_of(llm.generate([prompt], GREEDY, use_tqdm=False)) for prompt in prompts]
+    found = {}
+
+    def call(i: int) -> None:
+        found[i] = tokens_of(llm.generate([prompts[i]], GREEDY, use_tqdm=False))
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(6)] == alone
+    assert_idle(llm)
+
+
+def test_generate_takes_no_outputs_of_requests_that_were_added_to_the_engine_directly(llm):
+    llm.engine.add_request("mine", {"prompt_token_ids": [1, 2, 3]}, GREEDY)
+    with pytest.raises(JPagedError, match="added to it directly"):
+        llm.generate([[4, 5, 6]], GREEDY, use_tqdm=False)
+    outputs = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    assert outputs[-1].request_id == "mine"
+    assert outputs[-1].finished
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("priority", [5, "1", b"1"])
+def test_a_priority_that_is_no_list_is_refused(llm, priority):
+    with pytest.raises(InvalidParameterError, match="priority must be a list"):
+        llm.generate([[1, 2]], GREEDY, use_tqdm=False, priority=priority)
+
+
+def test_a_progress_bar_that_is_none_is_refused(llm):
+    with pytest.raises(InvalidParameterError, match="use_tqdm"):
+        llm.generate([[1, 2]], GREEDY, use_tqdm=5)
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("arrival_time", ["now", float("nan"), float("inf"), True])
+def test_an_arrival_time_that_is_no_time_is_refused(llm, arrival_time):
+    with pytest.raises(InvalidParameterError, match="arrival_time"):
+        llm.engine.add_request("a", [1, 2], GREEDY, arrival_time=arrival_time)
+    assert_idle(llm)
+
+
+def test_aborting_what_is_no_request_changes_nothing(llm):
+    with pytest.raises(InvalidParameterError, match="request_ids"):
+        llm.engine.abort_request(5)
+    llm.engine.abort_request([None, ["a"], "unknown"])
+    assert_idle(llm)
 
 
 def test_a_second_round_hits_the_prefix_cache_until_it_is_reset(llm):

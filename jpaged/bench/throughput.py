@@ -19,6 +19,7 @@ from jpaged.bench.report import write_report
 from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, make_requests
 from jpaged.errors import InvalidParameterError
 from jpaged.llm import LLM
+from jpaged.replicas import ReplicatedEngine
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -49,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--max-num-batched-tokens", type=int, default=None)
     result.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     result.add_argument("--pipeline-depth", type=int, default=2)
+    result.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
     result.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
     result.add_argument("--tensor-parallel-size", type=int, default=1)
     result.add_argument("--data-parallel-size", type=int, default=1)
@@ -63,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.runs < 1:
         raise InvalidParameterError(f"--runs must be at least 1, got {args.runs}.")
+    if args.profile and args.data_parallel_size > 1:
+        raise InvalidParameterError("--profile sees this process only; use --data-parallel-size 1.")
     begun = time.perf_counter()
     llm = LLM(
         model_directory(args.model),
@@ -75,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         gpu_memory_utilization=args.gpu_memory_utilization,
         pipeline_depth=args.pipeline_depth,
         kernel_backend=args.kernel_backend,
+        shared_prefix_attention=args.shared_prefix_attention,
         skip_tokenizer_init=True,
         tensor_parallel_size=args.tensor_parallel_size,
         data_parallel_size=args.data_parallel_size,
@@ -98,6 +103,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.profile:
             with jax.profiler.trace(str(args.profile / name)):
                 measure(llm, requests, workload, runs=0)
+    if isinstance(llm.engine, ReplicatedEngine):
+        llm.engine.close()  # until then the devices are theirs
     if args.json:
         write_report(args.json, "throughput", vars(args) | {"startup_s": startup_s}, figures)
     return 0

@@ -62,6 +62,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="compute equal beginnings of prompts anew",
     )
     group.add_argument(
+        "--shared-prefix-attention",
+        action="store_const",
+        const=True,
+        help="read what many prompts begin with once a step for all of them",
+    )
+    group.add_argument(
         "--kernel-backend", choices=get_args(KernelBackend), help="attention and cache kernels (default: by device)"
     )
     group.add_argument("--load-format", choices=get_args(LoadFormat), help='"dummy" makes random weights')

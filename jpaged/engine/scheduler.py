@@ -317,6 +317,9 @@ class Scheduler:
         self._pending_ends.clear()
         beam_starts, beams = self._searches.take_changes()
         plan.starts += [slot_start(r, self.slots.known(r.slot).copy(), NO_BLOCKS, 0) for r in beam_starts]
+        num_sharing = shared_blocks = 0
+        if self.slots.shared_prefixes is not None and not plan.chunks:
+            rows, num_sharing, shared_blocks = self.slots.shared_prefixes.group(rows)
         step = StepPlan(
             step_id=plan.step_id,
             variant=self._variant(plan.runs_beams),
@@ -328,6 +331,8 @@ class Scheduler:
             copies=copies,
             table_updates=table_updates,
             decode_slots=rows.astype(np.int32),
+            num_sharing=num_sharing,
+            shared_len=shared_blocks * self.config.block_size,
             chunks=tuple(plan.chunks),
         )
         self.swap_space.pending_copies.clear()
@@ -518,6 +523,7 @@ class Scheduler:
         if not self._in_flight or self._in_flight.popleft() is not plan:
             raise EngineDeadError(f"The results of step {plan.step_id} do not belong to the oldest plan in flight.")
         self._counters.num_steps += 1
+        self._counters.num_shared_prefix_steps += result.read_shared_prefix
         slots = self.slots
         tokens, codes, rows_slots = result.token_ids, result.finish_codes, plan.decode_slots
         if plan.chunks:
@@ -702,6 +708,7 @@ class Scheduler:
             num_swapped_in=self.swap_space.num_swapped_in,
             tokens_held=token_slots - self._num_empty_token_slots(),
             token_slots=token_slots,
+            num_shared_prefix_steps=counters.num_shared_prefix_steps,
         )
 
     def _num_empty_token_slots(self) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from jpaged.config import SchedulerConfig
 from jpaged.engine.interface import SamplingVariant
 from jpaged.engine.request import Request
+from jpaged.engine.shared_prefix import SharedPrefixes
 
 NEVER = np.iinfo(np.int64).max
 
@@ -35,6 +36,7 @@ class Slots:
     variant_counts: tenants by the sampling variant that they need.
     block_table: int32 [slots, max_blocks_per_seq].
     token_ids: int32 [slots, max_model_len]; pages of zeros come into being when they are written.
+    shared_prefixes: who begins alike, where decode steps are to know it; None otherwise.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -53,6 +55,9 @@ class Slots:
         self.index = np.zeros((n,), np.int64)
         self.block_table = np.zeros((n, config.max_blocks_per_seq), np.int32)
         self.token_ids = np.zeros((n, config.max_model_len), np.int32)
+        self.shared_prefixes: SharedPrefixes | None = None
+        if config.shared_prefix_attention:
+            self.shared_prefixes = SharedPrefixes(self.block_table, config.num_blocks)
         self.requests: list[Request | None] = [None] * n
         self.variant_counts = [0] * len(SamplingVariant)
         self._free = list(range(n))
@@ -101,6 +106,8 @@ class Slots:
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.requests[slot] = request
         self.variant_counts[request.variant] += 1
+        if self.shared_prefixes is not None:
+            self.shared_prefixes.add(slot, min(n, request.prompt_len // self._block_size))
         request.slot = slot
         return slot
 
@@ -114,11 +121,15 @@ class Slots:
         block_ids = self.block_table[child, : capacity // self._block_size]
         block_ids[:] = self.block_table[parent, : len(block_ids)]
         self.token_ids[child, :known] = self.token_ids[parent, :known]
+        if self.shared_prefixes is not None:
+            self.shared_prefixes.add_fork(parent, child)
         return block_ids, computed == capacity
 
     def release(self, slot: int) -> None:
         """Empties a slot; its blocks are the caller's to free."""
         request = self.requests[slot]
+        if self.shared_prefixes is not None:
+            self.shared_prefixes.remove(slot)
         if request is not None:
             request.slot = -1
             self.variant_counts[request.variant] -= 1

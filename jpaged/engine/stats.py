@@ -12,6 +12,7 @@ class Counters:
     num_preemptions: int = 0
     num_finished: int = 0
     generated_tokens: int = 0
+    num_shared_prefix_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class EngineStats:
 
     num_running, num_waiting: sequences now; preempted ones wait, and those that wait together count once.
     num_steps, num_preemptions, num_finished: totals; aborted requests count as finished.
+    num_shared_prefix_steps: those of the steps that read a prefix once for all sequences that share it.
     prompt_tokens: of requests admitted, prefix hits included. generated_tokens: those the host has read.
     prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found, in tokens.
     num_blocks, num_used_blocks: blocks that can be allocated, and those referenced now.
@@ -47,6 +49,7 @@ class EngineStats:
     num_swapped_in: int
     tokens_held: int
     token_slots: int
+    num_shared_prefix_steps: int
 
     @property
     def kv_cache_usage(self) -> float:

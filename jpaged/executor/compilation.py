@@ -148,6 +148,8 @@ class Compiler:
             self.submit_mixed(tokens)
         for batch in self._config.decode_buckets:
             self.submit_decode(batch)
+        for batch in self._config.shared_prefix_buckets:
+            self.submit_decode(batch, shares_prefix=True)
         self.submit_forks()
         self.submit_swaps()
 
@@ -196,12 +198,13 @@ class Compiler:
             ("update",), partial(programs.update_step, self._config), self._state, self._sampling, packed, donate=(0, 1)
         )
 
-    def submit_decode(self, batch: int) -> None:
-        step = partial(programs.decode_step, self._model, self._config, batch)
-        packed = _int32(programs.decode_layout(batch).size)
+    def submit_decode(self, batch: int, *, shares_prefix: bool = False) -> None:
+        step = partial(programs.decode_step, self._model, self._config, batch, shares_prefix)
+        packed = _int32(programs.decode_layout(batch, shares_prefix).size)
         args = (self._pools, self._state, packed)
         results = (POOL, WHOLE, WHOLE, WHOLE)
-        self._submit(("decode", batch), step, *args, donate=(1, 2), takes="weights", rows=batch, results=results)
+        key = ("shared_decode" if shares_prefix else "decode", batch)
+        self._submit(key, step, *args, donate=(1, 2), takes="weights", rows=batch, results=results)
 
     def submit_mixed(self, tokens: int) -> None:
         step = partial(programs.mixed_step, self._model, self._config, tokens)

@@ -173,6 +173,11 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
     ):
         if buckets[-1] != last:
             raise InvalidParameterError(f"{name} must end with {what}={last}, got {buckets}.")
+    if args.shared_prefix_attention and None not in model.sliding_windows:
+        raise InvalidParameterError(
+            "shared_prefix_attention=True is of no use to this model, all of whose layers have a sliding window; leave "
+            "it out."
+        )
     return ExecutorConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=args.max_model_len or model.max_position_embeddings,
@@ -181,6 +186,7 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
         decode_buckets=decode_buckets,
         token_buckets=token_buckets,
         kernel_backend=args.kernel_backend,
+        shared_prefix_attention=args.shared_prefix_attention,
     )
 
 

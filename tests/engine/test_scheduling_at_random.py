@@ -125,6 +125,7 @@ configs = st.fixed_dictionaries(
         "max_num_batched_tokens": st.sampled_from([1, 3, 8, 16, 64]),
         "max_model_len": st.sampled_from([20, 61]),
         "enable_prefix_caching": st.booleans(),
+        "shared_prefix_attention": st.booleans(),
         "policy": st.sampled_from(["fcfs", "priority"]),
         "watermark": st.sampled_from([0.0, 0.1]),
         "pipeline_depth": st.integers(0, 3),
