@@ -19,9 +19,8 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from jpaged.inputs import InputProcessor, Prompt
 from jpaged.llm_engine import LLMEngine
 from jpaged.models import resolve
 from jpaged.outputs import RequestOutput
+from jpaged.replica_devices import replica_environments
 from jpaged.sampling_params import SamplingParams
 
 _WAIT_S = 0.05
@@ -210,9 +210,7 @@ class ReplicatedEngine:
 
     def get_metrics(self) -> EngineStats:
         """The sum of the replicas' counters and occupancy."""
-        stats: list[EngineStats] = self._ask_all("get_metrics")
-        sums = {field.name: sum(getattr(one, field.name) for one in stats) for field in fields(EngineStats)}
-        return EngineStats(**sums)
+        return EngineStats.total(self._ask_all("get_metrics"))
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. Returns False where a replica had requests running and did nothing."""
@@ -371,55 +369,23 @@ class _Replica:
         return EngineDeadError(f"Replica {self.index} {how}; what it wrote to stderr may say why.")
 
 
-def replica_environments(args: EngineArgs, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Each replica's environment variables: with GPUs, it sees only its own; on CPUs there is nothing to divide.
-
-    Raises:
-        InvalidParameterError: there are fewer GPUs than all replicas need.
-    """
-    gpus = visible_gpus(environment)
-    root = str(Path(__file__).parents[1])
-    path = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-    common = {**environment, "PYTHONPATH": path}
-    if not gpus:
-        return [dict(common) for _ in range(args.data_parallel_size)]
-    each = args.tensor_parallel_size
-    if args.data_parallel_size * each > len(gpus):
-        raise InvalidParameterError(
-            f"data_parallel_size={args.data_parallel_size} with tensor_parallel_size={each} needs"
-            f" {args.data_parallel_size * each} GPUs, but {len(gpus)} are visible; lower one of them."
-        )
-    return [
-        {**common, "CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])}
-        for i in range(args.data_parallel_size)
-    ]
-
-
-def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES of the GPUs that JAX would use; none where it was told to use a CPU.
-
-    Found without CUDA: asking it would take memory on every GPU for this process.
-    """
-    platforms = environment.get("JAX_PLATFORMS", "")
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return []
-    if "CUDA_VISIBLE_DEVICES" in environment:
-        return [name for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
-
-
 def start_engine(args: EngineArgs) -> LLMEngine | ReplicatedEngine:
     """One engine, or as many replicas as `data_parallel_size` asks for.
 
     Raises:
         InvalidParameterError: replicas are asked for of a model over several processes.
     """
+    check_one_host(args)
+    return LLMEngine(args) if args.data_parallel_size == 1 else ReplicatedEngine(args)
+
+
+def check_one_host(args: EngineArgs) -> None:
+    """Raises InvalidParameterError if replicas are asked for of a model over several processes."""
     if args.data_parallel_size > 1 and Cluster.find(args) is not None:
         raise InvalidParameterError(
             f"data_parallel_size={args.data_parallel_size} is for one host; with num_processes, use"
             f" tensor_parallel_size, or start one engine a host."
         )
-    return LLMEngine(args) if args.data_parallel_size == 1 else ReplicatedEngine(args)
 
 
 def _stop(replicas: Sequence[_Replica]) -> None:

@@ -30,6 +30,7 @@ _LIMITS = (
     ("--max-queued-tokens", int, "N", "tokens of those prompts"),
     ("--header-timeout", float, "S", "seconds for a request's headers to come"),
     ("--body-timeout", float, "S", "seconds for its body"),
+    ("--keep-alive-timeout", float, "S", "seconds that a connection may wait for its next request"),
     ("--template-timeout", float, "S", "seconds for a chat template"),
 )
 
@@ -84,6 +85,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="S",
         help="seconds for requests to end after SIGTERM (default: 30)",
     )
+    group.add_argument(
+        "--api-workers", type=int, default=1, metavar="N", help="processes that speak HTTP, for one engine (default: 1)"
+    )
     group.add_argument("--metrics-prefix", default="jpaged", metavar="NAME", help="of metrics (default: jpaged)")
     group.add_argument("--no-access-log", action="store_true", help="no line for each request")
     group.add_argument(
@@ -111,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
     from jpaged.serving.app import DEMO_MODEL_NAME, AppOptions
     from jpaged.serving.limits import ServerLimits
-    from jpaged.serving.server import ServerOptions, serve
+    from jpaged.serving.server import LOG_FORMAT, ServerOptions, serve
 
     given = {}
     for field in fields(ServerLimits):
@@ -135,8 +139,9 @@ def run(args: argparse.Namespace) -> int:
         ssl_certfile=args.ssl_certfile,
         root_path=args.root_path,
         shutdown_timeout_s=args.shutdown_timeout,
+        api_workers=args.api_workers,
     )
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     if not args.quiet:
         logging.getLogger("jpaged.server").setLevel(logging.INFO)
         if not args.no_access_log:

@@ -32,14 +32,24 @@ class Router:
         self._requests: dict[str, tuple[int, int]] = {}  # id -> replica, tokens
         self._seen: OrderedDict[int, int] = OrderedDict()  # hash of a beginning -> bit set of replicas
 
-    def route(self, request_id: str, prompt: Sequence[int], max_new_tokens: int, salt: str | None = None) -> int:
+    def route(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        salt: str | None = None,
+        elsewhere: Sequence[float] | None = None,
+    ) -> int:
         """Picks a replica and counts the request as its own until `finish`.
 
         prompt: token ids. max_new_tokens: most that the answer may have. salt: prefixes are shared only within one.
+        elsewhere: for each replica the tokens that it owes to requests which other routers sent; infinity for one that
+            is to get none.
         """
         beginnings = self._beginnings(prompt, salt)
         known = self._known_tokens(beginnings)
-        costs = [owed - tokens for owed, tokens in zip(self.outstanding, known, strict=True)]
+        others = [0] * len(known) if elsewhere is None else elsewhere
+        costs = [own + other - saved for own, other, saved in zip(self.outstanding, others, known, strict=True)]
         replica = costs.index(min(costs))
         self._count(request_id, replica, beginnings, len(prompt) - known[replica] + max_new_tokens)
         return replica

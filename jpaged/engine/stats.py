@@ -1,6 +1,7 @@
 """What the engine counts, for `get_metrics()`."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
@@ -67,3 +68,9 @@ class EngineStats:
     def prefix_cache_hit_rate(self) -> float:
         """The fraction of queried prompt tokens that were found; 0 before the first query."""
         return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else 0.0
+
+    @classmethod
+    def total(cls, stats: "Iterable[EngineStats]") -> "EngineStats":
+        """The sum over several engines."""
+        every = list(stats)
+        return cls(**{field.name: sum(getattr(one, field.name) for one in every) for field in fields(cls)})

@@ -1,8 +1,8 @@
 """`AsyncLLMEngine`: the engine in a process of its own, for programs that run on asyncio. The server is one of them.
 
-    generate() --> InputProcessor --> Add ------> engine process
-       ^                                              |
-       +-- OutputProcessor <-- _Stream (pending) <-- Step
+    generate() --> InputProcessor --> Router --> Add --> engine process (one for each replica)
+       ^                                                   |
+       +-- OutputProcessor <-- _Stream (pending) <------- Step
 
 Tokenizing, detokenizing and stop strings are done here. A `Step` only appends to the streams that it concerns and
 wakes them; text is made when a consumer takes it, so one that lags behind gets several tokens at once, and a busy
@@ -11,24 +11,23 @@ process does less for each.
 
 import asyncio
 import itertools
-import os
+import math
 import socket
-import subprocess
-import sys
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
-import jpaged
 from jpaged import errors
 from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.router import Router
 from jpaged.engine.scheduler import RequestUpdate
+from jpaged.engine.seeds import request_seed
 from jpaged.engine.sequence_group import SequenceGroup
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
@@ -38,6 +37,7 @@ from jpaged.models import resolve
 from jpaged.output_processor import OutputProcessor
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
+from jpaged.serving.launch import EngineProcesses, Link
 from jpaged.serving.metrics import ServingMetrics
 from jpaged.serving.wire import (
     Abort,
@@ -53,7 +53,6 @@ from jpaged.serving.wire import (
     Ready,
     Refused,
     Shutdown,
-    Start,
     Step,
     ToEngine,
     Update,
@@ -64,6 +63,8 @@ INLINE_CHARACTERS = 4096
 """Shorter prompts are tokenized at once (about 1 ms); longer ones in a thread, while others are served."""
 SHUTDOWN_S = 10.0
 """How long the engine process may take to end by itself."""
+_LAST_WORDS_S = 0.5
+"""How long its exit code is waited for after it has closed its socket."""
 
 _T = TypeVar("_T")
 
@@ -77,10 +78,13 @@ class AsyncLLMEngine:
                 print(output.outputs[0].text, end="")
 
     The process starts with the constructor and ends with `shutdown`, or when this process ends in whatever way. All
-    methods are called from one event loop.
+    methods are called from one event loop. With `data_parallel_size` there are as many, and each request goes to the
+    one that has least to do before it is done; a request's tokens do not depend on which that is.
 
     Args:
         args: what to run and how.
+        processes: started by the caller, instead of by the constructor; `shutdown` ends them.
+        link: to processes that another process has started and will end.
 
     Attributes:
         args: as given.
@@ -92,28 +96,33 @@ class AsyncLLMEngine:
             `ready` raises.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, *, processes: EngineProcesses | None = None, link: Link | None = None) -> None:
         directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
         self.args = args
-        self.metrics = ServingMetrics()
-        self._process, self._socket = _start_process()
-        self._first_frame = frame(Start(args))
+        if link is None:
+            processes = processes or EngineProcesses(args)
+            link = processes.links[0]
+        self._processes = processes
         try:
             self.tokenizer = None if args.skip_tokenizer_init else Tokenizer.load(args.tokenizer or directory)
         except BaseException:
-            self._process.kill()
-            self._process.wait()
+            if processes is not None:
+                processes.kill()
+                processes.wait(SHUTDOWN_S)
             raise
-        self._transport: asyncio.WriteTransport | None = None
+        self._board = link.board
+        self.metrics = ServingMetrics(link.board.metrics, link.board.worker)
+        self._replicas = [_Replica(index, sock) for index, sock in enumerate(link.sockets)]
+        self._router = Router(len(self._replicas), match_prefixes=args.enable_prefix_caching)
         self._is_ready: asyncio.Future[Ready] | None = None
         self._ready: Ready | None = None
         self._failure: JPagedError | None = None
         self._streams: dict[int, _Stream] = {}
         self._request_ids: set[str] = set()
-        self._handles = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._handles = itertools.count(1 + link.board.worker, link.board.num_workers)
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, tuple[_Replica, asyncio.Future[Answer]]] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="jpaged-tokenize")
-        self._num_queued = self._queued_tokens = 0
 
     async def __aenter__(self) -> Self:
         await self.ready()
@@ -123,7 +132,7 @@ class AsyncLLMEngine:
         await self.shutdown()
 
     async def ready(self) -> Ready:
-        """Waits until the engine serves; returns what it is like.
+        """Waits until the engine serves; returns what it is like, of several replicas the first one.
 
         Raises:
             ModelNotFoundError, CheckpointError, UnsupportedModelError, OutOfMemoryError, InvalidParameterError: as
@@ -133,14 +142,13 @@ class AsyncLLMEngine:
         if self._is_ready is None:
             loop = asyncio.get_running_loop()
             self._is_ready = loop.create_future()
-            transport, _ = await loop.create_unix_connection(lambda: _Protocol(self), sock=self._socket)
-            self._transport = transport
-            transport.write(self._first_frame)
+            for replica in self._replicas:
+                await replica.connect(self)
         return await asyncio.shield(self._is_ready)
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be served, or will be once it has started."""
+        """Whether requests can be served, or will be once it has started: by some replica, not necessarily by all."""
         return self._failure is None
 
     @property
@@ -149,27 +157,22 @@ class AsyncLLMEngine:
         return self._failure
 
     @property
-    def pid(self) -> int:
-        """Of the engine process."""
-        return self._process.pid
-
-    @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run."""
-        return len(self._streams)
+        """Requests that wait or run; of all API processes, like the next two."""
+        return self._board.total("unfinished")
 
     @property
     def num_queued(self) -> int:
         """Requests that have never run."""
-        return self._num_queued
+        return self._board.total("queued")
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens of the prompts of those."""
-        return self._queued_tokens
+        return self._board.total("queued_tokens")
 
     def unfinished_request_ids(self) -> dict[int, str]:
-        """By handle, as `block_owners` names them."""
+        """By handle, as `block_owners` names them; those of this process."""
         return {handle: stream.request.request_id for handle, stream in self._streams.items()}
 
     async def generate(
@@ -207,6 +210,10 @@ class AsyncLLMEngine:
         if request_id in self._request_ids:
             raise InvalidParameterError(f"request_id={request_id!r} is in use by an unfinished request.")
         beam = params if isinstance(params, BeamSearchParams) else None
+        if len(self._replicas) > 1 and isinstance(params, SamplingParams) and params.seed is None:
+            # Arrivals are counted here: each replica would begin with the same seed.
+            seed = request_seed(None, self.args.seed, handle - 1)  # unsigned; a signed number's bits do as well
+            params = replace(params, seed=seed - 2**64 if seed >= 2**63 else seed)
         request = Request(
             request_id,
             checked.prompt_token_ids,
@@ -219,7 +226,7 @@ class AsyncLLMEngine:
             beam=beam,
         )
         SequenceGroup(request)
-        stream = _Stream(self, handle, request, checked)
+        stream = _Stream(self, handle, request, checked, self._replica_for(handle, request))
         self._open(stream)
         try:
             while not stream.closed:
@@ -280,46 +287,50 @@ class AsyncLLMEngine:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def get_metrics(self) -> EngineStats:
-        """Counters and occupancy of the engine. Raises EngineDeadError."""
-        answer = await self._call("stats")
-        assert answer.stats is not None
-        return answer.stats
+        """Counters and occupancy of the engine, of several replicas the sum. Raises EngineDeadError."""
+        return EngineStats.total((await self.get_replica_metrics()).values())
 
-    async def block_owners(self) -> BlockOwners:
-        """The KV pool, block by block. Raises EngineDeadError."""
-        answer = await self._call("blocks")
+    async def get_replica_metrics(self) -> dict[int, EngineStats]:
+        """The same of each replica that serves. Raises EngineDeadError."""
+        return {replica: answer.stats for replica, answer in (await self._call("stats")).items() if answer.stats}
+
+    async def block_owners(self, replica: int = 0) -> BlockOwners:
+        """The KV pool of a replica, block by block. Raises EngineDeadError."""
+        answer = (await self._call("blocks", [self._replicas[replica]]))[replica]
         assert answer.blocks is not None
         return answer.blocks
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. Returns False, and does nothing, while requests run."""
-        return bool((await self._call("reset_prefix_cache")).done)
+        """Forgets all cached prefixes. Returns False where requests ran and nothing was done."""
+        self._router.forget_prefixes()
+        answers = await self._call("reset_prefix_cache")
+        return all(answer.done for answer in answers.values())
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if the engine process has failed or ended."""
+        """Raises EngineDeadError if the engine process, or that of any replica, has failed or ended."""
         self._check_alive()
+        for replica in self._replicas:
+            if replica.failure is not None:
+                raise EngineDeadError(str(replica.failure)) from replica.failure
 
     async def check_integrity(self) -> None:
         """Checks the engine's blocks, tables, slots and queue; reads everything. Raises EngineDeadError."""
         await self._call("check_integrity")
 
     async def shutdown(self) -> None:
-        """Ends the engine process and all requests. Does nothing the second time."""
-        if self._transport is not None and self._failure is None:
-            self._send(Shutdown())
-        else:
-            self._process.kill()
-        self._die(EngineDeadError("The engine was shut down."))
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(None, lambda: self._process.wait(SHUTDOWN_S))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await loop.run_in_executor(None, self._process.wait)
-        if self._transport is not None:
-            self._transport.close()
-        else:
-            self._socket.close()
+        """Ends the engine process, if it is this one's, and all requests. Does nothing the second time."""
+        if self._processes is not None:
+            if self._ready is not None:
+                for replica in self._replicas:
+                    replica.send(Shutdown())
+            else:
+                self._processes.kill()
+        for replica in self._replicas:
+            self._die(replica, EngineDeadError("The engine was shut down."))
+        if self._processes is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._processes.wait, SHUTDOWN_S)
+        for replica in self._replicas:
+            replica.close()
         self._threads.shutdown(wait=False)
 
     def _check_alive(self) -> None:
@@ -342,31 +353,47 @@ class AsyncLLMEngine:
         ready = await self.ready()
         return InputProcessor(self.tokenizer, ready.vocab_size, min(ready.max_model_len, ready.pool_tokens))
 
-    async def _call(self, name: str) -> Answer:
+    def _replica_for(self, handle: int, request: Request) -> "_Replica":
+        """Where a request will run."""
+        if len(self._replicas) == 1:
+            return self._replicas[0]
+        assert self._ready is not None
+        room = self._ready.max_model_len - request.prompt_len
+        most = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
+        own, owed = self._router.outstanding, self._board.by_replica("owed_tokens")
+        elsewhere = [math.inf if r.failure else owed[r.index] - own[r.index] for r in self._replicas]
+        new_tokens, prompt = most * len(request.group.members), request.prompt_token_ids.tolist()
+        index = self._router.route(str(handle), prompt, new_tokens, request.cache_salt, elsewhere)
+        self._board.set("owed_tokens", index, own[index])
+        return self._replicas[index]
+
+    async def _call(self, name: str, replicas: "list[_Replica] | None" = None) -> dict[int, Answer]:
+        """What replicas answer, by their numbers; all those that serve by default."""
         await self.ready()
         self._check_alive()
-        call_id = next(self._handles)
-        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(Call(call_id, name))
-        try:
-            answer: Answer = await future
-        finally:
-            self._calls.pop(call_id, None)
-        if answer.error is not None:
-            raise EngineDeadError(answer.error)
-        return answer
-
-    def _send(self, message: ToEngine) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(message))
+        futures: dict[int, asyncio.Future[Answer]] = {}
+        for replica in replicas or [one for one in self._replicas if one.failure is None]:
+            if replica.failure is not None:
+                raise EngineDeadError(str(replica.failure)) from replica.failure
+            call_id = next(self._call_ids)
+            futures[replica.index] = asyncio.get_running_loop().create_future()
+            self._calls[call_id] = replica, futures[replica.index]
+            replica.send(Call(call_id, name))
+        answers = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
+        for answer in answers.values():
+            if answer.error is not None:
+                raise EngineDeadError(answer.error)
+        return answers
 
     def _open(self, stream: "_Stream") -> None:
         request = stream.request
         self._streams[stream.handle] = stream
         self._request_ids.add(request.request_id)
-        self._num_queued += 1
-        self._queued_tokens += request.prompt_len
-        self._send(
+        replica = stream.replica
+        self._board.add("unfinished", replica.index, 1)
+        self._board.add("queued", replica.index, 1)
+        self._board.add("queued_tokens", replica.index, request.prompt_len)
+        replica.send(
             Add(
                 handle=stream.handle,
                 prompt=request.prompt_token_ids.tobytes(),
@@ -383,46 +410,59 @@ class AsyncLLMEngine:
         """Forgets a stream; one whose request has not ended is aborted."""
         if self._streams.pop(stream.handle, None) is None:
             return
-        request = stream.request
+        request, replica = stream.request, stream.replica
         self._request_ids.discard(request.request_id)
         self._started(stream)
+        self._board.add("unfinished", replica.index, -1)
+        if len(self._replicas) > 1:
+            self._router.finish(str(stream.handle))
+            self._board.set("owed_tokens", replica.index, self._router.outstanding[replica.index])
         if stream.end():
-            self._send(Abort([stream.handle]))
-        self.metrics.count_finished(request)
+            replica.send(Abort([stream.handle]))
+        self.metrics.count_finished(replica.index, request)
 
     def _abort(self, stream: "_Stream") -> None:
         if stream.end():
-            self._send(Abort([stream.handle]))
+            stream.replica.send(Abort([stream.handle]))
             stream.wake()
 
     def _started(self, stream: "_Stream") -> None:
         if stream.queued:
             stream.queued = False
-            self._num_queued -= 1
-            self._queued_tokens -= stream.request.prompt_len
+            self._board.add("queued", stream.replica.index, -1)
+            self._board.add("queued_tokens", stream.replica.index, -stream.request.prompt_len)
 
-    def _take(self, message: FromEngine) -> None:
+    def _take(self, replica: "_Replica", message: FromEngine) -> None:
         if isinstance(message, Step):
-            self._take_step(message)
+            self._take_step(replica, message)
         elif isinstance(message, Answer):
-            future = self._calls.pop(message.call_id, None)
-            if future is not None and not future.done():
-                future.set_result(message)
+            call = self._calls.pop(message.call_id, None)
+            if call is not None and not call[1].done():
+                call[1].set_result(message)
         elif isinstance(message, Refused):
             stream = self._streams.get(message.handle)
             if stream is not None:
                 stream.fail(_error(message.kind, message.message))
         elif isinstance(message, Ready):
-            self._ready = message
-            assert self._is_ready is not None
-            if not self._is_ready.done():
-                self._is_ready.set_result(message)
+            replica.ready = message
+            if all(one.ready is not None for one in self._replicas):
+                self._take_ready([one.ready for one in self._replicas if one.ready is not None])
         elif isinstance(message, Failed):
-            self._die(_error(message.kind, message.message))
+            self._die(replica, _error(message.kind, message.message))
         elif isinstance(message, Dead):
-            self._die(EngineDeadError(f"The engine failed: {message.message}"))
+            self._die(replica, EngineDeadError(f"The engine failed: {message.message}"))
 
-    def _take_step(self, step: Step) -> None:
+    def _take_ready(self, ready: list[Ready]) -> None:
+        """All replicas serve. What one of them cannot take, none is sent."""
+        first = ready[0]
+        first.max_model_len = min(one.max_model_len for one in ready)
+        first.pool_tokens = min(one.pool_tokens for one in ready)
+        self._ready = first
+        assert self._is_ready is not None
+        if not self._is_ready.done():
+            self._is_ready.set_result(first)
+
+    def _take_step(self, replica: "_Replica", step: Step) -> None:
         streams, now = self._streams, time.monotonic()
         for handle in array("q", step.started):
             stream = streams.get(handle)
@@ -443,36 +483,69 @@ class AsyncLLMEngine:
                 if stream.last_token_time and stream.request.reports_each_token and len(stream.pending) == 1:
                     intervals.append(now - stream.last_token_time)
                 stream.take(update, now)
-        self.metrics.count_step(len(step.handles) // 8 + len(step.updates), intervals)
+        self.metrics.count_step(replica.index, len(step.handles) // 8 + len(step.updates), intervals)
 
-    def _die(self, error: JPagedError) -> None:
-        """The engine is of no more use: nobody waits for it any longer."""
-        if self._failure is not None:
+    def _die(self, replica: "_Replica", error: JPagedError) -> None:
+        """A replica is of no more use: nobody waits for it any longer."""
+        if replica.failure is not None:
             return
-        self._failure = error
+        replica.failure = error
+        if self._ready is None or all(one.failure is not None for one in self._replicas):
+            self._failure = self._failure or error
         if self._is_ready is not None and not self._is_ready.done():
             self._is_ready.set_exception(error)
             self._is_ready.exception()  # retrieved: nobody may be waiting for it
         for stream in self._streams.values():
-            stream.fail(EngineDeadError(str(error)))
-        for future in self._calls.values():
-            if not future.done():
+            if stream.replica is replica:
+                stream.fail(EngineDeadError(str(error)))
+        for asked, future in self._calls.values():
+            if asked is replica and not future.done():
                 future.set_exception(EngineDeadError(str(error)))
+        self._calls = {call_id: call for call_id, call in self._calls.items() if call[0] is not replica}
 
-    def _lost(self) -> None:
+    def _lost(self, replica: "_Replica") -> None:
         """The engine closed its socket: its process has ended, or is about to."""
-        try:
-            code = self._process.wait(0.5) if self._failure is None else 0
-        except subprocess.TimeoutExpired:
-            code = None
-        how = "closed its socket" if code is None else f"ended with signal {-code}" if code < 0 else f"ended ({code})"
-        self._die(EngineDeadError(f"The engine process {how}; start it anew."))
+        if replica.failure is None:
+            code = None if self._processes is None else self._processes.exit_code(replica.index, _LAST_WORDS_S)
+            how = "closed its socket" if code is None else f"ended ({code})"
+            if code is not None and code < 0:
+                how = f"ended with signal {-code}"
+            which = "" if len(self._replicas) == 1 else f" of replica {replica.index}"
+            self._die(replica, EngineDeadError(f"The engine process{which} {how}; start it anew."))
+
+
+class _Replica:
+    """An engine process, as this process knows it.
+
+    ready: what it is like, once it serves. failure: why it does not any more.
+    """
+
+    def __init__(self, index: int, sock: socket.socket) -> None:
+        self.index = index
+        self.ready: Ready | None = None
+        self.failure: JPagedError | None = None
+        self._socket = sock
+        self._transport: asyncio.WriteTransport | None = None
+
+    async def connect(self, engine: AsyncLLMEngine) -> None:
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_unix_connection(lambda: _Protocol(engine, self), sock=self._socket)
+
+    def send(self, message: ToEngine) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(message))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        else:
+            self._socket.close()
 
 
 class _Stream:
     """A request as this process knows it, and what its consumer has not taken yet.
 
-    request: kept as the scheduler keeps its own, from what the engine reports.
+    request: kept as the scheduler keeps its own, from what the engine reports. replica: where it runs.
     pending: by sequence, tokens that came since the consumer last looked; empty also where only other news came.
     queued: it has not run yet. closed: nothing more will come.
     """
@@ -488,12 +561,16 @@ class _Stream:
         "last_token_time",
         "pending",
         "queued",
+        "replica",
         "request",
     )
 
-    def __init__(self, engine: AsyncLLMEngine, handle: int, request: Request, checked: ProcessedInput) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, handle: int, request: Request, checked: ProcessedInput, replica: _Replica
+    ) -> None:
         self.handle = handle
         self.request = request
+        self.replica = replica
         self.pending: list[list[int]] = [[] for _ in request.group.members]
         self._changed: set[int] = set()
         self.queued = True
@@ -502,7 +579,7 @@ class _Stream:
         self._news = False
         self._error: JPagedError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._outputs = OutputProcessor(_RemoteCore(engine, self), engine.tokenizer)
+        self._outputs = OutputProcessor(_RemoteCore(self), engine.tokenizer)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
 
     def take(self, update: Update, now: float) -> None:
@@ -569,8 +646,7 @@ class _Stream:
 class _RemoteCore:
     """What an `OutputProcessor` asks of a core: to end a request whose text reached a stop string."""
 
-    def __init__(self, engine: AsyncLLMEngine, stream: _Stream) -> None:
-        self._engine = engine
+    def __init__(self, stream: _Stream) -> None:
         self._stream = stream
 
     def finish(self, request_id: str, stop_reason: int | str | None, index: int = 0) -> Request | None:
@@ -579,45 +655,27 @@ class _RemoteCore:
             return None
         request.status = RequestStatus.FINISHED
         request.stats.finished_time = time.monotonic()
-        self._engine._send(Finish(self._stream.handle, index, str(stop_reason)))
+        self._stream.replica.send(Finish(self._stream.handle, index, str(stop_reason)))
         return request
 
 
 class _Protocol(asyncio.Protocol):
-    """Bytes from the engine process."""
+    """Bytes from an engine process."""
 
-    def __init__(self, engine: AsyncLLMEngine) -> None:
+    def __init__(self, engine: AsyncLLMEngine, replica: _Replica) -> None:
         self._engine = engine
+        self._replica = replica
         self._reader = FrameReader(FromEngine)
 
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._reader.feed(data):
-                self._engine._take(message)
+                self._engine._take(self._replica, message)
         except EngineDeadError as error:
-            self._engine._die(error)
+            self._engine._die(self._replica, error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._engine._lost()
-
-
-def _start_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The engine process, and this end of the socket pair to it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    for end in (ours, theirs):
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            end.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
-    root = str(Path(jpaged.__file__).parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    path = root if not inherited else f"{root}{os.pathsep}{inherited}"
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jpaged.serving.engine_process", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env={**os.environ, "PYTHONPATH": path},
-        )
-    return process, ours
+        self._engine._lost(self._replica)
 
 
 def _error(kind: str, message: str) -> JPagedError:

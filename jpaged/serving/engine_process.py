@@ -1,4 +1,4 @@
-"""The engine process: `python -m jpaged.serving.engine_process FD [FD ...]`, started by `AsyncLLMEngine`.
+"""The engine process: `python -m jpaged.serving.engine_process FD [FD ...]`, started by `EngineProcesses`.
 
     API process(es)                                engine process
     ---------------                                --------------
@@ -16,11 +16,10 @@ import select
 import signal
 import socket
 import sys
-import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,6 +27,8 @@ from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import RequestUpdate
 from jpaged.errors import JPagedError
 from jpaged.llm_engine import LLMEngine
+from jpaged.replicas import check_one_host
+from jpaged.serving.parent import end_with_parent
 from jpaged.serving.wire import (
     Abort,
     Add,
@@ -50,7 +51,6 @@ from jpaged.serving.wire import (
 )
 
 _RECEIVE_BYTES = 1 << 20
-_PARENT_CHECK_S = 0.5
 
 
 class _Closed(Exception):
@@ -285,31 +285,18 @@ def _request_id(connection: Connection, handle: int) -> str:
     return f"{connection.sock.fileno()}:{handle}"
 
 
-def _watch_parent(fds: list[int], parent: int) -> None:
-    """Ends this process, whatever it is doing, when the API processes are gone or the parent is."""
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, 0)  # hang-ups are always reported
-    left = len(fds)
-    while True:
-        for fd, _ in poll.poll(_PARENT_CHECK_S * 1000):
-            poll.unregister(fd)
-            left -= 1
-        if not left or os.getppid() != parent:
-            os._exit(0)
-
-
 def main(argv: list[str]) -> int:
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C and a service manager's SIGTERM reach every
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process; the API process decides when this one ends
     fds = [int(fd) for fd in argv]
     sockets = [socket.socket(fileno=fd) for fd in fds]
-    threading.Thread(target=_watch_parent, args=(fds, parent), daemon=True).start()
+    end_with_parent(parent, fds)
     start = _receive_start(sockets[0])
     connections = [Connection(sock) for sock in sockets]
     try:
-        engine = LLMEngine(start.args)
+        check_one_host(start.args)
+        engine = LLMEngine(replace(start.args, data_parallel_size=1))  # one replica; others have processes of their own
     except Exception as error:
         _send_last(connections, Failed(type(error).__name__, str(error)))
         return 1
@@ -333,7 +320,7 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         _send_last(connections, Dead(f"{type(error).__name__}: {error}"))
         raise
-    return 0
+    os._exit(0)  # nothing is left to save, and taking JAX down in order lasts seconds
 
 
 def _receive_start(sock: socket.socket) -> Start:

@@ -28,6 +28,8 @@ class ServerLimits:
         max_queued_tokens: tokens of those.
         header_timeout_s: from the first byte of a request to the end of its headers.
         body_timeout_s: from there to the end of its body.
+        keep_alive_timeout_s: a connection may wait for its next request. It should be longer than clients and proxies
+            keep theirs, or a request may meet the closing of its connection: whoever sends it sees a reset.
         template_timeout_s: for a chat template to make a prompt.
 
     Raises:
@@ -48,6 +50,7 @@ class ServerLimits:
     max_queued_tokens: int = 16 << 20
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
+    keep_alive_timeout_s: float = 75.0
     template_timeout_s: float = 2.0
 
     def __post_init__(self) -> None:

@@ -3,10 +3,13 @@
 Counters and histograms of requests are kept here, from what passes through `AsyncLLMEngine`; gauges of the engine are
 read from its `EngineStats` when someone asks. Inter-token latencies are counted a step at a time, in one numpy call:
 one by one they would cost about 1 us a token.
+
+Their numbers lie in an array that the API processes of a server share (`board.py`): each adds to its own row, and all
+report the sum. The label `engine` is the replica's number.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -39,116 +42,148 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_params_max_tokens": ("The max_tokens of a request.", _TOKENS),
     "iteration_tokens_total": ("Tokens that a step returned.", _STEP_TOKENS),
 }
+_ENGINE_METRICS = {  # by field of EngineStats
+    "num_running": ("num_requests_running", "gauge", "Requests that run."),
+    "num_waiting": ("num_requests_waiting", "gauge", "Requests that wait to run."),
+    "kv_cache_usage": ("kv_cache_usage_perc", "gauge", "Fraction of the KV pool's blocks in use."),
+    "num_preemptions": ("num_preemptions", "counter", "Requests preempted."),
+    "prompt_tokens": ("prompt_tokens", "counter", "Tokens of admitted prompts."),
+    "generated_tokens": ("generation_tokens", "counter", "Tokens generated."),
+    "prefix_cache_queries": ("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache."),
+    "prefix_cache_host_hits": (
+        "prefix_cache_host_hits",
+        "counter",
+        "Prompt tokens found there that were in host memory.",
+    ),
+    "num_steps": ("engine_steps", "counter", "Steps of the engine."),
+    "num_shared_prefix_steps": (
+        "shared_prefix_steps",
+        "counter",
+        "Steps that read a prefix once for all who share it.",
+    ),
+}
 FINISH_REASONS = ("stop", "length", "abort")
 
 
 class Histogram:
-    """Counts of values by upper bound; the last bucket is unbounded."""
+    """Counts of values by upper bound; the last bucket is unbounded.
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = np.array(bounds, np.float64)
-        self._counts = np.zeros((len(bounds) + 1,), np.int64)
-        self._sum = 0.0
+    cells: float64 [workers, replicas, len(bounds) + 2]: counts, then the sum of all values.
+    worker: whose row to add to.
+    """
 
-    def observe(self, *values: float) -> None:
-        self.observe_all(values)
+    def __init__(self, bounds: Sequence[float], cells: np.ndarray, worker: int) -> None:
+        self._bounds = list(map(float, bounds))
+        self._cells = cells
+        self._own = cells[worker]
 
-    def observe_all(self, values: Sequence[float]) -> None:
+    def observe(self, replica: int, value: float) -> None:
+        own = self._own[replica]
+        own[bisect_left(self._bounds, value)] += 1
+        own[-1] += value
+
+    def observe_all(self, replica: int, values: Sequence[float]) -> None:
         if values:
             array = np.asarray(values, np.float64)
-            self._counts += np.bincount(np.searchsorted(self._bounds, array), minlength=len(self._counts))
-            self._sum += float(array.sum())
+            own = self._own[replica]
+            own[:-1] += np.bincount(np.searchsorted(self._bounds, array), minlength=len(own) - 1)
+            own[-1] += array.sum()
 
-    @property
-    def count(self) -> int:
-        return int(self._counts.sum())
-
-    def lines(self, name: str, labels: str) -> Iterator[str]:
+    def lines(self, name: str, labels: str, replica: int) -> Iterator[str]:
         """In Prometheus' text format: cumulative buckets, sum and count."""
-        cumulative = np.cumsum(self._counts).tolist()
-        for bound, total in zip([*map(_number, self._bounds.tolist()), "+Inf"], cumulative, strict=True):
-            yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
-        yield f"{name}_sum{{{labels}}} {_number(self._sum)}"
-        yield f"{name}_count{{{labels}}} {cumulative[-1]}"
+        cells = self._cells[:, replica].sum(axis=0)
+        cumulative = np.cumsum(cells[:-1]).tolist()
+        for bound, total in zip([*map(_number, self._bounds), "+Inf"], cumulative, strict=True):
+            yield f'{name}_bucket{{{labels},le="{bound}"}} {_number(total)}'
+        yield f"{name}_sum{{{labels}}} {_number(cells[-1])}"
+        yield f"{name}_count{{{labels}}} {_number(cumulative[-1])}"
+
+
+NUM_COLUMNS = len(FINISH_REASONS) + sum(len(bounds) + 2 for _, bounds in _HISTOGRAMS.values())
+"""Of `ServingMetrics`' cells."""
 
 
 class ServingMetrics:
-    """Counters and histograms of the requests of one `AsyncLLMEngine`."""
+    """Counters and histograms of the requests of a server.
 
-    def __init__(self) -> None:
-        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
-        self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+    cells: float64 [workers, replicas, NUM_COLUMNS], zeros at first. worker: whose row this process adds to.
+    """
 
-    def count_step(self, num_tokens: int, intervals_s: Sequence[float]) -> None:
+    def __init__(self, cells: np.ndarray, worker: int) -> None:
+        self._finished = cells[:, :, : len(FINISH_REASONS)]
+        self._own_finished = self._finished[worker]
+        self._histograms = {}
+        start = len(FINISH_REASONS)
+        for name, (_, bounds) in _HISTOGRAMS.items():
+            end = start + len(bounds) + 2
+            self._histograms[name] = Histogram(bounds, cells[:, :, start:end], worker)
+            start = end
+
+    def count_step(self, replica: int, num_tokens: int, intervals_s: Sequence[float]) -> None:
         """A step came: so many tokens, so long after the previous ones of their requests."""
-        self.histograms["iteration_tokens_total"].observe(num_tokens)
-        self.histograms["inter_token_latency_seconds"].observe_all(intervals_s)
+        self._histograms["iteration_tokens_total"].observe(replica, num_tokens)
+        self._histograms["inter_token_latency_seconds"].observe_all(replica, intervals_s)
 
-    def count_finished(self, request: Request) -> None:
+    def count_finished(self, replica: int, request: Request) -> None:
         """A request ended, in whatever way."""
-        stats, histograms = request.stats, self.histograms
+        stats = request.stats
+
+        def observe(name: str, value: float) -> None:
+            self._histograms[name].observe(replica, value)
+
         num_tokens = sum(len(member.output_token_ids) for member in request.group.members)
-        self.finished[request.finish_reason or "abort"] += 1
-        histograms["request_prompt_tokens"].observe(request.prompt_len)
-        histograms["request_generation_tokens"].observe(num_tokens)
-        histograms["request_params_n"].observe(request.sampling.n)
+        self._own_finished[replica, FINISH_REASONS.index(request.finish_reason or "abort")] += 1
+        observe("request_prompt_tokens", request.prompt_len)
+        observe("request_generation_tokens", num_tokens)
+        observe("request_params_n", request.sampling.n)
         if request.sampling.max_tokens is not None:
-            histograms["request_params_max_tokens"].observe(request.sampling.max_tokens)
+            observe("request_params_max_tokens", request.sampling.max_tokens)
         end = stats.finished_time
         if end is None:
             return
-        histograms["e2e_request_latency_seconds"].observe(end - stats.arrival_time)
+        observe("e2e_request_latency_seconds", end - stats.arrival_time)
         if stats.first_scheduled_time is None:
             return
-        histograms["request_queue_time_seconds"].observe(stats.first_scheduled_time - stats.arrival_time)
-        histograms["request_inference_time_seconds"].observe(end - stats.first_scheduled_time)
+        observe("request_queue_time_seconds", stats.first_scheduled_time - stats.arrival_time)
+        observe("request_inference_time_seconds", end - stats.first_scheduled_time)
         if stats.first_token_time is None:
             return
         decode = (stats.last_token_time or end) - stats.first_token_time
-        histograms["time_to_first_token_seconds"].observe(stats.first_token_time - stats.arrival_time)
-        histograms["request_prefill_time_seconds"].observe(stats.first_token_time - stats.first_scheduled_time)
-        histograms["request_decode_time_seconds"].observe(decode)
+        observe("time_to_first_token_seconds", stats.first_token_time - stats.arrival_time)
+        observe("request_prefill_time_seconds", stats.first_token_time - stats.first_scheduled_time)
+        observe("request_decode_time_seconds", decode)
         if num_tokens > 1:
-            histograms["request_time_per_output_token_seconds"].observe(decode / (num_tokens - 1))
+            observe("request_time_per_output_token_seconds", decode / (num_tokens - 1))
 
-    def exposition(self, prefix: str, model: str, stats: EngineStats) -> str:
+    def exposition(self, prefix: str, model: str, stats: Mapping[int, EngineStats]) -> str:
         """All metrics in Prometheus' text format.
 
-        prefix: of every name, without its colon. model: the label model_name.
+        prefix: of every name, without its colon. model: the label model_name. stats: of the replicas that serve.
         """
-        labels = f'model_name="{_escape(model)}",engine="0"'
+        num_replicas = self._finished.shape[1]
+        labels = [f'model_name="{_escape(model)}",engine="{replica}"' for replica in range(num_replicas)]
         lines: list[str] = []
 
         def add(name: str, kind: str, what: str, samples: Sequence[tuple[str, float]]) -> None:
-            full = f"{prefix}:{name}"
-            suffix = "_total" if kind == "counter" else ""
-            lines.append(f"# HELP {full}{suffix} {what}")
-            lines.append(f"# TYPE {full}{suffix} {kind}")
-            lines.extend(f"{full}{suffix}{{{labels}{extra}}} {_number(value)}" for extra, value in samples)
+            full = f"{prefix}:{name}_total" if kind == "counter" else f"{prefix}:{name}"
+            lines.append(f"# HELP {full} {what}")
+            lines.append(f"# TYPE {full} {kind}")
+            lines.extend(f"{full}{{{of}}} {_number(value)}" for of, value in samples)
 
-        def one(value: float) -> list[tuple[str, float]]:
-            return [("", value)]
-
-        add("num_requests_running", "gauge", "Requests that run.", one(stats.num_running))
-        add("num_requests_waiting", "gauge", "Requests that wait to run.", one(stats.num_waiting))
-        add("kv_cache_usage_perc", "gauge", "Fraction of the KV pool's blocks in use.", one(stats.kv_cache_usage))
-        add("num_preemptions", "counter", "Requests preempted.", one(stats.num_preemptions))
-        add("prompt_tokens", "counter", "Tokens of admitted prompts.", one(stats.prompt_tokens))
-        add("generation_tokens", "counter", "Tokens generated.", one(stats.generated_tokens))
-        queries, hits = stats.prefix_cache_queries, stats.prefix_cache_hits
-        add("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.", one(queries))
-        add("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", one(hits))
-        host_hits = stats.prefix_cache_host_hits
-        add("prefix_cache_host_hits", "counter", "Prompt tokens found there that were in host memory.", one(host_hits))
-        add("engine_steps", "counter", "Steps of the engine.", one(stats.num_steps))
-        shared = stats.num_shared_prefix_steps
-        add("shared_prefix_steps", "counter", "Steps that read a prefix once for all who share it.", one(shared))
-        reasons = [(f',finished_reason="{reason}"', float(n)) for reason, n in sorted(self.finished.items())]
+        for field, (name, kind, what) in _ENGINE_METRICS.items():
+            add(name, kind, what, [(labels[replica], getattr(one, field)) for replica, one in stats.items()])
+        finished = self._finished.sum(axis=0)
+        reasons = [
+            (f'{labels[replica]},finished_reason="{reason}"', finished[replica, FINISH_REASONS.index(reason)])
+            for replica in range(num_replicas)
+            for reason in sorted(FINISH_REASONS)
+        ]
         add("request_success", "counter", "Requests that ended, by reason.", reasons)
         for name, (what, _) in _HISTOGRAMS.items():
-            full = f"{prefix}:{name}"
-            lines += [f"# HELP {full} {what}", f"# TYPE {full} histogram"]
-            lines += self.histograms[name].lines(full, labels)
+            add(name, "histogram", what, [])
+            for replica in range(num_replicas):
+                lines += self._histograms[name].lines(f"{prefix}:{name}", labels[replica], replica)
         return "\n".join(lines) + "\n"
 
 

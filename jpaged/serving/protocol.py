@@ -20,6 +20,20 @@ Unsupported = Any
 Integer = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 """Of counts; nothing that is served comes near its bounds."""
 
+Message = Annotated[
+    dict[str, Any],
+    Meta(
+        description="One message of a conversation, as the model's chat template takes it.",
+        extra_json_schema={
+            "properties": {
+                "role": {"type": "string", "enum": ["system", "user", "assistant"]},
+                "content": {"type": "string"},
+            },
+            "required": ["role", "content"],
+        },
+    ),
+]
+
 Prompt = Annotated[
     str | list[Any],
     Meta(
@@ -114,7 +128,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
@@ -145,7 +159,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     chat_template: str | None = None

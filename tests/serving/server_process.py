@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -46,9 +47,13 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """Of the process that is its child."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (child,) = [int(c) for c in children if b"engine_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        (child,) = self.children("engine_process")
         return child
+
+    def children(self, module: str) -> list[int]:
+        """Pids of its children that run a module of `jpaged.serving`."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(c) for c in children if module.encode() in Path(f"/proc/{c}/cmdline").read_bytes()]
 
     def metric(self, name: str) -> float:
         lines = self.client.get("/metrics").text.splitlines()
@@ -63,6 +68,15 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+def ended_within(pids: Iterable[int], seconds: float) -> bool:
+    """Whether all of these processes are gone by then."""
+    left, end = set(pids), time.monotonic() + seconds
+    while left and time.monotonic() < end:
+        left = {pid for pid in left if is_running(pid)}
+        time.sleep(0.02)
+    return not left
 
 
 def is_running(pid: int) -> bool:

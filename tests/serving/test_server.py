@@ -12,10 +12,11 @@ import httpx
 import openai
 import pytest
 
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.llm_engine import LLMEngine
 from jpaged.sampling_params import RequestOutputKind
-from tests.serving.server_process import KEY, Server, is_running
+from tests.serving.server_process import KEY, Server, ended_within, is_running
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -54,7 +55,13 @@ def offline():
             found |= {output.request_id: output for output in engine.step()}
         return [found[str(i)] for i in range(len(prompts))]
 
-    generate.tokenizer = engine.tokenizer
+    def search(prompt, params):
+        engine.add_request("search", prompt, params)
+        while True:
+            for output in engine.step():
+                return output
+
+    generate.tokenizer, generate.search = engine.tokenizer, search
     return generate
 
 
@@ -123,11 +130,28 @@ def test_echo_scores_a_prompt_as_the_offline_engine_does(server, offline, max_to
     assert len(choice["logprobs"]["top_logprobs"]) == len(scored)
 
 
-def test_a_beam_search_gives_the_offline_sequences(server):
-    body = {"prompt": PROMPT, "use_beam_search": True, "n": 3, "max_tokens": 8, "temperature": 0}
+@pytest.mark.parametrize(("n", "best_of", "length_penalty"), [(3, None, 1.0), (2, 4, 0.5)])
+def test_a_beam_search_gives_the_offline_sequences(server, offline, n, best_of, length_penalty):
+    width = best_of or n
+    body = {"prompt": PROMPT, "use_beam_search": True, "n": n, "max_tokens": 12, "temperature": 0}
+    body |= {"length_penalty": length_penalty, "return_token_ids": True} | (
+        {} if best_of is None else {"best_of": best_of}
+    )
     choices = server.client.post("/v1/completions", json=body).json()["choices"]
-    assert len({choice["text"] for choice in choices}) == 3
-    assert all(choice["finish_reason"] for choice in choices)
+    search = BeamSearchParams(beam_width=width, max_tokens=12, length_penalty=length_penalty)
+    expected = offline.search(PROMPT, search).outputs[:n]
+    assert [choice["token_ids"] for choice in choices] == [completion.token_ids for completion in expected]
+    assert [choice["text"] for choice in choices] == [completion.text for completion in expected]
+    assert [choice["finish_reason"] for choice in choices] == [completion.finish_reason for completion in expected]
+
+
+def test_clients_may_give_their_requests_the_same_id(server):
+    body = TEXT | {"request_id": "same", "max_tokens": 200, "ignore_eos": True}
+    with server.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        first = next(events(response))
+        second = server.client.post("/v1/completions", json=body | {"max_tokens": 1})
+    assert second.status_code == 200
+    assert first["id"] == second.json()["id"] == "cmpl-same"
 
 
 def test_a_repeated_prompt_reports_its_cached_tokens(server):
@@ -378,10 +402,7 @@ def test_a_killed_server_leaves_no_engine(tmp_path):
     server = Server(tmp_path / "log")
     pid = server.engine_pid
     server.process.kill()
-    end = time.monotonic() + 2
-    while is_running(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not is_running(pid)
+    assert ended_within([pid], 2)
     server.close()
 
 

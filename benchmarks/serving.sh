@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# The serving figures of docs/performance.md, on one GPU: starts a server for each model, loads it, stops it.
+#
+#   benchmarks/serving.sh [OUT_DIR] [serve options ...]      e.g. benchmarks/serving.sh benchmarks/results --api-workers 4
+#
+# Writes OUT_DIR/serve-MODEL-RATE-DATE.json for Llama-3.1-8B's shape at 25 requests/s and all at once, and for
+# Qwen3-0.6B's shape all at once: random weights, ShareGPT-like lengths, greedy, streamed. PYTHON names the interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python}
+out=${1:-benchmarks/results}
+shift || true
+port=${PORT:-8765}
+url=http://127.0.0.1:$port
+work=$(mktemp -d)
+server=
+stop() {
+  if [[ -n $server ]]; then kill -TERM "$server" 2>/dev/null || true; wait "$server" || true; server=; fi
+}
+trap 'stop; rm -rf "$work"' EXIT
+ulimit -n "$(ulimit -Hn)"
+export PYTHONPATH=$PWD
+
+start() { # MODEL, serve options
+  local model=$1
+  shift
+  "$python" benchmarks/dummy_model.py "$model" "$work/$model"
+  "$python" -m jpaged serve "$work/$model" --load-format dummy --served-model-name "$model" --port "$port" \
+    --no-access-log "$@" &
+  server=$!
+  until curl -sf "$url/health" >/dev/null; do
+    kill -0 "$server" 2>/dev/null || { echo "the server did not start" >&2; exit 1; }
+    sleep 1
+  done
+}
+
+load() { # MODEL RATE NUM_PROMPTS SEED
+  curl -sf -X POST "$url/reset_prefix_cache" >/dev/null
+  "$python" -m jpaged bench serve --base-url "$url" --dataset sharegpt-like --request-rate "$2" --num-prompts "$3" \
+    --seed "$4" --json "$out/serve-$1-$2-$(date +%F).json"
+}
+
+mkdir -p "$out"
+start llama-3.1-8b "$@"
+"$python" -m jpaged bench serve --base-url "$url" --request-rate 25 --num-prompts 50 --seed 9 # warms up
+load llama-3.1-8b 25 500 1
+load llama-3.1-8b inf 1000 2
+stop
+start qwen3-0.6b "$@"
+"$python" -m jpaged bench serve --base-url "$url" --request-rate 25 --num-prompts 50 --seed 9
+load qwen3-0.6b inf 1000 2
+load qwen3-0.6b 50 800 1
+stop

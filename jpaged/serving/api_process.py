@@ -1,0 +1,47 @@
+"""An API process among several: `python -m jpaged.serving.api_process`, started by `supervise` only.
+
+It reads a `WorkerStart` from its standard input, and serves on the socket that it inherits with the engine processes
+that others share with it. SIGTERM makes it drain; Ctrl-C is the supervisor's to deal with, whose end is also its own.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+
+import msgspec
+import uvloop
+
+from jpaged.errors import JPagedError
+from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.board import Board
+from jpaged.serving.launch import Link
+from jpaged.serving.metrics import NUM_COLUMNS
+from jpaged.serving.parent import end_with_parent
+from jpaged.serving.server import LOG_FORMAT, run
+from jpaged.serving.workers import WorkerStart
+
+
+def main() -> int:
+    """Returns when it has drained."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerStart)
+    end_with_parent(start.parent)
+    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
+    for name, level in start.log_levels.items():
+        logging.getLogger(name).setLevel(level)
+    replicas = [socket.socket(fileno=fd) for fd in start.engine_fds]
+    board = Board(start.num_workers, len(replicas), NUM_COLUMNS, start.worker, start.board_fd)
+    listener = socket.socket(fileno=start.listen_fd)
+    try:
+        engine = AsyncLLMEngine(start.args, link=Link(replicas, board))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run(engine, start.app_options, start.server_options, listener, (signal.SIGTERM,)))
+    except JPagedError:
+        return 1  # the supervisor meets the same error, and says so
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

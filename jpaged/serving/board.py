@@ -1,0 +1,70 @@
+"""Numbers that all API processes of a server see: what each has open, and what it has measured.
+
+    cells, float64 [workers, replicas, columns], in shared memory
+                                   | queued | queued tokens | unfinished | owed tokens | metrics ... |
+    worker 0   requests to replica 0
+               requests to replica 1
+    worker 1   ...
+
+A worker writes only into its own row and reads the sum over all, so limits hold for the server as a whole and any
+worker can answer for it. Nothing is locked: an aligned number is written at once, and a sum that is a moment old will
+do. Counts in float64 are exact up to 2**53.
+"""
+
+import mmap
+import os
+
+import numpy as np
+
+GAUGES = ("queued", "queued_tokens", "unfinished", "owed_tokens")
+
+
+class Board:
+    """The cells, and one worker's row of them.
+
+    worker: which row is its own. num_columns: of metrics, after the gauges. fd: of memory that `shared` made, for
+    workers in other processes; by default it is this process's own.
+    """
+
+    def __init__(self, num_workers: int, num_replicas: int, num_columns: int, worker: int = 0, fd: int = -1) -> None:
+        shape = (num_workers, num_replicas, len(GAUGES) + num_columns)
+        memory = mmap.mmap(fd, _num_bytes(*shape))
+        self.cells = np.frombuffer(memory, np.float64).reshape(shape)
+        self.worker = worker
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.cells)
+
+    @property
+    def metrics(self) -> np.ndarray:
+        """float64 [workers, replicas, columns]: the columns after the gauges."""
+        return self.cells[:, :, len(GAUGES) :]
+
+    def add(self, gauge: str, replica: int, amount: float) -> None:
+        """Adds to this worker's gauge."""
+        self.cells[self.worker, replica, GAUGES.index(gauge)] += amount
+
+    def set(self, gauge: str, replica: int, value: float) -> None:
+        """Sets this worker's gauge."""
+        self.cells[self.worker, replica, GAUGES.index(gauge)] = value
+
+    def total(self, gauge: str) -> int:
+        """Over all workers and replicas."""
+        return int(self.cells[:, :, GAUGES.index(gauge)].sum())
+
+    def by_replica(self, gauge: str) -> list[float]:
+        """Over all workers, for each replica."""
+        by_replica: list[float] = self.cells[:, :, GAUGES.index(gauge)].sum(axis=0).tolist()
+        return by_replica
+
+
+def shared_memory(num_workers: int, num_replicas: int, num_columns: int) -> int:
+    """A file descriptor of zeroed memory for a board, to be inherited."""
+    fd = os.memfd_create("jpaged-board")
+    os.ftruncate(fd, _num_bytes(num_workers, num_replicas, len(GAUGES) + num_columns))
+    return fd
+
+
+def _num_bytes(num_workers: int, num_replicas: int, num_columns: int) -> int:
+    return 8 * num_workers * num_replicas * num_columns

@@ -1,0 +1,156 @@
+"""`jpaged serve --api-workers N`: the process that starts all others, and ends them together.
+
+    supervise --+--> engine process, one for each replica
+                +--> API process 1 --.    each has its own listening socket, a socket to each engine process and a
+                +--> API process 2 --'    row of the board
+                ...
+
+It takes part in no request. SIGTERM reaches every API process through it, and when they have drained it ends the
+engine. An API process that ends by itself takes its clients' streams with it; the others drain, and then all is over:
+whoever started the server starts it anew, whole.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from jpaged.config import EngineArgs
+from jpaged.errors import EngineDeadError
+from jpaged.serving.app import AppOptions
+from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.launch import EngineProcesses, Link, package_environment, python_command
+from jpaged.serving.server import LAST_WORDS_S, SIGNALS, ServerOptions
+
+log = logging.getLogger("jpaged.server")
+
+_LOGGERS = ("jpaged.server", "jpaged.access")
+_END_S = 5.0
+"""For an API process to end once it has drained."""
+
+
+class WorkerStart(msgspec.Struct):
+    """What an API process is told, as JSON on its standard input.
+
+    parent: the pid of the supervisor. worker, num_workers: its row of the board, and how many there are.
+    engine_fds: sockets to the replicas. log_levels: by name of the logger.
+    """
+
+    args: EngineArgs
+    app_options: AppOptions
+    server_options: ServerOptions
+    parent: int
+    worker: int
+    num_workers: int
+    board_fd: int
+    engine_fds: list[int]
+    listen_fd: int
+    log_levels: dict[str, int]
+
+
+async def supervise(
+    args: EngineArgs, app_options: AppOptions, options: ServerOptions, listeners: Sequence[socket.socket]
+) -> None:
+    """Serves with one API process for each listener until SIGTERM or SIGINT, and drains.
+
+    Raises:
+        EngineDeadError: an API process ended by itself. What else `AsyncLLMEngine.ready` raises.
+    """
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    processes = EngineProcesses(args, num_clients=1 + len(listeners))
+    engine = AsyncLLMEngine(replace(args, skip_tokenizer_init=True), processes=processes)
+    workers: list[Process] = []
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stopped.set)
+    try:
+        for link, listener in zip(processes.links[1:], listeners, strict=True):
+            start = _worker_start(args, app_options, options, processes.board_fd, link, listener)
+            workers.append(await _start(start))
+            for sock in link.sockets:
+                sock.close()
+        for listener in listeners:
+            listener.close()
+        await _until_told(engine, workers, stopped)
+    finally:
+        await _end(workers, options.shutdown_timeout_s + LAST_WORDS_S + _END_S)
+        await engine.shutdown()
+
+
+async def _until_told(engine: AsyncLLMEngine, workers: Sequence[Process], stopped: asyncio.Event) -> None:
+    """Returns when a signal came; raises when something went wrong."""
+    ready, stop = asyncio.ensure_future(engine.ready()), asyncio.ensure_future(stopped.wait())
+    ends = [asyncio.ensure_future(worker.wait()) for worker in workers]
+    try:
+        await asyncio.wait((ready, stop, *ends), return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            ready.result()
+            await asyncio.wait((stop, *ends), return_when=asyncio.FIRST_COMPLETED)
+        for worker in workers:
+            if worker.returncode is not None and not stop.done():
+                how = f"signal {-worker.returncode}" if worker.returncode < 0 else f"exit code {worker.returncode}"
+                raise EngineDeadError(f"API process {worker.pid} ended with {how}; start the server anew.")
+    finally:
+        for task in (ready, stop, *ends):
+            task.cancel()
+        await asyncio.gather(ready, stop, *ends, return_exceptions=True)
+
+
+async def _end(workers: Sequence[Process], timeout_s: float) -> None:
+    """Lets API processes drain; a second Ctrl-C does not wait for that."""
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            worker.send_signal(signal.SIGTERM)
+    impatient = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, impatient.set)
+    ends = [asyncio.ensure_future(worker.wait()) for worker in workers]
+    hurry = asyncio.ensure_future(impatient.wait())
+    all_ended = asyncio.gather(*ends)
+    await asyncio.wait((all_ended, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
+    for worker in workers:
+        if worker.returncode is None:
+            log.warning("API process %d did not end in time and is killed", worker.pid)
+            worker.kill()
+    await all_ended
+
+
+def _worker_start(
+    args: EngineArgs,
+    app_options: AppOptions,
+    options: ServerOptions,
+    board_fd: int,
+    link: Link,
+    listener: socket.socket,
+) -> WorkerStart:
+    return WorkerStart(
+        args=args,
+        app_options=app_options,
+        server_options=options,
+        parent=os.getpid(),
+        worker=link.board.worker,
+        num_workers=link.board.num_workers,
+        board_fd=board_fd,
+        engine_fds=[sock.fileno() for sock in link.sockets],
+        listen_fd=listener.fileno(),
+        log_levels={name: logging.getLogger(name).level for name in _LOGGERS},
+    )
+
+
+async def _start(start: WorkerStart) -> Process:
+    process = await asyncio.create_subprocess_exec(
+        *python_command("jpaged.serving.api_process"),
+        stdin=PIPE,
+        pass_fds=(*start.engine_fds, start.board_fd, start.listen_fd),
+        env=package_environment(),
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(start))
+    process.stdin.close()
+    return process

@@ -1,0 +1,173 @@
+"""Several API processes and several replicas behind one port: no client can tell, and none outlives the others."""
+
+import asyncio
+import json
+import os
+import signal
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from jpaged.config import EngineArgs
+from jpaged.llm_engine import LLMEngine
+from jpaged.sampling_params import RequestOutputKind
+from tests.serving.server_process import Server, ended_within
+
+pytestmark = pytest.mark.xdist_group("server")
+
+PROMPTS = [f"{beginning} {animal}" for beginning in ("Once upon a time a", "The") for animal in ("snail", "fox", "owl")]
+SMALL = ("--max-num-seqs", "4")
+"""Compiles the fewest programs."""
+LONG = {"prompt": "A", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    options = ("--api-workers", "2", "--data-parallel-size", "2", "--max-queued-requests", "12")
+    server = Server(tmp_path_factory.mktemp("server") / "log", *options)
+    yield server
+    server.close()
+
+
+def ask_at_once(server, bodies):
+    """Answers to requests that each come over a connection of their own, so that both API processes get some."""
+
+    async def ask():
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        options = {"base_url": server.url, "headers": server.client.headers, "timeout": 60, "trust_env": False}
+        async with httpx.AsyncClient(limits=limits, **options) as client:
+            return await asyncio.gather(*(client.request(method, path, json=body) for method, path, body in bodies))
+
+    return asyncio.run(ask())
+
+
+def events(response):
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line[6:])
+
+
+def test_tokens_are_those_of_one_offline_engine(server):
+    engine = LLMEngine(EngineArgs(max_num_seqs=16, num_gpu_blocks_override=600))
+    params = replace(engine.default_sampling_params, max_tokens=20, n=2, output_kind=RequestOutputKind.FINAL_ONLY)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, replace(params, seed=i))
+    expected = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            expected[int(output.request_id)] = [completion.token_ids for completion in output.outputs]
+    bodies = [
+        ("POST", "/v1/completions", {"prompt": p, "seed": i, "max_tokens": 20, "n": 2, "return_token_ids": True})
+        for i, p in enumerate(PROMPTS)
+    ]
+    answers = [response.json() for response in ask_at_once(server, bodies)]
+    assert [[choice["token_ids"] for choice in answer["choices"]] for answer in answers] == [
+        expected[i] for i in range(len(PROMPTS))
+    ]
+
+
+def test_equal_requests_without_a_seed_differ_whichever_replica_serves_them(server):
+    bodies = [("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 30})] * 8
+    texts = [response.json()["choices"][0]["text"] for response in ask_at_once(server, bodies)]
+    assert len(set(texts)) == len(texts)
+
+
+def test_every_api_process_reports_the_requests_of_all(server):
+    before = server.metric("request_success_total")
+    ask_at_once(server, [("POST", "/v1/completions", {"prompt": p, "max_tokens": 30}) for p in PROMPTS])
+    name = "jpaged:request_success_total"
+    for page in ask_at_once(server, [("GET", "/metrics", None)] * 12):
+        lines = [line for line in page.text.splitlines() if line.startswith(name)]
+        assert sum(float(line.rsplit(" ", 1)[1]) for line in lines) == before + len(PROMPTS)
+        by_replica = [
+            float(line.rsplit(" ", 1)[1])
+            for line in page.text.splitlines()
+            if line.startswith("jpaged:generation_tokens_total")
+        ]
+        assert len(by_replica) == 2
+        assert min(by_replica) > 0
+
+
+def test_the_queue_is_full_for_every_api_process_at_once(server):
+    async def fill_and_ask():
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        options = {"base_url": server.url, "headers": server.client.headers, "timeout": 60, "trust_env": False}
+        async with httpx.AsyncClient(limits=limits, **options) as client:
+
+            async def until(count, waiting):
+                while True:
+                    page = (await client.get("/metrics")).text.splitlines()
+                    found = [line for line in page if line.startswith("jpaged:num_requests_waiting{")]
+                    loads = [(await client.get("/load")).json()["server_load"] for _ in range(6)]
+                    if set(loads) == {count} and sum(float(line.rsplit(" ", 1)[1]) for line in found) == waiting:
+                        return
+
+            tasks, sent = [], 0
+            for num_prompts, waiting in ((12, 0), (12, 0), (8, 0), (12, 12)):  # 32 run, and 12 may wait
+                body = LONG | {"prompt": ["A"] * num_prompts, "stream": False}
+                tasks.append(asyncio.create_task(client.post("/v1/completions", json=body)))
+                sent += num_prompts
+                await until(sent, waiting)
+            short = {"prompt": "A", "max_tokens": 1}
+            refused = await asyncio.gather(*(client.post("/v1/completions", json=short) for _ in range(12)))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await until(0, 0)
+        return refused
+
+    refused = asyncio.run(asyncio.wait_for(fill_and_ask(), 120))
+    assert {response.status_code for response in refused} == {503}
+    assert all(response.headers["retry-after"] for response in refused)
+
+
+def test_a_replica_that_is_killed_fails_its_own_streams_and_health_but_not_the_others(server):
+    streams = [server.client.stream("POST", "/v1/completions", json=LONG) for _ in range(2)]
+    seen = [events(stream.__enter__()) for stream in streams]
+    for stream in seen:
+        next(stream)
+    os.kill(server.children("engine_process")[1], signal.SIGKILL)
+    last = [list(stream)[-1] for stream in seen]
+    for stream in streams:
+        stream.__exit__(None, None, None)
+    assert [("error" in event) for event in sorted(last, key=lambda event: "error" in event)] == [False, True]
+    assert {page.status_code for page in ask_at_once(server, [("GET", "/health", None)] * 8)} == {503}
+    answers = ask_at_once(server, [("POST", "/v1/completions", {"prompt": p, "max_tokens": 3}) for p in PROMPTS])
+    assert {answer.status_code for answer in answers} == {200}
+
+
+def test_a_killed_api_process_ends_the_others_and_the_server(server):
+    """Last of those that share the server."""
+    pids = [*server.children("engine_process"), *server.children("api_process")]
+    os.kill(pids[-1], signal.SIGKILL)
+    assert server.process.wait(60) == 1
+    assert ended_within(pids, 2)
+    assert f"API process {pids[-1]} ended with signal 9" in server.log.read_text()
+
+
+def test_a_killed_supervisor_leaves_nothing(tmp_path):
+    server = Server(tmp_path / "log", "--api-workers", "2", *SMALL)
+    pids = [*server.children("engine_process"), *server.children("api_process")]
+    assert len(pids) == 3
+    server.process.kill()
+    assert ended_within(pids, 10)
+    server.close()
+
+
+def test_sigterm_drains_every_api_process(tmp_path):
+    server = Server(tmp_path / "log", "--api-workers", "2", "--shutdown-timeout", "0.3", *SMALL)
+    pids = [*server.children("engine_process"), *server.children("api_process")]
+    streams = [server.client.stream("POST", "/v1/completions", json=LONG) for _ in range(4)]
+    seen = [events(stream.__enter__()) for stream in streams]
+    for stream in seen:
+        next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    last = [list(stream)[-1]["choices"][0]["finish_reason"] for stream in seen]
+    for stream in streams:
+        stream.__exit__(None, None, None)
+    assert set(last) <= {"abort", "length"}
+    assert "abort" in last
+    assert server.process.wait(60) == 0
+    assert ended_within(pids, 2)
+    server.close()
