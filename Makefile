@@ -42,7 +42,7 @@ test: install-test
 
 test-ray: install-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]"
-	$(BIN)/python -m pytest tests/scoring/test_ray.py
+	$(BIN)/python -m pytest tests/scoring/test_ray.py tests/serving/test_ray.py
 
 test-browser: install-test
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \

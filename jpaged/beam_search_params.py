@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Literal
 
-from jpaged.errors import InvalidParameterError
+from jpaged.checks import is_integer, is_number
+from jpaged.errors import InvalidParameterError, shown
 from jpaged.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 
 
@@ -20,7 +20,8 @@ class BeamSearchParams:
         beam_width: live beams; as many sequences are found. 1 is greedy search.
         max_tokens: most tokens to generate.
         n: sequences to return, best first; beam_width by default.
-        length_penalty: above 0 favours long sequences, below 0 short ones.
+        length_penalty: above 0 favours long sequences, below 0 short ones; in [-4, 4], beyond which float32, in which
+            scores are compared, no longer holds the power of a long sequence's length.
         early_stopping: when to stop once beam_width sequences are finished. True: at once. False: when the best live
             beam, were it to end now, would not be among them. "never": when no live beam can come to be among them,
             whatever its length up to max_tokens.
@@ -47,21 +48,23 @@ class BeamSearchParams:
             value = getattr(self, name)
             if name == "n" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise InvalidParameterError(f"{name} must be an integer, got {value!r}.")
+            if not is_integer(value):
+                raise InvalidParameterError(f"{name} must be an integer, got {shown(value)}.")
             if value < 1:
-                raise InvalidParameterError(f"{name} must be at least 1, got {value}.")
+                raise InvalidParameterError(f"{name} must be at least 1, got {shown(value)}.")
         if self.beam_width > MAX_LOGPROBS:
-            raise InvalidParameterError(f"beam_width must be at most {MAX_LOGPROBS}, got {self.beam_width}.")
+            raise InvalidParameterError(f"beam_width must be at most {MAX_LOGPROBS}, got {shown(self.beam_width)}.")
         if self.n is not None and self.n > self.beam_width:
             raise InvalidParameterError(
-                f"n={self.n} is above beam_width={self.beam_width}; a search finds no more sequences than beams."
+                f"n={shown(self.n)} is above beam_width={self.beam_width}; a search finds no more sequences than beams."
             )
         penalty = self.length_penalty
-        if isinstance(penalty, bool) or not isinstance(penalty, Real) or not -100 <= penalty <= 100:
-            raise InvalidParameterError(f"length_penalty must be a number in [-100, 100], got {penalty!r}.")
+        if not is_number(penalty) or not -4 <= penalty <= 4:
+            raise InvalidParameterError(f"length_penalty must be a number in [-4, 4], got {shown(penalty)}.")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise InvalidParameterError(f'early_stopping must be True, False or "never", got {self.early_stopping!r}.')
+            raise InvalidParameterError(
+                f'early_stopping must be True, False or "never", got {shown(self.early_stopping)}.'
+            )
         self.sampling_params()  # checks the rest
 
     def sampling_params(self) -> SamplingParams:

@@ -3,10 +3,10 @@
 import math
 import os
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Literal, get_args
 
-from jpaged.errors import InvalidParameterError
+from jpaged.checks import is_integer, is_number
+from jpaged.errors import InvalidParameterError, shown
 
 Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
@@ -22,12 +22,15 @@ class SchedulerConfig:
     max_num_batched_tokens: the token budget of one step.
     max_model_len: the longest a sequence may grow, prompt and output, in tokens.
     enable_prefix_caching: reuse the blocks of equal prefixes.
+    shared_prefix_attention: tell the executor, for each decode step, which rows begin with the same blocks.
     policy: "fcfs" runs the earliest arrival first; "priority" the lowest priority value, then the earliest.
     watermark: the fraction of the pool that admitting a new request must leave free, against thrashing.
     pipeline_depth: steps dispatched before the first one's tokens are read; 0 is the plain synchronous loop.
     num_swap_chunks: chunks of `SWAP_CHUNK_BLOCKS` blocks in host memory.
     preemption_mode: what becomes of preempted sequences. "swap": their blocks go to host memory, as long as there is
         room; "recompute": they are computed again; "auto": groups swap, single sequences are computed again.
+    host_prefix_cache: prefix blocks that the pool reuses go to host memory, where they can be hit, as long as no
+        preempted sequences need the room.
     """
 
     block_size: int
@@ -36,11 +39,13 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     enable_prefix_caching: bool = True
+    shared_prefix_attention: bool = False
     policy: Policy = "fcfs"
     watermark: float = 0.01
     pipeline_depth: int = 2
     num_swap_chunks: int = 0
     preemption_mode: PreemptionMode = "auto"
+    host_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -61,11 +66,19 @@ class SchedulerConfig:
             raise InvalidParameterError(
                 f'preemption_mode must be "auto", "swap" or "recompute", got {self.preemption_mode!r}.'
             )
+        if self.host_prefix_cache and not (self.enable_prefix_caching and self.num_swap_chunks):
+            raise InvalidParameterError(
+                "host_prefix_cache=True keeps blocks of the prefix cache in the swap space: it needs "
+                "enable_prefix_caching=True, and a swap_space that holds a chunk of 16 blocks at least."
+            )
 
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
 
+
+_MAX_DEVICES = 4096
+"""More than any machine or cluster jpaged runs on: a wrong number starts no processes without end."""
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
@@ -91,10 +104,16 @@ class EngineArgs:
         max_num_batched_tokens: token budget of a step; longer prompts are computed in chunks. No more sequences than
             this decode at once.
         enable_prefix_caching: reuse the keys and values of equal prompt beginnings.
+        shared_prefix_attention: in decode steps, read a beginning that many sequences share once for all of them, where
+            that pays. Faster for long common prompts; but sums are then added in another order, so that a request's
+            tokens may depend on who shares its batch. Needs enable_prefix_caching.
         scheduling_policy: "fcfs", or "priority": lower `priority` values first.
         watermark: fraction of the pool that must stay free when a request is admitted.
         pipeline_depth: steps dispatched before the first one's tokens are read; 0 reads each at once.
         swap_space: GiB of host memory for the blocks of preempted sequences, taken as they are needed.
+        host_prefix_cache: let blocks of the prefix cache that the pool reuses go to the swap space, as far as preempted
+            sequences leave room there, and come back when a prompt hits them. It pays with a swap_space that is large
+            beside the pool; each block that is evicted crosses the link to the host once.
         preemption_mode: what to do with sequences for which there is no room any more. "swap": keep their keys and
             values in the swap space while it lasts; "recompute": compute them again; "auto": swap the sequences of a
             request for several (`n`, beam search), and compute single ones again.
@@ -126,11 +145,13 @@ class EngineArgs:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
+    shared_prefix_attention: bool = False
     scheduling_policy: Policy = "fcfs"
     watermark: float = 0.01
     pipeline_depth: int = 2
     swap_space: float = 4.0
     preemption_mode: PreemptionMode = "auto"
+    host_prefix_cache: bool = False
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
     seed: int = 0
@@ -148,12 +169,12 @@ class EngineArgs:
         for name, what in (
             ("model", "a directory or a hub id, as a string"),
             ("tokenizer", "a directory or a hub id, as a string"),
-            ("revision", "a directory or a hub id, as a string"),
+            ("revision", "a branch, tag or commit, as a string"),
             ("coordinator_address", '"host:port"'),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise InvalidParameterError(f"{name} must be {what}, got {value!r}.")
+                raise InvalidParameterError(f"{name} must be {what}, got {shown(value)}.")
         for name, kind in (
             ("dtype", DType),
             ("load_format", LoadFormat),
@@ -162,15 +183,15 @@ class EngineArgs:
         ):
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))
-                raise InvalidParameterError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
+                raise InvalidParameterError(f"{name} must be one of {choices}, got {shown(getattr(self, name))}.")
         if self.kernel_backend is not None and self.kernel_backend not in get_args(KernelBackend):
             choices = ", ".join(map(repr, get_args(KernelBackend)))
             raise InvalidParameterError(
-                f"kernel_backend must be None or one of {choices}, got {self.kernel_backend!r}."
+                f"kernel_backend must be None or one of {choices}, got {shown(self.kernel_backend)}."
             )
         _check_integer("block_size", self.block_size, 1)
         for name, least, most in (
-            ("max_model_len", 1, 2**30),
+            ("max_model_len", 2, 2**30),
             ("num_gpu_blocks_override", 2, 2**31 // self.block_size - 1),
             ("max_num_seqs", 1, 2**16),
             ("max_num_batched_tokens", 1, 2**20),
@@ -180,47 +201,68 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), least, most)
         if self.block_size > 256 or self.block_size & (self.block_size - 1):
-            raise InvalidParameterError(f"block_size must be a power of two from 1 to 256, got {self.block_size}.")
-        _check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
-        _check_integer("data_parallel_size", self.data_parallel_size, 1)
+            raise InvalidParameterError(
+                f"block_size must be a power of two from 1 to 256, got {shown(self.block_size)}."
+            )
+        _check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, _MAX_DEVICES)
+        _check_integer("data_parallel_size", self.data_parallel_size, 1, _MAX_DEVICES)
         _check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
         _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
         _check_fraction("watermark", self.watermark, zero_allowed=True)
         _check_swap_space(self.swap_space)
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "verbose"):
+        for name in (
+            "enable_prefix_caching",
+            "host_prefix_cache",
+            "shared_prefix_attention",
+            "skip_tokenizer_init",
+            "verbose",
+        ):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParameterError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+                raise InvalidParameterError(f"{name} must be True or False, got {shown(getattr(self, name))}.")
+        if self.host_prefix_cache and not (self.enable_prefix_caching and self.swap_space):
+            raise InvalidParameterError(
+                f"host_prefix_cache=True needs enable_prefix_caching=True and a swap_space above 0, got "
+                f"enable_prefix_caching={self.enable_prefix_caching} and swap_space={self.swap_space}."
+            )
+        if self.shared_prefix_attention and not self.enable_prefix_caching:
+            raise InvalidParameterError(
+                "shared_prefix_attention=True needs enable_prefix_caching=True: prompts share blocks through the cache."
+            )
         for name in ("decode_buckets", "token_buckets"):
             _check_buckets(name, getattr(self, name))
 
 
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidParameterError(f"{name} must be an integer, got {value!r}.")
+    if not is_integer(value):
+        raise InvalidParameterError(f"{name} must be an integer, got {shown(value)}.")
     if value < least:
-        raise InvalidParameterError(f"{name} must be at least {least}, got {value}.")
+        raise InvalidParameterError(f"{name} must be at least {least}, got {shown(value)}.")
     if most is not None and int(value) > most:
-        raise InvalidParameterError(f"{name} must be at most {most}, got {value}.")
+        raise InvalidParameterError(f"{name} must be at most {most}, got {shown(value)}.")
 
 
 def _check_fraction(name: str, value: object, *, zero_allowed: bool = False, one_allowed: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidParameterError(f"{name} must be a number, got {value!r}.")
-    value = float(value)
+    if not is_number(value):
+        raise InvalidParameterError(f"{name} must be a number, got {shown(value)}.")
     inside = 0 < value < 1 or (zero_allowed and value == 0) or (one_allowed and value == 1)
     if not inside:
         interval = f"{'[' if zero_allowed else '('}0, 1{']' if one_allowed else ')'}"
-        raise InvalidParameterError(f"{name} must be in {interval}, got {value}.")
+        raise InvalidParameterError(f"{name} must be in {interval}, got {shown(value)}.")
 
 
 def _check_swap_space(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise InvalidParameterError(f"swap_space must be a number of GiB from 0 up, got {value!r}.")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if float(value) > memory:
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise InvalidParameterError(f"swap_space must be a number of GiB from 0 up, got {shown(value)}.")
+    memory = host_memory() / 2**30
+    if value > memory:
         raise InvalidParameterError(
-            f"swap_space={value} exceeds the {memory:.1f} GiB of memory that this machine has; lower it."
+            f"swap_space={shown(value)} exceeds the {memory:.1f} GiB of memory that this machine has; lower it."
         )
 
 
@@ -228,7 +270,7 @@ def _check_buckets(name: str, buckets: object) -> None:
     if buckets is None:
         return
     if not isinstance(buckets, tuple) or not buckets:
-        raise InvalidParameterError(f"{name} must be a tuple of sizes, got {buckets!r}.")
+        raise InvalidParameterError(f"{name} must be a tuple of sizes, got {shown(buckets)}.")
     for size in buckets:
         _check_integer(name, size, 1)
     if list(buckets) != sorted(set(buckets)):

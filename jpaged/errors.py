@@ -4,6 +4,17 @@ A message names the thing, the value it had and what to do about it. All types d
 that blame an argument also derive from `ValueError`, so callers that know nothing of jpaged still catch them.
 """
 
+_SHOWN_CHARACTERS = 100
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: its repr, cut short; so whatever a caller passed, the message can be read."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of more digits than Python converts, or a class whose own repr fails
+        text = f"something of type {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
 
 class JPagedError(Exception):
     """Base class of jpaged's own errors."""

@@ -8,8 +8,9 @@ from typing import Any, TypedDict, cast
 import numpy as np
 
 from jpaged.beam_search_params import BeamSearchParams
+from jpaged.checks import is_integer
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InvalidParameterError, InvalidPromptError
+from jpaged.errors import InvalidParameterError, InvalidPromptError, shown
 from jpaged.executor import sampling_state
 from jpaged.sampling_params import SamplingParams
 
@@ -28,6 +29,8 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 """One prompt: text, token ids, or either in a dict."""
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: {"role": ..., "content": ...} each."""
@@ -80,7 +83,10 @@ class InputProcessor:
             InvalidPromptError: too few or too many tokens, or some outside the vocabulary.
             InvalidParameterError: first_scored is not the index of a token that has one before it.
         """
-        tokens = np.asarray(token_ids)
+        try:
+            tokens = np.asarray(token_ids)
+        except ValueError:  # a ragged list, or one nested beyond numpy's dimensions
+            raise InvalidPromptError(f"token_ids must be a list of integers, got {_kind(token_ids)}.") from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidPromptError(f"token_ids must be a list of integers, got {_kind(token_ids)}.")
         if len(tokens) < 2:
@@ -98,10 +104,10 @@ class InputProcessor:
                 f"token_ids[{wrong[0]}] is {tokens[wrong[0]]}, outside the vocabulary of {self._vocab_size} tokens "
                 f"(0 to {self._vocab_size - 1})."
             )
-        if isinstance(first_scored, bool) or not isinstance(first_scored, Integral):
-            raise InvalidParameterError(f"first_scored must be an integer, got {first_scored!r}.")
+        if not is_integer(first_scored):
+            raise InvalidParameterError(f"first_scored must be an integer, got {shown(first_scored)}.")
         if not 1 <= first_scored < len(tokens):
-            raise InvalidParameterError(f"first_scored must be from 1 to {len(tokens) - 1}, got {first_scored}.")
+            raise InvalidParameterError(f"first_scored must be from 1 to {len(tokens) - 1}, got {shown(first_scored)}.")
         return tokens.astype(np.int32)
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -109,11 +115,17 @@ class InputProcessor:
             return prompt, self._tokenize(prompt)
         if isinstance(prompt, Mapping):
             return self._tokens_of_dict(prompt)
-        if isinstance(prompt, Sequence) or hasattr(prompt, "tolist"):
+        if _is_sequence(prompt) or hasattr(prompt, "tolist"):
             return None, _integers(prompt)
         raise InvalidPromptError(f"A prompt must be a string, a list of token ids or a dict, got {_kind(prompt)}.")
 
     def _tokens_of_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+        if unknown:
+            raise InvalidPromptError(
+                f"A prompt dict has {shown(unknown[0])}, which is not supported; it may have "
+                f'"prompt" and "prompt_token_ids".'
+            )
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise InvalidPromptError(f'"prompt" must be a string, got {_kind(text)}.')
@@ -139,7 +151,7 @@ class InputProcessor:
         if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             i = next(i for i, token in enumerate(token_ids) if not 0 <= token < self._vocab_size)
             raise InvalidPromptError(
-                f"prompt_token_ids[{i}] is {token_ids[i]}, outside the vocabulary of {self._vocab_size} tokens "
+                f"prompt_token_ids[{i}] is {shown(token_ids[i])}, outside the vocabulary of {self._vocab_size} tokens "
                 f"(0 to {self._vocab_size - 1})."
             )
         if len(token_ids) >= self._max_model_len:
@@ -174,7 +186,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(prompts, Sequence):
+    if not _is_sequence(prompts):
         raise InvalidPromptError(f"prompts must be a prompt or a list of prompts, got {_kind(prompts)}.")
     if prompts and isinstance(prompts[0], Integral):
         return [cast(Prompt, prompts)]
@@ -183,13 +195,20 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _integers(values: Any) -> list[int]:
     values = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(values, str) or not isinstance(values, Sequence):
+    if isinstance(values, str) or not _is_sequence(values):
         raise InvalidPromptError(f"prompt_token_ids must be a list of integers, got {_kind(values)}.")
+    if set(map(type, values)) == {int}:  # nearly always; looking at 16,000 tokens one by one takes 5 ms
+        return list(values)
     for i, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise InvalidPromptError(f"prompt_token_ids[{i}] must be an integer, got {value!r}.")
+        if not is_integer(value):
+            raise InvalidPromptError(f"prompt_token_ids[{i}] must be an integer, got {shown(value)}.")
     return [int(value) for value in values]
 
 
+def _is_sequence(value: object) -> bool:
+    """Bytes are not taken for token ids: they are text that was not decoded."""
+    return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
+
+
 def _kind(value: object) -> str:
-    return f"{type(value).__name__} {value!r}"[:80]
+    return f"{type(value).__name__} {shown(value)}"

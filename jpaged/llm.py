@@ -1,7 +1,8 @@
 """`LLM`: a model and a list of prompts, in and out. The offline door."""
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -11,13 +12,7 @@ from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import (
-    InvalidParameterError,
-    InvalidPromptError,
-    JPagedError,
-    OutOfMemoryError,
-    UnsupportedParameterError,
-)
+from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError, shown
 from jpaged.inputs import Messages, Prompt, as_prompt_list
 from jpaged.interrupt import Interruptible
 from jpaged.llm_engine import LLMEngine
@@ -32,6 +27,9 @@ class LLM:
         llm = LLM()                                    # the embedded demo model
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=100))
         print(outputs[0].outputs[0].text)
+
+    Several threads may call it: their calls take turns. For requests that run side by side, give one call many prompts,
+    or use `AsyncLLMEngine`.
 
     Args:
         model: a directory in Hugging Face layout or a hub id; the embedded demo model by default.
@@ -49,6 +47,7 @@ class LLM:
             raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; it has {known}.")
         self.engine = start_engine(EngineArgs(model=model, **options))
         self._request_ids = map(str, count())
+        self._turn = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever
 
     def generate(
         self,
@@ -73,6 +72,8 @@ class LLM:
         """
         prompt_list = as_prompt_list(prompts)
         params = self._params_for(len(prompt_list), sampling_params)
+        if priority is not None and (isinstance(priority, str | bytes) or not isinstance(priority, Iterable)):
+            raise InvalidParameterError(f"priority must be a list of integers, got {shown(priority)}.")
         priorities = [0] * len(prompt_list) if priority is None else list(priority)
         if len(priorities) != len(prompt_list):
             raise InvalidParameterError(f"priority has {len(priorities)} entries for {len(prompt_list)} prompts.")
@@ -107,7 +108,14 @@ class LLM:
         priorities: list[int],
         use_tqdm: bool | Callable[..., tqdm],
     ) -> list[RequestOutput]:
-        with Interruptible() as interrupt:  # Ctrl-C takes effect between steps, and ends these requests only
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise InvalidParameterError(f"use_tqdm must be True, False or a class like tqdm, got {shown(use_tqdm)}.")
+        with self._turn, Interruptible() as interrupt:  # Ctrl-C comes between steps, and ends these requests only
+            if self.engine.has_unfinished_requests():
+                raise JPagedError(
+                    "The engine has unfinished requests that were added to it directly, and this call would take their"
+                    " outputs; call engine.step() until they have finished, or abort them."
+                )
             request_ids: list[str] = []
             try:
                 for i, prompt in enumerate(prompt_list):
@@ -147,11 +155,13 @@ class LLM:
             One output for each conversation, in their order.
         Raises:
             InvalidPromptError: malformed messages, or the model has no chat template.
+            InvalidParameterError: chat_template_kwargs that are not variables by name.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InvalidPromptError("messages must be a non-empty list of messages or of conversations.")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self.get_tokenizer()
+        variables = _template_variables(tokenizer, chat_template_kwargs)
         prompts: list[Prompt] = [
             {
                 "prompt_token_ids": tokenizer.apply_chat_template(
@@ -159,7 +169,7 @@ class LLM:
                     chat_template=chat_template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
-                    **(chat_template_kwargs or {}),
+                    **variables,
                 )
             }
             for conversation in conversations
@@ -185,22 +195,15 @@ class LLM:
         Raises:
             InvalidPromptError: as `generate`. InvalidParameterError: the engine was started without prefix caching.
             OutOfMemoryError: what is left of the pool would not hold the longest sequence.
-            UnsupportedParameterError: there are several replicas.
         """
-        engine = self._single_engine()
-        self._serve([prompt], [SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)], [0], use_tqdm=False)
-        return engine.pin_prefix(prompt)
+        if isinstance(self.engine, LLMEngine):  # replicas compute it themselves, each of them
+            params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+            self._serve([prompt], [params], [0], use_tqdm=False)
+        return self.engine.pin_prefix(prompt)
 
     def unpin_prefix(self, prompt: Prompt) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
-        return self._single_engine().unpin_prefix(prompt)
-
-    def _single_engine(self) -> LLMEngine:
-        if not isinstance(self.engine, LLMEngine):
-            raise UnsupportedParameterError(
-                "Prefixes can be pinned in one engine, and this LLM has several replicas; use data_parallel_size=1."
-            )
-        return self.engine
+        return self.engine.unpin_prefix(prompt)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run."""
@@ -253,3 +256,17 @@ class LLM:
                         refresh=False,
                     )
         return finished
+
+
+def _template_variables(tokenizer: Tokenizer, variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Checks variables for a chat template: one of the name of an option would be taken for that."""
+    variables = {} if variables is None else variables
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidParameterError(f"chat_template_kwargs must map names to values, got {shown(variables)}.")
+    for name in variables:
+        if name in tokenizer.template_options - {"tools", "documents"}:  # what every template may use
+            raise InvalidParameterError(
+                f"chat_template_kwargs has {name!r}, which is no variable of a template; give it beside them, or leave"
+                " it out."
+            )
+    return variables

@@ -3,6 +3,7 @@
 add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputProcessor --> step() returns
 """
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 
 from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
+from jpaged.checks import is_number
 from jpaged.config import EngineArgs, SchedulerConfig
 from jpaged.distributed import Cluster, LeadingRunner, lead
 from jpaged.engine.generation_config import get_default_sampling_params
@@ -20,7 +22,7 @@ from jpaged.engine.request import Request
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import EngineDeadError, InvalidParameterError
+from jpaged.errors import EngineDeadError, InvalidParameterError, shown
 from jpaged.executor.startup import Startup, start
 from jpaged.inputs import InputProcessor, Prompt
 from jpaged.models import resolve
@@ -81,11 +83,13 @@ class LLMEngine:
             ),
             max_model_len=_at_most("max_model_len", args.max_model_len, config.max_model_len),
             enable_prefix_caching=args.enable_prefix_caching,
+            shared_prefix_attention=args.shared_prefix_attention,
             policy=args.scheduling_policy,
             watermark=args.watermark,
             pipeline_depth=args.pipeline_depth,
             num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
             preemption_mode=args.preemption_mode,
+            host_prefix_cache=args.host_prefix_cache,
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
@@ -133,7 +137,9 @@ class LLMEngine:
         """
         self._check_alive()
         if not isinstance(request_id, str) or not request_id:
-            raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
+            raise InvalidParameterError(f"request_id must be a non-empty string, got {shown(request_id)}.")
+        if arrival_time is not None and not (is_number(arrival_time) and abs(arrival_time) < math.inf):
+            raise InvalidParameterError(f"arrival_time must be a finite number of seconds, got {shown(arrival_time)}.")
         params = self.default_sampling_params if params is None else params
         beam = params if isinstance(params, BeamSearchParams) else None
         if isinstance(params, BeamSearchParams):
@@ -183,7 +189,7 @@ class LLMEngine:
         """
         self._check_alive()
         if not isinstance(request_id, str) or not request_id:
-            raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
+            raise InvalidParameterError(f"request_id must be a non-empty string, got {shown(request_id)}.")
         tokens = self._inputs.check_scored(token_ids, first_scored)
         request = Request(
             request_id,
@@ -213,7 +219,13 @@ class LLMEngine:
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests and frees what they hold; no output will come for them. Unknown ids are passed over."""
-        request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        elif not isinstance(request_ids, Iterable):
+            raise InvalidParameterError(
+                f"request_ids must be a request id or a list of them, got {shown(request_ids)}."
+            )
+        request_ids = [request_id for request_id in request_ids if isinstance(request_id, str)]
         self._core.abort(request_ids)
         for request_id in request_ids:
             self._outputs.forget(request_id)
@@ -264,11 +276,13 @@ _FREE_TO_DIFFER = {
     "max_num_seqs",
     "max_num_batched_tokens",
     "enable_prefix_caching",
+    "shared_prefix_attention",
     "scheduling_policy",
     "watermark",
     "pipeline_depth",
     "swap_space",
     "preemption_mode",
+    "host_prefix_cache",
     "seed",
     "skip_tokenizer_init",
     "verbose",
@@ -298,6 +312,8 @@ def _same_start(args: EngineArgs, startup: Startup) -> Startup:
                 f"{name}={getattr(args, name)!r} differs from the {getattr(startup.args, name)!r} that the runner was "
                 f"started with; start a new one."
             )
+    if args.shared_prefix_attention and not startup.args.shared_prefix_attention:
+        raise InvalidParameterError("shared_prefix_attention=True needs a runner that was started with it.")
     return startup
 
 

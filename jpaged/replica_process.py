@@ -3,7 +3,7 @@
     python -m jpaged.replica_process FD        FD: an inherited socket; started by `ReplicatedEngine` only
 
 In comes its `EngineArgs` and then calls: (method, arguments, keywords). Out go `Ready`, lists of outputs, (value,) for
-calls that return one, `Refused` and `Failed`. It ends when the pipe does.
+calls that return one or (error,) for what they raise, `Refused` for requests, and `Failed`. It ends when the pipe does.
 """
 
 import signal
@@ -23,7 +23,7 @@ def main(fd: int) -> None:
         try:
             args = connection.recv()
             engine = LLMEngine(args)
-            connection.send(Ready(engine.max_model_len, engine.vocab_size, engine.startup.device))
+            connection.send(Ready(engine.max_model_len, engine.vocab_size, engine.eos_token_ids, engine.startup.device))
             serve(engine, connection)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             pass  # the parent is gone
@@ -45,9 +45,8 @@ def _answer(engine: LLMEngine, connection: Connection, method: str, arguments: A
     try:
         value = getattr(engine, method)(*arguments, **options)
     except JPagedError as error:
-        if method != "add_request":
-            raise
-        connection.send(Refused(arguments[0], error))
+        adds = method in ("add_request", "add_score_request")
+        connection.send(Refused(arguments[0], error) if adds else (error,))
         return
     if value is not None:
         connection.send((value,))

@@ -16,11 +16,14 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import numpy as np
 
 from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
@@ -52,6 +55,7 @@ class Ready:
 
     max_model_len: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
     devices: str
 
 
@@ -77,6 +81,7 @@ class ReplicatedEngine:
 
     Attributes:
         max_model_len: the longest a sequence may grow, prompt and output, in tokens.
+        vocab_size: token ids that the model knows. eos_token_ids: its end-of-sequence tokens.
         num_replicas: `data_parallel_size`.
     """
 
@@ -103,6 +108,7 @@ class ReplicatedEngine:
             raise
         self.max_model_len = min(hello.max_model_len for hello in ready)
         self.vocab_size = ready[0].vocab_size
+        self.eos_token_ids = ready[0].eos_token_ids
         self._inputs = InputProcessor(self.tokenizer, self.vocab_size, self.max_model_len)
         self._router = Router(self.num_replicas, match_prefixes=args.enable_prefix_caching)
         self._arrived = 0
@@ -128,10 +134,7 @@ class ReplicatedEngine:
     ) -> None:
         """Queues a request with the replica that will be done with it first; as `LLMEngine.add_request`."""
         self._check_alive()
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
-        if self._router.replica_of(request_id) is not None:
-            raise InvalidParameterError(f"request_id={request_id!r} is in use by an unfinished request.")
+        self._check_new(request_id)
         params = self.default_sampling_params if params is None else params
         if isinstance(params, BeamSearchParams):
             checked = self._inputs.process_search(prompt, params)
@@ -159,6 +162,26 @@ class ReplicatedEngine:
         }
         self._send(replica, ("add_request", (request_id, sent, params), options))
 
+    def add_score_request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | np.ndarray,
+        first_scored: int = 1,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues tokens to score with the replica that will be done with them first; as `LLMEngine.add_score_request`.
+
+        Rows with a common prompt go where it is cached, as long as that takes less than it costs in waiting.
+        """
+        self._check_alive()
+        self._check_new(request_id)
+        tokens = self._inputs.check_scored(token_ids, first_scored)
+        replica = self._router.route(request_id, tokens.tolist(), 0, cache_salt)
+        options = {"priority": priority, "cache_salt": cache_salt}
+        self._send(replica, ("add_score_request", (request_id, tokens, first_scored), options))
+
     def step(self) -> list[RequestOutput]:
         """Outputs that have come from any replica; waits for some for at most 50 ms.
 
@@ -167,10 +190,8 @@ class ReplicatedEngine:
             InvalidPromptError, InvalidParameterError, OutOfMemoryError: a replica refused a request, which is named.
         """
         self._check_alive()
+        self._collect(0 if self._outputs else _WAIT_S)
         outputs, self._outputs = self._outputs, []
-        by_connection = {replica.connection: replica for replica in self._replicas}
-        for connection in wait(list(by_connection), 0 if outputs else _WAIT_S):
-            outputs += self._receive(by_connection[connection])  # type: ignore[index]
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -196,6 +217,44 @@ class ReplicatedEngine:
         self._router.forget_prefixes()
         return all(self._ask_all("reset_prefix_cache"))
 
+    def pin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> int:
+        """Computes a prompt on every replica, and keeps the beginning of it in the prefix cache of each, as
+        `LLMEngine.pin_prefix`. Other requests run on meanwhile; `step` returns their outputs.
+
+        Returns: the number of tokens kept, on the replica that keeps fewest.
+
+        Raises:
+            InvalidPromptError: as `add_request`. InvalidParameterError: there is no prefix cache.
+            OutOfMemoryError: too little of a replica's pool would be left; nothing is pinned on any.
+        """
+        self._check_alive()
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        tokens = self._inputs.process(prompt, params).prompt_token_ids
+        sent: dict[str, Any] = {"prompt_token_ids": tokens}
+        request_ids = [f"pin-{uuid.uuid4()}" for _ in self._replicas]
+        try:
+            for index, request_id in enumerate(request_ids):
+                self._router.assign(request_id, index, tokens, 1, cache_salt)
+                self._send(index, ("add_request", (request_id, sent, params), {"cache_salt": cache_salt}))
+            while any(self._router.replica_of(request_id) is not None for request_id in request_ids):
+                self._collect(_WAIT_S)
+        except BaseException:
+            self.abort_request(request_ids)
+            raise
+        self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
+        try:
+            return min(self._ask_all("pin_prefix", sent, cache_salt))
+        except JPagedError:
+            if self._failure is None:
+                self._ask_all("unpin_prefix", sent, cache_salt)
+            raise
+
+    def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
+        """Lets a pinned prefix be reused again. Returns whether it was pinned."""
+        self._check_alive()
+        tokens = self._inputs.process(prompt, SamplingParams()).prompt_token_ids
+        return any(self._ask_all("unpin_prefix", {"prompt_token_ids": tokens}, cache_salt))
+
     def close(self) -> None:
         """Ends the replicas. Called when the engine is collected, too."""
         self._finalizer()
@@ -206,6 +265,18 @@ class ReplicatedEngine:
         except OSError as error:
             self._fail(self._replicas[index].death())
             raise AssertionError("unreachable") from error
+
+    def _check_new(self, request_id: str) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
+        if self._router.replica_of(request_id) is not None:
+            raise InvalidParameterError(f"request_id={request_id!r} is in use by an unfinished request.")
+
+    def _collect(self, timeout_s: float) -> None:
+        """Waits so long for messages of any replica and keeps their outputs for `step`."""
+        by_connection = {replica.connection: replica for replica in self._replicas}
+        for connection in wait(list(by_connection), timeout_s):
+            self._outputs += self._receive(by_connection[connection])  # type: ignore[index]
 
     def _receive(self, replica: "_Replica") -> list[RequestOutput]:
         """Outputs in the replica's next message, those of requests that were aborted left out."""
@@ -223,16 +294,22 @@ class ReplicatedEngine:
                 self._router.finish(output.request_id)
         return outputs
 
-    def _ask_all(self, method: str) -> list[Any]:
-        """What a method of each replica returns. Outputs that come in between are kept for `step`."""
+    def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
+        """What a method of each replica returns. Outputs that come in between are kept for `step`.
+
+        Raises: what it raised in one of them.
+        """
         self._check_alive()
         for index in range(self.num_replicas):
-            self._send(index, (method, (), {}))
+            self._send(index, (method, arguments, {}))
         replies = []
         for replica in self._replicas:
             while not replica.replies:
                 self._outputs += self._receive(replica)
             replies.append(replica.replies.pop(0))
+        for reply in replies:
+            if isinstance(reply, JPagedError):
+                raise reply
         return replies
 
     def _check_alive(self) -> None:

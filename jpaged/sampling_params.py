@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from enum import IntEnum
-from numbers import Integral, Real
 from typing import Any
 
-from jpaged.errors import InvalidParameterError
+from jpaged.checks import LARGEST_FLOAT32, is_integer, is_number
+from jpaged.errors import InvalidParameterError, shown
 
 MAX_LOGPROBS = 20
 """The most alternatives `logprobs` and `prompt_logprobs` can ask for."""
@@ -23,7 +24,8 @@ MAX_BAD_WORD_TOKENS = 16
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM: float32 logits divided by less say nothing more than the argmax."""
 
-_SEED_LIMIT = 2**63
+_INTEGER_LIMIT = 2**63
+_SMALLEST_FLOAT32 = 1.1754943508222875e-38
 
 
 class RequestOutputKind(IntEnum):
@@ -144,7 +146,11 @@ class SamplingParams:
 
     def reporting(self, output_kind: RequestOutputKind) -> "SamplingParams":
         """The same parameters, with outputs of this kind."""
-        return self if self.output_kind == output_kind else replace(self, output_kind=output_kind)
+        if self.output_kind == output_kind:
+            return self
+        other = copy(self)  # `replace` would check everything again: 20 us a request
+        other._set("output_kind", output_kind)
+        return other
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -159,7 +165,7 @@ class SamplingParams:
             self._set(name, None if value is None else _integer(name, value))
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParameterError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+                raise InvalidParameterError(f"{name} must be True or False, got {shown(getattr(self, name))}.")
         self._set("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         self._set("bad_words", _strings("bad_words", self.bad_words))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids) or ())
@@ -168,7 +174,9 @@ class SamplingParams:
         try:
             self._set("output_kind", RequestOutputKind(self.output_kind))
         except ValueError:
-            raise InvalidParameterError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.") from None
+            raise InvalidParameterError(
+                f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}."
+            ) from None
 
     def _check_ranges(self) -> None:
         if self.n < 1:
@@ -179,7 +187,7 @@ class SamplingParams:
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidParameterError(f"top_p must be in (0, 1], got {self.top_p}; use 1 to keep every token.")
-        if self.repetition_penalty <= 0.0:
+        if self.repetition_penalty < _SMALLEST_FLOAT32:  # as a float32 it would be 0, which divides nothing
             raise InvalidParameterError(f"repetition_penalty must be above 0, got {self.repetition_penalty}.")
         if self.top_k < -1:
             raise InvalidParameterError(f"top_k must be -1 or 0 (keep all) or positive, got {self.top_k}.")
@@ -187,8 +195,6 @@ class SamplingParams:
             raise InvalidParameterError(f"max_tokens must be at least 1, got {self.max_tokens}.")
         if self.min_tokens < 0:
             raise InvalidParameterError(f"min_tokens must be at least 0, got {self.min_tokens}.")
-        if self.seed is not None and not -_SEED_LIMIT <= self.seed < _SEED_LIMIT:
-            raise InvalidParameterError(f"seed must fit a signed 64-bit integer, got {self.seed}.")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
@@ -208,14 +214,16 @@ class SamplingParams:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise InvalidParameterError(f"{name} must be a finite number, got {value!r}.")
+    if not is_number(value) or not -LARGEST_FLOAT32 <= value <= LARGEST_FLOAT32:
+        raise InvalidParameterError(f"{name} must be a finite number that float32 holds, got {shown(value)}.")
     return float(value)
 
 
 def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidParameterError(f"{name} must be an integer, got {value!r}.")
+    if not is_integer(value):
+        raise InvalidParameterError(f"{name} must be an integer, got {shown(value)}.")
+    if not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT:
+        raise InvalidParameterError(f"{name} must fit a signed 64-bit integer, got {shown(value)}.")
     return int(value)
 
 
@@ -229,20 +237,20 @@ def _strings(name: str, values: object) -> tuple[str, ...]:
     if values is None:
         return ()
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise InvalidParameterError(f"{name} must be a list of strings, got {values!r}.")
+        raise InvalidParameterError(f"{name} must be a list of strings, got {shown(values)}.")
     for value in values:
         if not isinstance(value, str) or not value:
-            raise InvalidParameterError(f"{name} must hold non-empty strings, got {value!r}.")
+            raise InvalidParameterError(f"{name} must hold non-empty strings, got {shown(value)}.")
         if any("\ud800" <= c <= "\udfff" for c in value):
-            raise InvalidParameterError(f"{name} holds a lone surrogate, which is no text: {value!r}.")
+            raise InvalidParameterError(f"{name} holds a lone surrogate, which is no text: {shown(value)}.")
     return tuple(values)
 
 
 def _token_ids(name: str, values: object) -> tuple[int, ...] | None:
     if values is None:
         return None
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise InvalidParameterError(f"{name} must be a list of token ids, got {values!r}.")
+    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
+        raise InvalidParameterError(f"{name} must be a list of token ids, got {shown(values)}.")
     ids = tuple(_integer(f"{name}[{i}]", value) for i, value in enumerate(values))
     if any(i < 0 for i in ids):
         raise InvalidParameterError(f"{name} must hold token ids from 0 up, got {min(ids)}.")
@@ -259,13 +267,14 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise InvalidParameterError(f"logit_bias must map token ids to numbers, got {bias!r}.")
+        raise InvalidParameterError(f"logit_bias must map token ids to numbers, got {shown(bias)}.")
     if len(bias) > MAX_LOGIT_BIAS:
         raise InvalidParameterError(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are supported.")
     result = {}
     for key, value in bias.items():
-        token = int(key) if isinstance(key, str) and key.isdecimal() else _integer("a key of logit_bias", key)
+        is_number = isinstance(key, str) and key.isdecimal() and len(key) < 20  # JSON's keys are strings
+        token = int(key) if is_number else _integer("a key of logit_bias", key)
         if token < 0:
             raise InvalidParameterError(f"a key of logit_bias must be a token id from 0 up, got {token}.")
-        result[token] = min(100.0, max(-100.0, _number(f"logit_bias[{key}]", value)))
+        result[token] = min(100.0, max(-100.0, _number(f"logit_bias[{token}]", value)))
     return result

@@ -113,7 +113,7 @@ class TestTheCommandItself:
         options = split(
             "--dtype float32 --max-model-len 99 --block-size 32 --gpu-memory-utilization 0.5 --revision r"
             " --num-gpu-blocks-override 7 --max-num-seqs 3 --max-num-batched-tokens 64 --no-enable-prefix-caching"
-            " --load-format dummy --tokenizer t --seed 5 --model m"
+            " --load-format dummy --tokenizer t --seed 5 --model m --swap-space 0.5 --preemption-mode swap"
         )
         _, _, _, llm = run("generate", "x", *options)
         assert llm.model == "m"
@@ -121,7 +121,10 @@ class TestTheCommandItself:
             "dtype": "float32", "max_model_len": 99, "block_size": 32, "gpu_memory_utilization": 0.5, "revision": "r",
             "num_gpu_blocks_override": 7, "max_num_seqs": 3, "max_num_batched_tokens": 64,
             "enable_prefix_caching": False, "load_format": "dummy", "tokenizer": "t", "seed": 5, "verbose": False,
+            "swap_space": 0.5, "preemption_mode": "swap",
         }  # fmt: skip
+        _, _, _, llm = run("generate", "x", "--host-prefix-cache")
+        assert llm.options == {"verbose": False, "max_num_seqs": 1, "host_prefix_cache": True}
 
     def test_sampling_options_replace_the_models_defaults(self, run):
         _, _, _, llm = run("generate", "x", "--seed", "5")

@@ -16,6 +16,7 @@ from jpaged.errors import (
     EngineDeadError,
     InvalidParameterError,
     InvalidPromptError,
+    JPagedError,
     ModelNotFoundError,
     OutOfMemoryError,
     UnsupportedModelError,
@@ -272,6 +273,61 @@ def test_an_interrupt_in_the_middle_leaves_the_llm_usable(llm):
         assert tokens_of(llm.generate(prompts, replace(GREEDY, max_tokens=60), use_tqdm=False)) == expected
 
 
+def test_threads_that_call_one_llm_take_turns_and_each_gets_its_own(llm):
+    prompts = prompts_of(6, seed=9)
+    alone = [tokens_of(llm.generate([prompt], GREEDY, use_tqdm=False)) for prompt in prompts]
+    found = {}
+
+    def call(i: int) -> None:
+        found[i] = tokens_of(llm.generate([prompts[i]], GREEDY, use_tqdm=False))
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(6)] == alone
+    assert_idle(llm)
+
+
+def test_generate_takes_no_outputs_of_requests_that_were_added_to_the_engine_directly(llm):
+    llm.engine.add_request("mine", {"prompt_token_ids": [1, 2, 3]}, GREEDY)
+    with pytest.raises(JPagedError, match="added to it directly"):
+        llm.generate([[4, 5, 6]], GREEDY, use_tqdm=False)
+    outputs = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    assert outputs[-1].request_id == "mine"
+    assert outputs[-1].finished
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("priority", [5, "1", b"1"])
+def test_a_priority_that_is_no_list_is_refused(llm, priority):
+    with pytest.raises(InvalidParameterError, match="priority must be a list"):
+        llm.generate([[1, 2]], GREEDY, use_tqdm=False, priority=priority)
+
+
+def test_a_progress_bar_that_is_none_is_refused(llm):
+    with pytest.raises(InvalidParameterError, match="use_tqdm"):
+        llm.generate([[1, 2]], GREEDY, use_tqdm=5)
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("arrival_time", ["now", float("nan"), float("inf"), True])
+def test_an_arrival_time_that_is_no_time_is_refused(llm, arrival_time):
+    with pytest.raises(InvalidParameterError, match="arrival_time"):
+        llm.engine.add_request("a", [1, 2], GREEDY, arrival_time=arrival_time)
+    assert_idle(llm)
+
+
+def test_aborting_what_is_no_request_changes_nothing(llm):
+    with pytest.raises(InvalidParameterError, match="request_ids"):
+        llm.engine.abort_request(5)
+    llm.engine.abort_request([None, ["a"], "unknown"])
+    assert_idle(llm)
+
+
 def test_a_second_round_hits_the_prefix_cache_until_it_is_reset(llm):
     prompt = list(range(3, 43))
     llm.reset_prefix_cache()
@@ -306,6 +362,7 @@ def test_a_pinned_prefix_outlives_a_pool_full_of_other_prompts(llm, options):
         ([[5] * 128], "128 tokens.*max_model_len=128"),
         ([[1.5]], "must be an integer"),
         ([[True]], "must be an integer"),
+        ([[3, 4, True]], r"prompt_token_ids\[2\] must be an integer"),
         (["text"], "skip_tokenizer_init"),
         ([{"text": "x"}], "prompt_token_ids"),
         ([{"prompt_token_ids": "12"}], "list of integers"),
@@ -389,12 +446,20 @@ def test_a_sampling_parameter_out_of_range_is_refused_by_name(fields, says):
         SamplingParams(**fields)
 
 
+def test_parameters_with_another_output_kind_are_equal_in_all_else():
+    params = SamplingParams(n=2, temperature=0.5, stop=["x"], logit_bias={3: 1.0}, seed=4)
+    final = params.reporting(RequestOutputKind.FINAL_ONLY)
+    assert final == replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+    assert params.output_kind == RequestOutputKind.CUMULATIVE
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
         ({"max_model_len": MAX_LENGTH + 1}, InvalidParameterError, f"max_model_len={MAX_LENGTH + 1}"),
         ({"num_gpu_blocks_override": 16}, OutOfMemoryError, "max_model_len=128 does not fit"),
-        ({"max_model_len": 0}, InvalidParameterError, "max_model_len"),
+        ({"max_model_len": 1}, InvalidParameterError, "max_model_len"),
+        ({"num_gpu_blocks_override": 2**26}, OutOfMemoryError, "Lower num_gpu_blocks_override"),
         ({"block_size": 3}, InvalidParameterError, "block_size"),
         ({"num_gpu_blocks_override": 10**12}, InvalidParameterError, "num_gpu_blocks_override must be at most"),
         ({"max_num_batched_tokens": 10**12}, InvalidParameterError, "max_num_batched_tokens must be at most"),

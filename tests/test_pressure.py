@@ -90,18 +90,21 @@ def case(tmp_path_factory) -> Case:
     return Case(args, engine.startup, expected, peak)
 
 
-@pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])
-def test_five_hundred_mixed_requests_in_a_tenth_of_the_blocks_they_would_use(case, mode):
+@pytest.mark.parametrize(("mode", "host_prefix_cache"), [("auto", False), ("swap", True), ("recompute", True)])
+def test_five_hundred_mixed_requests_in_a_tenth_of_the_blocks_they_would_use(case, mode, host_prefix_cache):
     few = case.peak_blocks // 10
     args = case.args | {"num_gpu_blocks_override": few + 1, "preemption_mode": mode, "watermark": 0.0}
-    engine = LLMEngine(EngineArgs(**args), case.startup)
+    engine = LLMEngine(EngineArgs(**args, host_prefix_cache=host_prefix_cache), case.startup)
     found, peak = run(engine)
     metrics = engine.get_metrics()
+    assert engine.args.pipeline_depth == 2
     assert found == case.expected
     assert peak <= few
-    assert metrics.num_preemptions > 50
-    assert (metrics.num_swapped_out > 0) == (mode != "recompute")
+    swapped, computed_again = metrics.num_swap_preemptions, metrics.num_preemptions - metrics.num_swap_preemptions
+    assert (swapped > 50) == (mode != "recompute")
+    assert mode == "swap" or computed_again > 50
     assert metrics.num_swapped_in == metrics.num_swapped_out
+    assert (metrics.prefix_cache_host_hits > 0) == host_prefix_cache
     assert (metrics.num_used_blocks, metrics.num_used_swap_blocks, metrics.num_running) == (0, 0, 0)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.assets import demo_model_path
+from jpaged.executor import config
 
 torch = pytest.importorskip("torch")
 
@@ -32,6 +33,7 @@ def llm() -> LLM:
         max_num_batched_tokens=64,  # long prompts come in chunks, beside the decoding of others
         decode_buckets=(8,),
         token_buckets=(64,),
+        shared_prefix_attention=True,
         verbose=False,
     )
 
@@ -82,3 +84,23 @@ def test_greedy_tokens_and_log_probabilities_are_the_references_within_rounding(
         errors = np.concatenate(errors)
         print(f"log-probabilities: mean error {errors.mean():.4f}, largest {errors.max():.3f}")
         assert errors.mean() < MEAN_ERROR
+
+
+@pytest.mark.xdist_group("reduced-precision")
+def test_a_prefix_that_is_read_once_keeps_within_the_same_bounds(llm, reference, monkeypatch):
+    monkeypatch.setattr(config, "LEAST_SAVED_TOKENS", 1)
+    *asks, prefix = prompts_of(llm)
+    prompts = [prefix + ask for ask in asks[: len(SUBJECTS)]]
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    steps = llm.get_metrics().num_shared_prefix_steps
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    assert llm.get_metrics().num_shared_prefix_steps > steps
+    gaps = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        logits = reference_logits(reference, prompt, tokens)
+        gaps.append(logits.max(axis=1) - logits[np.arange(len(logits)), tokens])
+    gaps = np.concatenate(gaps)
+    print(f"{len(gaps)} tokens; gap {gaps.max():.3f} at most, {np.mean(gaps > 0):.2%} not the reference's argmax")
+    assert gaps.max() < LARGEST_GAP
+    assert np.mean(gaps > 0) < 0.02

@@ -96,8 +96,14 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
             (
                 "Prefix cache hit rate",
                 "percentunit",
-                "Prompt tokens found in the prefix cache, of those looked up.",
-                [(f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}", "hits")],
+                "Prompt tokens found in the prefix cache, of those looked up; and those of them that host memory held.",
+                [
+                    (f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}", "hits"),
+                    (
+                        f"{rate('prefix_cache_host_hits_total')} / {rate('prefix_cache_queries_total')}",
+                        "of host memory",
+                    ),
+                ],
             ),
             (
                 "Preemptions",
@@ -126,7 +132,12 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
                     (mean("request_params_n")[0], "n"),
                 ],
             ),
-            ("Steps", "ops", "Steps of the engine a second.", [(rate("engine_steps_total"), "steps")]),
+            (
+                "Steps",
+                "ops",
+                "Steps of the engine a second, and those that read a prefix once for all sequences that share it.",
+                [(rate("engine_steps_total"), "steps"), (rate("shared_prefix_steps_total"), "with a shared prefix")],
+            ),
             ("Tokens a step", "short", "Returned by a step.", [mean("iteration_tokens_total")]),
         ],
     ),

@@ -217,9 +217,9 @@ def drill_kill(args: argparse.Namespace) -> bool:
     good = True
     with serving(args.serve_options) as server:
         pids = server.children()
+        begin = time.monotonic()
         server.process.kill()
         server.process.wait()
-        begin = time.monotonic()
         while any(map(_runs, pids)) and time.monotonic() < begin + 60:
             time.sleep(0.01)
         gone_s = time.monotonic() - begin

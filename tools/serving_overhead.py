@@ -5,13 +5,11 @@
 Client, API process and engine compete where there are few cores. So the engine is bound to some of them, in both
 measurements, and what only the server has (API processes and client) to others. Left out, nothing is bound.
 
-latency      one request at a time, of a given output length, whole and over one kept connection: median time, less the
-             median of the same requests through `LLMEngine`
-saturation   as many requests at once as run together and more, streamed, by the client of `jpaged bench serve`: output
-             tokens/s, over those of the same requests through `LLMEngine`
-
-Both run --rounds times, in turns, offline and served; each figure is the best round's, the least disturbed by others on
-the machine.
+latency      one request at a time, of a given output length, whole and over one kept connection, in turns with the same
+             request through `LLMEngine`: the difference of the medians, and of the 10th percentiles, which others on
+             the machine disturb less
+saturation   more requests at once than run together, streamed, by the client of `jpaged bench serve`, in turns with the
+             same requests through `LLMEngine`: the ratio of output tokens/s, median of the rounds
 """
 
 import argparse
@@ -24,9 +22,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from serving_drill import PROMPT, Server
 
 from jpaged import EngineArgs, LLMEngine, SamplingParams
@@ -35,44 +35,61 @@ from jpaged.bench.stream_client import Target
 from jpaged.bench.workloads import make_requests
 from jpaged.sampling_params import RequestOutputKind
 
+BATCH = 10
+"""Requests for latency in a turn."""
 
-def offline(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of `LLMEngine`; run in a process of its own, bound to the engine's cores."""
+
+class Offline:
+    """`LLMEngine` in a process of its own, which does one thing after another as it is told."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        command = [sys.executable, *sys.argv, "--offline-only"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self._process.pid
+        self.ask("ready")
+
+    def ask(self, what: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(what, file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def answer_offline(args: argparse.Namespace) -> None:
+    """That process."""
     engine = LLMEngine(EngineArgs(max_num_seqs=args.max_num_seqs, verbose=False))
-    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
-    times = []
-    for i in range(args.requests):
-        begin = time.perf_counter()
-        engine.add_request(f"latency-{i}", PROMPT, params)
-        while engine.has_unfinished_requests():
-            engine.step()
-        times.append(time.perf_counter() - begin)
-    requests = _requests(args)
-    rates = []
-    for run_number in range(2):  # the first warms up
-        engine.reset_prefix_cache()
-        begin = time.perf_counter()
-        for i, request in enumerate(requests):
-            greedy = SamplingParams(
-                temperature=0.0,
-                max_tokens=request.output_len,
-                ignore_eos=True,
-                output_kind=RequestOutputKind.DELTA,
-            )
-            engine.add_request(f"{run_number}-{i}", request.prompt_token_ids, greedy)
-        while engine.has_unfinished_requests():
-            engine.step()
-        rates.append(sum(request.output_len for request in requests) / (time.perf_counter() - begin))
-    return {"latency_ms": 1e3 * statistics.median(times[len(times) // 4 :]), "tokens_per_s": rates[-1]}
+    latency = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
+    for number, line in enumerate(sys.stdin):
+        found: Any = None
+        if line == "latency\n":
+            found = []
+            for i in range(BATCH):
+                begin = time.perf_counter()
+                engine.add_request(f"{number}-{i}", PROMPT, latency)
+                while engine.has_unfinished_requests():
+                    engine.step()
+                found.append(time.perf_counter() - begin)
+        elif line == "saturation\n":
+            engine.reset_prefix_cache()
+            requests = _requests(args)
+            begin = time.perf_counter()
+            for i, request in enumerate(requests):
+                greedy = replace(latency, max_tokens=request.output_len, output_kind=RequestOutputKind.DELTA)
+                engine.add_request(f"{number}-{i}", request.prompt_token_ids, greedy)
+            while engine.has_unfinished_requests():
+                engine.step()
+            found = sum(request.output_len for request in requests) / (time.perf_counter() - begin)
+        print(json.dumps(found), flush=True)
 
 
-def served(args: argparse.Namespace, server: Server) -> dict[str, Any]:
-    """The same of a server that runs, its processes bound as asked."""
-    host, port = server.url.removeprefix("http://").split(":")
+def served_latency(args: argparse.Namespace, connection: http.client.HTTPConnection) -> list[float]:
     body = json.dumps({"prompt": PROMPT, "max_tokens": args.tokens, "temperature": 0, "ignore_eos": True})
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
     times = []
-    for _ in range(args.requests):
+    for _ in range(BATCH):
         begin = time.perf_counter()
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         response = connection.getresponse()
@@ -80,19 +97,20 @@ def served(args: argparse.Namespace, server: Server) -> dict[str, Any]:
         times.append(time.perf_counter() - begin)
         if response.status != 200:
             raise SystemExit(f"A request was answered {response.status}.")
-    connection.close()
+    return times
+
+
+def served_saturation(args: argparse.Namespace, server: Server) -> tuple[float, float]:
+    """Output tokens/s, and the share of its core that the client took."""
+    server.post("/reset_prefix_cache")
     requests = _requests(args)
-    target = Target.parse(server.url, None)
-    rates = []
-    for _ in range(2):
-        server.post("/reset_prefix_cache")
-        records, client_load = run(target, "jpaged-demo", requests, [0.0] * len(requests), workers=1, timeout_s=600)
-        figures = evaluate(requests, records)
-        if figures["failed"]:
-            raise SystemExit(f"Requests failed: {figures['failures']}")
-        rates.append(figures["output_tokens_per_s"])
-    latency_ms = 1e3 * statistics.median(times[len(times) // 4 :])
-    return {"latency_ms": latency_ms, "tokens_per_s": rates[-1], "client_load": client_load}
+    records, client_load = run(
+        Target.parse(server.url, None), "jpaged-demo", requests, np.zeros(len(requests)), workers=1, timeout_s=600
+    )
+    figures = evaluate(requests, records)
+    if figures["failed"]:
+        raise SystemExit(f"Requests failed: {figures['failures']}")
+    return figures["output_tokens_per_s"], client_load
 
 
 def _requests(args: argparse.Namespace) -> list[Any]:
@@ -128,40 +146,48 @@ def main() -> int:
     parser.add_argument("--offline-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.offline_only:
-        print(json.dumps(offline(args)))
+        answer_offline(args)
         return 0
-    options = ("--max-num-seqs", str(args.max_num_seqs), "--api-workers", str(args.api_workers))
-    server = Server(options)
-    found: dict[str, list[dict[str, Any]]] = {"offline": [], "served": []}
+    server = Server(("--max-num-seqs", str(args.max_num_seqs), "--api-workers", str(args.api_workers)))
+    offline = Offline(args)
+    times: dict[str, list[float]] = {"offline": [], "served": []}
+    rates: dict[str, list[float]] = {"offline": [], "served": []}
+    client_loads = []
     try:
         engines = server.engines()
-        _bind(engines, args.engine_cpus)
+        _bind([*engines, offline.pid], args.engine_cpus)
         apis = [pid for pid in (server.process.pid, *server.children()) if pid not in engines]
         _bind([*apis, os.getpid()], args.other_cpus)
-        for _ in range(args.rounds):
-            found["served"].append(served(args, server))
-            print(json.dumps({"served": found["served"][-1]}), flush=True)
-            command = [sys.executable, *sys.argv, "--offline-only"]
-            if args.engine_cpus:
-                command = ["taskset", "-c", ",".join(map(str, sorted(args.engine_cpus))), *command]
-            answer = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-            found["offline"].append(json.loads(answer))
-            print(json.dumps({"offline": found["offline"][-1]}), flush=True)
+        connection = http.client.HTTPConnection(*server.url.removeprefix("http://").split(":"), timeout=60)
+        for measured in [False] + [True] * -(-args.requests // BATCH):  # the first warms up
+            pair = {"offline": offline.ask("latency"), "served": served_latency(args, connection)}
+            for name in times if measured else ():
+                times[name] += pair[name]
+        for measured in [False] + [True] * args.rounds:
+            rate, client_load = served_saturation(args, server)
+            pair = {"offline": offline.ask("saturation"), "served": rate}
+            client_loads.append(client_load)
+            for name in rates if measured else ():
+                rates[name].append(pair[name])
     finally:
+        offline.close()
         server.close()
-    latency = {name: min(round_["latency_ms"] for round_ in rounds) for name, rounds in found.items()}
-    rates = {name: max(round_["tokens_per_s"] for round_ in rounds) for name, rounds in found.items()}
+    percentiles = {
+        name: dict(zip(("p10", "p50"), np.percentile(t, (10, 50)) * 1e3, strict=True)) for name, t in times.items()
+    }
+    ratios = [a / b for a, b in zip(rates["served"], rates["offline"], strict=True)]
     figures = {
-        "latency_ms": latency,
-        "added_ms": latency["served"] - latency["offline"],
+        "latency_ms": percentiles,
+        "added_ms": {q: percentiles["served"][q] - percentiles["offline"][q] for q in ("p10", "p50")},
         "tokens_per_s": rates,
-        "served_over_offline": rates["served"] / rates["offline"],
+        "served_over_offline": statistics.median(ratios),
+        "client_load": max(client_loads),
     }
     print(json.dumps(figures, indent=2))
     if args.json:
         settings = {name: value for name, value in vars(args).items() if name not in ("json", "offline_only")}
         settings = {name: sorted(v) if isinstance(v, set) else v for name, v in settings.items()}
-        args.json.write_text(json.dumps({"settings": settings, "figures": figures, "rounds": found}, indent=2) + "\n")
+        args.json.write_text(json.dumps({"settings": settings, "figures": figures}, indent=2) + "\n")
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jpaged.errors import InvalidParameterError
 
-_NAMES = ("name", "case", "workload", "dataset", "batch", "variant", "system")
+_NAMES = ("name", "case", "workload", "dataset", "batch", "batch_size", "input_len", "output_len", "variant", "system")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,9 +45,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def ratios(a: list[dict], b: list[dict]) -> dict[str, dict[str, tuple[float, float]]]:
     """By case that both have: its numbers that both have, A's not zero, as (A's, B's)."""
-    of_b = {_name(result): result for result in b}
+    of_b = {_name(result): result for result in map(_flat, b)}
     found = {}
-    for result in a:
+    for result in map(_flat, a):
         other = of_b.get(_name(result))
         if other is not None:
             found[_name(result)] = {
@@ -56,6 +56,18 @@ def ratios(a: list[dict], b: list[dict]) -> dict[str, dict[str, tuple[float, flo
                 if _is_number(value) and _is_number(other.get(key)) and value and key not in _NAMES
             }
     return found
+
+
+def _flat(result: dict) -> dict:
+    """With percentiles, such as ttft_ms = {"p50": ...}, as numbers of their own: "ttft_ms p50"."""
+    inner = {
+        f"{key} {name}": x for key, value in result.items() if _is_summary(key, value) for name, x in value.items()
+    }
+    return {key: value for key, value in result.items() if not _is_summary(key, value)} | inner
+
+
+def _is_summary(key: str, value: object) -> bool:
+    return key.endswith("_ms") and isinstance(value, dict)
 
 
 def _name(result: dict) -> str:

@@ -114,6 +114,39 @@ def attention_case(
     return program, (q, pool, tables, kv_lens, *extra), calls, work
 
 
+def shared_prefix_case(
+    rows: int, shared: int, own: int, setting: Setting, backend: str | None, *, once: bool
+) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    """A decode step of `rows` sequences that share their first tokens and have `own` of their own; the shared ones read
+    once for all, or by each for itself. Its work is the bytes that are there to read, each once.
+    """
+    s, rng = setting, np.random.default_rng(0)
+    token_bytes = 2 * s.kv_heads * s.head_dim * jnp.dtype(s.dtype).itemsize
+    work = float(shared + rows * own) * token_bytes
+    copies = min(64, max(1, -(-_L2_BYTES // int(work))))
+    shared_blocks, own_blocks = shared // s.block_size, -(-own // s.block_size)
+    blocks = rng.permutation(copies * (shared_blocks + rows * own_blocks)).astype(np.int32) + 1
+    tables = []
+    for ids in np.split(blocks, copies):
+        prefix = np.broadcast_to(ids[:shared_blocks], (rows, shared_blocks))
+        table = np.concatenate([prefix, ids[shared_blocks:].reshape(rows, own_blocks)], axis=1)
+        tables.append(jnp.asarray(np.pad(table, ((0, 0), (0, max(0, s.max_len // s.block_size - table.shape[1]))))))
+    pool = _random(1, (len(blocks) + 1, 2, s.kv_heads, s.block_size, s.head_dim), s.dtype)
+    q = _random(2, (rows, s.heads, s.head_dim), s.dtype)
+    lens = jnp.full((rows,), shared + own, jnp.int32)
+    sharing = (jnp.int32(rows), jnp.int32(shared)) if once else ()
+    op: Callable[..., Any] = ops.shared_prefix_attention if once else ops.decode_attention
+    calls = max(32, copies)
+
+    @jax.jit
+    def program(q: jax.Array, pool: jax.Array, tables: list[jax.Array], lens: jax.Array, *sharing: Any) -> jax.Array:
+        for i in range(calls):
+            q = op(q, pool, tables[i % copies], lens, *sharing, backend=backend)
+        return q
+
+    return program, (q, pool, tables, lens, *sharing), calls, work
+
+
 def write_case(tokens: int, backend: str | None) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
     s = Setting()
     blocks = 20_000
@@ -286,6 +319,14 @@ def cases(backend: str | None) -> Iterator[Case]:
     yield decode("64 x 4,096 MQA 32/1", "GB/s", 3300, same(64, 4096), Setting(kv_heads=1))
     yield decode("64 x 4,096 D 64", "GB/s", 3900, same(64, 4096), Setting(head_dim=64))
     yield decode("64 x 4,096 D 256 (16/4)", "GB/s", 4240, same(64, 4096), Setting(16, 4, 256))
+
+    for rows, shared, own, setting in (
+        *((rows, 2048, 96, Setting(heads, max_len=17_000)) for heads in (32, 16) for rows in (16, 64, 128, 256, 512)),
+        *((64, shared, 96, Setting(max_len=17_000)) for shared in (256, 512, 1024, 16_384)),
+    ):
+        for how, once in (("once", True), ("by each", False)):
+            name = f"{rows} x ({shared:,} shared + {own}) {setting.heads}/8, {how}"
+            yield Case(name, "us", None, partial(shared_prefix_case, rows, shared, own, setting, backend, once=once))
 
     def prefill(name: str, aim: float | None, lens: np.ndarray, queries: np.ndarray, s: Setting | None = None) -> Case:
         return Case(name, "TFLOP/s", aim, partial(attention_case, lens, queries, s or Setting(), backend))

@@ -8,6 +8,9 @@ of an earlier one in. In every line of the table the given number of sequences d
     blocks, cache  the same, from a pool full of old prefixes, so that each new block's name is forgotten
     finishes       besides, `--finishing` sequences end and as many start
     streaming      one sequence in 16 needs a new block, and every sequence reports its token
+
+Last comes what one fork costs, of a sequence of 10, 100 and 1,000 blocks, by the block manager: the child's block table
+and tokens, and a reference more to each block.
 """
 
 import argparse
@@ -16,19 +19,24 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from jpaged.config import SchedulerConfig
+from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.block_pool import BlockPool
 from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.request import Request
 from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.slots import Slots
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 _BLOCK_SIZE = 16
 _PROMPT_LEN = 64
+_FORKED_BLOCKS = (10, 100, 1000)
 
 
 class _Handle:
@@ -80,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Microseconds of host time a step."""
+    """Microseconds of host time a step, or a fork."""
 
     case: str
     running: int
@@ -108,20 +116,46 @@ def measure(case: Case, running: int, steps: int) -> Measurement:
         gc.unfreeze()
     if not case.finishing and core.stats().num_running != running:
         raise RuntimeError(f"{core.stats().num_running} sequences ran, not {running}.")
-    times_us = times_ns / 1e3
-    return Measurement(
-        case.name,
-        running,
-        steps,
-        float(np.median(times_us)),
-        float(np.percentile(times_us, 99)),
-        float(times_us.mean()),
-    )
+    return _measurement(case.name, running, times_ns)
 
 
 def _lifetime(case: Case, running: int, steps: int) -> int:
     """Tokens that a sequence generates: for ever, or so many that `finishing` of them end in each step."""
     return running // case.finishing if case.finishing else steps + 2 * _BLOCK_SIZE + 64
+
+
+def measure_fork(num_blocks: int, forks: int) -> Measurement:
+    """Times forks of a sequence of so many blocks, the last of them partly filled, into a slot that is freed again."""
+    length = num_blocks * _BLOCK_SIZE - 1
+    config = SchedulerConfig(
+        block_size=_BLOCK_SIZE,
+        num_blocks=2 * num_blocks,
+        max_num_seqs=2,
+        max_num_batched_tokens=length,
+        max_model_len=length + 1,
+    )
+    pool, slots = BlockPool(config.num_blocks, _BLOCK_SIZE, enable_prefix_caching=False), Slots(config)
+    manager = BlockManager(pool, slots)
+    # Scattered, as in a pool that has served for a while.
+    block_ids = np.random.default_rng(0).permutation(pool.allocate(pool.capacity))
+    pool.free(block_ids[num_blocks:])
+    tokens = np.ones((length,), np.int32)
+    nothing = tokens[:0]
+    params = SamplingParams(max_tokens=1)
+    parent = slots.acquire(Request("parent", tokens, params), 0, tokens, block_ids[:num_blocks], length)
+    child = slots.acquire(Request("child", tokens, params), 0, nothing, nothing, 0)
+    times_ns = np.zeros((forks,), np.int64)
+    for i in range(forks):
+        begin = time.perf_counter_ns()
+        manager.fork(parent, [child])
+        times_ns[i] = time.perf_counter_ns() - begin
+        manager.free(child)
+    return _measurement(f"fork, {num_blocks}", 1, times_ns)
+
+
+def _measurement(case: str, running: int, times_ns: np.ndarray) -> Measurement:
+    us = times_ns / 1e3
+    return Measurement(case, running, len(us), float(np.median(us)), float(np.percentile(us, 99)), float(us.mean()))
 
 
 def _steady_engine(case: Case, running: int, steps: int) -> tuple[EngineCore, int]:
@@ -186,15 +220,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         Case("streaming", streaming=True),
     ]
     print(f"{'what changes':<16}{'running':>8}{'median us':>11}{'p99 us':>9}{'mean us':>9}")
+    measurements = (
+        measure(replace(case, finishing=min(case.finishing, running // 8)), running, args.steps)
+        for case in cases
+        for running in args.running
+    )
+    forks = (measure_fork(num_blocks, args.steps) for num_blocks in _FORKED_BLOCKS)
     results = []
-    for case in cases:
-        for running in args.running:
-            result = measure(replace(case, finishing=min(case.finishing, running // 8)), running, args.steps)
-            results.append(asdict(result))
-            print(
-                f"{result.case:<16}{running:>8}{result.median_us:>11.0f}{result.p99_us:>9.0f}{result.mean_us:>9.0f}",
-                flush=True,
-            )
+    for result in chain(measurements, forks):
+        results.append(asdict(result))
+        print(
+            f"{result.case:<16}{result.running:>8}{result.median_us:>11.1f}{result.p99_us:>9.1f}{result.mean_us:>9.1f}",
+            flush=True,
+        )
     if args.json:
         from jpaged.bench.report import write_report  # imports jax, which nothing measured here does
 

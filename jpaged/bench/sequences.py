@@ -2,9 +2,12 @@
 
     separate   `--width` requests for each prompt, without a prefix cache          output tokens a second, of as many
     samples    one request for each prompt, with n = `--width`                     sequences of the same lengths
-    greedy     like separate, with temperature 0
+    greedy     like samples, with temperature 0
     beams      one beam search for each prompt, of width `--width`
     swap       blocks that go to host memory and come back, in GiB/s; and the same bytes in plain copies
+
+Samples are set against separate requests, beams against greedy decoding of as many live sequences, which computes the
+prompts as seldom as they do, and swaps against plain copies. What a fork costs the host: `jpaged bench scheduler`.
 
 Every sequence generates exactly its number of tokens. The time is of a whole run, prefill included; reported is the
 median of the runs, after one that is not timed.
@@ -34,6 +37,7 @@ from jpaged.llm_engine import LLMEngine
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 CASES = ("separate", "samples", "greedy", "beams", "swap")
+_AGAINST = {"samples": "separate", "beams": "greedy"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,17 +88,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         input_len=args.input_len,
         output_len=args.output_len,
     )
-    results = []
-    for case in args.case or CASES:
+    results: list[dict[str, Any]] = []
+    rates: dict[str, float] = {}
+    for case in sorted(set(args.case or CASES), key=CASES.index):
         if case == "swap":
-            results.append({"case": case, **measure_swap(startup, args.swap_chunks, args.runs)})
-            print(f"swap: {results[-1]['gib_per_s']:.1f} GiB/s, plain copies {results[-1]['plain_gib_per_s']:.1f}")
+            swap = measure_swap(startup, args.swap_chunks, args.runs)
+            results.append({"case": case, **swap, "over_plain": swap["gib_per_s"] / swap["plain_gib_per_s"]})
+            print(
+                f"swap: {swap['gib_per_s']:.1f} GiB/s, {results[-1]['over_plain']:.2f} times the "
+                f"{swap['plain_gib_per_s']:.1f} of plain copies"
+            )
             continue
         seconds = _times(partial(_run, engine_args, startup, requests, case, args.width), args.runs)
         tokens = args.width * sum(request.output_len for request in requests)
         figure = {"case": case, "output_tokens": tokens, "seconds": seconds}
-        results.append(figure | {"output_tokens_per_s": tokens / statistics.median(seconds)})
-        print(f"{case}: {results[-1]['output_tokens_per_s']:,.0f} output tokens/s", flush=True)
+        rates[case] = figure["output_tokens_per_s"] = tokens / statistics.median(seconds)
+        text = f"{case}: {rates[case]:,.0f} output tokens/s"
+        if (other := _AGAINST.get(case)) in rates:
+            figure[f"over_{other}"] = rates[case] / rates[other]
+            text += f", {rates[case] / rates[other]:.2f} times {other}"
+        results.append(figure)
+        print(text, flush=True)
     if args.json:
         write_report(args.json, "sequences", vars(args), results)
     return 0
@@ -102,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: EngineArgs, startup: Startup, requests: Sequence[BenchRequest], case: str, width: int) -> None:
     engine = LLMEngine(replace(args, verbose=False), startup)
-    copies = width if case in ("separate", "greedy") else 1
+    copies = width if case == "separate" else 1
     for i, request in enumerate(requests):
         for copy in range(copies):
             params = _params(case, request.output_len, width)
@@ -115,7 +129,7 @@ def _params(case: str, output_len: int, width: int) -> SamplingParams | BeamSear
     if case == "beams":
         return BeamSearchParams(beam_width=width, max_tokens=output_len, ignore_eos=True, detokenize=False)
     return SamplingParams(
-        n=width if case == "samples" else 1,
+        n=1 if case == "separate" else width,
         temperature=0.0 if case == "greedy" else 1.0,
         max_tokens=output_len,
         ignore_eos=True,

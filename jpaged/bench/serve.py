@@ -39,11 +39,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jpaged.bench.percentiles import summary
+from jpaged.bench.percentiles import table as percentile_table
 from jpaged.bench.stream_client import StreamRecord, Target, send_all
 from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
 from jpaged.errors import InvalidParameterError
 
-PERCENTILES = (50, 90, 99)
 START_DELAY_S = 0.2
 """From the moment all workers are ready until the first request."""
 
@@ -65,6 +66,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--output-len", type=int, default=256, help="tokens, for random and shared-prefix")
     result.add_argument("--prefix-len", type=int, default=2048, help="tokens, for shared-prefix")
     result.add_argument(
+        "--dataset-path", type=Path, help="a ShareGPT JSON file to draw conversations from, instead of --dataset"
+    )
+    result.add_argument("--tokenizer", help="of the server's model, a directory or hub id; for --dataset-path")
+    result.add_argument(
         "--vocab-size",
         type=int,
         default=1000,
@@ -85,15 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
     target = Target.parse(args.base_url, api_key)
     model = args.model or first_model(target)
-    requests = make_requests(
-        args.dataset,
-        args.num_prompts,
-        args.vocab_size,
-        input_len=args.input_len,
-        output_len=args.output_len,
-        prefix_len=args.prefix_len,
-        seed=args.seed,
-    )
+    requests = _requests(args)
     times = draw_times(args.num_prompts, args.request_rate, args.seed)
     records, client_load = run(target, model, requests, times, workers=workers, timeout_s=args.timeout)
     figures = evaluate(requests, records) | {"client_load": client_load}
@@ -104,6 +101,24 @@ def main(argv: list[str] | None = None) -> int:
         settings = vars(args) | {"api_key": None, "model": model, "workers": workers}
         write_report(args.json, "serve", settings, figures, with_device=False)
     return 1 if figures["failed"] else 0
+
+
+def _requests(args: argparse.Namespace) -> list[BenchRequest]:
+    if args.dataset_path is not None:
+        from jpaged.bench.sharegpt import read_turns, sharegpt_requests  # takes time to import, as does the next
+        from jpaged.engine.tokenizer import Tokenizer
+
+        turns = read_turns(args.dataset_path)
+        return sharegpt_requests(turns, Tokenizer.load(args.tokenizer), args.num_prompts, seed=args.seed)
+    return make_requests(
+        args.dataset,
+        args.num_prompts,
+        args.vocab_size,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        prefix_len=args.prefix_len,
+        seed=args.seed,
+    )
 
 
 def _default_workers() -> int:
@@ -117,6 +132,8 @@ def _check(args: argparse.Namespace, workers: int) -> None:
         if getattr(args, name) < bound:
             option = name.replace("_", "-")
             raise InvalidParameterError(f"--{option} must be at least {bound}, got {getattr(args, name)}.")
+    if (args.dataset_path is None) != (args.tokenizer is None):
+        raise InvalidParameterError("--dataset-path and --tokenizer go together: the server is sent token ids.")
     if workers < 1:
         raise InvalidParameterError(f"--workers must be at least 1, got {workers}.")
     if not args.request_rate > 0:
@@ -294,12 +311,12 @@ def evaluate(requests: list[BenchRequest], records: list[StreamRecord]) -> dict[
         "sent_requests_per_s": (len(requests) - 1) / sending_s if sending_s > 0 else None,
         "requests_per_s": len(completed) * per_s,
         "output_tokens_per_s": tokens * per_s,
-        "ttft_ms": _summary(np.array([record.segments[0][0] - record.begun for _, record in completed])),
-        "inter_token_ms": _summary(shares, weights),
-        "inter_arrival_ms": _summary(gaps),
-        "normalized_latency_ms": _summary(latencies / np.maximum(lengths, 1)),
-        "latency_ms": _summary(latencies),
-        "lag_ms": _summary(np.array([record.begun - record.scheduled for record in records])),
+        "ttft_ms": summary(np.array([record.segments[0][0] - record.begun for _, record in completed])),
+        "inter_token_ms": summary(shares, weights),
+        "inter_arrival_ms": summary(gaps),
+        "normalized_latency_ms": summary(latencies / np.maximum(lengths, 1)),
+        "latency_ms": summary(latencies),
+        "lag_ms": summary(np.array([record.begun - record.scheduled for record in records])),
     }
 
 
@@ -316,19 +333,6 @@ def _inter_token(records: list[StreamRecord]) -> tuple[np.ndarray, np.ndarray, n
     if not records:
         return np.array([]), np.array([]), np.array([])
     return np.concatenate(gaps), np.concatenate(shares), np.concatenate(weights)
-
-
-def _summary(seconds: np.ndarray, weights: np.ndarray | None = None) -> dict[str, float] | None:
-    """Mean and percentiles in ms; None of nothing."""
-    if not seconds.size or (weights is not None and not weights.any()):
-        return None
-    if weights is None:
-        points = np.percentile(seconds, PERCENTILES)
-    else:
-        points = np.percentile(seconds, PERCENTILES, weights=weights, method="inverted_cdf")
-    figures = {"mean": np.average(seconds, weights=weights)}
-    figures |= {f"p{q}": point for q, point in zip(PERCENTILES, points, strict=True)} | {"max": seconds.max()}
-    return {name: 1000 * float(value) for name, value in figures.items()}
 
 
 _ROWS = {
@@ -352,11 +356,8 @@ def table(figures: dict[str, Any]) -> str:
         f"{figures['output_tokens_per_s']:,.0f} output tokens/s, {figures['requests_per_s']:,.2f} requests/s, "
         f"client load {figures['client_load']:.2f}",
         "",
-        f"{'ms':<20}" + "".join(f"{name:>10}" for name in ("mean", *(f"p{q}" for q in PERCENTILES), "max")),
+        percentile_table({label: figures[key] for key, label in _ROWS.items()}),
     ]
-    for key, label in _ROWS.items():
-        if figures[key]:
-            lines.append(f"{label:<20}" + "".join(f"{value:>10,.2f}" for value in figures[key].values()))
     if figures["failed"]:
         lines += ["", f"{figures['failed']:,} requests FAILED and are in no latency figure:"]
         lines += [f"  {count:>6,}  {reason}" for reason, count in figures["failures"].items()]

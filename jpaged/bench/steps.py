@@ -16,13 +16,13 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.config import EngineArgs
@@ -113,7 +113,7 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
     with jax.profiler.trace(str(trace)):
         for _ in range(args.steps // 2):
             engine.step()
-    kernels = kernel_times(trace)
+    kernels = kernel_times(read_trace(trace))
     steps = args.steps // 2
     while engine.has_unfinished_requests():
         engine.step()
@@ -143,19 +143,3 @@ def step_bytes(engine: LLMEngine, batch: int, context: int) -> int:
         weights -= config.vocab_size * config.hidden_size
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context
     return itemsize * (weights + batch * cache)
-
-
-def kernel_times(trace: Path) -> dict[str, tuple[float, int]]:
-    """By kernel: milliseconds on the device in all, and launches. Empty where there is no GPU."""
-    times: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
-    for file in trace.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    ms, count = times[event.name]
-                    times[event.name] = ms + event.duration_ns / 1e6, count + 1
-    return dict(times)

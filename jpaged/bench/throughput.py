@@ -3,7 +3,11 @@
 A warm-up run of the same requests comes first; it also finds the share of the KV memory in use that held tokens (tokens
 held over token slots of referenced blocks, added up over the steps). The prefix cache is emptied before each run.
 Reported is the median of the timed runs, and their least and most. Workloads come by name (`--workload`, those of the
-README's table) or are put together from the other options.
+README's table), from a file of conversations (`--dataset-path`), or are put together from the other options.
+
+`--profile` adds a run under JAX's profiler. The *.trace.json.gz it leaves opens in https://ui.perfetto.dev. Out of the
+trace comes the share of the time in which no kernel ran; since XLA then launches kernel by kernel instead of as CUDA
+graphs, it is an upper bound for that of a run which nobody watches.
 """
 
 import argparse
@@ -14,47 +18,48 @@ from pathlib import Path
 
 import jax
 
-from jpaged.bench.models import CONFIGS, model_directory
+from jpaged.assets import demo_model_path
+from jpaged.bench.device_trace import idle_share, read_trace
+from jpaged.bench.engine_options import add_engine_options, make_llm
+from jpaged.bench.models import CONFIGS
 from jpaged.bench.report import write_report
+from jpaged.bench.sharegpt import read_turns, sharegpt_requests
 from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, make_requests
+from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError
 from jpaged.llm import LLM
+from jpaged.replicas import ReplicatedEngine
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
 def parser() -> argparse.ArgumentParser:
-    names = ", ".join(CONFIGS)
     result = argparse.ArgumentParser(
         prog="jpaged bench throughput",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="example: jpaged bench throughput --model qwen3-0.6b --load-format dummy --workload sharegpt",
     )
-    result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {names}")
-    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"))
-    result.add_argument("--dtype", default="auto")
+    add_engine_options(result)
     result.add_argument(
         "--workload", action="append", choices=(*WORKLOADS, "all"), help="may be repeated; sets all that follows"
     )
     result.add_argument("--dataset", action="append", choices=DATASETS, help="may be repeated; random by default")
+    result.add_argument(
+        "--dataset-path", type=Path, help="a ShareGPT JSON file to draw conversations from, instead of --dataset"
+    )
+    result.add_argument("--tokenizer", help="for --dataset-path, a directory or hub id; the model's by default")
     result.add_argument("--num-prompts", type=int, default=256)
     result.add_argument("--input-len", type=int, default=512, help="tokens, for random and shared-prefix")
     result.add_argument("--output-len", type=int, default=256, help="tokens, for random and shared-prefix")
     result.add_argument("--prefix-len", type=int, default=2048, help="tokens, for shared-prefix")
     result.add_argument("--temperature", type=float, default=0.0)
     result.add_argument("--top-p", type=float, default=1.0)
-    result.add_argument("--max-model-len", type=int, default=None)
-    result.add_argument("--block-size", type=int, default=16)
-    result.add_argument("--max-num-seqs", type=int, default=None)
-    result.add_argument("--max-num-batched-tokens", type=int, default=None)
-    result.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    result.add_argument("--pipeline-depth", type=int, default=2)
-    result.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
-    result.add_argument("--tensor-parallel-size", type=int, default=1)
-    result.add_argument("--data-parallel-size", type=int, default=1)
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
-    result.add_argument("--profile", type=Path, help="also run each workload once under JAX's profiler, written here")
-    result.add_argument("--seed", type=int, default=0)
+    result.add_argument(
+        "--profile",
+        type=Path,
+        help="also run each workload once under JAX's profiler; the trace goes to this directory",
+    )
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result
 
@@ -63,41 +68,22 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.runs < 1:
         raise InvalidParameterError(f"--runs must be at least 1, got {args.runs}.")
+    if args.profile and args.data_parallel_size > 1:
+        raise InvalidParameterError("--profile sees this process only; use --data-parallel-size 1.")
+    conversations = None if args.dataset_path is None else _Conversations(args)
     begun = time.perf_counter()
-    llm = LLM(
-        model_directory(args.model),
-        load_format=args.load_format,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        block_size=args.block_size,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        pipeline_depth=args.pipeline_depth,
-        kernel_backend=args.kernel_backend,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=args.tensor_parallel_size,
-        data_parallel_size=args.data_parallel_size,
-        seed=args.seed,
-    )
+    llm = make_llm(args)
     startup_s = time.perf_counter() - begun
-    vocab_size = llm.engine.vocab_size
     figures = []
     for name, workload in _workloads(args).items():
-        requests = make_requests(
-            workload.dataset,
-            workload.num_prompts,
-            vocab_size,
-            input_len=workload.input_len,
-            output_len=workload.output_len,
-            prefix_len=workload.prefix_len,
-            seed=args.seed,
-        )
-        figures.append({"name": name, "workload": asdict(workload), **measure(llm, requests, workload, args.runs)})
-        print(_row(figures[-1]), flush=True)
+        requests = _requests(args, workload, llm) if conversations is None else conversations.draw(llm)
+        figure = {"name": name, "workload": asdict(workload), **measure(llm, requests, workload, args.runs)}
         if args.profile:
-            with jax.profiler.trace(str(args.profile / name)):
-                measure(llm, requests, workload, runs=0)
+            figure["device_idle"] = profile(llm, requests, workload, args.profile / name)
+        print(_row(figure), flush=True)
+        figures.append(figure)
+    if isinstance(llm.engine, ReplicatedEngine):
+        llm.engine.close()  # until then the devices are theirs
     if args.json:
         write_report(args.json, "throughput", vars(args) | {"startup_s": startup_s}, figures)
     return 0
@@ -105,6 +91,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _workloads(args: argparse.Namespace) -> dict[str, Workload]:
     """By name: those asked for, or one a dataset from the options."""
+    if args.dataset_path is not None:
+        of_file = Workload("sharegpt file", args.num_prompts, temperature=args.temperature, top_p=args.top_p)
+        return {args.dataset_path.stem: of_file}
     if args.workload:
         return {name: WORKLOADS[name] for name in (WORKLOADS if "all" in args.workload else args.workload)}
     return {
@@ -121,18 +110,38 @@ def _workloads(args: argparse.Namespace) -> dict[str, Workload]:
     }
 
 
+class _Conversations:
+    """The file of `--dataset-path` and the tokenizer for it, both read before a model is loaded for them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if args.tokenizer is None and args.model in CONFIGS:
+            raise InvalidParameterError(
+                f"--dataset-path needs --tokenizer: --model {args.model} is a configuration without one."
+            )
+        self._args = args
+        self._turns = read_turns(args.dataset_path)
+        self._tokenizer = Tokenizer.load(args.tokenizer or args.model or demo_model_path())
+
+    def draw(self, llm: LLM) -> list[BenchRequest]:
+        args, most = self._args, llm.engine.max_model_len
+        return sharegpt_requests(self._turns, self._tokenizer, args.num_prompts, seed=args.seed, max_model_len=most)
+
+
+def _requests(args: argparse.Namespace, workload: Workload, llm: LLM) -> list[BenchRequest]:
+    return make_requests(
+        workload.dataset,
+        workload.num_prompts,
+        llm.engine.vocab_size,
+        input_len=workload.input_len,
+        output_len=workload.output_len,
+        prefix_len=workload.prefix_len,
+        seed=args.seed,
+    )
+
+
 def measure(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: int) -> dict:
     """Runs the requests `runs` times after a warm-up; checks that every one got its exact length."""
-    params = [
-        SamplingParams(
-            temperature=workload.temperature,
-            top_p=workload.top_p,
-            max_tokens=request.output_len,
-            ignore_eos=True,
-            detokenize=False,
-        )
-        for request in requests
-    ]
+    params = _params(requests, workload)
     prompts = [request.prompt_token_ids for request in requests]
     seconds = []
     utilization = kv_utilization(llm, prompts, params)
@@ -156,6 +165,30 @@ def measure(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: in
     }
 
 
+def _params(requests: list[BenchRequest], workload: Workload) -> list[SamplingParams]:
+    return [
+        SamplingParams(
+            temperature=workload.temperature,
+            top_p=workload.top_p,
+            max_tokens=request.output_len,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for request in requests
+    ]
+
+
+def profile(llm: LLM, requests: list[BenchRequest], workload: Workload, directory: Path) -> float | None:
+    """Runs the requests once under the profiler, and returns the share of the time that the device was idle.
+
+    None where there is no GPU.
+    """
+    llm.reset_prefix_cache()
+    with jax.profiler.trace(str(directory)):
+        llm.generate([request.prompt_token_ids for request in requests], _params(requests, workload), use_tqdm=False)
+    return idle_share(read_trace(directory))
+
+
 def kv_utilization(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
     """Runs the requests, untimed, and returns tokens held / token slots allocated, added up over the steps."""
     llm.reset_prefix_cache()
@@ -173,8 +206,10 @@ def kv_utilization(llm: LLM, prompts: list[list[int]], params: list[SamplingPara
 
 def _row(figure: dict) -> str:
     least, most = min(figure["seconds"]), max(figure["seconds"])
+    idle = figure.get("device_idle")
     return (
         f"{figure['name']}: {figure['num_prompts']} requests, {figure['input_tokens']:,} tokens in, "
         f"{figure['output_tokens']:,} out: {figure['output_tokens_per_s']:,.0f} output tokens/s "
         f"({least:.3f} to {most:.3f} s a run); {figure['kv_utilization']:.1%} of the KV memory in use held tokens"
+        + (f"; profiled, the device was idle for {idle:.1%} of the time" if idle is not None else "")
     )

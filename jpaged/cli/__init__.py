@@ -23,6 +23,7 @@ BENCHMARKS = {
     "scheduler": "host time of a decode step with many sequences and no device",
     "kernels": "attention and cache kernels against the device's bandwidth",
     "throughput": "tokens/s of a whole model, offline",
+    "latency": "how long a batch takes that has the engine to itself",
     "replicas": "whether several engine loops on one host slow each other down",
     "steps": "a decode step: its time, its floor, its kernels",
     "scoring": "tokens/s of scoring, and the share of the prefill roofline",

@@ -1,6 +1,7 @@
 """`jpaged convert`: a Hugging Face checkpoint as a sharded Orbax checkpoint."""
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 from typing import get_args
@@ -26,10 +27,15 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.debug:  # when writing fails, Orbax's tasks would each log a traceback; the error says why
+        for name in ("asyncio", "concurrent.futures"):
+            logging.getLogger(name).disabled = True
+
     import jax
 
     from jpaged.models import ModelConfig, build, load, orbax_checkpoint, resolve
 
+    orbax_checkpoint.check_target(args.out)  # before anything is downloaded or loaded
     directory = Path(resolve(args.model, args.revision))
     model = build(ModelConfig.from_directory(directory), args.dtype)
     weights = load(model, directory, device=jax.devices("cpu")[0], progress=not args.quiet and sys.stderr.isatty())

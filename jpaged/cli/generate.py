@@ -76,7 +76,12 @@ def _read_prompts(args: argparse.Namespace) -> list[tuple[int, str]]:
     if args.file is not None:
         if args.prompt is not None:
             raise InvalidParameterError("Give either PROMPT or --file, not both.")
-        text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
+        try:
+            text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidPromptError(
+                f"{args.file} is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}; convert it."
+            ) from error
         prompts = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
         if not prompts:
             raise InvalidPromptError(f"{args.file} has no prompts; write one on each line.")

@@ -5,7 +5,7 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from jpaged.config import DType, EngineArgs, KernelBackend, LoadFormat
+from jpaged.config import DType, EngineArgs, KernelBackend, LoadFormat, PreemptionMode
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ _ENGINE_OPTIONS = (
     ("--num-gpu-blocks-override", int, "N", "blocks in the KV cache, instead of what memory allows"),
     ("--max-num-seqs", int, "N", "most sequences that run at once"),
     ("--max-num-batched-tokens", int, "N", "most tokens computed in a step"),
+    ("--swap-space", float, "GIB", "host memory for the blocks of preempted sequences"),
     ("--tensor-parallel-size", int, "N", "devices to split the model over"),
     ("--data-parallel-size", int, "N", "replicas, each on devices of its own"),
     ("--coordinator-address", str, "HOST:PORT", "of process 0, for a model over several hosts"),
@@ -60,6 +61,21 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=False,
         help="compute equal beginnings of prompts anew",
+    )
+    group.add_argument(
+        "--preemption-mode", choices=get_args(PreemptionMode), help="swap preempted sequences or compute them again"
+    )
+    group.add_argument(
+        "--host-prefix-cache",
+        action="store_const",
+        const=True,
+        help="let prefixes that the KV cache has no room for go to the swap space",
+    )
+    group.add_argument(
+        "--shared-prefix-attention",
+        action="store_const",
+        const=True,
+        help="read what many prompts begin with once a step for all of them",
     )
     group.add_argument(
         "--kernel-backend", choices=get_args(KernelBackend), help="attention and cache kernels (default: by device)"

@@ -15,7 +15,7 @@ import numpy as np
 
 from jpaged.config import SchedulerConfig
 from jpaged.engine.block_pool import BlockPool
-from jpaged.engine.interface import Chunk, HostCopy, SlotStart
+from jpaged.engine.interface import NULL_BLOCK, Chunk, HostCopy, SlotStart
 from jpaged.engine.prefix_cache import root_digest
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.slots import Slots
@@ -71,19 +71,19 @@ class Admission:
             return []
         token_ids = request.known_token_ids()
         hits = self._prefix_hits(request, token_ids)
-        num_new = pool.blocks_to_admit(len(token_ids), request.prompt_len, request.max_len) - len(hits)
+        in_pool = hits[hits != NULL_BLOCK]
+        num_new = pool.blocks_to_admit(len(token_ids), request.prompt_len, request.max_len) - len(in_pool)
         part, num_part = self._part_hit(request, token_ids, len(hits))
         reserve = 0
         if self._slots.num_used:  # siblings need a block each as soon as they are forked
             reserve = int(config.watermark * pool.capacity) + len(siblings) + self._num_blocks_to_resume(others)
-        num_needed = num_new + pool.num_unreferenced(hits) + reserve
+        num_needed = num_new + pool.num_unreferenced(in_pool) + reserve
         if num_needed > pool.num_free:
             return []
         if num_needed + pool.num_unreferenced(part) > pool.num_free:
             part, num_part = NO_BLOCKS, 0
-        pool.share(hits)
-        pool.share(part)
-        block_ids = np.concatenate([hits, pool.allocate(num_new)])
+        pool.share(part)  # before anything is allocated, or it might be reused
+        block_ids = self._table(plan, request, token_ids, hits, num_new)
         plan.copies += [(source, int(block_ids[len(hits)])) for source in part.tolist()]
         num_computed = len(hits) * config.block_size + num_part
         self._slots.acquire(request, plan.step_id, token_ids, block_ids, num_computed)
@@ -96,7 +96,7 @@ class Admission:
             request.stats.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = num_computed
             if cache is not None:
-                cache.count(request.prompt_len, num_computed)
+                cache.count(request.prompt_len, num_computed, (len(hits) - len(in_pool)) * config.block_size)
         request.status = RequestStatus.RUNNING
         request.num_registered_blocks = len(hits)
         return [request]
@@ -136,25 +136,43 @@ class Admission:
         tokens = [member.known_token_ids() for member in members]
         shared = leader.prompt_len // size
         hits = self._prefix_hits(leader, tokens[0])
+        in_pool = hits[hits != NULL_BLOCK]
         new = [-(-len(known) // size) - shared for known in tokens]
-        new[0] += shared - len(hits)
+        new[0] += shared - len(in_pool)
         reserve = int(self._config.watermark * self._pool.capacity) if self._slots.num_used else 0
-        if sum(new) + self._pool.num_unreferenced(hits) + reserve > self._pool.num_free:
+        if sum(new) + self._pool.num_unreferenced(in_pool) + reserve > self._pool.num_free:
             return []
-        have, num_computed = hits, len(hits) * size
+        have = hits
         for member, known, num_new in zip(members, tokens, new, strict=True):
-            self._pool.share(have)
-            block_ids = np.concatenate([have, self._pool.allocate(num_new)])
-            self._slots.acquire(member, plan.step_id, known, block_ids, num_computed)
-            plan.starts.append(slot_start(member, known, block_ids, num_computed))
+            block_ids = self._table(plan, leader, tokens[0], have, num_new)
+            self._slots.acquire(member, plan.step_id, known, block_ids, len(have) * size)
+            plan.starts.append(slot_start(member, known, block_ids, len(have) * size))
             member.status = RequestStatus.RUNNING
             member.num_registered_blocks = len(have)
             if member is leader:
-                have, num_computed = block_ids[:shared], shared * size
+                have = block_ids[:shared]
         return members
 
+    def _table(
+        self, plan: PlanInProgress, request: Request, token_ids: np.ndarray, hits: np.ndarray, num_new: int
+    ) -> np.ndarray:
+        """A block table that begins with `hits`, as `PrefixCache.match` gives them, with so many new blocks. The hits
+        in host memory get the first of these, the plan brings them back, and they can be hit in the pool again.
+        """
+        on_host = np.flatnonzero(hits == NULL_BLOCK)
+        self._pool.share(hits if not len(on_host) else hits[hits != NULL_BLOCK])
+        block_ids = np.concatenate([hits, self._pool.allocate(num_new)])
+        cache = self._pool.cache
+        if len(on_host) and cache is not None and cache.host is not None:
+            block_ids[on_host] = block_ids[len(hits) : len(hits) + len(on_host)]
+            block_ids = np.delete(block_ids, np.s_[len(hits) : len(hits) + len(on_host)])
+            digests = request.block_digests
+            plan.swap_ins += cache.host.fetch([digests[i] for i in on_host.tolist()], block_ids[on_host])
+            cache.register(digests, token_ids, block_ids, int(on_host[0]), int(on_host[-1]) + 1, request.cache_salt)
+        return block_ids
+
     def _prefix_hits(self, request: Request, token_ids: np.ndarray) -> np.ndarray:
-        """Blocks in the prefix cache for the beginning of a request's known tokens, int32 [hits]."""
+        """Blocks in the prefix cache for the beginning of a request's known tokens, as `PrefixCache.match`."""
         cache = self._pool.cache
         reusable = request.num_skippable_tokens(len(token_ids)) // self._config.block_size
         if cache is None or not reusable:

@@ -73,6 +73,10 @@ class FreeList:
         self._position[block_ids] = _ABSENT
         self._size -= len(block_ids)
 
+    def head(self, n: int) -> np.ndarray:
+        """At most n of the oldest blocks, oldest first: those among the n oldest entries that are live."""
+        return self._live(self._head, min(self._head + n, self._tail))
+
     def to_array(self) -> np.ndarray:
         """The blocks in the list, oldest first, int32 [len]."""
         return self._live(self._head, self._tail)
@@ -158,16 +162,22 @@ class BlockPool:
             self.cache.forget(block_ids)
         return block_ids
 
+    def next_to_allocate(self, n: int) -> np.ndarray:
+        """At most n of the free blocks that `allocate` hands out next, in order; those it skips over count, too."""
+        return self._free_list.head(n)
+
     def share(self, block_ids: np.ndarray) -> None:
         """Adds a reference to each of these distinct blocks; those that were free leave the free list."""
-        self._free_list.remove(block_ids[self._ref_counts[block_ids] == 0])
-        self._ref_counts[block_ids] += 1
+        block_ids = block_ids.astype(np.intp)  # which numpy would do at each use of them as an index
+        refs = self._ref_counts[block_ids]
+        self._free_list.remove(block_ids[refs == 0])
+        self._ref_counts[block_ids] = refs + 1
 
-    def add_owner(self, block_ids: np.ndarray) -> None:
-        """Adds a reference to each of these distinct blocks, all of which have one: `share` without looking for free
-        ones.
+    def add_owners(self, block_ids: np.ndarray, count: int) -> None:
+        """Adds `count` references to each of these distinct blocks, all of which have one: `share` without looking for
+        free ones.
         """
-        self._ref_counts[block_ids] += 1
+        self._ref_counts[block_ids.astype(np.intp)] += count
 
     def free(self, block_ids: np.ndarray) -> None:
         """Drops a reference to each of a sequence's distinct blocks, given in the order of its table.
@@ -178,7 +188,7 @@ class BlockPool:
         Raises:
             EngineDeadError: one of them is not referenced.
         """
-        backwards = block_ids[::-1]
+        backwards = block_ids[::-1].astype(np.intp)
         left = self._ref_counts[backwards] - 1
         if len(left) and left.min() < 0:
             raise EngineDeadError(f"Blocks freed that nobody owns: {backwards[left < 0].tolist()}.")

@@ -102,10 +102,12 @@ class HostCopy:
 
     block_ids: int32 [n], n at most SWAP_CHUNK_BLOCKS; the i-th is, or becomes, what stands in the chunk's i-th place.
         The null block for a place that is of no interest.
+    keep: of a copy to the pool; the chunk still holds its blocks afterwards.
     """
 
     chunk: int
     block_ids: np.ndarray
+    keep: bool = False
 
 
 def _no_rows() -> np.ndarray:
@@ -135,6 +137,8 @@ class StepPlan:
     table_updates: int32 [u, 3]; (slot, index, block id): block-table entries that running sequences get at their end,
         or in place of a shared block.
     decode_slots: int32 [d]; slots that compute their last token and sample the next.
+    num_sharing, shared_len: the first `num_sharing` of them begin with the same `shared_len` computed tokens, full
+        blocks of the first one's table, which an executor may read once for all. Both 0 where there are chunks.
     """
 
     step_id: int
@@ -147,6 +151,8 @@ class StepPlan:
     copies: np.ndarray = field(default_factory=_no_pairs)
     table_updates: np.ndarray = field(default_factory=_no_triples)
     decode_slots: np.ndarray = field(default_factory=_no_rows)
+    num_sharing: int = 0
+    shared_len: int = 0
     chunks: tuple[Chunk, ...] = ()
 
     @property
@@ -190,6 +196,7 @@ class StepResult:
     logprobs: by row; None unless the plan's variant is FULL or BEAM.
     prompt_logprobs: row -> Logprobs [n], for chunks that asked.
     scores: row -> TargetScores [m], for chunks with targets.
+    read_shared_prefix: whether the step read what rows share (`StepPlan.num_sharing`) once for all of them.
     """
 
     token_ids: np.ndarray
@@ -197,6 +204,7 @@ class StepResult:
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     scores: dict[int, TargetScores] = field(default_factory=dict)
+    read_shared_prefix: bool = False
 
 
 class StepHandle(Protocol):

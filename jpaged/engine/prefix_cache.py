@@ -8,6 +8,7 @@ finds is believed only after its parent and its own tokens have been compared, s
 wrong answer. Requests share blocks only with requests of the same salt.
 
 Where a prompt parts from cached tokens in the middle of a block, the block is copied, and what is equal is kept.
+Blocks that the pool reuses may go to host memory and be hit there (`host_tier.py`).
 
 A block is registered when the step that fills it has been planned: steps run in the order of their plans, and in
 every layer a step writes the keys and values of all its rows before any row attends, so whoever hits the block
@@ -15,9 +16,12 @@ later, even in the same plan, reads what was written.
 """
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 
+from jpaged.engine.host_tier import HostTier, NamedBlock
+from jpaged.engine.interface import NULL_BLOCK
 from jpaged.errors import EngineDeadError
 
 _PARTS_LOOKED_AT = 8
@@ -40,7 +44,9 @@ class PrefixCache:
     It holds no references: a registered block may be in use or free. The pool calls `forget` when it reuses one.
 
     step_id: the step being planned; set by the scheduler.
+    host: where blocks go that the pool reuses; None where they are just forgotten.
     num_queried_tokens, num_hit_tokens: counted by the scheduler through `count`, once per request.
+    num_host_hit_tokens: of the hits, those in host memory.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -55,9 +61,11 @@ class PrefixCache:
         self._by_half: dict[tuple[bytes, bytes], list[int]] = {}  # by parent and the first half of the tokens
         self._half_keys: list[tuple[bytes, bytes] | None] = [None] * num_blocks
         self.step_id = 0
+        self.host: HostTier | None = None
         self.num_registrations = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_host_hit_tokens = 0
 
     def __len__(self) -> int:
         """Blocks that can be hit."""
@@ -87,20 +95,23 @@ class PrefixCache:
             token_ids: int32 [n]; its tokens.
             num_blocks: look at no more blocks than this.
 
-        Returns: int32 [hits]; the block ids.
+        Returns: int32 [hits]; the block ids, and the null block for each that is in host memory only.
         """
         self.extend_digests(digests, token_ids, num_blocks, salt)
-        found: list[int] = []
+        size, found = self._block_size, list[int]()
         parent = root_digest(salt)
         for digest in digests[:num_blocks]:
             block_id = self._block_of.get(digest)
             if block_id is None or self._parents[block_id] != parent:
-                break
+                first = len(found) * size
+                if self.host is None or not self.host.holds(digest, parent, token_ids[first : first + size]):
+                    break
+                block_id = NULL_BLOCK
             found.append(block_id)
             parent = digest
         block_ids = np.array(found, np.int32)
-        wanted = token_ids[: len(found) * self._block_size].reshape(len(found), self._block_size)
-        differs = (self._tokens[block_ids] != wanted).any(axis=1)
+        wanted = token_ids[: len(found) * size].reshape(len(found), size)
+        differs = (self._tokens[block_ids] != wanted).any(axis=1) & (block_ids != NULL_BLOCK)
         return block_ids[: int(differs.argmax())] if differs.any() else block_ids
 
     def match_part(self, parent: bytes, token_ids: np.ndarray) -> tuple[int, int]:
@@ -161,8 +172,17 @@ class PrefixCache:
         self._registered_in[named] = self.step_id
         self.num_registrations += len(new)
 
+    def named(self, block_ids: np.ndarray) -> Iterator[NamedBlock]:
+        """Those of these blocks that have names."""
+        for block_id in block_ids[self._registered[block_ids]].tolist():
+            digest, parent = self._digests[block_id], self._parents[block_id]
+            if digest is not None and parent is not None:
+                yield NamedBlock(block_id, digest, parent, self._tokens[block_id].copy())
+
     def forget(self, block_ids: np.ndarray) -> None:
         """Drops the names of blocks that are about to hold something else."""
+        if self.host is not None:
+            self.host.evict(self.named(block_ids))
         for block_id in block_ids[self._registered[block_ids]].tolist():
             digest = self._digests[block_id]
             if digest is not None:
@@ -174,10 +194,11 @@ class PrefixCache:
         """Drops every name; the statistics go on."""
         self.forget(np.flatnonzero(self._registered))
 
-    def count(self, queried_tokens: int, hit_tokens: int) -> None:
+    def count(self, queried_tokens: int, hit_tokens: int, host_hit_tokens: int) -> None:
         """Adds an admitted request to the hit statistics."""
         self.num_queried_tokens += queried_tokens
         self.num_hit_tokens += hit_tokens
+        self.num_host_hit_tokens += host_hit_tokens
 
     def check_integrity(self) -> None:
         """Raises EngineDeadError unless names and blocks correspond one to one."""

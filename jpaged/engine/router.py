@@ -51,14 +51,16 @@ class Router:
         others = [0] * len(known) if elsewhere is None else elsewhere
         costs = [own + other - saved for own, other, saved in zip(self.outstanding, others, known, strict=True)]
         replica = costs.index(min(costs))
-        tokens = len(prompt) - known[replica] + max_new_tokens
-        self.outstanding[replica] += tokens
-        self._requests[request_id] = replica, tokens
-        for beginning in beginnings:
-            self._seen[beginning] = self._seen.pop(beginning, 0) | 1 << replica
-        while len(self._seen) > REMEMBERED_CHUNKS:
-            self._seen.popitem(last=False)
+        self._count(request_id, replica, beginnings, len(prompt) - known[replica] + max_new_tokens)
         return replica
+
+    def assign(
+        self, request_id: str, replica: int, prompt: Sequence[int], max_new_tokens: int, salt: str | None = None
+    ) -> None:
+        """As `route`, to a replica that the caller names."""
+        beginnings = self._beginnings(prompt, salt)
+        known = self._known_tokens(beginnings)[replica]
+        self._count(request_id, replica, beginnings, len(prompt) - known + max_new_tokens)
 
     def replica_of(self, request_id: str) -> int | None:
         """Where an unfinished request runs; None for others."""
@@ -78,6 +80,14 @@ class Router:
     def forget_prefixes(self) -> None:
         """The replicas' prefix caches were reset."""
         self._seen.clear()
+
+    def _count(self, request_id: str, replica: int, beginnings: Sequence[int], tokens: int) -> None:
+        self.outstanding[replica] += tokens
+        self._requests[request_id] = replica, tokens
+        for beginning in beginnings:
+            self._seen[beginning] = self._seen.pop(beginning, 0) | 1 << replica
+        while len(self._seen) > REMEMBERED_CHUNKS:
+            self._seen.popitem(last=False)
 
     def _beginnings(self, prompt: Sequence[int], salt: str | None) -> list[int]:
         """A hash of each whole number of chunks, the shortest first. Equal hashes of unequal prompts cost only time."""

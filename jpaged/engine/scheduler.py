@@ -44,8 +44,10 @@ from jpaged.engine.admission import NO_BLOCKS, Admission, PlanInProgress, slot_s
 from jpaged.engine.beam_search import BeamGroup
 from jpaged.engine.block_manager import BlockManager, Growth
 from jpaged.engine.block_pool import BlockPool
+from jpaged.engine.host_tier import HostTier
 from jpaged.engine.interface import (
     NO_TOKEN,
+    NULL_BLOCK,
     SWAP_CHUNK_BLOCKS,
     Chunk,
     FinishCode,
@@ -90,7 +92,9 @@ class Scheduler:
         self.config = config
         self.pool = pool or BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.slots = Slots(config)
-        self.swap_space = SwapSpace(config.num_swap_chunks)
+        self.swap_space = SwapSpace(config.num_swap_chunks, HostTier() if config.host_prefix_cache else None)
+        if self.pool.cache is not None:
+            self.pool.cache.host = self.swap_space.tier
         self._blocks = BlockManager(self.pool, self.slots)
         self._seed = seed
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
@@ -247,6 +251,7 @@ class Scheduler:
         if cache is None:
             raise InvalidParameterError("Prefixes are pinned in the prefix cache: set enable_prefix_caching=True.")
         hits = cache.match([], token_ids, len(token_ids) // size, cache_salt)
+        hits = hits[np.cumprod(hits != NULL_BLOCK, dtype=np.bool_)]  # up to the first that is in host memory only
         left = self.capacity - len(hits)
         needed = max([-(-self.config.max_model_len // size), *map(self._num_blocks_alone, self._leaders())])
         if left < needed:
@@ -287,6 +292,7 @@ class Scheduler:
         self._pinned.clear()
         if self.pool.cache is not None:
             self.pool.cache.reset()
+        self.swap_space.drop_prefixes()
         return True
 
     def schedule(self) -> StepPlan | None:
@@ -311,26 +317,31 @@ class Scheduler:
             copies = np.concatenate([copies, np.array(plan.copies, np.int32)])
             for source, _ in plan.copies:  # held until nothing more is allocated in this plan
                 self.pool.free(np.array([source], np.int32))
-        if not len(rows) and not plan.chunks:
-            return None
+        if not len(rows) and not plan.chunks and not plan.starts:
+            return None  # a start goes out even without rows: the device must know of it
+        self.swap_space.keep_evicted(self.pool)
         ends = np.array(self._pending_ends, np.int32)
         self._pending_ends.clear()
         beam_starts, beams = self._searches.take_changes()
         plan.starts += [slot_start(r, self.slots.known(r.slot).copy(), NO_BLOCKS, 0) for r in beam_starts]
+        num_sharing = shared_blocks = 0
+        if self.slots.shared_prefixes is not None and not plan.chunks:
+            rows, num_sharing, shared_blocks = self.slots.shared_prefixes.group(rows)
         step = StepPlan(
             step_id=plan.step_id,
             variant=self._variant(plan.runs_beams),
             ends=ends,
             starts=tuple(plan.starts),
-            swap_outs=tuple(self.swap_space.pending_copies),
+            swap_outs=self.swap_space.end_plan(),
             swap_ins=tuple(plan.swap_ins),
             beams=beams,
             copies=copies,
             table_updates=table_updates,
             decode_slots=rows.astype(np.int32),
+            num_sharing=num_sharing,
+            shared_len=shared_blocks * self.config.block_size,
             chunks=tuple(plan.chunks),
         )
-        self.swap_space.pending_copies.clear()
         self._next_step_id += 1
         self._in_flight.append(step)
         return step
@@ -404,21 +415,21 @@ class Scheduler:
             plan.runs_beams = True
             return
         slots.compute_limit[slot] = request.max_len - 1
-        for sibling in siblings:
-            self._fork(plan, request, sibling)
+        if siblings:
+            self._fork(plan, request, siblings)
         request.group.forked = True
 
-    def _fork(self, plan: PlanInProgress, parent: Request, child: Request) -> None:
-        """Starts a sibling, whose slot is kept, at the end of the prompt that its parent computes in this step."""
-        slots, slot = self.slots, child.slot
-        self._blocks.fork(parent.slot, slot)
-        slots.compute_limit[slot] = child.max_len - 1
-        child.block_digests = parent.block_digests.copy()
-        child.num_registered_blocks = parent.num_registered_blocks
-        known = slots.known(slot).copy()
-        plan.starts.append(slot_start(child, known, slots.blocks(slot).copy(), len(known)))
-        plan.chunks.append(Chunk(slot, len(known), known[:0], samples=True))
-        plan.budget -= 1
+    def _fork(self, plan: PlanInProgress, parent: Request, children: list[Request]) -> None:
+        """Starts siblings, whose slots are kept, at the end of the prompt that their parent computes in this step."""
+        self._blocks.fork(parent.slot, [child.slot for child in children])
+        known, block_ids = self.slots.known(parent.slot).copy(), self.slots.blocks(parent.slot).copy()
+        for child in children:
+            self.slots.compute_limit[child.slot] = child.max_len - 1
+            child.block_digests = parent.block_digests.copy()
+            child.num_registered_blocks = parent.num_registered_blocks
+            plan.starts.append(slot_start(child, known, block_ids, len(known)))
+            plan.chunks.append(Chunk(child.slot, len(known), known[:0], samples=True))
+            plan.budget -= 1
 
     def _admit_waiting(self, plan: PlanInProgress) -> None:
         while plan.budget and self.slots.num_free:
@@ -496,7 +507,8 @@ class Scheduler:
         mode = self.config.preemption_mode
         if mode == "swap" or (mode == "auto" and len(members) > 1):
             started = [member for member in members if self.slots.capacity[member.slot]]
-            self.swap_space.store(started, self.slots, self.config.block_size)
+            stored = self.swap_space.store(started, self.slots, self.config.block_size)
+            self._counters.num_swap_preemptions += stored
         for request in members:
             self._give_up_slot(request)
             request.status = RequestStatus.PREEMPTED
@@ -518,6 +530,7 @@ class Scheduler:
         if not self._in_flight or self._in_flight.popleft() is not plan:
             raise EngineDeadError(f"The results of step {plan.step_id} do not belong to the oldest plan in flight.")
         self._counters.num_steps += 1
+        self._counters.num_shared_prefix_steps += result.read_shared_prefix
         slots = self.slots
         tokens, codes, rows_slots = result.token_ids, result.finish_codes, plan.decode_slots
         if plan.chunks:
@@ -688,20 +701,24 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_steps=counters.num_steps,
             num_preemptions=counters.num_preemptions,
+            num_swap_preemptions=counters.num_swap_preemptions,
             num_finished=counters.num_finished,
             prompt_tokens=self._admission.num_prompt_tokens,
             generated_tokens=counters.generated_tokens,
             prefix_cache_queries=pool.cache.num_queried_tokens if pool.cache is not None else 0,
             prefix_cache_hits=pool.cache.num_hit_tokens if pool.cache is not None else 0,
+            prefix_cache_host_hits=pool.cache.num_host_hit_tokens if pool.cache is not None else 0,
             num_blocks=pool.capacity,
             num_used_blocks=pool.num_used,
             num_cached_blocks=len(pool.cache) if pool.cache is not None else 0,
+            num_host_cached_blocks=len(self.swap_space.tier) if self.swap_space.tier is not None else 0,
             num_swap_blocks=self.swap_space.num_chunks * SWAP_CHUNK_BLOCKS,
             num_used_swap_blocks=self.swap_space.num_used * SWAP_CHUNK_BLOCKS,
             num_swapped_out=self.swap_space.num_swapped_out,
             num_swapped_in=self.swap_space.num_swapped_in,
             tokens_held=token_slots - self._num_empty_token_slots(),
             token_slots=token_slots,
+            num_shared_prefix_steps=counters.num_shared_prefix_steps,
         )
 
     def _num_empty_token_slots(self) -> int:
@@ -723,8 +740,7 @@ class Scheduler:
         used = slots.used().tolist()
         self.pool.check_integrity([*(slots.blocks(slot) for slot in used), *self._pinned.values()])
         records = {id(m.swap): m.swap for g in self._groups.values() for m in g.members if m.swap is not None}
-        if sum(len(record.chunks) for record in records.values()) != self.swap_space.num_used:
-            raise EngineDeadError(f"{self.swap_space.num_used} chunks of swap space are in use, but not by a sequence.")
+        self.swap_space.check_integrity(records.values())
         running = [request for request in slots.requests if request is not None]
         if [request.slot for request in running] != used or slots.num_used != len(used):
             raise EngineDeadError(f"Slots in use are {used}, tenants hold {[request.slot for request in running]}.")

@@ -101,12 +101,15 @@ class Searches:
             group.forked = True
             group.pending_starts = members[1:]
         own_slots = [member.slot for member in members]
+        children: dict[int, list[int]] = {}
         for beam, parent in enumerate(choice.parents.tolist()):
             if parent != beam:
                 self._blocks.free(own_slots[beam])
-                self._blocks.fork(own_slots[parent], own_slots[beam])
+                children.setdefault(own_slots[parent], []).append(own_slots[beam])
                 members[beam].block_digests = members[parent].block_digests.copy()
                 members[beam].num_registered_blocks = members[parent].num_registered_blocks
+        for parent, forked in children.items():
+            self._blocks.fork(parent, forked)
         slots.token_ids[own_slots, slots.num_known[own_slots]] = choice.token_ids
         slots.num_known[own_slots] += 1
         parents = [own_slots[parent] for parent in choice.parents.tolist()]

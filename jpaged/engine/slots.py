@@ -14,12 +14,14 @@ step when num_computed == capacity.
 """
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
 from jpaged.config import SchedulerConfig
 from jpaged.engine.interface import SamplingVariant
 from jpaged.engine.request import Request
+from jpaged.engine.shared_prefix import SharedPrefixes
 
 NEVER = np.iinfo(np.int64).max
 
@@ -35,6 +37,7 @@ class Slots:
     variant_counts: tenants by the sampling variant that they need.
     block_table: int32 [slots, max_blocks_per_seq].
     token_ids: int32 [slots, max_model_len]; pages of zeros come into being when they are written.
+    shared_prefixes: who begins alike, where decode steps are to know it; None otherwise.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -53,6 +56,9 @@ class Slots:
         self.index = np.zeros((n,), np.int64)
         self.block_table = np.zeros((n, config.max_blocks_per_seq), np.int32)
         self.token_ids = np.zeros((n, config.max_model_len), np.int32)
+        self.shared_prefixes: SharedPrefixes | None = None
+        if config.shared_prefix_attention:
+            self.shared_prefixes = SharedPrefixes(self.block_table, config.num_blocks)
         self.requests: list[Request | None] = [None] * n
         self.variant_counts = [0] * len(SamplingVariant)
         self._free = list(range(n))
@@ -101,24 +107,34 @@ class Slots:
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.requests[slot] = request
         self.variant_counts[request.variant] += 1
+        if self.shared_prefixes is not None:
+            self.shared_prefixes.add(slot, min(n, request.prompt_len // self._block_size))
         request.slot = slot
         return slot
 
-    def fork(self, parent: int, child: int) -> tuple[np.ndarray, bool]:
-        """Gives `child`, a slot whose tenant has computed nothing, all that the tenant of `parent` has.
+    def fork(self, parent: int, children: Sequence[int]) -> tuple[np.ndarray, bool]:
+        """Gives `children`, slots whose tenants have computed nothing, all that the tenant of `parent` has.
 
         Returns: its blocks, int32 [n], a view, and whether the last of them is full.
         """
-        computed, known, capacity = (int(a[parent]) for a in (self.num_computed, self.num_known, self.capacity))
-        self.num_computed[child], self.num_known[child], self.capacity[child] = computed, known, capacity
-        block_ids = self.block_table[child, : capacity // self._block_size]
-        block_ids[:] = self.block_table[parent, : len(block_ids)]
-        self.token_ids[child, :known] = self.token_ids[parent, :known]
-        return block_ids, computed == capacity
+        computed, known, capacity = self.num_computed[parent], self.num_known[parent], self.capacity[parent]
+        block_ids = self.block_table[parent, : capacity // self._block_size]
+        token_ids = self.token_ids[parent, :known]
+        for child in children:
+            self.num_computed[child] = computed
+            self.num_known[child] = known
+            self.capacity[child] = capacity
+            self.block_table[child, : len(block_ids)] = block_ids
+            self.token_ids[child, :known] = token_ids
+            if self.shared_prefixes is not None:
+                self.shared_prefixes.add_fork(parent, child)
+        return block_ids, bool(computed == capacity)
 
     def release(self, slot: int) -> None:
         """Empties a slot; its blocks are the caller's to free."""
         request = self.requests[slot]
+        if self.shared_prefixes is not None:
+            self.shared_prefixes.remove(slot)
         if request is not None:
             request.slot = -1
             self.variant_counts[request.variant] -= 1

@@ -10,8 +10,10 @@ class Counters:
 
     num_steps: int = 0
     num_preemptions: int = 0
+    num_swap_preemptions: int = 0
     num_finished: int = 0
     generated_tokens: int = 0
+    num_shared_prefix_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +22,17 @@ class EngineStats:
 
     num_running, num_waiting: sequences now; preempted ones wait, and those that wait together count once.
     num_steps, num_preemptions, num_finished: totals; aborted requests count as finished.
+    num_swap_preemptions: of the preemptions, those whose blocks went to host memory.
+    num_shared_prefix_steps: those of the steps that read a prefix once for all sequences that share it.
     prompt_tokens: of requests admitted, prefix hits included. generated_tokens: those the host has read.
     prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found, in tokens.
+    prefix_cache_host_hits: of these hits, those in blocks that came back from host memory.
     num_blocks, num_used_blocks: blocks that can be allocated, and those referenced now.
-    num_cached_blocks: blocks, free or not, that a prefix could hit.
-    num_swap_blocks, num_used_swap_blocks: blocks that the swap space can hold, and those in its chunks in use.
-    num_swapped_out, num_swapped_in: totals, in blocks.
+    num_cached_blocks, num_host_cached_blocks: blocks that a prefix could hit, in the pool, free or not, and in host
+        memory.
+    num_swap_blocks, num_used_swap_blocks: blocks that the swap space can hold, and those in the chunks that sequences
+        have there.
+    num_swapped_out, num_swapped_in: totals, in blocks of preempted sequences.
     tokens_held, token_slots: tokens in the referenced blocks (a shared one counts once), and what they could hold.
     """
 
@@ -33,20 +40,24 @@ class EngineStats:
     num_waiting: int
     num_steps: int
     num_preemptions: int
+    num_swap_preemptions: int
     num_finished: int
     prompt_tokens: int
     generated_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    prefix_cache_host_hits: int
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
+    num_host_cached_blocks: int
     num_swap_blocks: int
     num_used_swap_blocks: int
     num_swapped_out: int
     num_swapped_in: int
     tokens_held: int
     token_slots: int
+    num_shared_prefix_steps: int
 
     @property
     def kv_cache_usage(self) -> float:

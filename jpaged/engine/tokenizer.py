@@ -4,14 +4,16 @@ The other way, token ids to text as they are sampled, is `jpaged.engine.detokeni
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from jpaged.engine.token_decoders import decode_token
-from jpaged.errors import CheckpointError, InvalidParameterError, InvalidPromptError, ModelNotFoundError
+from jpaged.errors import CheckpointError, InvalidParameterError, InvalidPromptError, ModelNotFoundError, shown
 from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 if TYPE_CHECKING:
@@ -46,15 +48,21 @@ class Tokenizer:
             CheckpointError: it has no tokenizer, or one that is broken or needs code of its own.
         """
         name = str(source)
-        directory = Path(name).expanduser()
-        is_local = directory.is_dir()
+        try:
+            directory = Path(name).expanduser()
+            is_local, exists = directory.is_dir(), directory.exists()
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~ of a user that does not exist
+            raise ModelNotFoundError(
+                f"Tokenizer {shown(name)} cannot be a path; give a directory that holds a tokenizer.json, or a hub id."
+            ) from error
         if is_local:
             _check_tokenizer_files(directory)
-        elif isinstance(source, Path) or directory.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        elif isinstance(source, Path) or exists or name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise ModelNotFoundError(
                 f"Tokenizer {name} is no directory; give one that holds a tokenizer.json, or a hub id (owner/name)."
             )
-        from transformers import AutoTokenizer  # a second or two: not at import
+        with _without_advice():
+            from transformers import AutoTokenizer  # a second or two: not at import
 
         try:
             hf = AutoTokenizer.from_pretrained(
@@ -67,6 +75,7 @@ class Tokenizer:
             raise _load_error(name, is_local, error) from error
         if hf.vocab_size <= len(hf.all_special_tokens):  # transformers makes one up for some classes without files
             raise CheckpointError(f"The tokenizer of {name} has no vocabulary; its tokenizer.json is missing.")
+        hf.model_max_length = int(1e30)  # only for warnings, which are not wanted; it may be no number at all
         return cls(hf, name)
 
     @property
@@ -87,6 +96,15 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self.hf.chat_template)
+
+    @cached_property
+    def template_options(self) -> frozenset[str]:
+        """Names that no variable of a chat template may have: `render_chat` or transformers would take them for its
+        own arguments."""
+        own = signature(self.render_chat).parameters.values()
+        theirs = signature(self.hf.apply_chat_template).parameters.values()
+        named = {parameter.name for parameter in (*own, *theirs) if parameter.kind != parameter.VAR_KEYWORD}
+        return frozenset(named)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to token ids. add_special_tokens: begin with the begin-of-sequence token, if the model wants one.
@@ -167,8 +185,6 @@ class Tokenizer:
             raise InvalidPromptError(
                 f"The tokenizer of {self.source} has no chat template; give a plain text prompt, or a chat_template."
             )
-        from jinja2 import TemplateError
-
         try:
             return self.hf.apply_chat_template(
                 conversation,
@@ -179,10 +195,10 @@ class Tokenizer:
                 tokenize=False,
                 **variables,
             )
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidPromptError(
-                f"The chat template of {self.source} does not take these messages: {error}"
-            ) from error
+        except Exception as error:  # a template is a program, and raises what programs raise
+            source = f"The chat template of {self.source}" if chat_template is None else "The chat_template given"
+            reason = str(error) or type(error).__name__
+            raise InvalidPromptError(f"{source} does not take these messages: {reason}") from error
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences that spell each word, at the beginning of a text, inside it, and after a space.
@@ -195,13 +211,13 @@ class Tokenizer:
             spelled = self._spellings(word)
             if not spelled:
                 raise InvalidParameterError(
-                    f"bad_words has {word!r}, which no tokens of {self.source} spell; remove it."
+                    f"bad_words has {shown(word)}, which no tokens of {self.source} spell; remove it."
                 )
             for ids in spelled:
                 if len(ids) > MAX_BAD_WORD_TOKENS:
                     raise InvalidParameterError(
-                        f"bad_words has {word!r}, which is {len(ids)} tokens long; at most {MAX_BAD_WORD_TOKENS} are"
-                        " compared. Shorten it."
+                        f"bad_words has {shown(word)}, which is {len(ids)} tokens long; at most"
+                        f" {MAX_BAD_WORD_TOKENS} are compared. Shorten it."
                     )
                 sequences[ids] = None
         if len(sequences) > MAX_BAD_WORDS:
@@ -251,7 +267,7 @@ def _check_message(where: str, message: Any) -> dict[str, Any]:
         if key not in message and not (key == "content" and message.get("tool_calls")):
             raise InvalidPromptError(f'{where} has no "{key}"; it has {", ".join(map(repr, message)) or "no keys"}.')
     if not isinstance(message["role"], str) or not message["role"]:
-        raise InvalidPromptError(f'{where}["role"] must be a name such as "user", got {message["role"]!r}.')
+        raise InvalidPromptError(f'{where}["role"] must be a name such as "user", got {shown(message["role"])}.')
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
         raise InvalidPromptError(f'{where}["content"] is None; give a string.')
@@ -266,11 +282,11 @@ def _text_of_part(where: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or "type" not in part:
-        raise InvalidPromptError(f'{where} must be {{"type": "text", "text": ...}}, got {part!r}.')
+        raise InvalidPromptError(f'{where} must be {{"type": "text", "text": ...}}, got {shown(part)}.')
     if part["type"] != "text":
-        raise InvalidPromptError(f'{where}["type"] is {part["type"]!r}; only "text" is supported.')
+        raise InvalidPromptError(f'{where}["type"] is {shown(part["type"])}; only "text" is supported.')
     if not isinstance(part.get("text"), str):
-        raise InvalidPromptError(f'{where}["text"] must be a string, got {part.get("text")!r}.')
+        raise InvalidPromptError(f'{where}["text"] must be a string, got {shown(part.get("text"))}.')
     return part["text"]
 
 
@@ -299,3 +315,18 @@ def _load_error(name: str, is_local: bool, error: Exception) -> CheckpointError:
         f"No tokenizer for {name}: it is no local directory, and the hub gave none ({reason[:300]}). Check the spelling"
         " and the connection, or give a directory."
     )
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """transformers says at import that PyTorch is missing, which nobody here needs."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,11 +1,18 @@
 """Compiles the step programs ahead of time, in parallel, from shapes alone.
 
+    kept on disk?  --yes-->  load                                          (ExecutableCache)
+         | no
+    a body that other processes can compile as well?  --yes-->  wait, load (CompileProcesses)
+         | no
+    lower in this thread, compile in a pool of threads
+
 After this nothing compiles: the runner holds executables, and an executable refuses inputs of another shape.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,16 +26,14 @@ from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, SamplingVariant
 from jpaged.executor import programs, sampler, sampling_state
 from jpaged.executor.beams import beams_layout, move_beams_step
 from jpaged.executor.buckets import bucket_for
+from jpaged.executor.compile_processes import CompileProcesses, Key
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.copies import copy_blocks_step, copy_layout
-from jpaged.executor.executable_cache import ExecutableCache
+from jpaged.executor.executable_cache import KEPT_PLATFORMS, ExecutableCache
 from jpaged.executor.mesh import POOL, STAGING, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.state import initial_slot_state
 from jpaged.executor.swap import abstract_staging, gather_step, scatter_step
 from jpaged.models import Model
-
-Key = tuple[str | int, ...]
-"""Names a program: ("mixed", tokens), ("sample", batch, variant), ..."""
 
 _Takes = Literal["weights", "head", None]
 
@@ -40,6 +45,9 @@ _GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0
 twice as long to compile, chooses differently from start to start when many threads compile at once, and on an H200
 won nothing: a decode step of 256 rows took 6.0 ms instead of 6.4 (Qwen3-0.6B), 12.8 instead of 12.8 (Llama-3.1-8B).
 Up to 16 rows XLA's own kernels win: 4.5 ms instead of 4.7 for one row of Llama-3.1-8B."""
+
+_PATIENCE_S = 120.0
+"""Longest to wait for another process to compile a program: tens of times what its whole share takes."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +113,51 @@ def abstract_pools(config: ExecutorConfig, model: Model, dtype: Any) -> tuple[ja
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for _ in range(model.config.num_layers))
 
 
+@dataclass(frozen=True)
+class _Task:
+    """A program to compile. path: where it is kept, if anywhere. autotuned: whether XLA tries algorithms out for it."""
+
+    key: Key
+    jitted: Any
+    args: tuple
+    options: dict[str, Any]
+    takes: _Takes
+    path: Path | None
+    autotuned: bool
+
+    @property
+    def is_kept(self) -> bool:
+        return self.path is not None and self.path.exists()
+
+    def load_or_compile(self) -> jax.stages.Compiled:
+        loaded = None if self.path is None else ExecutableCache.load(self.path)
+        return loaded or self.compile(self.jitted.lower(*self.args))
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        compiled = lowered.compile(compiler_options=self.options)
+        if self.path is not None:
+            ExecutableCache.save(self.path, compiled)
+        return compiled
+
+
 class Compiler:
     """Lowers programs one by one and compiles them in a pool of threads (XLA releases the interpreter lock).
 
     model: what each device of the mesh runs (`DeviceMesh.shard_of`).
+    helpers: processes that compile a share of the bodies, where there are any.
+    kept_on: platforms whose programs are kept on disk (`ExecutableCache`).
     """
 
-    def __init__(self, model: Model, config: ExecutorConfig, kv_dtype: Any, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: ExecutorConfig,
+        kv_dtype: Any,
+        mesh: DeviceMesh,
+        *,
+        helpers: CompileProcesses | None = None,
+        kept_on: Collection[str] = KEPT_PLATFORMS,
+    ) -> None:
         self._model = model
         self._config = config
         self._mesh = mesh
@@ -125,9 +171,11 @@ class Compiler:
         counts = mesh.split(self._full_of_shard.token_counts, TOKEN_COUNTS)
         self._full = self._full_of_shard._replace(token_counts=counts)
         self._full_specs = jax.tree.map(lambda _: WHOLE, self._full)._replace(token_counts=TOKEN_COUNTS)
+        self._helpers = helpers
         self._threads = ThreadPoolExecutor(os.cpu_count())
+        self._waiters = ThreadPoolExecutor(len(config.token_buckets) + 2 * len(config.decode_buckets))
         self._cache = ExecutableCache(
-            cache_directory("programs"), (model.config, model.vocab_size, model.dtype, config, mesh.key)
+            cache_directory("programs"), (model.config, model.vocab_size, model.dtype, config, mesh.key), kept_on
         )
         self._pending: dict[Key, tuple[Future, _Takes]] = {}
 
@@ -144,10 +192,17 @@ class Compiler:
 
     def submit_bodies(self) -> None:
         """The programs that depend on the size of the pool."""
-        for tokens in self._config.token_buckets:
-            self.submit_mixed(tokens)
-        for batch in self._config.decode_buckets:
-            self.submit_decode(batch)
+        steps = self._steps()
+        if self._helpers is not None:
+            # What is autotuned stays here: processes that time kernels at once on one device spoil each other's clock.
+            shared = [task.key for task in steps if task.path and not task.is_kept and not task.autotuned]
+            elsewhere = self._helpers.share_out(self._config, shared)
+            for task in steps:
+                if task.key in elsewhere and task.key not in self._pending:
+                    waiting = self._waiters.submit(_await_then_load, elsewhere[task.key], task)
+                    self._pending[task.key] = waiting, task.takes
+        for task in steps:
+            self._start(task)
         self.submit_forks()
         self.submit_swaps()
 
@@ -188,7 +243,17 @@ class Compiler:
         waiting = tqdm(self._pending, desc="compiling", unit="program", disable=not progress, leave=False)
         compiled = {key: self.result(key) for key in waiting}
         self._threads.shutdown()
+        self._waiters.shutdown()
         return compiled
+
+    def compile_steps(self, keys: Collection[Key]) -> Iterator[Key]:
+        """Compiles those of the bodies for the cache alone: yields each when it is there."""
+        for task in self._steps():
+            if task.key in keys:
+                self._start(task)
+        for key in keys:
+            self.result(key)
+            yield key
 
     def submit_update(self) -> None:
         packed = _int32(programs.update_layout().size)
@@ -196,19 +261,32 @@ class Compiler:
             ("update",), partial(programs.update_step, self._config), self._state, self._sampling, packed, donate=(0, 1)
         )
 
-    def submit_decode(self, batch: int) -> None:
-        step = partial(programs.decode_step, self._model, self._config, batch)
-        packed = _int32(programs.decode_layout(batch).size)
+    def submit_decode(self, batch: int, *, shares_prefix: bool = False) -> None:
+        self._start(self._decode(batch, shares_prefix))
+
+    def _decode(self, batch: int, shares_prefix: bool = False) -> _Task:
+        step = partial(programs.decode_step, self._model, self._config, batch, shares_prefix)
+        packed = _int32(programs.decode_layout(batch, shares_prefix).size)
         args = (self._pools, self._state, packed)
         results = (POOL, WHOLE, WHOLE, WHOLE)
-        self._submit(("decode", batch), step, *args, donate=(1, 2), takes="weights", rows=batch, results=results)
+        key = ("shared_decode" if shares_prefix else "decode", batch)
+        return self._task(key, step, *args, donate=(1, 2), takes="weights", rows=batch, results=results)
+
+    def _steps(self) -> list[_Task]:
+        """The bodies that compute a step's tokens."""
+        config = self._config
+        shared = [self._decode(batch, shares_prefix=True) for batch in config.shared_prefix_buckets]
+        return [*map(self._mixed, config.token_buckets), *map(self._decode, config.decode_buckets), *shared]
 
     def submit_mixed(self, tokens: int) -> None:
+        self._start(self._mixed(tokens))
+
+    def _mixed(self, tokens: int) -> _Task:
         step = partial(programs.mixed_step, self._model, self._config, tokens)
         packed = _int32(programs.mixed_layout(self._config, tokens).size)
         args = (self._pools, self._state, packed)
         results = (POOL, WHOLE, WHOLE, WHOLE, WHOLE)
-        self._submit(("mixed", tokens), step, *args, donate=(1, 2), takes="weights", rows=tokens, results=results)
+        return self._task(("mixed", tokens), step, *args, donate=(1, 2), takes="weights", rows=tokens, results=results)
 
     def submit_sample(self, batch: int, variant: SamplingVariant) -> None:
         served_by = sampler.program_variant(variant, self._model.vocab_size, self._model.collectives)
@@ -277,7 +355,11 @@ class Compiler:
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self._model.config.hidden_size), self._model.dtype)
 
-    def _submit(
+    def _submit(self, key: Key, function: Callable[..., Any], *args: Any, **how: Any) -> None:
+        """As `_task`."""
+        self._start(self._task(key, function, *args, **how))
+
+    def _task(
         self,
         key: Key,
         function: Callable[..., Any],
@@ -286,10 +368,8 @@ class Compiler:
         takes: _Takes = None,
         rows: int = 0,
         results: Specs = WHOLE,
-    ) -> None:
+    ) -> _Task:
         """rows: of the program's matrix products, if it has any. results: how they are split over the mesh."""
-        if key in self._pending:
-            return
         if takes is not None:
             args = (self._weights if takes == "weights" else self._model.head_weights(self._weights), *args)
 
@@ -298,23 +378,26 @@ class Compiler:
 
         named.__name__ = "_".join(str(int(part) if isinstance(part, int) else part) for part in key)  # for profiles
         jitted = self._mesh.jit(named, args, results, donate)
+        autotuned = 0 < rows <= _AUTOTUNED_ROWS
         options = _GPU_OPTIONS if jax.default_backend() == "gpu" and rows > _AUTOTUNED_ROWS else {}
-        path = self._cache.path((key, options), args)
-        if path is not None and path.exists():
-            self._pending[key] = self._threads.submit(_load_or_compile, path, jitted, args, options), takes
+        return _Task(key, jitted, args, options, takes, self._cache.path((key, options), args), autotuned)
+
+    def _start(self, task: _Task) -> None:
+        if task.key in self._pending:
+            return
+        if task.is_kept:
+            self._pending[task.key] = self._threads.submit(task.load_or_compile), task.takes
         else:
-            self._pending[key] = self._threads.submit(_compile, path, jitted.lower(*args), options), takes
+            if self._helpers is not None and task.path is not None:
+                self._helpers.start()  # a cold start: they get ready while this process lowers
+            self._pending[task.key] = self._threads.submit(task.compile, task.jitted.lower(*task.args)), task.takes
 
 
-def _load_or_compile(path: Path, jitted: Any, args: tuple, options: dict[str, Any]) -> jax.stages.Compiled:
-    return ExecutableCache.load(path) or _compile(path, jitted.lower(*args), options)
-
-
-def _compile(path: Path | None, lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
-    compiled = lowered.compile(compiler_options=options)
-    if path is not None:
-        ExecutableCache.save(path, compiled)
-    return compiled
+def _await_then_load(elsewhere: Future, task: _Task) -> jax.stages.Compiled:
+    """Compiles it here after all if the other process failed or takes unreasonably long."""
+    with suppress(TimeoutError):
+        elsewhere.result(_PATIENCE_S)
+    return task.load_or_compile()
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

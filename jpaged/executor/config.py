@@ -5,6 +5,16 @@ from dataclasses import dataclass
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.buckets import bucket_for, doublings, geometric_buckets
 
+LEAST_SAVED_TOKENS = 16_384
+"""Tokens that a shared prefix must keep a step from reading in every layer, to be read by kernels of its own. With 8
+KV heads of 128 in 16 bits these are 67 MB, 15 us at 4.4 TB/s: about what those kernels and their merge cost at least
+(estimated, not measured)."""
+
+SAVED_TOKENS_A_PADDED_ROW = 512
+"""The same for each row of padding that the fewer sizes of their programs cost: a row of Llama-3.1-8B is 15 GFLOP, 23
+us at 670 TFLOP/s, in which 760 tokens of all layers are read; a row of Qwen3-0.6B is worth 50 (computed, not measured).
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorConfig:
@@ -16,6 +26,7 @@ class ExecutorConfig:
     decode_buckets: ascending batch sizes that decode programs exist for; the last is max_num_seqs.
     token_buckets: ascending token counts that mixed programs exist for; the last is the step's token budget.
     kernel_backend: which implementation of the attention and cache ops; None picks by device.
+    shared_prefix_attention: have decode programs that read a prefix once for all rows that share it.
     """
 
     max_num_seqs: int
@@ -25,6 +36,7 @@ class ExecutorConfig:
     decode_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]
     kernel_backend: str | None = None
+    shared_prefix_attention: bool = False
 
     @property
     def null_slot(self) -> int:
@@ -43,6 +55,29 @@ class ExecutorConfig:
         """Rows that the variant's sampling programs exist for."""
         is_rare = variant in (SamplingVariant.FULL, SamplingVariant.BEAM)
         return doublings(self.decode_buckets) if is_rare else self.decode_buckets
+
+    @property
+    def shared_prefix_buckets(self) -> tuple[int, ...]:
+        """Batch sizes that decode programs with a shared prefix exist for: few, since each is a body of its own. None
+        below 64 rows, up to which padding costs next to nothing.
+        """
+        if not self.shared_prefix_attention:
+            return ()
+        least = min(64, self.decode_buckets[-1])
+        return tuple(size for size in doublings(self.decode_buckets) if size >= least)
+
+    def shared_prefix_bucket(self, rows: int, num_sharing: int, shared_len: int) -> int | None:
+        """The size in which to run so many decode rows so that what some share is read once; None if it does not pay.
+
+        num_sharing, shared_len: as in `StepPlan`.
+        """
+        buckets = self.shared_prefix_buckets
+        if not buckets or num_sharing < 2:
+            return None
+        bucket = bucket_for(rows, buckets)
+        padding = bucket - bucket_for(rows, self.decode_buckets) if bucket > buckets[0] else 0
+        least = LEAST_SAVED_TOKENS + SAVED_TOKENS_A_PADDED_ROW * padding
+        return bucket if (num_sharing - 1) * shared_len >= least else None
 
     @property
     def scored_buckets(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import hashlib
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,9 @@ import jax
 from jax.experimental import serialize_executable
 
 import jpaged
+
+KEPT_PLATFORMS = ("gpu",)
+"""Of devices whose programs are kept."""
 
 
 class ExecutableCache:
@@ -35,7 +38,9 @@ class ExecutableCache:
         platforms: of devices whose programs are kept.
     """
 
-    def __init__(self, directory: Path | None, depends_on: Sequence[Any], platforms: Sequence[str] = ("gpu",)) -> None:
+    def __init__(
+        self, directory: Path | None, depends_on: Sequence[Any], platforms: Collection[str] = KEPT_PLATFORMS
+    ) -> None:
         device = jax.devices()[0]
         self._directory = directory if device.platform in platforms else None
         environment = (

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jpaged.config import host_memory
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.errors import OutOfMemoryError
 from jpaged.executor.compilation import Compiler
@@ -69,6 +70,12 @@ def free_device_memory(device: jax.Device, utilization: float) -> int | None:
     return int(stats["bytes_limit"] * min(1.0, utilization / held)) - stats["bytes_in_use"]
 
 
+def unreserved_device_memory(device: jax.Device) -> int:
+    """Bytes of a GPU that this process leaves to others; 0 for a CPU."""
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    return 0 if stats is None else int(stats["bytes_limit"] * (1 / float(os.environ[_FRACTION_VARIABLE]) - 1))
+
+
 def plan_memory(
     model: Model,
     config: ExecutorConfig,
@@ -95,6 +102,12 @@ def plan_memory(
     if limit is None:
         useful = config.max_num_seqs * config.max_blocks_per_seq + 1
         blocks = num_blocks or max(2, min(useful, CPU_POOL_BYTES // block))
+        memory = host_memory()
+        if weights + blocks * block > memory:
+            raise OutOfMemoryError(
+                f"The machine has {_gib(memory)} of memory; weights take {_gib(weights)} and {blocks} blocks "
+                f"{_gib(blocks * block)}. Lower num_gpu_blocks_override, or use a smaller model."
+            )
         return MemoryPlan(weights, state, 0, block, blocks)
 
     programs = _program_bytes(compiler, pipeline_depth) + MOST_IN_TRANSIT * SWAP_CHUNK_BLOCKS * block

@@ -1,8 +1,9 @@
 """The programs of a step, as pure functions.
 
     update            requests that start or end: slot state, sampling parameters, first block-table entries
-    decode[B]         B slots compute their last token                       \\  model body; both return the
-    mixed[T]          decode rows and prefill chunks, ragged, T tokens in all /  hidden states that sample
+    decode[B]         B slots compute their last token                        |
+    shared_decode[B]  the same, a prefix that many share read once for them   |  model body; all return the
+    mixed[T]          decode rows and prefill chunks, ragged, T tokens in all |  hidden states that sample
     sample[R, v]      LM head, sampling, stop tests, slot state; v is the sampling variant
     prompt_logprobs[T]  log-probabilities of a mixed step's prompt tokens, with the likeliest alternatives
     score[T]          log-probabilities of given tokens after some of a mixed step's, and nothing else
@@ -27,7 +28,7 @@ from jpaged.executor.logprobs import TargetScores, TokenLogprobs, logprobs_of, t
 from jpaged.executor.packing import PackedLayout
 from jpaged.executor.state import SlotState, append_blocks, end_slots, slot_mapping, start_slots
 from jpaged.models import Model
-from jpaged.pallas_kernels import decode_attention, ragged_attention, rope_and_write
+from jpaged.pallas_kernels import decode_attention, ragged_attention, rope_and_write, shared_prefix_attention
 from jpaged.sampling_params import MAX_LOGPROBS
 
 Pools = tuple[Float[Array, "blocks 2 kv_heads block_size head_dim"], ...]
@@ -67,8 +68,9 @@ class SampleResult(NamedTuple):
 # --------------------------------------------------------------------------------------------- packed buffers
 
 
-def decode_layout(batch: int) -> PackedLayout:
-    return PackedLayout(slots=(batch,), table_updates=(batch, 3))
+def decode_layout(batch: int, shares_prefix: bool = False) -> PackedLayout:
+    shared: dict[str, tuple[int, ...]] = {"num_sharing": (), "shared_len": ()} if shares_prefix else {}
+    return PackedLayout(slots=(batch,), table_updates=(batch, 3), **shared)
 
 
 def mixed_layout(config: ExecutorConfig, tokens: int) -> PackedLayout:
@@ -102,6 +104,8 @@ class PagedAttention:
 
     A call replaces `pool` by the written one. query_starts: int32 [rows + 1] where rows have several queries
     (`ragged_attention`), None where each has one (`decode_attention`).
+    shared: (num_sharing, shared_len) of `shared_prefix_attention`, in a decode step whose rows may share a prefix; a
+        layer with a sliding window does without, since it reads no more than its window.
     """
 
     pool: Float[Array, "blocks 2 kv_heads block_size head_dim"]
@@ -109,6 +113,7 @@ class PagedAttention:
     block_tables: Int[Array, "rows blocks_per_seq"]
     kv_lens: Int[Array, " rows"]
     query_starts: Int[Array, " rows+1"] | None
+    shared: tuple[Int[Array, ""], Int[Array, ""]] | None
     backend: str | None = field(metadata={"static": True})
 
     def __call__(
@@ -118,6 +123,7 @@ class PagedAttention:
         rotation: tuple[Array, Array] | None,
         norms: tuple[Array, Array] | None,
         norm_eps: float,
+        sliding_window: int | None = None,
         **features: Any,
     ) -> Any:
         backend = self.backend
@@ -125,22 +131,30 @@ class PagedAttention:
             self.pool, qkv, self.mapping, rotation=rotation, norms=norms, norm_eps=norm_eps, backend=backend
         )
         paged = (self.pool, self.block_tables, self.kv_lens)
+        if self.shared is not None and sliding_window is None:
+            return shared_prefix_attention(q, *paged, *self.shared, backend=backend, **features)
         if self.query_starts is None:
-            return decode_attention(q, *paged, backend=backend, **features)
-        return ragged_attention(q, *paged, self.query_starts, backend=backend, **features)
+            return decode_attention(q, *paged, sliding_window=sliding_window, backend=backend, **features)
+        return ragged_attention(
+            q, *paged, self.query_starts, sliding_window=sliding_window, backend=backend, **features
+        )
 
 
 def decode_step(
     model: Model,
     config: ExecutorConfig,
     batch: int,
+    shares_prefix: bool,
     weights: Sequence[Array],
     pools: Pools,
     state: SlotState,
     packed: Int[Array, " n"],
 ) -> tuple[Pools, SlotState, Float[Array, "rows hidden"], Rows]:
-    """One token for each of `batch` slots. A slot that stopped, like a padded row, writes to the null block."""
-    host = decode_layout(batch).unpack(packed)
+    """One token for each of `batch` slots. A slot that stopped, like a padded row, writes to the null block.
+
+    shares_prefix: whether what the first rows share is read once for all of them.
+    """
+    host = decode_layout(batch, shares_prefix).unpack(packed)
     slots = host["slots"]
     block_tables = append_blocks(state.block_tables, host["table_updates"])
 
@@ -149,7 +163,8 @@ def decode_step(
     tables = block_tables[slots]
     mapping = slot_mapping(tables, jnp.arange(batch), positions, active, config.block_size)
     kv_lens = jnp.where(active, positions + 1, 0)
-    layers = [PagedAttention(pool, mapping, tables, kv_lens, None, config.kernel_backend) for pool in pools]
+    shared = (host["num_sharing"], host["shared_len"]) if shares_prefix else None
+    layers = [PagedAttention(pool, mapping, tables, kv_lens, None, shared, config.kernel_backend) for pool in pools]
 
     hidden = model.forward(weights, state.last_token[slots], positions, layers)
     state = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)), block_tables=block_tables)
@@ -187,7 +202,8 @@ def mixed_step(
     tables = jnp.where(active[:, None], tables, NULL_BLOCK)  # a row that stopped reads what it just wrote there
     kv_lens = computed + query_lens
     query_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-    layers = [PagedAttention(pool, mapping, tables, kv_lens, query_starts, config.kernel_backend) for pool in pools]
+    backend = config.kernel_backend
+    layers = [PagedAttention(pool, mapping, tables, kv_lens, query_starts, None, backend) for pool in pools]
 
     is_decode = (kinds & RowKind.DECODE) != 0
     tokens = jnp.where(is_decode[row], state.last_token[slots][row], host["tokens"])

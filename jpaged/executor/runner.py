@@ -1,9 +1,9 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
-    plan --> [update] --> [move_beams[N]] --> [copy_blocks[N]] --> decode[B] or mixed[T] --> [sample[R, variant]]
-                                                                                        '--> [score[T] ...]
-                                                                                                 |
-                                                                                               handle
+    plan --> [update] --> [move_beams[N]] --> [copy_blocks[N]] --> decode[B], shared_decode[B] or mixed[T]
+                                                                        |
+                                                                        |--> [sample[R, variant]] --> handle
+                                                                        '--> [score[T] ...]       --'
 
 A handle's tokens are on their way to the host.
 Nothing here waits for the device and nothing compiles; `Step.result` is the only place that blocks.
@@ -50,8 +50,10 @@ class Step:
         sampled: programs.SampleResult | None,
         prompt_scores: tuple[TokenLogprobs, list[tuple[int, int, int]]] | None = None,
         target_scores: tuple[list[DeviceScores], list[tuple[int, int]]] | None = None,
+        read_shared_prefix: bool = False,
     ) -> None:
         self._num_rows = num_rows
+        self._read_shared_prefix = read_shared_prefix
         self._sampled = sampled
         self._prompt_scores = prompt_scores
         self._target_scores = target_scores
@@ -71,7 +73,14 @@ class Step:
         if self._prompt_scores is not None:
             scores, scored_rows = self._prompt_scores
             prompt_logprobs = {row: _host_logprobs(scores, start, end) for row, start, end in scored_rows}
-        return StepResult(tokens, codes.astype(np.uint8), logprobs, prompt_logprobs, self._host_scores())
+        return StepResult(
+            tokens,
+            codes.astype(np.uint8),
+            logprobs,
+            prompt_logprobs,
+            self._host_scores(),
+            self._read_shared_prefix,
+        )
 
     def _host_scores(self) -> dict[int, TargetScores]:
         if self._target_scores is None:
@@ -138,17 +147,18 @@ class Runner:
             self._copy_blocks(plan.copies)
         if not plan.num_rows:
             return Step(0, None)
-        prompt_scores = target_scores = None
+        prompt_scores = target_scores = shared_bucket = None
         if plan.chunks:
             hidden, rows, all_hidden = self._run_mixed(plan)
             prompt_scores = self._run_prompt_logprobs(plan, all_hidden)
             target_scores = self._run_score(plan, all_hidden)
         else:
-            hidden, rows = self._run_decode(plan)
+            shared_bucket = self._config.shared_prefix_bucket(len(plan.decode_slots), plan.num_sharing, plan.shared_len)
+            hidden, rows = self._run_decode(plan, shared_bucket, shares_prefix=shared_bucket is not None)
         sampled = None
         if len(plan.decode_slots) or any(chunk.samples for chunk in plan.chunks):
             sampled = self._run_sample(hidden, rows, plan.variant)
-        return Step(plan.num_rows, sampled, prompt_scores, target_scores)
+        return Step(plan.num_rows, sampled, prompt_scores, target_scores, shared_bucket is not None)
 
     def warm_up(self) -> None:
         """Runs every program once on padding, so that modules are loaded and graphs built before the first request."""
@@ -169,6 +179,8 @@ class Runner:
             hidden, rows = self._run_decode(nothing, batch)
             for variant in SamplingVariant:
                 self._run_sample(hidden, rows, variant)
+        for batch in self._config.shared_prefix_buckets:
+            self._run_decode(nothing, batch, shares_prefix=True)
         for tokens in self._config.token_buckets:
             _, _, all_hidden = self._run_mixed(nothing, tokens)
             all_hidden = self._widened_tokens(all_hidden)
@@ -261,20 +273,25 @@ class Runner:
         self._host_chunks.put(copy.chunk, self._call(("gather_blocks",), self._pools, _padded(copy.block_ids)))
 
     def _swap_in(self, copy: HostCopy) -> None:
-        staging = self._host_chunks.take(copy.chunk)
+        staging = self._host_chunks.take(copy.chunk, copy.keep)
         self._pools = self._call(("scatter_blocks",), self._pools, staging, _padded(copy.block_ids))
 
     # ----------------------------------------------------------------------------------------- the rows
 
-    def _run_decode(self, plan: StepPlan, bucket: int | None = None) -> tuple[jax.Array, programs.Rows]:
+    def _run_decode(
+        self, plan: StepPlan, bucket: int | None = None, *, shares_prefix: bool = False
+    ) -> tuple[jax.Array, programs.Rows]:
         slots = plan.decode_slots
         batch = bucket or bucket_for(len(slots), self._config.decode_buckets)
         null = self._config.null_slot
-        buffer, host = programs.decode_layout(batch).new(slots=null)
+        buffer, host = programs.decode_layout(batch, shares_prefix).new(slots=null)
         host["slots"][: len(slots)] = slots
+        if shares_prefix:
+            host["num_sharing"][...], host["shared_len"][...] = plan.num_sharing, plan.shared_len
         updates = self._table_updates_that_fit(plan.table_updates, len(host["table_updates"]))
         _fill_table_updates(host["table_updates"], updates, null)
-        self._pools, self._state, hidden, rows = self._call(("decode", batch), self._pools, self._state, buffer)
+        key = ("shared_decode" if shares_prefix else "decode", batch)
+        self._pools, self._state, hidden, rows = self._call(key, self._pools, self._state, buffer)
         return hidden, rows
 
     def _run_mixed(self, plan: StepPlan, bucket: int | None = None) -> tuple[jax.Array, programs.Rows, jax.Array]:

@@ -12,9 +12,10 @@ before it left: top_p is a share of what min_p and top_k keep.
 From temperature on it is one op, `pallas_kernels.sample_tokens`. Its noise is a hash of (seed, position, token id) and
 of nothing else, so a draw does not depend on the batch, the row, the slot or the step.
 
-Under tensor parallelism each shard has the logits of its own part of the vocabulary and nothing gathers them. Shards
-exchange, for each row, their best (logit, token) pairs, the sums and counts of a threshold's passes, and the k best
-alternatives; every shard comes to the same tokens. `collectives` says how; ALONE adds nothing to the program.
+Under tensor parallelism each shard has the logits of its own part of the vocabulary. Shards exchange, for each row,
+their best (logit, token) pairs and the k best alternatives. Where rows truncate, the shards deal their logits out by
+rows, so that each draws for some of them and no logit is on two shards. All come to the same tokens. `collectives` says
+how; ALONE adds nothing to the program.
 """
 
 from typing import NamedTuple
@@ -183,7 +184,15 @@ def _draw(
     )
     if collectives.size == 1:
         return sample_tokens(*arguments)
-    return sample_reference.sample_tokens(*arguments, shards=collectives)
+    if not truncates:
+        return sample_reference.sample_tokens(*arguments, shards=collectives)
+    # A threshold's passes would be some 20 all-reduces in turn, and no kernel could make them. So each shard gets whole
+    # rows, an equal part of them, and draws for those.
+    rows, size = logits.shape[0], collectives.size
+    fill = -rows % size
+    logits, *parameters = (jnp.pad(x, [(0, fill), *[(0, 0)] * (x.ndim - 1)]) for x in arguments if x is not None)
+    own = sample_tokens(collectives.deal_rows(logits), *map(collectives.own_rows, parameters))
+    return collectives.all_gather(own).reshape(-1)[:rows]
 
 
 def _most_likely(logits: jax.Array, collectives: Collectives) -> jax.Array:

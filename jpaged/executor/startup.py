@@ -1,6 +1,7 @@
 """From a model directory to a runner that is ready: plan memory, load weights and compile side by side, warm up."""
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jpaged.config import EngineArgs
@@ -17,8 +19,16 @@ from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor import sampling_state
 from jpaged.executor.buckets import fine_buckets, geometric_buckets
 from jpaged.executor.compilation import Compiler, abstract_pools, enable_persistent_cache
+from jpaged.executor.compile_processes import LEAST_SHARED, CompileProcesses, Setting, helpful_processes
 from jpaged.executor.config import ExecutorConfig
-from jpaged.executor.memory import MemoryPlan, free_device_memory, plan_memory, reserve_device_memory
+from jpaged.executor.executable_cache import KEPT_PLATFORMS
+from jpaged.executor.memory import (
+    MemoryPlan,
+    free_device_memory,
+    plan_memory,
+    reserve_device_memory,
+    unreserved_device_memory,
+)
 from jpaged.executor.mesh import POOL, DeviceMesh, fewest_anywhere, pick_devices
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
@@ -79,10 +89,14 @@ def start(args: EngineArgs, directory: Path) -> Startup:
     """
     seconds: dict[str, float] = {}
     progress = args.verbose and sys.stderr.isatty()
+    if args.verbose and not progress:  # a terminal gets progress bars instead
+        print(
+            "Compiling programs and loading weights; a model's first start takes longest.", file=sys.stderr, flush=True
+        )
     reserve_device_memory(args.gpu_memory_utilization)
     enable_persistent_cache()
     mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
-    with mesh.as_default():
+    with mesh.as_default(), _without_collections():
         return _start_on(mesh, args, directory, seconds, progress)
 
 
@@ -99,10 +113,10 @@ def _start_on(
     limit = min((one for one in limits if one is not None), default=None)
     config = executor_config(args, model_config, limit)
 
-    with ThreadPoolExecutor(1) as loader:
+    with ThreadPoolExecutor(1) as loader, _helpers(mesh, model, config) as helpers:
         with _timed(seconds, "plan memory"):
             loading = loader.submit(_load, mesh, model, shard, directory, args, progress)
-            nominal = Compiler(shard, config, dtype, mesh)
+            nominal = Compiler(shard, config, dtype, mesh, helpers=helpers)
             with _refusals_of(config.kernel_backend):
                 if limit is not None:
                     nominal.submit_largest()
@@ -113,7 +127,7 @@ def _start_on(
             memory = replace(memory, num_blocks=fewest_anywhere(memory.num_blocks))
             fitted = _fit_to_pool(config, memory, args.max_model_len)
         with _timed(seconds, "compile"):
-            compiler = Compiler(shard, fitted, dtype, mesh)
+            compiler = Compiler(shard, fitted, dtype, mesh, helpers=helpers)
             heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
             with _refusals_of(config.kernel_backend):
                 compiler.submit_bodies()
@@ -137,11 +151,18 @@ def _start_on(
             mesh.whole(sampling_state.init_state(config.max_num_seqs)),
         )
         runner.warm_up()
-    # What start-up made stays until the end. A full collection would visit all of it: 200 ms in the middle of serving.
-    gc.collect()
-    gc.freeze()
     kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
     return Startup(args, runner, model, config, memory, len(programs), kind, seconds)
+
+
+def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> CompileProcesses:
+    """Processes to compile with; none on a CPU, for few programs, or where other hosts take part."""
+    spare = [unreserved_device_memory(device) for device in mesh.local_devices]
+    is_worthwhile = len(config.token_buckets) + len(config.decode_buckets) >= LEAST_SHARED
+    count = 0
+    if is_worthwhile and jax.process_count() == 1:
+        count = helpful_processes(len(os.sched_getaffinity(0)), min(spare))
+    return CompileProcesses(count, Setting(model.config, np.dtype(model.dtype).name, mesh.size, KEPT_PLATFORMS))
 
 
 def _load(mesh: DeviceMesh, model: Model, shard: Model, directory: Path, args: EngineArgs, progress: bool) -> Weights:
@@ -173,6 +194,11 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
     ):
         if buckets[-1] != last:
             raise InvalidParameterError(f"{name} must end with {what}={last}, got {buckets}.")
+    if args.shared_prefix_attention and None not in model.sliding_windows:
+        raise InvalidParameterError(
+            "shared_prefix_attention=True is of no use to this model, all of whose layers have a sliding window; leave "
+            "it out."
+        )
     return ExecutorConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=args.max_model_len or model.max_position_embeddings,
@@ -181,6 +207,7 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
         decode_buckets=decode_buckets,
         token_buckets=token_buckets,
         kernel_backend=args.kernel_backend,
+        shared_prefix_attention=args.shared_prefix_attention,
     )
 
 
@@ -204,6 +231,24 @@ def _refusals_of(kernel_backend: str | None) -> Iterator[None]:
         if kernel_backend is None:
             raise
         raise InvalidParameterError(f"kernel_backend={kernel_backend!r} cannot serve this: {error}") from error
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Leaves garbage lie: lowering makes millions of objects, and looking through them took a fifth of its time.
+
+    What start-up made stays until the end, so it is then set apart. A full collection would visit all of it: 200 ms in
+    the middle of serving.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.collect()
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

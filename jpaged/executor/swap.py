@@ -48,9 +48,9 @@ class HostChunks:
         """Moves a staging array to host memory, in the place of whatever the chunk held."""
         self._chunks[chunk] = self._move(staging, "pinned_host")
 
-    def take(self, chunk: int) -> jax.Array:
-        """Moves a chunk to the device; the chunk is empty afterwards."""
-        return self._move(self._chunks.pop(chunk), "device")
+    def take(self, chunk: int, keep: bool = False) -> jax.Array:
+        """Moves a chunk to the device, or copies it there, if it is to keep what it holds."""
+        return self._move(self._chunks[chunk] if keep else self._chunks.pop(chunk), "device")
 
     def _move(self, array: jax.Array, memory_kind: str) -> jax.Array:
         if next(iter(array.devices())).platform == "cpu":

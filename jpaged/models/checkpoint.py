@@ -153,7 +153,7 @@ def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTenso
         elif not _DERIVED.search(full):
             unexpected.append(tensor)
     missing = [part.tensor for index, part in enumerate(model.parts) if index not in matched]
-    directory = next(iter(found.values())).path.parent if found else None
+    directory = next(iter(found.values())).path.parent if found else "The checkpoint, which holds no tensor,"
     if missing:
         hint = "download the checkpoint again, or correct its config.json"
         if missing == [_HEAD]:

@@ -36,6 +36,18 @@ class Collectives:
         """[...] -> [shards, ...], in the order of the shards, on every shard. For small arrays."""
         return x[None] if self.axis is None else lax.all_gather(x, self.axis)
 
+    def deal_rows(self, x: jax.Array) -> jax.Array:
+        """Columns of all rows for all columns of some rows: [R, width] -> [R / shards, shards * width], R divisible.
+
+        Shard i gets the i-th part of the rows (`own_rows`).
+        """
+        return x if self.axis is None else lax.all_to_all(x, self.axis, split_axis=0, concat_axis=1, tiled=True)
+
+    def own_rows(self, x: jax.Array) -> jax.Array:
+        """[R, ...], the same on every shard -> [R / shards, ...], the rows that `deal_rows` gives to this one."""
+        each = x.shape[0] // self.size
+        return lax.dynamic_slice_in_dim(x, self.first(each), each)
+
     def first(self, size: int) -> jax.Array | int:
         """Where this shard's part of an axis begins that is split into parts of `size`."""
         return self.index() * size

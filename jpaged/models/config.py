@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jpaged.errors import CheckpointError, UnsupportedModelError
+from jpaged.checks import LARGEST_FLOAT32, is_number
+from jpaged.errors import CheckpointError, UnsupportedModelError, shown
 from jpaged.models.rope import Rope, parse_rope
 from jpaged.models.safetensors_file import read_header
+
+_LARGEST_INTEGER = 2**31 - 1
+_LARGEST_HEAD_DIM = 4096
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
@@ -31,7 +35,7 @@ class ModelConfig:
     kv_head_copies: equal key-value heads that stand side by side among num_kv_heads; more than one where a model with
         few of them is split over more shards (`sharding.shard_config`), never in a checkpoint.
     num_learned_positions, position_offset: rows of the table of learned positions, and the row of position 0.
-    eos_token_ids: every token that ends a text.
+    eos_token_ids: every token that ends a text; what is no token of the vocabulary (-1, often) never comes.
     dtype: the type the checkpoint was saved in, "bfloat16" for example; None when nothing tells.
     source: the config.json it came from.
     """
@@ -79,7 +83,8 @@ class ModelConfig:
             raise CheckpointError(f"config.json: RoPE needs an even head_dim, got {self.head_dim}.")
         if self.activation not in ACTIVATIONS:
             raise UnsupportedModelError(
-                f"config.json: activation {self.activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}."
+                f"config.json: activation {shown(self.activation)} is not supported; supported:"
+                f" {', '.join(ACTIVATIONS)}."
             )
 
     @property
@@ -119,7 +124,7 @@ class ModelConfig:
             sliding_windows=windows,
             bos_token_id=read.optional_integer("bos_token_id"),
             pad_token_id=read.optional_integer("pad_token_id"),
-            eos_token_ids=_token_ids(config.get("eos_token_id")),
+            eos_token_ids=tuple(t for t in _token_ids(config.get("eos_token_id")) if 0 <= t < fields["vocab_size"]),
             dtype=str(dtype).removeprefix("torch.") if dtype else None,
             source=dict(config),
             **fields,
@@ -182,7 +187,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _token_ids(value: Any) -> tuple[int, ...]:
     values = () if value is None else value if isinstance(value, list | tuple) else (value,)
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
-        raise CheckpointError(f"config.json: eos_token_id must be an integer or a list of them, got {value!r}.")
+        raise CheckpointError(f"config.json: eos_token_id must be an integer or a list of them, got {shown(value)}.")
     return tuple(values)
 
 
@@ -200,13 +205,15 @@ class _Reader:
         if value is None:
             raise CheckpointError(f"config.json: {name!r} is missing.")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"config.json: {name!r} must be a positive integer, got {value!r}.")
+            raise CheckpointError(f"config.json: {name!r} must be a positive integer, got {shown(value)}.")
+        if value > _LARGEST_INTEGER:
+            raise CheckpointError(f"config.json: {name!r} must be at most {_LARGEST_INTEGER}, got {shown(value)}.")
         return value
 
     def optional_integer(self, name: str) -> int | None:
         value = self.config.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise CheckpointError(f"config.json: {name!r} must be an integer or null, got {value!r}.")
+            raise CheckpointError(f"config.json: {name!r} must be an integer or null, got {shown(value)}.")
         return value
 
     def optional_positive(self, name: str, default: int) -> int | None:
@@ -216,15 +223,16 @@ class _Reader:
         return self.integer(name, default)
 
     def number(self, name: str, default: float) -> float:
+        """A finite number from 0 up."""
         value = self.config.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CheckpointError(f"config.json: {name!r} must be a number, got {value!r}.")
+        if not is_number(value) or not 0 <= value <= LARGEST_FLOAT32:
+            raise CheckpointError(f"config.json: {name!r} must be a number from 0 up, got {shown(value)}.")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.config.get(name, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"config.json: {name!r} must be true or false, got {value!r}.")
+            raise CheckpointError(f"config.json: {name!r} must be true or false, got {shown(value)}.")
         return value
 
 
@@ -235,6 +243,10 @@ def _llama_fields(
     hidden_size = read.integer("hidden_size")
     num_heads = read.integer("num_attention_heads")
     head_dim = read.integer("head_dim", default_head_dim or hidden_size // num_heads)
+    if head_dim > _LARGEST_HEAD_DIM:
+        raise UnsupportedModelError(
+            f"config.json: heads of {head_dim} are not supported; at most {_LARGEST_HEAD_DIM} are."
+        )
     rope, length = parse_rope(read.config, head_dim, read.integer("max_position_embeddings", default_length))
     return {
         "family": "llama",
@@ -284,7 +296,7 @@ def _qwen_windows(read: _Reader, num_layers: int) -> tuple[int | None, ...]:
         first = read.number("max_window_layers", 28)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     elif not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
-        raise CheckpointError(f"config.json: layer_types must list {num_layers} layers, got {kinds!r}.")
+        raise CheckpointError(f"config.json: layer_types must list {num_layers} layers, got {shown(kinds)}.")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jpaged.errors import InvalidParameterError, ModelNotFoundError
+from jpaged.errors import InvalidParameterError, ModelNotFoundError, shown
 
 _CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _WEIGHT_FILES = ("*.safetensors",)
@@ -22,12 +22,12 @@ def resolve(model: str | Path, revision: str | None = None, load_format: str = "
     """
     if not str(model):
         raise InvalidParameterError("model must be a directory or a hub id, got an empty string.")
-    path = Path(model).expanduser()
     name = str(model)
     try:
+        path = Path(model).expanduser()
         is_directory, exists = path.is_dir(), path.exists()
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"{name[:80]}... cannot be a path ({error}); give a directory or a hub id.") from error
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~ of a user that does not exist
+        raise ModelNotFoundError(f"{shown(name)} cannot be a path; give a directory or a hub id.") from error
     if is_directory:
         return path
     if exists:
@@ -62,7 +62,7 @@ def _download(name: str, revision: str | None, load_format: str) -> Path:
         raise ModelNotFoundError(f"{name} has no revision {revision!r} on the Hugging Face hub.") from error
     except errors.HFValidationError as error:
         raise ModelNotFoundError(
-            f"{name} is neither a local directory nor a valid hub id (owner/name): {error}"
+            f"{shown(name)} is neither a local directory nor a valid hub id (owner/name): {error}"
         ) from error
     except Exception as error:  # the hub's client raises its HTTP library's own types as well
         raise ModelNotFoundError(

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jpaged.errors import CheckpointError, InvalidParameterError
+from jpaged.errors import CheckpointError, InvalidParameterError, OutputError
 from jpaged.models.config import read_json
 from jpaged.models.model import Model, Weights
 from jpaged.models.parts import repeat_kv_heads
@@ -42,6 +42,15 @@ def find(directory: Path) -> Path | None:
     return next((path for path in (directory / PARAMS, directory) if (path / _MARKER).is_file()), None)
 
 
+def check_target(directory: Path) -> None:
+    """Raises InvalidParameterError unless `save` may write there: a checkpoint is never written over or beside one."""
+    if directory.exists() and not directory.is_dir():
+        raise InvalidParameterError(f"{directory} is a file; name a directory to write.")
+    for name in (PARAMS, "config.json"):
+        if (directory / name).exists():
+            raise InvalidParameterError(f"{directory / name} exists; choose another directory or remove it.")
+
+
 def save(model: Model, weights: Sequence[jax.Array], directory: str | Path) -> None:
     """Writes config.json and the parameters. The directory must not hold a checkpoint yet.
 
@@ -49,13 +58,25 @@ def save(model: Model, weights: Sequence[jax.Array], directory: str | Path) -> N
 
     Raises:
         InvalidParameterError: something is there already.
+        OutputError: it cannot be written, for want of space for example. What was begun is removed.
     """
     directory = Path(directory)
+    check_target(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(model, weights, directory)
+    except Exception as error:  # Orbax's storage raises ValueError where the disk is full
+        for unfinished in directory.glob(f"{PARAMS}*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        raise OutputError(
+            f"{directory} cannot be written ({reason}); make room, or name another directory, and run the same again."
+        ) from error
+
+
+def _write(model: Model, weights: Sequence[jax.Array], directory: Path) -> None:
     import orbax.checkpoint as ocp  # takes seconds, which those who have no Orbax checkpoint need not wait
 
-    if (directory / PARAMS).exists():
-        raise InvalidParameterError(f"{directory / PARAMS} exists; choose another directory or remove it.")
-    directory.mkdir(parents=True, exist_ok=True)
     named = dict(zip(model.parameter_names, weights, strict=True))
     chunks = {
         name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=() if axis is None else (axis,))

@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.errors import CheckpointError, UnsupportedModelError
+from jpaged.checks import LARGEST_FLOAT32, is_number
+from jpaged.errors import CheckpointError, UnsupportedModelError, shown
+
+_LONGEST_CONTEXT = 2**31 - 1
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -54,20 +57,20 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
     """
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
-        raise CheckpointError(f"config.json: rope_scaling must be an object or null, got {parameters!r}.")
+        raise CheckpointError(f"config.json: rope_scaling must be an object or null, got {shown(parameters)}.")
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     if nested:
         if any(value != nested[0] for value in nested) or len(nested) != len(parameters):
             raise UnsupportedModelError(
-                f"config.json: rope_parameters that differ from layer to layer are not supported: {parameters!r}."
+                f"config.json: rope_parameters that differ from layer to layer are not supported: {shown(parameters)}."
             )
         parameters = nested[0]
 
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ROPE_TYPES or "mrope_section" in parameters:
-        shown = "mrope" if "mrope_section" in parameters else kind
+        found = "mrope" if "mrope_section" in parameters else kind
         raise UnsupportedModelError(
-            f"config.json: RoPE of type {shown!r} is not supported; supported types: {', '.join(ROPE_TYPES)}."
+            f"config.json: RoPE of type {shown(found)} is not supported; supported types: {', '.join(ROPE_TYPES)}."
         )
     rotated_fraction = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if rotated_fraction != 1.0:
@@ -77,10 +80,9 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
         value = parameters.get(name)
         if value is None:
             value = default
-        valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not valid or value <= above:
+        if not is_number(value) or not above < value <= LARGEST_FLOAT32:
             raise CheckpointError(
-                f"config.json: RoPE of type {kind!r} needs a number above {above:g} for {name!r}, got {value!r}."
+                f"config.json: RoPE of type {kind!r} needs a number above {above:g} for {name!r}, got {shown(value)}."
             )
         return value
 
@@ -119,10 +121,10 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
     else:
         factors: Any = parameters.get("short_factor")
         valid = isinstance(factors, list) and len(factors) == head_dim // 2
-        if not valid or not all(isinstance(f, int | float) and f > 0 for f in factors):
+        if not valid or not all(isinstance(f, int | float) and 0 < f <= LARGEST_FLOAT32 for f in factors):
             raise CheckpointError(
                 f"config.json: RoPE of type 'longrope' needs {head_dim // 2} positive numbers (half of"
-                f" head_dim) for 'short_factor', got {factors!r}."
+                f" head_dim) for 'short_factor', got {shown(factors)}."
             )
         frequencies = np.float32(1.0) / (np.asarray(factors, np.float32) * _wavelengths(theta, head_dim))
         factor = number("factor", max_position_embeddings / original_length)
@@ -130,9 +132,9 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
         scale = number("attention_factor", default_scale)
         length = min(original_length, max_position_embeddings)
     if not np.isfinite(frequencies).all():
-        raise CheckpointError(f"config.json: the RoPE parameters {dict(parameters)!r} overflow float32.")
+        raise CheckpointError(f"config.json: the RoPE parameters {shown(dict(parameters))} overflow float32.")
     rope = Rope(kind, theta, tuple(float(f) for f in frequencies), float(scale))
-    return rope, length
+    return rope, min(length, _LONGEST_CONTEXT)
 
 
 def _wavelengths(theta: float, head_dim: int) -> np.ndarray:

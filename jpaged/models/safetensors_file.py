@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -78,8 +79,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             text = file.read(length) if whole and length <= _MAX_HEADER_BYTES else b""
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; download the checkpoint again.") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    except (OSError, ValueError) as error:  # ValueError: an index may name a file as no file can be named
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}.") from error
     if start == b"version ":
         raise CheckpointError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its directory.")
     if not text:
@@ -101,7 +102,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             for name, entry in entries.items()
             if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{path} has a corrupt header ({error!r}); download or write it again.") from error
     for tensor in found:
         if tensor.num_bytes < 0 or min(tensor.shape, default=0) < 0:
@@ -120,7 +121,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 f"{path} has a corrupt header: tensor {tensor.name!r} of shape {tensor.shape} and type"
                 f" {tensor.type_name} cannot take {tensor.num_bytes} bytes; download or write it again."
             )
-    return {tensor.name: tensor for tensor in sorted(found, key=lambda tensor: tensor.offset)}
+    found.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes))
+    for before, tensor in pairwise(found):
+        if tensor.offset < before.offset + before.num_bytes:
+            raise CheckpointError(
+                f"{path} has a corrupt header: tensors {before.name!r} and {tensor.name!r} overlap; download or write"
+                " it again."
+            )
+    return {tensor.name: tensor for tensor in found}
 
 
 def write(path: Path, layout: Mapping[str, tuple[int, ...]], dtype: np.dtype, tensors: Iterable[np.ndarray]) -> None:

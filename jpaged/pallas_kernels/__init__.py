@@ -27,16 +27,19 @@ from jpaged.pallas_kernels.ops import (
     split_qkv,
     write_kv,
 )
+from jpaged.pallas_kernels.shared_prefix import merge_attention, shared_prefix_attention
 
 __all__ = [
     "copy_blocks",
     "decode_attention",
     "gather_blocks",
+    "merge_attention",
     "ragged_attention",
     "rope_and_write",
     "sample_tokens",
     "sample_tokens_backend",
     "scatter_blocks",
+    "shared_prefix_attention",
     "split_qkv",
     "write_kv",
 ]

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,16 @@ def check_array(name: str, x: ArrayLike, dtype: Any, axes: str, shape: tuple[int
             raise ValueError(f"{name} [{axes}] must have {axis.strip()} = {want}, got shape {tuple(x.shape)}")
 
 
+def check_scalar(name: str, x: ArrayLike) -> None:
+    """Raises ValueError unless `x` is an int32 scalar."""
+    if getattr(x, "shape", None) != () or x.dtype != jnp.int32:
+        raise ValueError(f"{name} must be an int32 scalar, got {getattr(x, 'dtype', type(x).__name__)}{_shape(x)}")
+
+
+def _shape(x: object) -> tuple[int, ...] | str:
+    return tuple(getattr(x, "shape", ())) or ""
+
+
 def check_pool(name: str, pool: ArrayLike) -> None:
     """Raises ValueError unless `pool` is a float array [num_blocks, 2, kv_heads, block_size, head_dim]."""
     check_rank(name, pool, "num_blocks, 2, kv_heads, block_size, head_dim")
@@ -57,6 +68,20 @@ def check_pools(name: str, pools: tuple[ArrayLike, ...]) -> None:
                 f"{name} must all have one shape and dtype: {name}[{i}] is {pool.dtype}{pool.shape}, "
                 f"{name}[0] is {pools[0].dtype}{pools[0].shape}"
             )
+
+
+def check_parts(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> None:
+    """Raises ValueError unless these are results [rows, heads, head_dim] of one shape and dtype, and the float32
+    log-sum-exps [rows, heads] of each."""
+    for name, arrays in (("outs", outs), ("lses", lses)):
+        if not isinstance(arrays, (tuple, list)) or not arrays:
+            raise ValueError(f"{name} must be a non-empty list of arrays, one a part, got {type(arrays).__name__}")
+    if len(outs) != len(lses):
+        raise ValueError(f"lses must be as many as outs, {len(outs)}, got {len(lses)}")
+    check_rank("outs[0]", outs[0], "rows, heads, head_dim")
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        check_like(f"outs[{i}]", out, "rows, heads, head_dim", outs[0].shape, "outs[0]", outs[0].dtype)
+        check_array(f"lses[{i}]", lse, jnp.float32, "rows, heads", outs[0].shape[:2])
 
 
 def check_slots(name: str, pool: ArrayLike) -> None:
@@ -126,6 +151,12 @@ def _real(name: str, value: object) -> float:
 def check_scale(scale: float | None, head_dim: int) -> float:
     """The softmax scale, 1 / sqrt(head_dim) by default."""
     return 1.0 / math.sqrt(head_dim) if scale is None else _real("scale", scale)
+
+
+def check_flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, known while tracing, got {value!r}")
+    return value
 
 
 def check_window(sliding_window: int | None) -> int | None:

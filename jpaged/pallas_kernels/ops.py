@@ -71,10 +71,11 @@ def ragged_attention(
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    causal: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Causal attention of any mix of prefill chunks and decode rows over paged keys and values.
+    """Attention of any mix of prefill chunks and decode rows over paged keys and values.
 
     The queries of all rows stand one after another. Row r's are q[query_starts[r]:query_starts[r + 1]]; they are the
     last of its kv_lens[r] tokens, whose keys and values are in the pool already.
@@ -86,6 +87,8 @@ def ragged_attention(
         kv_lens: int32 [R]; tokens of each row in all, at least its queries, at most M * block_size.
         query_starts: int32 [R + 1]; non-decreasing, at most T. A row may have no queries. Queries from
             query_starts[R] on are padding and come out as 0 (log-sum-exp -inf).
+        causal: False lets every query of a row stand at the row's last token, as if each were its one decode query:
+            they all see its kv_lens[r] tokens, which may then be fewer than the queries, or none.
         scale, sliding_window, logit_softcap, alibi_slopes, return_lse, backend: as in `decode_attention`.
     Returns:
         [T, heads, head_dim] of q's dtype; with return_lse also float32 [T, heads], natural logarithm.
@@ -99,6 +102,7 @@ def ragged_attention(
     check.check_int32("kv_lens", kv_lens, "R", (rows,))
     check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
     features = _features(q, block_tables, scale, sliding_window, logit_softcap)
+    features["causal"] = check.check_flag("causal", causal)
     slopes = check.check_alibi(alibi_slopes, q.shape[1])
     kernel = _implementation("ragged_attention", "ragged_attention_mosaic", backend, q, kv_pool)
     if q.shape[0] == 0 or rows == 0:

@@ -93,6 +93,7 @@ def plan_tiles(
     window: int,
     block_kv: int,
     sliding_window: int | None,
+    causal: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """The (row, window) pairs to compute, longest first; plain int32 operations on the device.
 
@@ -101,6 +102,7 @@ def plan_tiles(
     Args:
         query_starts: int32 [R + 1]; kv_lens: int32 [R].
         tokens: T, the static number of tokens. window: tokens of a tile. block_kv: keys of a step.
+        causal: whether tokens stand one after another, the last at kv_lens[r] - 1, or all of them there.
     Returns:
         int32 [tiles, 32] and its number of live rows, int32 [1]. Columns: row of the block table, first token of the
         window, first and end token of the row in it, position of a token minus its index, the row's kv_len, and the
@@ -122,13 +124,16 @@ def plan_tiles(
     first = jnp.maximum(token, begin[row])
     last = jnp.minimum(token + window, end[row])
     shift = kv_lens[row] - end[row]
-    visible_end = jnp.maximum(last + shift, 0)  # keys that the tile's last token sees: those before it and itself
-    hi = (visible_end + block_kv - 1) // block_kv
-    hi_full = jnp.maximum(first + shift + 1, 0) // block_kv
+    # Where the tile's first and last token stand: each sees the keys before it and itself.
+    first_position, last_position = first + shift, last - 1 + shift
+    if not causal:
+        first_position = last_position = kv_lens[row] - 1
+    hi = (jnp.maximum(last_position + 1, 0) + block_kv - 1) // block_kv
+    hi_full = jnp.maximum(first_position + 1, 0) // block_kv
     lo = lo_full = jnp.zeros_like(hi)
     if sliding_window is not None:
-        lo = jnp.maximum(first + shift - sliding_window + 1, 0) // block_kv
-        lo_full = (jnp.maximum(last - 1 + shift - sliding_window + 1, 0) + block_kv - 1) // block_kv
+        lo = jnp.maximum(first_position - sliding_window + 1, 0) // block_kv
+        lo_full = (jnp.maximum(last_position - sliding_window + 1, 0) + block_kv - 1) // block_kv
     lo = jnp.minimum(lo, hi)
     lo_full = jnp.clip(lo_full, lo, hi)
     hi_full = jnp.clip(hi_full, lo_full, hi)
@@ -296,6 +301,7 @@ class _Shape:
     sliding_window: int | None
     logit_softcap: float | None
     alibi: bool
+    causal: bool
     ctas: int
     interpret: bool
 
@@ -503,7 +509,10 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
             if s.alibi or masked:
                 # How far each row's query is ahead of each lane's columns of the first eight keys. Later columns are a
                 # multiple of 8 further, a constant: compared so, the mask keeps no registers.
-                room = (iota((_ROWS, 8), 0) & (s.tokens - 1)) - iota((_ROWS, 8), 1) + (position - t * block_kv)
+                room = -iota((_ROWS, 8), 1)
+                if s.causal:
+                    room = (iota((_ROWS, 8), 0) & (s.tokens - 1)) - iota((_ROWS, 8), 1)
+                room = room + (position - t * block_kv)
                 pieces = []
                 for column in range(0, block_kv, 8):
                     piece = scores[:, column : column + 8]
@@ -531,7 +540,7 @@ def _kernel(s: _Shape, q_ref, pool_ref, table_ref, work_ref, count_ref, slopes_r
             token = info[_TOKEN] + wg * s.tokens
             first, end = info[_FIRST], info[_END]
             lo, lo_full, hi_full, hi = info[_LO], info[_LO_FULL], info[_HI_FULL], info[_HI]
-            position = token + info[_SHIFT]
+            position = token + info[_SHIFT] if s.causal else info[_KV_LEN] - 1  # of the consumer's first token
             head = unit * s.heads
             # Steps in the order they are taken: the last keys, which need the mask of the diagonal, come first.
             count = hi - lo
@@ -700,7 +709,10 @@ def _num_ctas() -> int:
     return getattr(device, "core_count", None) or _DEFAULT_SMS if device.platform == "gpu" else _DEFAULT_SMS
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "logit_softcap", "tiling", "ctas", "interpret"))
+_STATIC = ("scale", "sliding_window", "logit_softcap", "causal", "tiling", "ctas", "interpret")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def ragged_attention(
     q: jax.Array,
     kv_pool: jax.Array,
@@ -712,6 +724,7 @@ def ragged_attention(
     scale: float,
     sliding_window: int | None,
     logit_softcap: float | None,
+    causal: bool = True,
     tiling: Tiling | None = None,
     ctas: int | None = None,
     interpret: object = None,
@@ -743,6 +756,7 @@ def ragged_attention(
         sliding_window=sliding_window,
         logit_softcap=logit_softcap,
         alibi=alibi_slopes is not None,
+        causal=causal,
         ctas=ctas or _num_ctas(),
         interpret=interpret is not None,
     )
@@ -757,6 +771,7 @@ def ragged_attention(
         window=s.window,
         block_kv=tiling.block_kv,
         sliding_window=sliding_window,
+        causal=causal,
     )
     if alibi_slopes is None:
         slopes = jnp.zeros((1, _ROWS), jnp.float32)

@@ -59,10 +59,12 @@ def _group_attention(
     sliding_window: int | None,
     logit_softcap: float | None,
     alibi_slopes: jax.Array | None,
+    causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of one group of items.
 
-    q: [G, Q, H, D]; tables: int32 [G, M]; the rest int32 [G].
+    q: [G, Q, H, D]; tables: int32 [G, M]; the rest int32 [G]. Unless causal, all of an item's queries stand at its
+    first position.
     Returns the output, [G, Q, H, D] float32 or wider, and its log-sum-exp [G, Q, H].
     """
     group, queries, heads, head_dim = q.shape
@@ -76,10 +78,10 @@ def _group_attention(
     q_rows = q.astype(wide).reshape(group, queries, kv_heads, share, head_dim).transpose(0, 2, 1, 3, 4)
     q_rows = q_rows.reshape(group, kv_heads, queries * share, head_dim) * jnp.asarray(scale, wide)
     query = jnp.arange(queries, dtype=jnp.int32)
-    positions = first_positions[:, None] + query
+    positions = first_positions[:, None] + (query if causal else jnp.zeros_like(query))
     real = query < counts[:, None]
     # Keys that some query of the item sees: lowest..highest-1.
-    highest = jnp.where(counts > 0, first_positions + counts, 0)
+    highest = jnp.where(counts > 0, first_positions + (counts if causal else 1), 0)
     highest = jnp.minimum(highest, kv_lens)
     lowest = jnp.zeros_like(highest) if sliding_window is None else jnp.maximum(first_positions - sliding_window + 1, 0)
     first_tile = jnp.min(jnp.where(highest > 0, lowest, jnp.iinfo(jnp.int32).max)) // tile
@@ -187,11 +189,12 @@ def decode_attention(
         "sliding_window": sliding_window,
         "logit_softcap": logit_softcap,
         "alibi_slopes": alibi_slopes,
+        "causal": True,
     }
     return _scan_items(q, kv_pool, block_tables, kv_lens, items, 1, features)
 
 
-@partial(jax.jit, static_argnames=_STATIC)
+@partial(jax.jit, static_argnames=(*_STATIC, "causal"))
 def ragged_attention(
     q: jax.Array,
     kv_pool: jax.Array,
@@ -203,6 +206,7 @@ def ragged_attention(
     scale: float,
     sliding_window: int | None,
     logit_softcap: float | None,
+    causal: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """`ragged_attention` of the package, checked; always with its log-sum-exp, float32 [T, H]."""
     tokens, rows = q.shape[0], kv_lens.shape[0]
@@ -217,7 +221,7 @@ def ragged_attention(
         rows=row,
         starts=start,
         counts=jnp.clip(query_starts[row + 1] - start, 0, queries),
-        first_positions=kv_lens[row] - query_lens[row] + nth * queries,
+        first_positions=kv_lens[row] - (query_lens[row] - nth * queries if causal else 1),
         total=ends[-1],
     )
     features = {
@@ -225,6 +229,7 @@ def ragged_attention(
         "sliding_window": sliding_window,
         "logit_softcap": logit_softcap,
         "alibi_slopes": alibi_slopes,
+        "causal": causal,
     }
     return _scan_items(q, kv_pool, block_tables, kv_lens, items, queries, features)
 

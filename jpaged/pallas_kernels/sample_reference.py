@@ -10,9 +10,8 @@ The draw is Gumbel's: the argmax of logit / temperature + noise, with noise that
 id) and of nothing else. So it does not depend on the batch, the row, the slot or the step, and an error of size e in
 the logits changes a token with probability about e (a draw by inverting the cumulative sum would add the errors up).
 
-Where the vocabulary is split over devices, each has the logits of its own part and nothing gathers them: shards
-exchange, for each row, their best (value, token) pairs, and the sums and counts of a threshold's passes. Every shard
-comes to the same tokens.
+Where the vocabulary is split over devices, each has the logits of its own part. To take the largest, and to draw where
+nothing is truncated, they exchange their best (value, token) pair of each row and come to the same tokens.
 """
 
 from collections.abc import Sequence
@@ -34,15 +33,8 @@ _LARGEST = np.finfo(np.float32).max
 class Shards(Protocol):
     """The devices that a vocabulary is split over, as one of them sees the others; hashable, static under jit."""
 
-    @property
-    def size(self) -> int:
-        """How many there are."""
-
     def first(self, size: int) -> jax.Array | int:
         """Where this shard's part of an axis begins that is split into parts of `size`."""
-
-    def all_reduce(self, x: jax.Array) -> jax.Array:
-        """The sum over shards, on every shard."""
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """[...] -> [shards, ...], on every shard."""
@@ -58,7 +50,10 @@ def sample_tokens(
     positions: jax.Array,
     shards: Shards | None = None,
 ) -> jax.Array:
-    """`sample_tokens` of the package, checked. With shards, `logits` are of this one's part of the vocabulary."""
+    """`sample_tokens` of the package, checked.
+
+    shards: `logits` are of this one's part of the vocabulary, and there is no top_k, top_p or min_p.
+    """
     rows = logits.shape[0]
     greedy = temperature <= 0
     rate = jnp.where(greedy, 1.0, 1.0 / temperature)[:, None]
@@ -71,7 +66,7 @@ def sample_tokens(
         top_k = jnp.zeros(rows, jnp.int32) if top_k is None else top_k
         top_p = jnp.ones(rows, jnp.float32) if top_p is None else top_p
         min_p = jnp.zeros(rows, jnp.float32) if min_p is None else min_p
-        lowest = lowest_kept(logits, largest, rate, top_k, top_p, min_p, shards)
+        lowest = lowest_kept(logits, largest, rate, top_k, top_p, min_p)
         scores = jnp.where(logits >= lowest, scores, -_INF)
     return jnp.where(greedy, most_likely, argmax(scores, shards)[0])
 
@@ -114,7 +109,6 @@ def lowest_kept(
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
-    shards: Shards | None = None,
 ) -> jax.Array:
     """The lowest logit that min_p, top_k and top_p leave, in this order: float32 [R, 1].
 
@@ -127,23 +121,19 @@ def lowest_kept(
     would double what each pass reads. NaN is at or above no threshold, so it counts for nothing.
     """
     vocab_size = logits.shape[1]
-    if shards is not None:
-        vocab_size *= shards.size
     wanted = jnp.where(top_k <= 0, vocab_size, jnp.minimum(top_k, vocab_size))[:, None]
     one = jnp.ones_like(logits, jnp.int32)
-    lowest = _largest_threshold(logits, one, wanted, _TOP_K_BITS, shards)
+    lowest = _largest_threshold(logits, one, wanted, _TOP_K_BITS)
     lowest = jnp.maximum(lowest, largest + jnp.log(min_p)[:, None] / rate)
 
     mass = jnp.exp((logits - largest) * rate)
-    share = top_p[:, None] * _sums_above(logits, mass, [lowest], shards)[0]
-    at_p = _largest_threshold(logits, mass, share, _TOP_P_BITS, shards)
+    share = top_p[:, None] * _sums_above(logits, mass, [lowest])[0]
+    at_p = _largest_threshold(logits, mass, share, _TOP_P_BITS)
     at_p = jnp.minimum(at_p, largest)  # a top_p so small that its share underflows to zero still keeps the best token
     return jnp.where(top_p[:, None] < 1.0, jnp.maximum(lowest, at_p), lowest)
 
 
-def _largest_threshold(
-    logits: jax.Array, weights: jax.Array, wanted: jax.Array, bits: int, shards: Shards | None
-) -> jax.Array:
+def _largest_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array, bits: int) -> jax.Array:
     """The largest float32 for which the tokens at or above it still weigh what is wanted: float32 [R, 1].
 
     logits: float32 [R, V]; weights: [R, V], not negative; wanted: [R, 1]. Where all tokens together weigh less than
@@ -158,12 +148,12 @@ def _largest_threshold(
     while shift:
         width = min(bits, shift)
         shift -= width
-        image = _fix_bits(logits, weights, wanted, image, np.uint32(shift), width, shards)
+        image = _fix_bits(logits, weights, wanted, image, np.uint32(shift), width)
     return _float_of_image(image)
 
 
 # Jitted so that the passes of a search are traced and lowered once.
-@partial(jax.jit, static_argnames=("width", "shards"))
+@partial(jax.jit, static_argnames="width")
 def _fix_bits(
     logits: jax.Array,
     weights: jax.Array,
@@ -171,11 +161,10 @@ def _fix_bits(
     image: jax.Array,
     shift: jax.Array,
     width: int,
-    shards: Shards | None,
 ) -> jax.Array:
     """One pass of `_largest_threshold`: the `width` bits of the image from `shift` up."""
     candidates = [_float_of_image(image + (np.uint32(digit) << shift)) for digit in range(1, 1 << width)]
-    for weight in _sums_above(logits, weights, candidates, shards):
+    for weight in _sums_above(logits, weights, candidates):
         image = image + jnp.where(weight >= wanted, np.uint32(1) << shift, np.uint32(0))
     return image
 
@@ -187,9 +176,7 @@ def _float_of_image(image: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(key ^ ((key >> 31) & np.int32(0x7FFFFFFF)), jnp.float32)
 
 
-def _sums_above(
-    logits: jax.Array, weights: jax.Array, thresholds: Sequence[jax.Array], shards: Shards | None
-) -> list[jax.Array]:
+def _sums_above(logits: jax.Array, weights: jax.Array, thresholds: Sequence[jax.Array]) -> list[jax.Array]:
     """For each threshold ([R, 1]), the summed weights of the tokens at or above it ([R, 1]).
 
     One reduction of n operands, so that the compiler reads the logits once; as n reductions it makes 2 n kernels.
@@ -197,8 +184,6 @@ def _sums_above(
     operands = [jnp.where(logits >= threshold, weights, 0) for threshold in thresholds]
     zero = np.zeros((), weights.dtype)
     sums = lax.reduce(operands, [zero] * len(operands), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], [1])
-    if shards is not None:
-        sums = list(shards.all_reduce(jnp.stack(sums)))
     return [total[:, None] for total in sums]
 
 

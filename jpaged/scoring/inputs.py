@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jpaged.errors import InvalidParameterError, JPagedError
+from jpaged.errors import InvalidParameterError, JPagedError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def read_records(paths: Sequence[str | Path]) -> Iterator[Record]:
     """All rows of all files, in order.
 
     Raises:
-        JPagedError: a Parquet file that is none, or pyarrow is not installed.
+        JPagedError: a Parquet file that is none, two columns of one name, or pyarrow is not installed.
         OSError: a file cannot be read.
     """
     index = 0
@@ -95,6 +95,10 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any, str | None]]:
     csv.field_size_limit(sys.maxsize)
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file, strict=True)
+        try:
+            _check_columns(path, reader.fieldnames or ())
+        except csv.Error as error:
+            raise JPagedError(f"{path} has a header that is not CSV: {error}.") from error
         while True:
             try:
                 row = next(reader, None)
@@ -115,7 +119,7 @@ def _csv_fields(row: dict[str | Any, Any]) -> tuple[Any, str | None]:
     if "choices" in fields:
         try:
             fields["choices"] = json.loads(fields["choices"])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return {}, f'"choices" must be a JSON list such as ["yes", "no"]: {error}.'
     return fields, None
 
@@ -127,12 +131,20 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any, str | None]]:
     try:
         line = 0
         with parquet.ParquetFile(path) as file:
+            _check_columns(path, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     line += 1
                     yield line, {name: value for name, value in row.items() if value is not None}, None
     except pyarrow.ArrowException as error:
         raise JPagedError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    """Raises JPagedError where two columns have one name: which of them is meant, nobody can tell."""
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise JPagedError(f"{path} has two columns of the name {shown(twice)}; rename or remove one.")
 
 
 def import_pyarrow() -> Any:

@@ -77,9 +77,9 @@ def run_job(
 ) -> JobSummary:
     """Does what is missing of a job and puts the output in its place.
 
-    num_rows: of the input. check: called with each finished shard's entry before it is listed; what it raises ends the
-        run and leaves the shard out. Beside what `ShardStore` wants, entries hold the numbers of "rows", of "tokens"
-        and of rows that "failed", and a list of "errors" for the errors file.
+    num_rows: of the input. check: called with each finished shard's entry, an earlier run's too, before it is listed;
+        what it raises ends the run and leaves the shard out. Beside what `ShardStore` wants, entries hold the numbers
+        of "rows", of "tokens" and of rows that "failed", and a list of "errors" for the errors file.
     Raises:
         InvalidParameterError: the output exists, or unfinished work of another job is there.
         OutputError: it cannot be written. EngineDeadError: an engine failed or a worker died.
@@ -87,6 +87,8 @@ def run_job(
     begun = time.perf_counter()
     store = ShardStore(job.output, job.identity, overwrite=overwrite)
     try:
+        for entry in store.finished.values():
+            check(entry)
         resumed = sum(entry["rows"] for entry in store.finished.values())
         tokens = 0
 
@@ -135,8 +137,15 @@ def merge_json_lines(store: ShardStore, target: Path) -> None:
 
 
 def json_lines(records: Iterable[dict[str, Any]]) -> bytes:
-    """An object a line, in UTF-8."""
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    """An object a line, in UTF-8; a line that holds what UTF-8 cannot (a lone surrogate), in ASCII with escapes."""
+    lines = []
+    for record in records:
+        try:
+            lines.append(json.dumps(record, ensure_ascii=False).encode())
+        except UnicodeEncodeError:
+            lines.append(json.dumps(record).encode())
+        lines.append(b"\n")
+    return b"".join(lines)
 
 
 def check_files(

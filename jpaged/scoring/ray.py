@@ -55,6 +55,11 @@ def score_dataset(
         InvalidParameterError: an argument out of range. What actors raise comes when the dataset is computed.
     """
     check_options(options, num_actors=num_actors, batch_size=batch_size)
+    if options.get("data_parallel_size", 1) != 1:
+        raise InvalidParameterError(
+            f"data_parallel_size={options['data_parallel_size']} is for one host; here an actor is one engine: use"
+            f" num_actors."
+        )
     if on_error not in ("fail", "skip"):
         raise InvalidParameterError(f'on_error must be "fail" or "skip", got {on_error!r}.')
     scorer = {"model": model, "window": window, "stride": stride, "add_special_tokens": add_special_tokens, **options}

@@ -200,8 +200,7 @@ def _kind_of(data: Mapping[str, Any]) -> RowKind:
 def _text(name: str, value: Any, *, may_be_empty: bool = False) -> Text:
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, str):
-        if any("\ud800" <= c <= "\udfff" for c in value):
-            raise MalformedRowError(f"{name} holds a lone surrogate, which is no text; remove it.")
+        _check_surrogates(name, value)
     elif not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
         raise MalformedRowError(f"{name} must be a string or a list of token ids, got {_short(value)}.")
     if not value and not may_be_empty:
@@ -210,9 +209,16 @@ def _text(name: str, value: Any, *, may_be_empty: bool = False) -> Text:
 
 
 def _id(value: Any) -> str | int | None:
+    if isinstance(value, str):
+        _check_surrogates('"id"', value)
     if value is None or (isinstance(value, str | int) and not isinstance(value, bool)):
         return value
     raise MalformedRowError(f'"id" must be a string or an integer, got {_short(value)}.')
+
+
+def _check_surrogates(name: str, text: str) -> None:
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise MalformedRowError(f"{name} holds a lone surrogate, which is no text; remove it.")
 
 
 def _size(text: Text) -> int:

@@ -76,6 +76,11 @@ class Scorer:
         if unknown:
             raise InvalidParameterError(f"Scorer has no option {unknown[0]!r}.")
         args = EngineArgs(model=model, **options)
+        if args.data_parallel_size != 1:
+            raise InvalidParameterError(
+                f"Scorer is one engine, got data_parallel_size={args.data_parallel_size}; score_files and `jpaged"
+                f" score` spread their shards over as many workers."
+            )
         if window is not None and args.max_model_len is not None:  # before anything is loaded
             check_window(window, stride, args.max_model_len)
         self.engine = LLMEngine(for_scoring(args))

@@ -35,6 +35,9 @@ SHARDS_AHEAD = 2
 
 _PROGRESS_PERIOD_S = 0.2
 
+_CPU_WORKERS = 8
+"""So many may share a CPU of fewer cores, to try things out."""
+
 _TASKS = {"score": "jpaged.scoring.files:ScoreShards", "batch": "jpaged.scoring.batch:BatchShards"}
 """What makes a task's `ShardProcessor` of (options, directory)."""
 
@@ -137,6 +140,12 @@ def worker_environments(num_workers: int, devices_each: int) -> list[dict[str, s
     """What each worker's environment has of its own: its GPUs. Without GPUs all share the CPU."""
     gpus = [] if os.environ.get("JAX_PLATFORMS", "").lower() == "cpu" else visible_gpus()
     if not gpus:
+        cores = os.cpu_count() or 1
+        if num_workers > max(cores, _CPU_WORKERS):
+            raise InvalidParameterError(
+                f"data_parallel_size={num_workers} would start as many processes on the {cores} cores of this machine,"
+                " which has no GPU; lower it."
+            )
         return [{} for _ in range(num_workers)]
     if num_workers * devices_each > len(gpus):
         raise InvalidParameterError(

@@ -180,8 +180,12 @@ def _reported(error: Exception, fields: Sequence[str] = (), prompt_field: str | 
 
 @dataclass(frozen=True)
 class _Job:
-    """A request that has passed all checks: what to generate, and what to say about it."""
+    """A request that has passed all checks: what to generate, and what to say about it.
 
+    request_id: unlike any other's; several clients may call theirs the same, and meet in one API process or not.
+    """
+
+    request_id: str
     prompts: list[ProcessedInput]
     params: SamplingParams | BeamSearchParams
     answer: Answer
@@ -422,7 +426,8 @@ class _Handlers:
         is_chat = isinstance(body, ChatCompletionRequest)
         if body.request_id is not None and not 1 <= len(body.request_id) <= 128:
             raise ApiError(400, "request_id must have 1 to 128 characters.", param="request_id")
-        request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}"
+        kind, own_id = "chatcmpl" if is_chat else "cmpl", uuid.uuid4().hex
+        request_id = f"{kind}-{body.request_id or own_id}"
         model, tokenizer = self._options.served_model_names[0], self._engine.tokenizer
         answer: Answer
         if isinstance(body, ChatCompletionRequest):
@@ -430,6 +435,7 @@ class _Handlers:
         else:
             answer = CompletionAnswer(body, request_id, body.model or model, prompts, tokenizer)
         return _Job(
+            f"{kind}-{own_id}",
             prompts,
             params,
             answer,
@@ -482,11 +488,10 @@ async def _outputs(engine: AsyncLLMEngine, job: _Job) -> AsyncGenerator[tuple[in
 
 
 def _generation(engine: AsyncLLMEngine, job: _Job, i: int) -> AsyncGenerator[RequestOutput, None]:
-    request_id = job.answer.request_id
     return engine.generate(
         job.prompts[i],
         job.params,
-        request_id if len(job.prompts) == 1 else f"{request_id}-{i}",
+        job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}",
         priority=job.priority,
         cache_salt=job.cache_salt,
     )

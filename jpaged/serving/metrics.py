@@ -51,7 +51,17 @@ _ENGINE_METRICS = {  # by field of EngineStats
     "generated_tokens": ("generation_tokens", "counter", "Tokens generated."),
     "prefix_cache_queries": ("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache."),
+    "prefix_cache_host_hits": (
+        "prefix_cache_host_hits",
+        "counter",
+        "Prompt tokens found there that were in host memory.",
+    ),
     "num_steps": ("engine_steps", "counter", "Steps of the engine."),
+    "num_shared_prefix_steps": (
+        "shared_prefix_steps",
+        "counter",
+        "Steps that read a prefix once for all who share it.",
+    ),
 }
 FINISH_REASONS = ("stop", "length", "abort")
 

@@ -24,6 +24,11 @@ def test_cases_are_matched_by_name_and_numbers_by_theirs():
     }
 
 
+def test_percentiles_are_numbers_of_their_own():
+    a, b = ([{"batch_size": 8, "ttft_ms": {"p50": p50, "p99": 9.0}, "tpot_ms": None}] for p50 in (2.0, 3.0))
+    assert ratios(a, b) == {"8": {"ttft_ms p50": (2.0, 3.0), "ttft_ms p99": (9.0, 9.0)}}
+
+
 def test_differences_of_settings_and_the_ratios_are_printed(tmp_path, capsys):
     a = report(tmp_path, "a.json", [{"name": "x", "tokens_per_s": 100.0}], seed=0, model="m")
     b = report(tmp_path, "b.json", [{"name": "x", "tokens_per_s": 125.0}], seed=1, model="m")

@@ -16,11 +16,10 @@ from jpaged.bench.memory.figures import Options, Steady, Workload, sustained_rat
 from jpaged.bench.memory.lengths import FIGURE_11
 from jpaged.bench.memory.reservation import ReservationPool
 from jpaged.bench.memory.setups import SETUPS, StepTime, fitted, roofline, step_time
-from jpaged.bench.memory.sharing import SharedTables, beam_saving
+from jpaged.bench.memory.sharing import beam_saving, search
 from jpaged.bench.memory.simulate import SYSTEMS, Serving, make_scheduler, simulate
 from jpaged.bench.memory.traces import TraceRequest, at_rate, draw_lengths, draw_trace, read_trace
 from jpaged.bench.workloads import TRACES
-from jpaged.engine.block_pool import BlockPool
 from jpaged.engine.request import Request
 from jpaged.errors import EngineDeadError, InvalidParameterError, OutOfMemoryError
 from jpaged.sampling_params import SamplingParams
@@ -212,60 +211,35 @@ def test_samples_of_a_prompt_save_what_the_paper_says_within_three_points():
     assert outcome.saved_blocks == pytest.approx(paper.FIGURE_15["alpaca"]["parallel"][4], abs=0.03)
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=4),
-    samples=st.integers(1, 5),
-    block_size=st.sampled_from([1, 4, 16]),
-)
-def test_beams_that_never_jump_share_the_full_blocks_of_their_prompt_and_nothing_else(lengths, samples, block_size):
-    without = saved = 0
-    for prompt_len, output_len in lengths:
-        for length in range(prompt_len + 1, prompt_len + output_len + 1):
-            without += samples * -(-length // block_size)
-            saved += (samples - 1) * (prompt_len // block_size)
-    assert beam_saving(lengths, samples, block_size, jump=0.0) == pytest.approx(saved / without)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    prompt_len=st.integers(1, 20),
-    parents=st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=1, max_size=30),
-)
-def test_beams_hold_their_own_tokens_whatever_they_are_forked_from(prompt_len, parents):
-    pool = BlockPool(100, 4, enable_prefix_caching=False)
-    group = SharedTables(pool, prompt_len, 3)
-    content: dict[tuple[int, int], tuple[int, ...]] = {}
-    prompt = tuple(range(prompt_len))
-    histories = [prompt] * 3
-    for table in group.tables:
-        for position in range(prompt_len):
-            content[int(table[position // 4]), position % 4] = prompt[: position + 1]
-    for step, choice in enumerate(parents):
-        group.reorder(choice)
-        before = [table.copy() for table in group.tables]
-        group.append()
-        histories = [(*histories[parent], 1000 * step + beam) for beam, parent in enumerate(choice)]
-        for table, old, history in zip(group.tables, before, histories, strict=True):
-            for position in range(len(history) - 1):  # a copied block brings its tokens with it
-                source = content[int(old[position // 4]), position % 4]
-                content[int(table[position // 4]), position % 4] = source
-        for table, history in zip(group.tables, histories, strict=True):
-            content[int(table[(len(history) - 1) // 4]), (len(history) - 1) % 4] = history
-        for table, history in zip(group.tables, histories, strict=True):
-            held = [content[int(table[i // 4]), i % 4] for i in range(len(history))]
-            assert held == [history[: i + 1] for i in range(len(history))]
-        pool.check_integrity(group.tables)
-    group.free()
-    assert pool.num_used == 0
+@pytest.mark.parametrize(("prompt_len", "width"), [(1, 2), (7, 3), (16, 4), (33, 6)])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_beams_hold_a_block_for_each_beginning_that_some_of_them_have_in_common(prompt_len, width, block_size):
+    """Counted anew from their tokens: a block is shared by those that are equal up to its end, or to theirs."""
+    num_steps = total = 0
+    for scheduler in search(prompt_len, 30, width, block_size, 0.5, np.random.default_rng(prompt_len)):
+        tokens = [scheduler.slots.known(slot).tolist() for slot in range(width)]
+        beginnings = {tuple(t[: i + block_size]) for t in tokens for i in range(0, len(t), block_size)}
+        assert scheduler.pool.num_used == len(beginnings)
+        scheduler.check_integrity()
+        num_steps += 1
+        total += len(beginnings) < width * -(-len(tokens[0]) // block_size)
+    assert num_steps == 29, "the first token comes of the prompt's step"
+    assert total > 0, "something is shared"
 
 
 def test_beams_save_more_than_samples_and_more_so_the_more_they_are():
-    lengths = draw_lengths("alpaca", 100, np.random.default_rng(2))
+    lengths = draw_lengths("alpaca", 40, np.random.default_rng(2))
     savings = [beam_saving(lengths, width) for width in (2, 4, 6)]
     assert savings == sorted(savings)
-    assert all(saved > beam_saving(lengths, width, jump=0.0) for saved, width in zip(savings, (2, 4, 6), strict=True))
+    for saved, published in zip(savings, paper.FIGURE_15["alpaca"]["parallel"].values(), strict=True):
+        assert saved > 2 * published
     assert beam_saving(lengths, 1) == 0
+
+
+@pytest.mark.parametrize("concentration", [0.02, 10.0])
+def test_what_beams_save_hardly_depends_on_how_sure_the_model_is(concentration):
+    lengths = draw_lengths("alpaca", 20, np.random.default_rng(3))
+    assert beam_saving(lengths, 4, concentration=concentration) == pytest.approx(beam_saving(lengths, 4), abs=0.04)
 
 
 def test_drawn_lengths_have_the_papers_means_and_fit_the_model():

@@ -15,9 +15,8 @@ def test_every_case_is_measured_and_written_down(tmp_path, capsys):
     report = json.loads(file.read_text())
     results = report["results"]
     assert report["environment"]["device"]
-    assert [(r["case"], r["running"]) for r in results] == [
-        (case, n) for case in ("nothing", "blocks", "blocks, cache", "finishes", "streaming") for n in (16, 64)
-    ]
+    cases = [(case, n) for case in ("nothing", "blocks", "blocks, cache", "finishes", "streaming") for n in (16, 64)]
+    assert [(r["case"], r["running"]) for r in results] == [*cases, *((f"fork, {n}", 1) for n in (10, 100, 1000))]
     assert all(0 < r["median_us"] <= r["p99_us"] and r["steps"] == 40 for r in results)
     *table, last = capsys.readouterr().out.splitlines()
     assert len(table) == 1 + len(results)

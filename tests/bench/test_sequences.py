@@ -19,6 +19,10 @@ def test_each_case_is_measured_and_written_down(tmp_path, capsys):
     assert tuple(results) == CASES
     assert all(results[case]["output_tokens"] == 3 * 2 * 5 for case in CASES[:4])
     assert all(len(results[case]["seconds"]) == 2 for case in CASES[:4])
+    tokens_per_s = {case: results[case]["output_tokens_per_s"] for case in CASES[:4]}
+    assert results["samples"]["over_separate"] == tokens_per_s["samples"] / tokens_per_s["separate"]
+    assert results["beams"]["over_greedy"] == tokens_per_s["beams"] / tokens_per_s["greedy"]
+    assert results["swap"]["over_plain"] == results["swap"]["gib_per_s"] / results["swap"]["plain_gib_per_s"]
     assert results["swap"]["chunks"] == 3
     assert min(results["swap"]["gib_per_s"], results["swap"]["plain_gib_per_s"]) > 0
     assert "beams: " in capsys.readouterr().out

@@ -138,7 +138,9 @@ class FakeExecutor:
         for start in plan.starts:
             self._start(start)
         for back in plan.swap_ins:
-            self._content[back.block_ids] = self._host.pop(back.chunk)[: len(back.block_ids)]
+            held = self._host[back.chunk] if back.keep else self._host.pop(back.chunk)
+            wanted = np.flatnonzero(back.block_ids != NULL_BLOCK)
+            self._content[back.block_ids[wanted]] = held[wanted]
         self._move_beams(plan.beams)
         self._copy(plan.copies)
         copied = set(map(tuple, plan.copies.tolist()))
@@ -150,11 +152,13 @@ class FakeExecutor:
             self._write_decode(self._slots[slot])
         for chunk in plan.chunks:
             self._write_chunk(self._slots[chunk.slot], chunk.start, chunk.token_ids.tolist())
+        self._check_shared_prefix(plan)
         return self._sample(plan)
 
     def _check_sizes(self, plan: StepPlan) -> None:
         rows = plan.decode_slots.tolist() + [chunk.slot for chunk in plan.chunks]
-        assert 0 < len(rows) == len(set(rows)) <= self.config.max_num_seqs
+        assert rows or plan.starts, "a plan without purpose"
+        assert len(rows) == len(set(rows)) <= self.config.max_num_seqs
         num_tokens = len(plan.decode_slots) + sum(max(1, len(chunk.token_ids)) for chunk in plan.chunks)
         assert num_tokens <= self.config.max_num_batched_tokens
         for i, chunk in enumerate(plan.chunks):
@@ -255,7 +259,26 @@ class FakeExecutor:
             elif len(state.tokens) == start.max_len:
                 codes[row] = FinishCode.LENGTH
             state.active = codes[row] == FinishCode.RUNNING
-        return StepResult(token_ids, codes, logprobs, self._prompt_logprobs(plan), self._scores(plan))
+        prompt_logprobs, scores = self._prompt_logprobs(plan), self._scores(plan)
+        return StepResult(token_ids, codes, logprobs, prompt_logprobs, scores, plan.num_sharing > 0)
+
+    def _check_shared_prefix(self, plan: StepPlan) -> None:
+        """What rows are said to share is in the first one's blocks, and none of it is what they write in this step."""
+        size, shared_len = self.config.block_size, plan.shared_len
+        if not plan.num_sharing:
+            assert shared_len == 0
+            return
+        assert self.config.shared_prefix_attention
+        assert not plan.chunks
+        assert 2 <= plan.num_sharing <= len(plan.decode_slots)
+        assert shared_len > 0
+        assert shared_len % size == 0
+        sharing = [self._slots[slot] for slot in plan.decode_slots[: plan.num_sharing].tolist()]
+        held = self._content[sharing[0].blocks[: shared_len // size]].reshape(-1).tolist()
+        for state in sharing:
+            if state.active:
+                assert state.num_computed > shared_len
+                assert state.prints[:shared_len] == held, "rows are said to share what they do not"
 
     def _check_reads(self, state: _Slot) -> None:
         size, n = self.config.block_size, state.num_computed

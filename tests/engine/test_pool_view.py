@@ -36,7 +36,7 @@ def test_a_forked_sequence_shares_all_blocks_until_it_writes():
     manager = BlockManager(pool, slots)
     parent = slots.acquire(make_request("a", 1), 0, np.arange(6, dtype=np.int32), pool.allocate(2), 6)
     child = slots.acquire(make_request("b", 1), 0, np.zeros((0,), np.int32), np.zeros((0,), np.int32), 0)
-    manager.fork(parent, child)
+    manager.fork(parent, [child])
 
     def view():
         return view_pool(*pool.occupancy(), [(5, slots.blocks(parent)), (8, slots.blocks(child))], SIZE)

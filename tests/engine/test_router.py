@@ -16,6 +16,16 @@ def test_requests_go_to_the_replica_that_owes_the_fewest_tokens():
     assert router.route("5", [4], 5) == 2
 
 
+def test_a_request_may_be_assigned_to_a_replica_by_name():
+    router = Router(3)
+    router.assign("a", 2, LONG, 1)
+    assert router.outstanding == [0, 0, len(LONG) + 1]
+    assert router.replica_of("a") == 2
+    assert router.route("b", LONG, 1) == 0  # waiting for "a" costs more than computing the prompt again
+    router.finish("a")
+    assert router.route("c", LONG, 1) == 2
+
+
 def test_a_finished_request_is_owed_no_more():
     router = Router(2)
     router.route("a", [1] * 10, 10)

@@ -125,11 +125,13 @@ configs = st.fixed_dictionaries(
         "max_num_batched_tokens": st.sampled_from([1, 3, 8, 16, 64]),
         "max_model_len": st.sampled_from([20, 61]),
         "enable_prefix_caching": st.booleans(),
+        "shared_prefix_attention": st.booleans(),
         "policy": st.sampled_from(["fcfs", "priority"]),
         "watermark": st.sampled_from([0.0, 0.1]),
         "pipeline_depth": st.integers(0, 3),
         "num_swap_chunks": st.sampled_from([0, 1, 4]),
         "preemption_mode": st.sampled_from(["auto", "swap", "recompute"]),
+        "host_prefix_cache": st.booleans(),
     }
 )
 requests = st.fixed_dictionaries(
@@ -165,6 +167,7 @@ searches = st.fixed_dictionaries(
 class SchedulingMachine(RuleBasedStateMachine):
     @initialize(config=configs)
     def start(self, config):
+        config["host_prefix_cache"] &= config["enable_prefix_caching"] and config["num_swap_chunks"] > 0
         self.drive = Drive(**config)
         self.longest = min(config["max_model_len"], (config["num_blocks"] - 1) * 4) - 1
         self.most = min(config["max_num_seqs"], config["max_num_batched_tokens"])
@@ -226,6 +229,7 @@ def test_a_thousand_requests_come_and_go(policy, mode, depth):
         watermark=0.0,
         num_swap_chunks=4,
         preemption_mode=mode,
+        host_prefix_cache=depth == 2,
     )
     aborted = stopped = 0
     histories: list[list[int]] = [[]]
@@ -260,6 +264,7 @@ def test_a_thousand_requests_come_and_go(policy, mode, depth):
     assert stats.num_finished == drive.num_added
     assert min(aborted, stopped, stats.num_preemptions) > 20
     assert stats.prefix_cache_hits > 1000
+    assert (stats.prefix_cache_host_hits > 100) == (depth == 2)
     assert (stats.num_swapped_in > 0) == (mode != "recompute")
 
 

@@ -7,7 +7,7 @@ from jpaged.engine.seeds import sample_seed
 from jpaged.errors import InvalidParameterError
 from jpaged.sampling_params import RequestOutputKind
 from tests.engine.fake_executor import reference_tokens
-from tests.engine.helpers import Engine, assert_complete, expected_tokens, make_request
+from tests.engine.helpers import Engine, assert_complete, assert_found, expected_tokens, make_request, make_search
 
 
 def members(request: Request) -> list[Request]:
@@ -122,6 +122,25 @@ def test_a_prompt_ends_only_in_a_step_that_has_room_for_all_samples():
     engine.run()
     assert [[len(c.token_ids) for c in plan.chunks] for plan in engine.plans[:3]] == [[8], [5], [1, 0, 0, 0]]
     assert_group_complete(request)
+
+
+def test_a_group_that_has_a_slot_but_no_budget_yet_starts_although_nothing_else_runs_in_the_step():
+    """What is left of the budget beside a search in flight holds no prompt's end with all of its samples."""
+    engine = Engine(pipeline_depth=2, max_num_batched_tokens=6, max_num_seqs=8)
+    search = make_search("search", 4, 4, 10)
+    engine.add(search)
+    engine.step()
+    engine.step()
+    group = make_request("group", 1, 6, n=4, temperature=1.0)
+    engine.add(group)
+    engine.step()
+    assert (engine.plans[-1].num_rows, [start.slot for start in engine.plans[-1].starts]) == (
+        0,
+        [members(group)[0].slot],
+    )
+    engine.run()
+    assert_found(search)
+    assert_group_complete(group)
 
 
 def test_nobody_is_let_in_before_a_group_that_waits_for_budget():

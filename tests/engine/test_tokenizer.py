@@ -35,6 +35,17 @@ def loaded(directory):
 
 
 class TestLoading:
+    def test_a_home_that_does_not_exist_is_named_as_a_path_is(self):
+        with pytest.raises(ModelNotFoundError, match="~nobody-of-this-name/x"):
+            Tokenizer.load("~nobody-of-this-name/x")
+
+    def test_a_length_that_is_no_number_in_its_settings_does_not_matter(self, directory, tmp_path):
+        for file in directory.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"model_max_length": "long"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        assert Tokenizer.load(tmp_path).encode("hi") == Tokenizer.load(directory).encode("hi")
+
     def test_from_a_directory_given_as_path_or_string(self, directory):
         for source in (directory, str(directory)):
             t = Tokenizer.load(source)
@@ -155,6 +166,13 @@ class TestChat:
             loaded.apply_chat_template([{"role": "nobody", "content": "x"}])
         with pytest.raises(InvalidPromptError, match="does not take these messages"):
             loaded.apply_chat_template([USER], chat_template="{% if %}")
+
+    @pytest.mark.parametrize(
+        "body", ["{{ 1 / 0 }}", "{{ 10.0 ** 400 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+    )
+    def test_whatever_a_template_raises_is_about_the_messages(self, loaded, body):
+        with pytest.raises(InvalidPromptError, match="The chat_template given does not take these messages"):
+            loaded.apply_chat_template([USER], chat_template=body)
 
     @pytest.mark.parametrize(
         ("messages", "said"),

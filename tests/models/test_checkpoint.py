@@ -291,6 +291,23 @@ def same_tensor_twice(directory: Path) -> None:
     save_file({NORM: np.ones(64, np.float32)}, directory / "b.safetensors")
 
 
+def index_names_what_no_file_is_called(directory: Path) -> None:
+    weight_map = shard(directory, 3)
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map | {NORM: "a\0b"}}))
+
+
+def overlapping_tensors(directory: Path) -> None:
+    content = (directory / SINGLE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    other = next(name for name in header if name != NORM and header[name].get("shape") == header[NORM]["shape"])
+    header[NORM]["data_offsets"] = header[other]["data_offsets"]
+    text = json.dumps(header).encode()
+    (directory / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+NESTED = b"[" * 100_000
+
 DAMAGES: list[tuple[Callable[[Path], object], tuple[str, ...]]] = [
     (truncate, (SINGLE, "truncated", "download")),
     (overwrite(b""), (SINGLE, "truncated")),
@@ -312,6 +329,10 @@ DAMAGES: list[tuple[Callable[[Path], object], tuple[str, ...]]] = [
     (edit(lambda t: t.update({NORM: np.ones(63, np.float32)})), (SINGLE, NORM, "(63,)", "(64,)")),
     (edit(lambda t: t.update({NORM: np.ones(64, np.int8)})), (SINGLE, NORM, "I8")),
     (edit(lambda t: t.update({"model.layers.7.x": np.ones(2, np.float32)})), (SINGLE, "model.layers.7.x", "no place")),
+    (overwrite(len(NESTED).to_bytes(8, "little") + NESTED), (SINGLE, "corrupt header")),
+    (overwrite((2).to_bytes(8, "little") + b"{}"), ("holds no tensor", "lacks")),
+    (index_names_what_no_file_is_called, ("cannot be read",)),
+    (overlapping_tensors, (SINGLE, NORM, "overlap")),
     (same_tensor_twice, (NORM, "a.safetensors", "b.safetensors")),
 ]
 

@@ -12,12 +12,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tools.h200_compile import compile_for_h200  # isort: skip
+from tools.h200_compile import compile_for_h200, h200_mesh  # isort: skip
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged import pallas_kernels as ops
+from jpaged.pallas_kernels import all_reduce_mosaic
 
 Shape = jax.ShapeDtypeStruct
 
@@ -45,6 +47,23 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         call = partial(ops.decode_attention, backend="mosaic", return_lse=True, **options)
         arguments = (Shape((16, heads, head_dim), dtype), pool, ids(16, 4096 // block_size), ids(16))
         yield f"decode {heads}/{kv_heads} D {head_dim} block {block_size}", call, arguments, False
+    for rows, heads, kv_heads, head_dim, block_size, options in (
+        (64, 32, 8, 128, 16, {}),
+        (512, 16, 8, 128, 16, {}),
+        (64, 8, 8, 64, 32, {"alibi_slopes": jnp.ones(8)}),
+        (256, 28, 4, 80, 64, {"logit_softcap": 30.0}),
+    ):
+        pool = Shape((4096, 2, kv_heads, block_size, head_dim), jnp.bfloat16)
+        call = partial(ops.shared_prefix_attention, backend="mosaic", return_lse=True, **options)
+        arguments = (
+            Shape((rows, heads, head_dim), jnp.bfloat16),
+            pool,
+            ids(rows, 4096 // block_size),
+            ids(rows),
+            ids(),
+            ids(),
+        )
+        yield f"shared prefix {rows} x {heads}/{kv_heads} D {head_dim} block {block_size}", call, arguments, False
     pool = Shape((20_000, 2, 8, 16, 128), jnp.bfloat16)
     new = Shape((256, 8, 128), jnp.bfloat16)
     yield "write_kv", partial(ops.write_kv, backend="mosaic"), (pool, new, new, ids(256)), True
@@ -78,7 +97,39 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
     yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
 
 
+def all_reduces() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
+    """(name, function, arguments, mesh): two calls in one program over several GPUs; inbox and signals are donated."""
+    for devices, rows, hidden in ((2, 1, 4096), (4, 64, 8192)):
+        mesh = h200_mesh(devices)
+        own, same = PartitionSpec("model"), PartitionSpec()
+
+        def twice(inbox: Any, signals: Any, parts: Any, residual: Any, scale: Any, size: int = devices) -> Any:
+            state, parts, normed = (inbox[0], signals[0]), parts[0], residual
+            for _ in range(2):
+                *state, residual, normed = all_reduce_mosaic.all_reduce_add_norm(
+                    *state, parts, residual, scale, axis="model", num_devices=size, norm_eps=1e-5
+                )
+                parts = jnp.tanh(normed)
+            return (*(leaf[None] for leaf in state), normed[None])
+
+        state = all_reduce_mosaic.initial_state(devices, hidden, jnp.bfloat16)
+        split = [
+            Shape((devices, *leaf.shape), leaf.dtype, sharding=NamedSharding(mesh, own))
+            for leaf in (*state, Shape((rows, hidden), jnp.bfloat16))
+        ]
+        whole = (Shape((rows, hidden), jnp.bfloat16), Shape((hidden,), jnp.bfloat16))
+        program = jax.shard_map(
+            twice, mesh=mesh, in_specs=(own, own, own, same, same), out_specs=(own, own, own), check_vma=False
+        )
+        yield f"all_reduce {devices} x {rows} x {hidden}", program, (*split, *whole), mesh
+
+
 def main() -> None:
+    for name, program, arguments, mesh in all_reduces():
+        memory = compile_for_h200(program, *arguments, donate_argnums=(0, 1), mesh=mesh).memory_analysis()
+        state = sum(leaf.size * leaf.dtype.itemsize for leaf in arguments[:2]) // mesh.size
+        alias, temp = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+        print(json.dumps({"name": name, "pool": state, "alias": alias, "temp": temp}), flush=True)
     for name, fn, arguments, donated in programs():
         memory = compile_for_h200(fn, *arguments, donate_argnums=(0,) if donated else ()).memory_analysis()
         pool_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[0])) if donated else 0

@@ -39,15 +39,17 @@ def make_world(
     width: int | None = None,
     window: int | None = None,
     garbage: bool = True,
+    least_blocks: int = 0,
 ) -> World:
     """Sequences of the given lengths. The first `shared_prefix` blocks of all (that are long enough) are the same.
 
+    The pool has `least_blocks` blocks if these suffice, so that worlds of several lengths can have one shape.
     With `window`, tokens that no query at a sequence's end can see are NaN too, as if their blocks had been freed.
     """
     rng = np.random.default_rng(seed)
     need = [-(-n // block_size) for n in lens]
     width = max([*need, 1]) if width is None else width
-    num_blocks = 1 + shared_prefix + sum(need) + 2
+    num_blocks = max(least_blocks, 1 + shared_prefix + sum(need) + 2)
     free = list(rng.permutation(num_blocks - 1) + 1)
     pool = np.full((num_blocks, 2, kv_heads, block_size, head_dim), np.nan, np.float32)
     shared = [free.pop() for _ in range(shared_prefix)]

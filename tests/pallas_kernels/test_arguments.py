@@ -8,10 +8,12 @@ from jpaged.pallas_kernels import (
     copy_blocks,
     decode_attention,
     gather_blocks,
+    merge_attention,
     ragged_attention,
     rope_and_write,
     sample_tokens,
     scatter_blocks,
+    shared_prefix_attention,
     split_qkv,
     write_kv,
 )
@@ -29,6 +31,8 @@ def ids(*shape, dtype=jnp.int32):
 POOL = array(10, 2, 2, 16, 32)
 DECODE = {"q": array(3, 4, 32), "kv_pool": POOL, "block_tables": ids(3, 5), "kv_lens": ids(3)}
 RAGGED = {**DECODE, "q": array(9, 4, 32), "query_starts": ids(4)}
+SHARED = {**DECODE, "num_sharing": ids(), "shared_len": ids()}
+MERGE = {"outs": [array(3, 4, 32, dtype=jnp.bfloat16)] * 2, "lses": [array(3, 4)] * 2}
 WRITE = {"kv_pool": POOL, "k": array(3, 2, 32), "v": array(3, 2, 32), "slot_mapping": ids(3)}
 SPLIT = {"qkv": array(3, 2, 4, 32), "rotation": (array(3, 16), array(3, 16)), "norms": (array(32), array(32))}
 ROPE = {**SPLIT, "kv_pool": POOL, "slot_mapping": ids(3)}
@@ -61,6 +65,19 @@ CASES = [
     (decode_attention, DECODE, "kv_lens", array(3)),
     (ragged_attention, RAGGED, "query_starts", ids(3)),
     (ragged_attention, RAGGED, "kv_lens", ids(2)),
+    (shared_prefix_attention, SHARED, "q", array(3, 5, 32)),
+    (shared_prefix_attention, SHARED, "kv_pool", array(10, 3, 2, 16, 32)),
+    (shared_prefix_attention, SHARED, "block_tables", ids(4, 5)),
+    (shared_prefix_attention, SHARED, "block_tables", ids(3, 0)),
+    (shared_prefix_attention, SHARED, "kv_lens", ids(4)),
+    (shared_prefix_attention, SHARED, "num_sharing", ids(1)),
+    (shared_prefix_attention, SHARED, "num_sharing", 2.0),
+    (shared_prefix_attention, SHARED, "shared_len", array()),
+    (merge_attention, MERGE, "outs", []),
+    (merge_attention, MERGE, "outs", [array(3, 4, 32), array(3, 4, 31)]),
+    (merge_attention, MERGE, "outs", [array(3, 4), array(3, 4)]),
+    (merge_attention, MERGE, "lses", [array(3, 4)] * 3),
+    (merge_attention, MERGE, "lses", [array(3, 4), array(3, 4, dtype=jnp.bfloat16)]),
     (write_kv, WRITE, "k", array(3, 4, 32)),
     (write_kv, WRITE, "v", array(2, 2, 32)),
     (write_kv, WRITE, "v", array(3, 2, 32, dtype=jnp.float16)),
@@ -131,6 +148,21 @@ def test_an_eps_out_of_range_is_named(bad):
 )
 @pytest.mark.parametrize(("op", "good"), [(decode_attention, DECODE), (ragged_attention, RAGGED)])
 def test_an_option_out_of_range_is_named(op, good, name, bad):
+    with pytest.raises(ValueError, match=name):
+        jax.eval_shape(lambda kw: op(**kw, **{name: bad}), good)
+
+
+@pytest.mark.parametrize(
+    ("op", "good", "name", "bad"),
+    [
+        (ragged_attention, RAGGED, "causal", 1),
+        (shared_prefix_attention, SHARED, "scale", "big"),
+        (shared_prefix_attention, SHARED, "logit_softcap", -1.0),
+        (shared_prefix_attention, SHARED, "alibi_slopes", jnp.ones(3)),
+        (shared_prefix_attention, SHARED, "backend", "cuda"),
+    ],
+)
+def test_an_option_that_some_ops_have_is_checked_too(op, good, name, bad):
     with pytest.raises(ValueError, match=name):
         jax.eval_shape(lambda kw: op(**kw, **{name: bad}), good)
 

@@ -13,16 +13,17 @@ from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing
 on_gpu = pytest.mark.skipif(not device_runs_mosaic(), reason="needs a Hopper GPU")
 
 
-def dense(q, pool, tables, kv_lens, starts, slopes, *, scale, sliding_window, logit_softcap):
+def dense(q, pool, tables, kv_lens, starts, slopes, *, scale, sliding_window, logit_softcap, causal=True):
     """Float64, one row and head at a time: (output, log-sum-exp)."""
     heads, kv_heads, block_size = q.shape[1], pool.shape[2], pool.shape[3]
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     for r, kv_len in enumerate(kv_lens):
         begin, end = starts[r], starts[r + 1]
-        if end == begin:
+        if end == begin or not kv_len:
             continue
         kv = np.concatenate([pool[b] for b in tables[r, : -(-kv_len // block_size)]], axis=2)[:, :, :kv_len]
-        ahead = np.arange(kv_len)[None, :] - np.arange(kv_len - (end - begin), kv_len)[:, None]
+        stands = np.arange(kv_len - (end - begin), kv_len) if causal else np.full(end - begin, kv_len - 1)
+        ahead = np.arange(kv_len)[None, :] - stands[:, None]
         seen = ahead <= 0
         if sliding_window is not None:
             seen &= ahead > -sliding_window
@@ -54,6 +55,7 @@ def run_case(
     sliding_window=None,
     logit_softcap=None,
     alibi=False,
+    causal=True,
     **options,
 ):
     """Runs the kernel on `rows` of (queries, tokens) and compares. Returns (relative error, lse error).
@@ -79,6 +81,7 @@ def run_case(
         "scale": head_dim**-0.5 if scale is None else scale,
         "sliding_window": sliding_window,
         "logit_softcap": logit_softcap,
+        "causal": causal,
     }
     assert kernel.unsupported(q, pool) is None
     out, lse = kernel.ragged_attention(
@@ -102,7 +105,7 @@ def run_case(
     return np.linalg.norm(out - want) / np.linalg.norm(want), np.abs(lse[seen] - want_lse[seen]).max()
 
 
-def plan(rows, *, tokens=None, window, block_kv, sliding_window=None):
+def plan(rows, *, tokens=None, window, block_kv, sliding_window=None, causal=True):
     starts = np.concatenate([[0], np.cumsum([n for n, _ in rows])]).astype(np.int32)
     tokens = int(starts[-1]) if tokens is None else tokens
     work, count = kernel.plan_tiles(
@@ -112,6 +115,7 @@ def plan(rows, *, tokens=None, window, block_kv, sliding_window=None):
         window=window,
         block_kv=block_kv,
         sliding_window=sliding_window,
+        causal=causal,
     )
     return starts, tokens, np.asarray(work)[: int(count[0])]
 
@@ -123,12 +127,20 @@ def plan(rows, *, tokens=None, window, block_kv, sliding_window=None):
     padding=st.integers(1, 40),
     window=st.sampled_from([16, 32]),
     sliding_window=st.sampled_from([None, 1, 20, 1000]),
+    causal=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
-def test_the_plan_computes_every_token_once_with_all_the_keys_it_sees(rows, padding, window, sliding_window):
+@settings(max_examples=20, deadline=None)
+def test_the_plan_computes_every_token_once_with_all_the_keys_it_sees(rows, padding, window, sliding_window, causal):
     block_kv = 32
+    if not causal:  # there may be fewer keys than queries
+        rows = [(n, kv_len - n) for n, kv_len in rows]
     starts, tokens, work = plan(
-        rows, tokens=sum(n for n, _ in rows) + padding, window=window, block_kv=block_kv, sliding_window=sliding_window
+        rows,
+        tokens=sum(n for n, _ in rows) + padding,
+        window=window,
+        block_kv=block_kv,
+        sliding_window=sliding_window,
+        causal=causal,
     )
     done = np.zeros(tokens, int)
     steps_before = None
@@ -147,6 +159,8 @@ def test_the_plan_computes_every_token_once_with_all_the_keys_it_sees(rows, padd
         assert kv_len == rows[row][1]
         positions = np.arange(first, end) + shift
         assert positions[0] == kv_len - (starts[row + 1] - first)
+        if not causal:
+            positions = np.full(end - first, kv_len - 1)
         keys = np.arange(kv_len)
         seen = keys <= positions[:, None]
         if sliding_window is not None:
@@ -164,6 +178,11 @@ def test_the_plan_needs_no_mask_below_the_diagonal():
     assert masked == [1] * 16
 
 
+def test_the_plan_masks_no_more_than_the_last_step_where_nothing_is_causal():
+    _, _, work = plan([(512, 300), (40, 256), (3, 0)], window=32, block_kv=128, causal=False)
+    assert [(row, hi, hi - hi_full) for row, *_, hi_full, hi in work[:, :10]][::8] == [(0, 3, 1), (0, 3, 1), (1, 2, 0)]
+
+
 def test_what_the_kernel_refuses_it_names():
     q, pool = jnp.zeros((4, 4, 128)), jnp.zeros((3, 2, 2, 16, 128))
     assert "float32" in kernel.unsupported(q, pool)
@@ -176,13 +195,20 @@ def test_what_the_kernel_refuses_it_names():
 @pytest.mark.skipif(mosaic_missing() is not None, reason="needs JAX >= 0.11")
 @pytest.mark.parametrize(
     "features",
-    [{}, {"sliding_window": 20, "logit_softcap": 5.0, "alibi": True}],
-    ids=["plain", "features"],
+    [
+        {},
+        {"sliding_window": 20, "logit_softcap": 5.0, "alibi": True},
+        {"causal": False},
+        {"causal": False, "alibi": True, "sliding_window": 70},
+    ],
+    ids=["plain", "features", "dense", "dense with features"],
 )
 def test_the_interpreter_agrees_and_finds_no_race(features):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     rows = [(5, 5), (1, 77), (20, 90), (0, 9)]
+    if not features.get("causal", True):
+        rows = [(20, 96), (9, 0), (20, 130), (3, 1)]  # keys for each of its queries, or for none
     error, lse_error = run_case(
         rows,
         heads=2,
@@ -231,6 +257,10 @@ _MIXED = [(1, 1), (1, 2047), (300, 300), (5, 1000), (0, 64), (128, 128), (1, 16)
         {"scale": 0.3},
         {"scale": -0.05},
         {"alibi": True, "logit_softcap": 2.0, "sliding_window": 333, "head_dim": 64, "dtype": jnp.float16},
+        {"causal": False},
+        {"causal": False, "heads": 16, "kv_heads": 8, "block_size": 32},
+        {"causal": False, "alibi": True, "logit_softcap": 2.0, "sliding_window": 333, "head_dim": 64},
+        {"causal": False, "head_dim": 256},
     ],
     ids=str,
 )

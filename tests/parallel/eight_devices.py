@@ -1,6 +1,6 @@
 """Runs a function in a process that has eight CPU devices, which JAX can only be told before it starts.
 
-    result = call_with_eight_devices("tests.parallel.tensor_parallel_runs:greedy_tokens", "gpt2", tmp_path)
+    result = call_with_eight_devices("tests.parallel.tensor_parallel_runs:tokens_by_degree", "gpt2")
 
 The function's arguments and result are JSON.
 """

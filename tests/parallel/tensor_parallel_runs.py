@@ -1,9 +1,4 @@
-"""What `test_tensor_parallel` has done in a process of eight devices.
-
-All cases, where the test takes one of each kind:
-
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.parallel.tensor_parallel_runs
-"""
+"""What `test_tensor_parallel` and, for all families, `tools/parallel_drill.py` do in a process of eight devices."""
 
 import re
 import tempfile
@@ -14,13 +9,22 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.engine.interface import SamplingVariant
+from jpaged.executor import config as executor_config
 from jpaged.executor.compilation import Compiler
+from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.runner import Runner
-from tests.parallel.models import CASES, VOCAB_SIZE, eight_heads
+from jpaged.executor.sampler import sample
+from jpaged.executor.sampling_state import init_state
+from jpaged.models.collectives import ALONE, Collectives
+from jpaged.models.sharding import MODEL_AXIS
+from tests.parallel.models import VOCAB_SIZE, eight_heads
 from tests.tiny_models import write_tiny_model
 
 NUM_REQUESTS, NUM_TOKENS = 8, 10
@@ -77,7 +81,7 @@ def score(engine: LLMEngine, prompts: list[list[int]]) -> dict[str, list]:
 def tokens_by_degree(name: str) -> dict[str, Any]:
     """For each degree: the greedy tokens of the same prompts, in one go, through preemptions, and after prefix hits.
 
-    Only the programs of greedy decoding are compiled.
+    Only the programs of greedy decoding, and those that prefixes in host memory need, are compiled.
     """
     with greedy_programs_only():
         return _tokens_by_degree(name)
@@ -97,6 +101,7 @@ def _submit_greedy(compiler: Compiler) -> None:
     compiler.submit_mixed(ARGS.token_buckets[0])
     compiler.submit_decode(NUM_REQUESTS)
     compiler.submit_sample(NUM_REQUESTS, SamplingVariant.GREEDY)
+    compiler.submit_swaps()
 
 
 def _tokens_by_degree(name: str) -> dict[str, Any]:
@@ -108,8 +113,9 @@ def _tokens_by_degree(name: str) -> dict[str, Any]:
 def _tokens(args: EngineArgs) -> dict[str, Any]:
     engine = LLMEngine(args)
     plain = run(engine, prompts())
-    few = LLMEngine(replace(args, num_gpu_blocks_override=FEW_BLOCKS), engine.startup)
+    few = LLMEngine(replace(args, num_gpu_blocks_override=FEW_BLOCKS, host_prefix_cache=True), engine.startup)
     preempted = run(few, prompts())
+    from_host = run(few, prompts())
     cached = LLMEngine(args, engine.startup)
     run(cached, [prompts()[3]])
     hits = run(cached, [prompts()[3][:40] + prompt for prompt in prompts()])
@@ -119,10 +125,33 @@ def _tokens(args: EngineArgs) -> dict[str, Any]:
         "plain": plain,
         "preempted": preempted,
         "num_preemptions": few.get_metrics().num_preemptions,
+        "from_host": from_host,
+        "prefix_cache_host_hits": few.get_metrics().prefix_cache_host_hits,
         "hits": hits,
         "computed": computed,
         "prefix_cache_hits": cached.get_metrics().prefix_cache_hits,
+        "compiled": {"layers": engine.startup.model.config.num_layers, **_compiled(engine)},
     }
+
+
+def check_tokens(by_degree: dict[str, Any]) -> None:
+    """That what `tokens_by_degree` found is what tensor parallelism promises."""
+    compiled = {degree: found.pop("compiled") for degree, found in by_degree.items()}
+    one = by_degree["1"]
+    assert set(by_degree) == {"1", "2", "4", "8"}
+    assert all(found == one for found in by_degree.values())
+    assert one["num_preemptions"] > 0
+    assert one["preempted"] == one["from_host"] == one["plain"]
+    assert one["prefix_cache_host_hits"] > 0
+    assert one["prefix_cache_hits"] >= 40 * len(one["hits"])
+    assert one["hits"] == one["computed"]
+    assert not any(compiled.pop("1")["collectives"].values())
+    for degree, found in compiled.items():
+        collectives = found["collectives"]
+        sums = {"all-reduce": 2 * found["layers"] + 1}  # two a layer and the embedding's
+        assert collectives["decode_8"] == collectives["mixed_32"] == sums
+        assert collectives["sample_8_0"] == {"all-gather": 1}
+        assert found["gathered"]["sample_8_0"] == int(degree) * NUM_REQUESTS * 2  # a logit and a token of each shard
 
 
 SAMPLED = {
@@ -145,16 +174,43 @@ def everything_by_degree(name: str) -> dict[str, Any]:
     """For one device and for four: tokens of each sampling variant, and what is known of programs and memory."""
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(eight_heads(name), directory, use_torch=False)
-        engines = {degree: LLMEngine(replace(ARGS, model=directory, tensor_parallel_size=degree)) for degree in (1, 4)}
+        args = replace(ARGS, model=directory, shared_prefix_attention=True)
+        engines = {degree: LLMEngine(replace(args, tensor_parallel_size=degree)) for degree in (1, 4)}
         return {
             degree: {
                 "tokens": {variant: run(engine, prompts(), **params) for variant, params in SAMPLED.items()},
                 "scores": score(engine, [[3, 4, *prompt] for prompt in prompts()]),
+                "odd_rows": {rows: _drawn(rows, degree) for rows in (1, 3, 8)},
                 **_forked_and_swapped(engine),
+                **_shared_prefix(engine),
                 **_compiled(engine),
             }
             for degree, engine in engines.items()
         }
+
+
+def _drawn(rows: int, shards: int) -> list[int]:
+    """Tokens of truncating rows, of which there may be fewer than shards, from logits that are split over these."""
+    logits = np.random.default_rng(rows).normal(0, 2, (rows, 160)).astype(np.float32)
+    state = init_state(rows)._replace(
+        temperature=jnp.full(rows + 1, 0.9),
+        top_k=jnp.arange(rows + 1, dtype=jnp.int32),
+        top_p=jnp.linspace(0.2, 1, rows + 1),
+        seed=jnp.arange(2 * rows + 2, dtype=jnp.uint32).reshape(-1, 2),
+    )
+    numbers = jnp.arange(rows, dtype=jnp.int32)
+    collectives = ALONE if shards == 1 else Collectives(shards, MODEL_AXIS)
+
+    def draw(logits: jax.Array) -> jax.Array:
+        variant = SamplingVariant.TRUNCATED
+        return sample(logits, numbers, numbers, state, variant=variant, collectives=collectives).token_ids
+
+    if shards == 1:
+        return np.asarray(draw(jnp.asarray(logits))).tolist()
+    mesh = DeviceMesh(jax.devices()[:shards]).mesh
+    columns, whole = PartitionSpec(None, MODEL_AXIS), PartitionSpec()
+    split = jax.jit(jax.shard_map(draw, mesh=mesh, in_specs=columns, out_specs=whole, check_vma=False))
+    return np.asarray(split(logits)).tolist()
 
 
 def _forked_and_swapped(engine: LLMEngine) -> dict[str, Any]:
@@ -170,6 +226,18 @@ def _forked_and_swapped(engine: LLMEngine) -> dict[str, Any]:
         for output in engine.step():
             sequences[output.request_id] = [completion.token_ids for completion in output.outputs]
     return {"sequences": sequences, "num_swapped_in": engine.get_metrics().num_swapped_in}
+
+
+def _shared_prefix(engine: LLMEngine) -> dict[str, Any]:
+    """Greedy tokens of prompts that begin alike, with and without reading that once a step."""
+    alike = [prompts()[3][:41] + prompt for prompt in prompts()]
+    found: dict[str, Any] = {}
+    with mock.patch.object(executor_config, "LEAST_SAVED_TOKENS", 1):
+        for name, shares in (("shared", True), ("each for itself", False)):
+            one = LLMEngine(replace(engine.args, shared_prefix_attention=shares), engine.startup)
+            found[name] = run(one, alike)
+            found[f"{name}, steps"] = one.get_metrics().num_shared_prefix_steps
+    return found
 
 
 def _compiled(engine: LLMEngine) -> dict[str, Any]:
@@ -194,9 +262,3 @@ def _gathered(executable: Any) -> int:
     """Elements of the largest result of an all-gather; 0 if there is none."""
     results = re.findall(r"\w+\[([\d,]*)\][^=]* all-gather(?:-start)?\(", executable.as_text())
     return max((int(np.prod([int(n) for n in shape.split(",") if n])) for shape in results), default=0)
-
-
-if __name__ == "__main__":  # every case of `models.CASES`; takes minutes
-    for name in CASES:
-        by_degree = tokens_by_degree(name)
-        print(name, "ok" if all(found == by_degree[1] for found in by_degree.values()) else by_degree)

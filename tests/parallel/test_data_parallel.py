@@ -24,6 +24,24 @@ def found() -> dict[str, Any]:
 def test_two_replicas_of_four_shards_give_the_tokens_of_one_device(found, kind):
     one, two = found[kind]
     assert two == one
+    assert min(found["preemptions_and_hits"]) > 0
+
+
+@one_process
+def test_replicas_score_given_tokens_as_one_device_does(found):
+    one, two = found["scores"]
+    assert two["greedy"] == one["greedy"]
+    assert two["logprobs"] == pytest.approx(one["logprobs"], rel=1e-5, abs=1e-5)
+    assert found["wrong_score"][0] == "InvalidParameterError"
+
+
+@one_process
+def test_a_prefix_is_pinned_on_every_replica_or_on_none(found):
+    assert found["pinned_tokens"] == 8
+    assert found["beside"] == ["beside"]
+    assert found["hits"] == [8, 8]
+    assert found["too_long"][0] == "OutOfMemoryError"
+    assert found["unpinned"] == [True, False, False]
 
 
 @one_process

@@ -28,7 +28,8 @@ from tests.parallel.tensor_parallel_runs import ARGS, prompts, run
 import jax
 options = json.loads(sys.argv[1])
 engine = LLMEngine(replace(ARGS, **options))
-found = [jax.process_count(), len(jax.devices()), run(engine, prompts()), run(engine, prompts(), temperature=0.9)]
+found = [jax.process_count(), len(jax.devices())]
+found += [run(engine, prompts(), **params) for params in ({}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.8})]
 print(json.dumps(found))
 """
 

@@ -4,27 +4,22 @@ from typing import Any
 
 import pytest
 
+from jpaged.engine.interface import SamplingVariant
 from jpaged.errors import InvalidParameterError
 from jpaged.executor.mesh import pick_devices
 from jpaged.models import ModelConfig
 from jpaged.models.sharding import VOCAB_UNIT, shard_config
 from tests.parallel.eight_devices import call_with_eight_devices
 from tests.parallel.models import VOCAB_SIZE, eight_heads
+from tests.parallel.tensor_parallel_runs import check_tokens
 from tests.tiny_models import tiny_model
 
 RUNS = "tests.parallel.tensor_parallel_runs"
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-d64-tied", "opt-350m-style", "gpt2"])
-def test_every_degree_gives_the_greedy_tokens_of_one_device(name):
-    by_degree = call_with_eight_devices(f"{RUNS}:tokens_by_degree", name)
-    one = by_degree.pop("1")
-    assert set(by_degree) == {"2", "4", "8"}
-    assert all(found == one for found in by_degree.values())
-    assert one["num_preemptions"] > 0
-    assert one["preempted"] == one["plain"]
-    assert one["prefix_cache_hits"] >= 40 * len(one["hits"])
-    assert one["hits"] == one["computed"]
+def test_every_degree_gives_the_greedy_tokens_of_one_device_with_two_sums_a_layer(name):
+    check_tokens(call_with_eight_devices(f"{RUNS}:tokens_by_degree", name))
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +40,17 @@ def test_every_sampling_variant_draws_the_tokens_of_one_device(by_degree):
 
 
 @one_process
+def test_any_number_of_truncating_rows_is_dealt_out_to_shards(by_degree):
+    assert by_degree["4"]["odd_rows"] == by_degree["1"]["odd_rows"]
+
+
+@one_process
+def test_truncating_rows_take_one_exchange_of_logits_and_one_of_tokens(by_degree):
+    truncated = by_degree["4"]["collectives"][f"sample_8_{int(SamplingVariant.TRUNCATED)}"]
+    assert truncated == {"all-to-all": 1, "all-gather": 1}
+
+
+@one_process
 def test_given_tokens_score_as_on_one_device(by_degree):
     one, split = by_degree["1"]["scores"], by_degree["4"]["scores"]
     assert split["greedy"] == one["greedy"]
@@ -59,9 +65,18 @@ def test_samples_and_beams_that_are_forked_and_swapped_are_those_of_one_device(b
 
 
 @one_process
+def test_a_prefix_that_is_read_once_gives_the_tokens_of_one_device(by_degree):
+    one, four = by_degree["1"], by_degree["4"]
+    assert four["shared"] == one["shared"] == one["each for itself"]
+    assert four["shared, steps"] == one["shared, steps"] > 0
+    assert one["each for itself, steps"] == 0
+
+
+@one_process
 def test_a_step_has_two_all_reduces_a_layer_one_for_the_embedding_and_nothing_else(by_degree):
     collectives = by_degree["4"]["collectives"]
     assert collectives["decode_8"] == {"all-reduce": 2 * LAYERS + 1}
+    assert collectives["shared_decode_8"] == collectives["decode_8"]
     assert collectives["mixed_32"] == {"all-reduce": 2 * LAYERS + 1}
 
 

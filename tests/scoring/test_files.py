@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -124,6 +125,19 @@ def test_malformed_rows_are_skipped_and_listed_if_asked(tmp_path, fake):
     assert listed[1]["error"] == "found late"
     assert warned[1] == f"{source}:5: found late"
     assert summary.num_errors == 3
+
+
+def test_what_one_run_has_skipped_ends_the_next_one_that_is_not_to_skip(tmp_path, fake):
+    crash = {"id": "c", "prompt": "crash", "completion": "x"}
+    source = write_rows(tmp_path / "in.jsonl", [{"id": "l", "prompt": "p", "completion": "late"}, crash])
+    call = partial(score_files, source, tmp_path / "out.jsonl", shard_size=5, use_tqdm=False)
+    FakeScorer.crash_at = "c"
+    with pytest.raises(EngineDeadError):
+        call(on_error="skip")
+    FakeScorer.crash_at = None
+    with pytest.raises(MalformedRowError, match=r"in\.jsonl:1: found late"):
+        call(on_error="fail")
+    assert call(on_error="skip").num_errors == 1
 
 
 def test_a_row_found_malformed_late_ends_the_run_and_skipping_it_goes_on(tmp_path, fake):

@@ -122,6 +122,7 @@ def test_wrong_arguments_are_refused_before_any_actor_starts(cluster):
         ({"batch_size": 0}, "batch_size must be"),
         ({"on_error": "x"}, "on_error must be"),
         ({"modell": 1}, "no option 'modell'"),
+        ({"data_parallel_size": 2}, "use num_actors"),
     ):
         with pytest.raises(InvalidParameterError, match=message):
             score_dataset(dataset, **changes)

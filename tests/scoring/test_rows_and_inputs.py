@@ -10,8 +10,9 @@ import pytest
 from jpaged.errors import InvalidParameterError, JPagedError, MalformedRowError
 from jpaged.scoring.files import INPUT_FORMATS, size_of
 from jpaged.scoring.inputs import Record, check_inputs, read_records
-from jpaged.scoring.jobs import shards_of
+from jpaged.scoring.jobs import json_lines, shards_of
 from jpaged.scoring.rows import RowScore, SequenceScore, parse_row
+from jpaged.scoring.workers import worker_environments
 
 GOOD = [
     {"text": "Hello"},
@@ -141,3 +142,42 @@ def test_shards_hold_all_rows_in_order_and_depend_on_the_rows_alone():
     assert [shard.number for shard in shards] == list(range(len(shards)))
     assert all(300 <= sum(len(r.data.get("text", "")) for r in shard.records) < 350 for shard in shards[:-1])
     assert shards == list(shards_of(iter(records), 300, size_of))
+
+
+def test_a_line_that_holds_what_is_no_text_is_written_all_the_same_and_alone_as_ascii():
+    records = [{"custom_id": "\ud800"}, {"custom_id": "é"}]
+    data = json_lines(records)
+    assert [json.loads(line) for line in data.splitlines()] == records
+    assert "é".encode() in data
+    with pytest.raises(MalformedRowError, match='"id" holds a lone surrogate'):
+        parse_row({"text": "a", "id": "\ud800"})
+
+
+def test_choices_nested_without_end_are_one_malformed_row(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,choices\na,"' + "[" * 100_000 + '"\nb,"[""yes""]"\n')
+    first, second = read_records([path])
+    assert "must be a JSON list" in first.error
+    assert second.data == {"prompt": "b", "choices": ["yes"]}
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_two_columns_of_one_name_are_refused(tmp_path, name):
+    path = tmp_path / name
+    if path.suffix == ".csv":
+        path.write_text("text,id,text\na,1,b\n")
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+        parquet.write_table(pyarrow.Table.from_arrays(columns, names=["text", "text"]), path)
+    with pytest.raises(JPagedError, match="two columns of the name 'text'"):
+        list(read_records([path]))
+
+
+def test_a_wrong_number_of_workers_starts_no_processes_without_end(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert len(worker_environments(8, 1)) == 8
+    with pytest.raises(InvalidParameterError, match="data_parallel_size=4096"):
+        worker_environments(4096, 1)

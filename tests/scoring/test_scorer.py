@@ -203,6 +203,11 @@ def test_a_completion_that_adds_no_token_is_reported():
     assert "adds no token" in str(error)
 
 
+def test_a_scorer_is_one_engine():
+    with pytest.raises(InvalidParameterError, match=r"data_parallel_size=2; score_files"):
+        Scorer(data_parallel_size=2)
+
+
 def test_a_gpu_gets_large_steps_unless_other_shapes_are_asked_for(monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     args = for_scoring(EngineArgs())

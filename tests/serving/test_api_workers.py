@@ -17,6 +17,8 @@ from tests.serving.server_process import Server, ended_within
 pytestmark = pytest.mark.xdist_group("server")
 
 PROMPTS = [f"{beginning} {animal}" for beginning in ("Once upon a time a", "The") for animal in ("snail", "fox", "owl")]
+SMALL = ("--max-num-seqs", "4")
+"""Compiles the fewest programs."""
 LONG = {"prompt": "A", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 
@@ -145,7 +147,7 @@ def test_a_killed_api_process_ends_the_others_and_the_server(server):
 
 
 def test_a_killed_supervisor_leaves_nothing(tmp_path):
-    server = Server(tmp_path / "log", "--api-workers", "2")
+    server = Server(tmp_path / "log", "--api-workers", "2", *SMALL)
     pids = [*server.children("engine_process"), *server.children("api_process")]
     assert len(pids) == 3
     server.process.kill()
@@ -154,9 +156,9 @@ def test_a_killed_supervisor_leaves_nothing(tmp_path):
 
 
 def test_sigterm_drains_every_api_process(tmp_path):
-    server = Server(tmp_path / "log", "--api-workers", "2", "--shutdown-timeout", "0.3")
+    server = Server(tmp_path / "log", "--api-workers", "2", "--shutdown-timeout", "0.3", *SMALL)
     pids = [*server.children("engine_process"), *server.children("api_process")]
-    streams = [server.client.stream("POST", "/v1/completions", json=LONG) for _ in range(8)]
+    streams = [server.client.stream("POST", "/v1/completions", json=LONG) for _ in range(4)]
     seen = [events(stream.__enter__()) for stream in streams]
     for stream in seen:
         next(stream)

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,9 @@ NAME = r"([a-z][a-z0-9_]*)"
 def exposed(prefix):
     """Names and labels of every sample in /metrics."""
     cells = np.zeros((1, 1, NUM_COLUMNS))
-    text = ServingMetrics(cells, 0).exposition(prefix, "model", {0: EngineStats(*range(1, 19))})
+    text = ServingMetrics(cells, 0).exposition(
+        prefix, "model", {0: EngineStats(*range(1, 1 + len(fields(EngineStats))))}
+    )
     samples = re.findall(rf"^{prefix}:{NAME}{{(.*)}} ", text, re.MULTILINE)
     assert len(samples) > 100
     labels = {}

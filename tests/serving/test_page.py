@@ -7,7 +7,7 @@ import asyncio
 import base64
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.resources import files
 
 import httpx
@@ -24,7 +24,7 @@ from jpaged.serving.http import OPEN_PATHS
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.page import PATHS
 
-STATS = EngineStats(*range(18))
+STATS = EngineStats(*range(len(fields(EngineStats))))
 REFS = np.array([0, 2, 1, 0, 0], np.int32)
 NAMED = np.array([0, 1, 0, 1, 0], np.bool_)
 POOL = view_pool(REFS, NAMED, [(3, np.array([1, 2])), (4, np.array([1]))], 16)

@@ -146,6 +146,15 @@ def test_a_beam_search_gives_the_offline_sequences(server, offline, n, best_of, 
     assert [choice["finish_reason"] for choice in choices] == [completion.finish_reason for completion in expected]
 
 
+def test_clients_may_give_their_requests_the_same_id(server):
+    body = TEXT | {"request_id": "same", "max_tokens": 200, "ignore_eos": True}
+    with server.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        first = next(events(response))
+        second = server.client.post("/v1/completions", json=body | {"max_tokens": 1})
+    assert second.status_code == 200
+    assert first["id"] == second.json()["id"] == "cmpl-same"
+
+
 def test_a_repeated_prompt_reports_its_cached_tokens(server):
     body = {"prompt": "The snail and the heron walked along the river. " * 8, "max_tokens": 1}
     server.client.post("/v1/completions", json=body)

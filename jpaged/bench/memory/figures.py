@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from jpaged.bench.memory import paper
 from jpaged.bench.memory.setups import SETUPS, StepTime, step_time
-from jpaged.bench.memory.sharing import BEAM_JUMP, beam_saving
+from jpaged.bench.memory.sharing import CONCENTRATION, beam_saving
 from jpaged.bench.memory.simulate import SYSTEMS, Outcome, Serving, simulate
 from jpaged.bench.memory.traces import TraceRequest, at_rate, draw_lengths, draw_trace
 
@@ -170,10 +170,18 @@ def figures_2_and_13(options: Options) -> dict[str, list[Row]]:
     usual_s = {"sharegpt": 3600.0, "alpaca": 1200.0}  # as many as 7,200 and 36,000 requests
     runs: list[tuple[str, str, Steady]] = []  # data set, variant, run
 
-    def add(dataset: str, system: str, variant: str = "", scale: float = 1.0, **changes: Any) -> None:
+    def add(
+        dataset: str,
+        system: str,
+        variant: str = "",
+        scale: float = 1.0,
+        lengths: str = options.lengths,
+        prompts_alone: bool = False,
+    ) -> None:
         seconds = options.seconds(usual_s[dataset])
-        workload = Workload(dataset, "opt-13b", seconds, replace(options, **changes), step_scale=scale)
-        runs.append((dataset, variant, Steady(workload, paper.FIGURE_13_RATES[dataset], Serving(system))))
+        workload = Workload(dataset, "opt-13b", seconds, replace(options, lengths=lengths), step_scale=scale)
+        serving = Serving(system, prompts_alone=prompts_alone)
+        runs.append((dataset, variant, Steady(workload, paper.FIGURE_13_RATES[dataset], serving)))
 
     for dataset in paper.FIGURE_13:
         for system in SYSTEMS:
@@ -183,6 +191,7 @@ def figures_2_and_13(options: Options) -> dict[str, list[Row]]:
         for dataset in paper.FIGURE_13:
             for system in SYSTEMS:
                 add(dataset, system, f"{other} lengths", lengths=other)
+                add(dataset, system, "prompts in steps of their own", prompts_alone=True)
             for scale in (0.8, 0.9, 1.1):
                 add(dataset, "paged", f"steps take {scale} of the time", scale)
     memory, batch = [], []
@@ -198,6 +207,7 @@ def figures_2_and_13(options: Options) -> dict[str, list[Row]]:
                 **row,
                 "rate": run.rate,
                 "mean_batch": outcome.mean_batch,
+                "mean_rows": outcome.mean_rows,
                 "paper": paper.FIGURE_13[dataset][run.serving.system],
                 "preemptions": outcome.num_preemptions,
             }
@@ -272,8 +282,8 @@ def figure_14(options: Options) -> dict[str, list[Row]]:
 
 
 def figure_15(options: Options) -> dict[str, list[Row]]:
-    """Blocks saved. Samples run through the scheduler, under more requests than it can serve; beams over a drawn tree
-    (`sharing.py`)."""
+    """Blocks saved. Samples run through the scheduler, under more requests than it can serve; beam searches one by one,
+    over drawn probabilities (`sharing.py`)."""
     rates = {"alpaca": {2: 14.0, 4: 9.0, 6: 6.5}, "sharegpt": {2: 1.3, 4: 0.65, 6: 0.45}}
     serving = Serving("paged", share_prompts=True)
     samples: list[tuple[str, Steady]] = []
@@ -295,7 +305,7 @@ def figure_15(options: Options) -> dict[str, list[Row]]:
     for task, saved in zip(beams, _run_all(beams, options, "figure 15, beams"), strict=True):
         published = paper.FIGURE_15[task.dataset]["beam"].get(task.width)
         row = {"dataset": task.dataset, "kind": "beam", "n": task.width, "saved": saved, "paper": published}
-        rows.append({**row, "jump": BEAM_JUMP})
+        rows.append({**row, "concentration": CONCENTRATION})
     return {"15": rows}
 
 

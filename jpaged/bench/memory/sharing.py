@@ -1,4 +1,6 @@
-"""How many blocks beams save by sharing: the block pool's share, copy-on-write and free, driven by drawn beams.
+"""How many blocks beams save by sharing: the engine's own beam search, over made-up probabilities.
+
+    Scheduler --> plan --> BeamDevice: candidates drawn for each beam --> BeamSearch chooses --> tables forked and freed
 
     prompt of 40 tokens, blocks of 16, after the first new token of each of two beams:
 
@@ -8,97 +10,87 @@
 Saved blocks are counted as in the paper's Figure 15: those that sharing spares, of those needed without, summed over
 all steps of all requests.
 
-Which beams survive depends on the model's probabilities, which a simulation does not have. Here each beam of a step
-continues itself, or, with probability `jump`, is replaced by a child of a beam drawn evenly from all of the group.
-Few jumps leave long separate tails, many keep the beams together. `BEAM_JUMP` is the one number fitted, to the three
-widths that the paper shows for Alpaca; what ShareGPT saves then follows.
+Which beams survive depends on the model's probabilities, which a simulation does not have. Here every next token's
+distribution is drawn anew from a symmetric Dirichlet distribution over `_NUM_TOKENS` tokens: a low concentration makes
+the model sure of one token, a high one undecided. It matters little: from 0.02 to 10 the savings differ by less than
+four points, so nothing is fitted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jpaged.engine.block_pool import BlockPool
+from jpaged.beam_search_params import BeamSearchParams
+from jpaged.config import SchedulerConfig
+from jpaged.engine.interface import Logprobs, StepPlan, StepResult
+from jpaged.engine.request import Request
+from jpaged.engine.scheduler import Scheduler
 
-BEAM_JUMP = 0.14
+CONCENTRATION = 0.1
+_NUM_TOKENS = 64
 
 
-class SharedTables:
-    """The block tables of one request's sequences, which begin with the same prompt.
+class BeamDevice:
+    """Answers the plans of a beam search with drawn candidates. No two candidates are ever the same token."""
 
-    Args:
-        pool: without a prefix cache, large enough.
-    """
+    def __init__(self, num_candidates: int, concentration: float, rng: np.random.Generator) -> None:
+        self._num_candidates = num_candidates
+        self._concentration = concentration
+        self._rng = rng
+        self._num_drawn = 0
 
-    def __init__(self, pool: BlockPool, prompt_len: int, num_sequences: int) -> None:
-        self._pool = pool
-        prompt = pool.allocate(-(-prompt_len // pool.block_size))
-        for _ in range(num_sequences - 1):
-            pool.share(prompt)
-        self._tables = [prompt.tolist() for _ in range(num_sequences)]
-        self._num_tokens = prompt_len
+    def execute(self, plan: StepPlan) -> StepResult:
+        shape = (plan.num_rows, self._num_candidates)
+        weights = self._rng.standard_gamma(self._concentration, (plan.num_rows, _NUM_TOKENS)) + 1e-30
+        likely = np.sort(np.log(weights / weights.sum(axis=1, keepdims=True)), axis=1)[:, ::-1][:, : shape[1]]
+        ids = self._num_drawn + np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
+        self._num_drawn += ids.size
+        ranks = np.ones((plan.num_rows,), np.int32)
+        logprobs = Logprobs(likely[:, 0].astype(np.float32), ranks, ids, likely.astype(np.float32))
+        return StepResult(ids[:, 0], np.zeros((plan.num_rows,), np.uint8), logprobs)
 
-    @property
-    def tables(self) -> list[np.ndarray]:
-        """int32 [blocks] of each sequence."""
-        return [np.array(table, np.int32) for table in self._tables]
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that the sequences would take if each had its own."""
-        return sum(map(len, self._tables))
-
-    def append(self) -> None:
-        """Makes room for one more token of each sequence, copying the last block where it is shared."""
-        pool = self._pool
-        grows = self._num_tokens % pool.block_size == 0
-        for table in self._tables:
-            if grows:
-                table.append(int(pool.allocate(1)[0]))
-            elif pool.ref_count(table[-1]) > 1:
-                copy = int(pool.allocate(1)[0])
-                pool.free(np.array(table[-1:], np.int32))
-                table[-1] = copy
-        self._num_tokens += 1
-
-    def reorder(self, parents: Sequence[int]) -> None:
-        """Sequence i becomes a fork of what sequence parents[i] is now."""
-        old = self.tables
-        for parent in parents:
-            self._pool.share(old[parent])
-        for table in old:
-            self._pool.free(table)
-        self._tables = [self._tables[parent].copy() for parent in parents]
-
-    def free(self) -> None:
-        """Gives all blocks back."""
-        for table in self.tables:
-            self._pool.free(table)
-        self._tables = []
+def search(
+    prompt_len: int, output_len: int, width: int, block_size: int, concentration: float, rng: np.random.Generator
+) -> Iterator[Scheduler]:
+    """Runs one search of `width` beams; gives its scheduler each time that all beams have got room for a token."""
+    max_len = prompt_len + output_len
+    config = SchedulerConfig(
+        block_size=block_size,
+        num_blocks=2 + width * -(-max_len // block_size),
+        max_num_seqs=width,
+        max_num_batched_tokens=prompt_len + width,
+        max_model_len=max_len,
+        enable_prefix_caching=False,
+        watermark=0.0,
+        pipeline_depth=0,
+    )
+    scheduler, device = Scheduler(config), BeamDevice(width, concentration, rng)
+    params = BeamSearchParams(beam_width=width, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    prompt = np.arange(2**30, 2**30 + prompt_len, dtype=np.int32)
+    scheduler.add(Request("search", prompt, params.sampling_params(), beam=params))
+    while (plan := scheduler.schedule()) is not None:
+        if len(plan.decode_slots):
+            yield scheduler
+        scheduler.update(plan, device.execute(plan))
 
 
 def beam_saving(
-    lengths: Sequence[tuple[int, int]], width: int, block_size: int = 16, jump: float = BEAM_JUMP, seed: int = 0
+    lengths: Sequence[tuple[int, int]],
+    width: int,
+    block_size: int = 16,
+    concentration: float = CONCENTRATION,
+    seed: int = 0,
 ) -> float:
-    """The share of blocks that a request's beams save by sharing; without jumps they are samples of one prompt.
+    """The share of blocks that the beams of requests save by sharing.
 
     lengths: prompt and output lengths of the requests.
-    jump: probability that a beam of a step is replaced by a child of one drawn evenly.
+    concentration: of the Dirichlet distribution that next-token probabilities are drawn from, above 0.
     """
     rng = np.random.default_rng(seed)
-    longest = max(prompt_len + output_len for prompt_len, output_len in lengths)
-    pool = BlockPool(2 + (width + 1) * (longest // block_size + 2), block_size, enable_prefix_caching=False)
     without = used = 0
     for prompt_len, output_len in lengths:
-        group = SharedTables(pool, prompt_len, width)
-        jumps = rng.random((output_len, width)) < jump
-        parents = np.where(jumps, rng.integers(0, width, jumps.shape), np.arange(width))
-        changes = (parents != np.arange(width)).any(axis=1)
-        for step in range(output_len):
-            if changes[step]:
-                group.reorder(parents[step].tolist())
-            group.append()
-            without += group.num_blocks
-            used += pool.num_used
-        group.free()
+        for scheduler in search(prompt_len, output_len, width, block_size, concentration, rng):
+            without += int(scheduler.slots.capacity.sum()) // block_size
+            used += scheduler.pool.num_used
     return 1 - used / without

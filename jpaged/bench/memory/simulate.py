@@ -38,6 +38,8 @@ class Serving:
     watermark: as in `SchedulerConfig`, for the paged system; a reservation needs none.
     share_prompts: the samples of a request share its prompt's blocks, and equal prompt prefixes are found in the prefix
         cache; otherwise each sample is a request of its own.
+    prompts_alone: prompts are computed in steps of their own, before all else, and others wait: the paper's first
+        version could not mix them.
     """
 
     system: str
@@ -46,6 +48,7 @@ class Serving:
     max_num_batched_tokens: int = 2560
     watermark: float = 0.01
     share_prompts: bool = False
+    prompts_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Outcome:
     Means are over time, while requests arrive. memory is None where prompts are shared: what sequences see as their
     own would then count several times.
 
+    mean_rows: sequences that get a token in a step, on average over steps, not over time.
     saved_blocks: of the blocks that the running sequences would take if each had its own; 0 where nothing is shared.
     normalized_latency_s: mean over requests of (finish - arrival) / output length, or, where `saturated`, what it is
         at least.
@@ -77,6 +81,7 @@ class Outcome:
 
     memory: MemoryUse | None
     mean_batch: float
+    mean_rows: float
     saved_blocks: float
     normalized_latency_s: float
     saturated: bool
@@ -146,7 +151,22 @@ def make_scheduler(setup: Setup, serving: Serving) -> Scheduler:
         watermark=serving.watermark if paged else 0.0,
         pipeline_depth=0,
     )
-    return Scheduler(config, pool=pool)
+    return (PromptsAlone if serving.prompts_alone else Scheduler)(config, pool=pool)
+
+
+class PromptsAlone(Scheduler):
+    """Plans steps of prompts only while there are prompts to compute or to admit, and of decode rows otherwise."""
+
+    _decodes = True
+
+    def schedule(self) -> StepPlan | None:
+        self._decodes = False
+        plan = super().schedule()
+        self._decodes = True
+        return super().schedule() if plan is None else plan
+
+    def _decodable(self) -> np.ndarray:
+        return super()._decodable() if self._decodes else np.zeros((0,), np.int64)
 
 
 def simulate(
@@ -202,6 +222,7 @@ def simulate(
     return Outcome(
         memory=None if serving.share_prompts else meter.memory(),
         mean_batch=meter.mean_batch(),
+        mean_rows=meter.mean_rows(),
         saved_blocks=meter.saved_blocks() if serving.share_prompts else 0.0,
         normalized_latency_s=latencies.at_least(device.clock_s),
         saturated=saturated,
@@ -224,6 +245,7 @@ class _Meter:
         self._sums = np.zeros((4,), np.float64)  # slots allocated, to be used, used now, sequences; times seconds
         self._seconds = 0.0
         self._saved_seconds = 0.0
+        self._rows = self._steps = 0
 
     def record(self, plan: StepPlan, seconds: float) -> None:
         """Adds a step, planned and not yet read."""
@@ -234,10 +256,15 @@ class _Meter:
         useful = np.minimum(held, self._final_len)
         self._sums += seconds * np.array([held.sum(), useful.sum(), slots.num_computed.sum(), slots.num_used])
         self._seconds += seconds
+        self._rows += plan.num_rows if seconds else 0
+        self._steps += seconds > 0
         self._saved_seconds += seconds * (1 - self._pool.num_used * self._block_size / max(int(held.sum()), 1))
 
     def saved_blocks(self) -> float:
         return self._saved_seconds / max(self._seconds, 1e-12)
+
+    def mean_rows(self) -> float:
+        return self._rows / max(self._steps, 1)
 
     def memory(self) -> MemoryUse:
         held, useful, used = (self._sums[:3] / (self._total * max(self._seconds, 1e-12))).tolist()

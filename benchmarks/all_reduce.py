@@ -1,0 +1,282 @@
+"""What adding few rows over GPUs costs: XLA's all-reduce by its flags, and the one-shot kernel.
+
+    python benchmarks/all_reduce.py --devices 2 --json all_reduce_2.json        # one call tells which way to go
+
+A case is a program of 64 times: two small products, then the sum over devices, the residual and the norm, as in a
+decode step. Its time is that of many runs enqueued back to back; from it is taken the time of the same program that
+adds nothing over devices. First each way has to be right: near float64 sums, and on all devices the same bits.
+
+XLA reads its flags once, so every way has a process of its own. One that prints nothing for a while is killed, and
+costs its time limit only.
+
+    none                what the others are compared with
+    psum                XLA's default: NCCL, between CUDA graphs
+    psum, graphs        NCCL recorded in CUDA graphs (xla_gpu_enable_command_buffer=+COLLECTIVES)
+    psum, one-shot      XLA's own kernel (xla_gpu_experimental_use_collective_kernels=ALL_REDUCE)
+    psum, one stream    without the second stream that XLA gives to collectives
+    kernel              jpaged.pallas_kernels.all_reduce_mosaic, residual and norm in it
+"""
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+GRAPHS = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
+ONE_SHOT = "--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE"
+ONE_STREAM = "--xla_gpu_disable_async_collectives=ALLCOLLECTIVES"
+WAYS = {
+    "none": ("none", ""),
+    "kernel": ("kernel", ""),
+    "psum": ("psum", ""),
+    "psum, graphs": ("psum", GRAPHS),
+    "psum, one-shot": ("psum", ONE_SHOT),
+    "psum, one-shot, graphs": ("psum", f"{ONE_SHOT} {GRAPHS}"),
+    "psum, graphs, one stream": ("psum", f"{GRAPHS} {ONE_STREAM}"),
+    "psum, one stream": ("psum", ONE_STREAM),
+}
+"""Name -> who adds, and XLA's flags. In order of interest, should time run out."""
+
+CALLS = 64
+"""Sums in a program: those of a model of 32 layers."""
+INNER = 256
+NORM_EPS = 1e-5
+START_S, CASE_S = 60.0, 40.0
+"""Until the first line of a process, and between two."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--runs", type=int, default=50, help="of each program")
+    parser.add_argument("--json", type=Path, help="also write the figures there, after each case")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # in a process of its own
+    args = parser.parse_args()
+    if args.way is not None:
+        for record in measure(args, WAYS[args.way][0]):
+            print(json.dumps(record), flush=True)
+        return
+    report: dict[str, Any] = {"devices": args.devices, "calls": CALLS, "cases": []}
+    for way in args.ways:
+        for record in in_own_process(args, way):
+            report.update({name: record.pop(name) for name in ("device", "jax") if name in record})
+            if record:
+                report["cases"].append({"way": way} | record)
+                print(json.dumps(report["cases"][-1]), flush=True)
+            if args.json is not None:
+                args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report["cases"]))
+
+
+def in_own_process(args: argparse.Namespace, way: str) -> Iterator[dict[str, Any]]:
+    """What a process of its own prints, then, if it did not end well, how it ended."""
+    command = [sys.executable, str(Path(__file__)), "--way", way, "--devices", str(args.devices)]
+    command += ["--rows", *map(str, args.rows), "--hidden", *map(str, args.hidden), "--runs", str(args.runs)]
+    flags = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')} {WAYS[way][1]}"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": path}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines: queue.Queue[str | None] = queue.Queue()
+    errors: list[str] = []
+
+    def forward() -> None:
+        for line in process.stdout or ():
+            lines.put(line)
+        lines.put(None)
+
+    for target in (forward, lambda: errors.append((process.stderr.read() if process.stderr else "")[-1500:])):
+        threading.Thread(target=target, daemon=True).start()
+    limit_s = START_S
+    try:
+        while (line := lines.get(timeout=limit_s)) is not None:
+            limit_s = CASE_S
+            if line.startswith("{"):
+                yield json.loads(line)
+    except queue.Empty:
+        process.kill()
+        process.wait()
+        yield {"error": f"nothing for {limit_s:g} s"}
+        return
+    if process.wait():
+        yield {"error": f"exit code {process.returncode}", "stderr": "".join(errors)}
+
+
+def measure(args: argparse.Namespace, adds: str) -> Iterator[dict[str, Any]]:
+    """Every case of one way: whether it is right, and what it takes."""
+    import jax
+
+    devices = jax.devices()[: args.devices]
+    if len(devices) < args.devices:
+        raise SystemExit(f"--devices {args.devices}: JAX has {len(devices)}.")
+    yield {"device": devices[0].device_kind, "jax": jax.__version__}
+    mesh = jax.sharding.Mesh(devices, ("model",))
+    for hidden in args.hidden:
+        state = () if adds != "kernel" else _initial_state(mesh, hidden)
+        for rows in args.rows:
+            case = {"rows": rows, "hidden": hidden}
+            if adds == "kernel" and (reason := _unsupported(rows, hidden, args.devices)) is not None:
+                yield case | {"unsupported": reason}
+                continue
+            if adds != "none":
+                state, found = _check(mesh, adds, rows, hidden, state)
+                yield case | found
+                if not found["right"]:
+                    continue
+            state, seconds = _time(mesh, adds, rows, hidden, state, args.runs)
+            yield case | {"us_per_call": round(seconds / CALLS * 1e6, 2)}
+
+
+def _check(mesh: Any, adds: str, rows: int, hidden: int, state: tuple) -> tuple[tuple, dict[str, Any]]:
+    """Twelve sums of unrelated numbers against float64, and every device's bits against the first one's."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    calls, size = 12, mesh.size
+    rng = np.random.default_rng(rows + hidden)
+    parts = jnp.asarray(rng.standard_normal((size, calls, rows, hidden)), jnp.bfloat16)
+    residual = jnp.asarray(rng.standard_normal((calls, rows, hidden)), jnp.bfloat16)
+    scale = jnp.asarray(rng.uniform(0.5, 1.5, hidden), jnp.bfloat16)
+
+    def body(state: tuple, parts: Any, residual: Any, scale: Any) -> tuple:
+        found = []
+        for call in range(calls):
+            state, *results = _reduce(adds, size, state, parts[0, call], residual[call], scale)
+            found.append(jnp.stack(results))
+        return state, jnp.stack(found)[None]
+
+    state, found = _sharded(mesh, body, state, whole=2, split=1)(state, parts, residual, scale)
+    found = np.asarray(found)  # [devices, calls, 2, rows, hidden]
+    total = np.asarray(parts, np.float64).sum(0) + np.asarray(residual, np.float64)
+    normed = total / np.sqrt((total**2).mean(-1, keepdims=True) + NORM_EPS) * np.asarray(scale, np.float64)
+    error = max(
+        float(np.max(np.abs(ours.astype(np.float64) - exact) / np.maximum(1, np.abs(exact))))
+        for device in found
+        for ours, exact in ((device[:, 0], total), (device[:, 1], normed))
+    )
+    same = all(np.array_equal(device, found[0]) for device in found[1:])
+    jax.block_until_ready(state)
+    return state, {"right": error < 2**-5 and same, "error": round(error, 5), "same_bits": same}
+
+
+def _time(mesh: Any, adds: str, rows: int, hidden: int, state: tuple, runs: int) -> tuple[tuple, float]:
+    """Seconds of a program, the best of three series."""
+    import jax
+    import jax.numpy as jnp
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    up = jax.random.normal(keys[0], (hidden, INNER), jnp.bfloat16) * hidden**-0.5
+    down = jax.random.normal(keys[1], (INNER, hidden), jnp.bfloat16) * INNER**-0.5
+    residual = jax.random.normal(keys[2], (rows, hidden), jnp.bfloat16)
+    scale = jnp.ones(hidden, jnp.bfloat16)
+
+    def body(state: tuple, residual: Any, up: Any, down: Any, scale: Any) -> tuple:
+        normed = residual
+        for _ in range(CALLS):
+            state, residual, normed = _reduce(adds, mesh.size, state, normed @ up @ down, residual * 0.5, scale)
+        return state, normed[None]
+
+    program = _sharded(mesh, body, state, whole=4, split=0)
+    best = float("inf")
+    for _ in range(4):  # the first compiles and warms up
+        begun = time.perf_counter()
+        for _ in range(runs):
+            state, normed = program(state, residual, up, down, scale)
+        jax.block_until_ready((state, normed))
+        best = min(best, (time.perf_counter() - begun) / runs)
+    return state, best
+
+
+def _reduce(adds: str, size: int, state: tuple, part: Any, residual: Any, scale: Any) -> tuple:
+    """state, the new residual, its norm."""
+    from jax import lax
+
+    from jpaged.pallas_kernels.reference import rms_norm
+
+    if adds == "kernel":
+        from jpaged.pallas_kernels.all_reduce_mosaic import all_reduce_add_norm
+
+        *state, residual, normed = all_reduce_add_norm(
+            *state, part, residual, scale, axis="model", num_devices=size, norm_eps=NORM_EPS
+        )
+        return tuple(state), residual, normed
+    residual = residual + (lax.psum(part, "model") if adds == "psum" else part)
+    return state, residual, rms_norm(residual, scale, NORM_EPS)
+
+
+def _sharded(mesh: Any, body: Callable[..., tuple], state: tuple, *, whole: int, split: int) -> Any:
+    """A jitted program over the mesh. Its state is donated, and a device's part of it comes without the first axis."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    own, same = PartitionSpec("model"), PartitionSpec()
+    specs = (own,) * len(state)
+
+    def program(state: tuple, *arguments: Any) -> tuple:
+        state, result = body(tuple(leaf[0] for leaf in state), *arguments)
+        return tuple(leaf[None] for leaf in state), result
+
+    mapped = jax.shard_map(
+        program,
+        mesh=mesh,
+        in_specs=(specs, *(own,) * split, *(same,) * whole),
+        out_specs=(specs, own),
+        check_vma=False,
+    )
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def _initial_state(mesh: Any, hidden: int) -> tuple:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from jpaged.pallas_kernels.all_reduce_mosaic import initial_state
+
+    sharding = NamedSharding(mesh, PartitionSpec("model"))
+    return tuple(
+        jax.jit(partial(jnp.zeros, (mesh.size, *leaf.shape), leaf.dtype), out_shardings=sharding)()
+        for leaf in initial_state(mesh.size, hidden, jnp.bfloat16)
+    )
+
+
+def _unsupported(rows: int, hidden: int, size: int) -> str | None:
+    from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing
+
+    if (reason := mosaic_missing()) is not None:
+        return reason
+    from jpaged.pallas_kernels.all_reduce_mosaic import unsupported
+
+    return unsupported((rows, hidden), "bfloat16", size) if device_runs_mosaic() else "this is no Hopper GPU"
+
+
+def table(cases: list[dict[str, Any]]) -> str:
+    """Microseconds that a sum over devices adds to a program, by way and case."""
+    times = {(c["way"], c["hidden"], c["rows"]): c["us_per_call"] for c in cases if "us_per_call" in c}
+    columns = sorted({key[1:] for key in times})
+    ways = [way for way in WAYS if any(key[0] == way for key in times)]
+    lines = ["", "us a sum, above the program without".ljust(40) + "".join(f"{h} x {r}".rjust(12) for h, r in columns)]
+    for way in ways:
+        cells = []
+        for column in columns:
+            own, base = times.get((way, *column)), times.get(("none", *column))
+            value = own if way == "none" or own is None or base is None else own - base
+            cells.append(("-" if value is None else f"{value:.1f}").rjust(12))
+        lines.append((f"({way})" if way == "none" else way).ljust(40) + "".join(cells))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

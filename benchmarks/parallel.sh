@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# The figures of several GPUs, a step a time; each has a time limit, and one that fails does not stop the others.
+#
+#     OUT=benchmarks/results bash benchmarks/parallel.sh STEP...
+#
+#     step          GPUs  expected   what
+#     all-reduce-2  2     3-4 min    sums of few rows: XLA's by its flags, the one-shot kernel
+#     tp2-8b        2     3-4 min    8B, TP 2: one request, ShareGPT-like, 16 k prefill
+#     all-reduce-4  4     3-4 min    as all-reduce-2
+#     scoring       4     4-5 min    8B, 2,000 rows of 1,024 tokens: one GPU (500 rows), then DP 4
+#     dp4-8b        4     2-3 min    8B, DP 4: ShareGPT-like
+#     tp4-8b        4     3 min      8B, TP 4: one request, ShareGPT-like
+#     tp4-70b       4     4-6 min    70B, TP 4: one request, 32 requests
+#
+# XLA_FLAGS are passed on, so a step can be repeated with what all-reduce-* found best; TAG names its file then.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python}
+OUT=${OUT:-benchmarks/results}
+SUFFIX="${TAG:+-$TAG}-$(date +%F).json"
+mkdir -p "$OUT"
+
+step() { # NAME LIMIT_S COMMAND...
+    local name=$1 limit=$2 begun=$SECONDS
+    shift 2
+    echo "== $name: $*"
+    timeout --kill-after=10 "$limit" "$@"
+    echo "== $name: exit code $? after $((SECONDS - begun)) s"
+}
+
+throughput() { # NAME LIMIT_S MODEL OPTIONS...
+    local name=$1 limit=$2 model=$3
+    shift 3
+    step "$name" "$limit" "$PYTHON" -m jpaged bench throughput --model "$model" --load-format dummy --runs 2 \
+        --gpu-memory-utilization 0.85 --json "$OUT/throughput-$model-$name$SUFFIX" "$@"
+}
+
+scoring() { # NAME LIMIT_S OPTIONS...
+    local name=$1 limit=$2
+    shift 2
+    step "$name" "$limit" "$PYTHON" -m jpaged bench scoring --model llama-3.1-8b --load-format dummy --row-len 1024 \
+        --runs 1 --json "$OUT/scoring-llama-3.1-8b-$name$SUFFIX" "$@"
+}
+
+for name in "$@"; do
+    case $name in
+        all-reduce-2 | all-reduce-4)
+            step "$name" 280 "$PYTHON" benchmarks/all_reduce.py --devices "${name##*-}" --json "$OUT/$name$SUFFIX" ;;
+        tp2-8b)
+            throughput tp2 290 llama-3.1-8b --tensor-parallel-size 2 --max-model-len 17000 \
+                --workload single --workload sharegpt --workload prefill-16k ;;
+        tp4-8b)
+            throughput tp4 290 llama-3.1-8b --tensor-parallel-size 4 --max-model-len 17000 \
+                --workload single --workload sharegpt ;;
+        dp4-8b)
+            throughput dp4 290 llama-3.1-8b --data-parallel-size 4 --max-model-len 4096 --workload sharegpt ;;
+        tp4-70b) # few shapes, which compile in less time
+            throughput tp4 480 llama-3.1-70b --tensor-parallel-size 4 --max-model-len 4096 --max-num-seqs 64 \
+                --max-num-batched-tokens 2048 --workload single --workload batch-32 ;;
+        scoring) # the first compiles, and the workers of the second find its programs
+            scoring one 200 --num-rows 500
+            scoring dp4 280 --num-rows 2000 --data-parallel-size 4 ;;
+        *)
+            echo "unknown step $name; see the top of $0" >&2
+            exit 2 ;;
+    esac
+done

@@ -1,0 +1,27 @@
+"""A step is two CUDA graphs, its body and its head: XLA leaves no kernel, copy or loop of them out."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pallas_kernels.test_mosaic_compile import missing_compiler
+
+
+@pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+def test_every_program_of_a_step_is_one_cuda_graph_on_an_h200(tmp_path):
+    script = Path(__file__).with_name("compile_steps_for_h200.py")
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    programs = {record["name"]: record for line in done.stdout.splitlines() if (record := json.loads(line))}
+    bodies = {"decode_8", "decode_64", "shared_decode_64", "mixed_512"}
+    heads = {name for name in programs if name.startswith("sample_64_")}
+    assert programs.keys() == bodies | heads
+    assert len(heads) == 4  # greedy, truncated (which draws for untruncated requests too), full, beams
+    for name, program in programs.items():
+        assert program["parts"] == {"kCommandBuffer": 1}, name
+        # Of three layers: two norms, QKV, RoPE and write, attention, output, gate-up, activation and down each.
+        assert program["commands"] > (3 * 8 if name in bodies else 4), name
