@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from jpaged import errors
-from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError
+from jpaged.errors import EngineDeadError, JPagedError
+from jpaged.replica_devices import device_shares
 from jpaged.scoring.inputs import Record
 from jpaged.scoring.progress import Progress
 from jpaged.scoring.shards import Entry
@@ -34,9 +35,6 @@ SHARDS_AHEAD = 2
 """Shards a worker has at once."""
 
 _PROGRESS_PERIOD_S = 0.2
-
-_CPU_WORKERS = 8
-"""So many may share a CPU of fewer cores, to try things out."""
 
 _TASKS = {"score": "jpaged.scoring.files:ScoreShards", "batch": "jpaged.scoring.batch:BatchShards"}
 """What makes a task's `ShardProcessor` of (options, directory)."""
@@ -97,7 +95,7 @@ class WorkerPool:
     """
 
     def __init__(self, work: Work, num_workers: int, devices_each: int) -> None:
-        environments = worker_environments(num_workers, devices_each)
+        environments = device_shares(num_workers, devices_each, os.environ)
         self._workers = [WorkerProcess(i, work, environment) for i, environment in enumerate(environments)]
 
     def __enter__(self) -> "WorkerPool":
@@ -134,36 +132,6 @@ class WorkerPool:
             raise
         finally:
             threads.shutdown()
-
-
-def worker_environments(num_workers: int, devices_each: int) -> list[dict[str, str]]:
-    """What each worker's environment has of its own: its GPUs. Without GPUs all share the CPU."""
-    gpus = [] if os.environ.get("JAX_PLATFORMS", "").lower() == "cpu" else visible_gpus()
-    if not gpus:
-        cores = os.cpu_count() or 1
-        if num_workers > max(cores, _CPU_WORKERS):
-            raise InvalidParameterError(
-                f"data_parallel_size={num_workers} would start as many processes on the {cores} cores of this machine,"
-                " which has no GPU; lower it."
-            )
-        return [{} for _ in range(num_workers)]
-    if num_workers * devices_each > len(gpus):
-        raise InvalidParameterError(
-            f"data_parallel_size={num_workers} with {devices_each} GPUs each needs {num_workers * devices_each} GPUs; "
-            f"{len(gpus)} are visible. Lower it."
-        )
-    parts = (gpus[i * devices_each : (i + 1) * devices_each] for i in range(num_workers))
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
-
-
-def visible_gpus() -> list[str]:
-    """The NVIDIA GPUs that a process may use, found without starting JAX, which would take their memory."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [gpu for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
-    with contextlib.suppress(OSError):
-        return [str(i) for i in range(len(os.listdir("/proc/driver/nvidia/gpus")))]
-    return []
 
 
 class WorkerProcess:

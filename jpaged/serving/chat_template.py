@@ -4,7 +4,6 @@ how long they take, so each runs in a thread that is ended when its time is up.
 
 import asyncio
 import ctypes
-import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ def template_arguments(body: ChatCompletionRequest | TokenizeRequest, tokenizer:
         )
     variables = body.chat_template_kwargs or {}
     for name in variables:
-        if name in _reserved_names(tokenizer):
+        if name in tokenizer.template_options:
             raise ApiError(
                 400,
                 f"chat_template_kwargs: {name!r} is an option of the request, not a variable; give it beside them.",
@@ -93,9 +92,3 @@ def _succeed(done: asyncio.Future[list[int]], tokens: list[int]) -> None:
 def _fail(done: asyncio.Future[list[int]], error: Exception) -> None:
     if not done.done():
         done.set_exception(error)
-
-
-def _reserved_names(tokenizer: Tokenizer) -> set[str]:
-    names = set(inspect.signature(tokenizer.render_chat).parameters) - {"variables"}
-    signature = inspect.signature(tokenizer.hf.apply_chat_template)
-    return names | {p.name for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD}

@@ -15,11 +15,9 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import jpaged
 from jpaged.config import EngineArgs
-from jpaged.replica_devices import replica_environments
+from jpaged.replica_devices import package_environment, replica_environments
 from jpaged.serving.board import Board, shared_memory
 from jpaged.serving.metrics import NUM_COLUMNS
 from jpaged.serving.wire import Start, frame
@@ -52,7 +50,7 @@ class EngineProcesses:
     def __init__(self, args: EngineArgs, num_clients: int = 1) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         num_replicas = args.data_parallel_size
-        environments = replica_environments(args, os.environ) if num_replicas > 1 else [package_environment()]
+        environments = replica_environments(args, os.environ) if num_replicas > 1 else [package_environment(os.environ)]
         self.board_fd = -1 if num_clients == 1 else shared_memory(num_clients, num_replicas, NUM_COLUMNS)
         self.links = [
             Link([], Board(num_clients, num_replicas, NUM_COLUMNS, client, self.board_fd))
@@ -98,12 +96,6 @@ class EngineProcesses:
 def python_command(module: str, *arguments: str) -> list[str]:
     """Runs a module of this package, wherever this process was started."""
     return [sys.executable, "-P", "-m", module, *arguments]
-
-
-def package_environment() -> dict[str, str]:
-    """In which `python_command` finds this package."""
-    root, inherited = str(Path(jpaged.__file__).parent.parent), os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": root if not inherited else f"{root}{os.pathsep}{inherited}"}
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -24,9 +24,10 @@ import msgspec
 
 from jpaged.config import EngineArgs
 from jpaged.errors import EngineDeadError
+from jpaged.replica_devices import package_environment
 from jpaged.serving.app import AppOptions
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
-from jpaged.serving.launch import EngineProcesses, Link, package_environment, python_command
+from jpaged.serving.launch import EngineProcesses, Link, python_command
 from jpaged.serving.server import LAST_WORDS_S, SIGNALS, ServerOptions
 
 log = logging.getLogger("jpaged.server")
@@ -148,7 +149,7 @@ async def _start(start: WorkerStart) -> Process:
         *python_command("jpaged.serving.api_process"),
         stdin=PIPE,
         pass_fds=(*start.engine_fds, start.board_fd, start.listen_fd),
-        env=package_environment(),
+        env=package_environment(os.environ),
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(start))

@@ -7,7 +7,7 @@ import pytest
 
 from jpaged import EngineArgs, LLMEngine
 from jpaged.errors import InvalidParameterError
-from jpaged.replicas import replica_environments, visible_gpus
+from jpaged.replica_devices import replica_environments, visible_gpus
 from tests.parallel.eight_devices import call_with_eight_devices
 
 one_process = pytest.mark.xdist_group("data-parallel")
@@ -88,6 +88,13 @@ def test_on_a_cpu_there_are_no_gpus_to_divide():
     environment = {"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cpu"}
     assert visible_gpus(environment) == []
     assert [own["CUDA_VISIBLE_DEVICES"] for own in replica_environments(ARGS, environment)] == ["0,1"] * 2
+
+
+def test_a_cpu_is_not_flooded_with_replicas():
+    few = replace(ARGS, data_parallel_size=8)
+    assert len(replica_environments(few, {"JAX_PLATFORMS": "cpu"})) == 8
+    with pytest.raises(InvalidParameterError, match="data_parallel_size=4000 would start"):
+        replica_environments(replace(ARGS, data_parallel_size=4000), {"JAX_PLATFORMS": "cpu"})
 
 
 def test_one_engine_is_one_replica():

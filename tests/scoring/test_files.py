@@ -18,7 +18,7 @@ from jpaged.cli import main
 from jpaged.errors import EngineDeadError, InvalidParameterError, MalformedRowError, OutputError
 from jpaged.scoring import files, score_files
 from jpaged.scoring.rows import RowScore, SequenceScore
-from jpaged.scoring.workers import WorkerProcess, worker_environments
+from jpaged.scoring.workers import WorkerProcess
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 
@@ -231,16 +231,6 @@ def test_the_command_reports_skipped_rows_and_exits_with_0(tmp_path, fake, capsy
     assert main([*arguments, "--on-error", "skip"]) == 2  # the output exists
     assert main(["score", str(source), "-o", str(source / "x.jsonl"), "--on-error", "skip"]) == 1
     assert "cannot be written" in capsys.readouterr().err
-
-
-def test_workers_get_gpus_of_their_own(monkeypatch):
-    monkeypatch.delenv("JAX_PLATFORMS")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert [e["CUDA_VISIBLE_DEVICES"] for e in worker_environments(2, 2)] == ["4,5", "6,7"]
-    with pytest.raises(InvalidParameterError, match="needs 6 GPUs; 4 are visible"):
-        worker_environments(3, 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert worker_environments(2, 1) == [{}, {}]
 
 
 def random_rows(seed: int, count: int) -> list[dict]:

@@ -12,7 +12,6 @@ from jpaged.scoring.files import INPUT_FORMATS, size_of
 from jpaged.scoring.inputs import Record, check_inputs, read_records
 from jpaged.scoring.jobs import json_lines, shards_of
 from jpaged.scoring.rows import RowScore, SequenceScore, parse_row
-from jpaged.scoring.workers import worker_environments
 
 GOOD = [
     {"text": "Hello"},
@@ -174,10 +173,3 @@ def test_two_columns_of_one_name_are_refused(tmp_path, name):
         parquet.write_table(pyarrow.Table.from_arrays(columns, names=["text", "text"]), path)
     with pytest.raises(JPagedError, match="two columns of the name 'text'"):
         list(read_records([path]))
-
-
-def test_a_wrong_number_of_workers_starts_no_processes_without_end(monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert len(worker_environments(8, 1)) == 8
-    with pytest.raises(InvalidParameterError, match="data_parallel_size=4096"):
-        worker_environments(4096, 1)
