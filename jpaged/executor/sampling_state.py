@@ -200,9 +200,7 @@ def full_record(
         bits[_checked_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)] = 1
         mask = np.packbits(bits, bitorder="little").view(np.dtype("<u4")).astype(np.uint32)
 
-    # Divided or multiplied by a float32 zero or infinity a logit would become NaN, so extreme penalties are clipped.
-    repetition = np.clip(params.repetition_penalty, np.finfo(np.float32).tiny, np.finfo(np.float32).max)
-    penalties = np.array([params.presence_penalty, params.frequency_penalty, repetition], np.float32)
+    penalties = np.array([params.presence_penalty, params.frequency_penalty, params.repetition_penalty], np.float32)
     parts = (penalties, bias_ids, bias_values, bad_words.reshape(-1), mask)
     return np.concatenate([part.view(np.int32) for part in parts])
 

@@ -154,7 +154,7 @@ TRUNCATIONS = [
     {},
     {"temperature": 0.3},
     {"temperature": 5.0},
-    {"temperature": 1e300},
+    {"temperature": 1e38},
     {"top_k": 1},
     {"top_k": 5},
     {"top_k": VOCAB - 1},
@@ -212,7 +212,7 @@ EXTRAS = [
     {"logit_bias": {0: 1.5, VOCAB - 1: -2.5, 4: 3.0}},
     {"allowed_token_ids": [0, 5, 31, 32, VOCAB - 1]},
     {"allowed_token_ids": [17]},
-    {"allowed_token_ids": [17, 33], "temperature": 1e300},
+    {"allowed_token_ids": [17, 33], "temperature": 1e38},
     {"bad_words": ["x"]},
     {"min_tokens": 10**6, "max_tokens": None},
     {"min_tokens": len(OUTPUT)},
@@ -468,7 +468,9 @@ BAD_ROWS = {
 def test_bad_logits_give_a_valid_token_and_never_a_masked_one_while_another_is_left(variant):
     logits = np.repeat(np.stack(list(BAD_ROWS.values())), 30, axis=0).astype(np.float32)
     slots = Slots().start(SamplingParams(temperature=0.0)).start(SamplingParams(top_k=7, top_p=0.9, min_p=0.01), 1)
-    slots.start(SamplingParams(temperature=1e30, repetition_penalty=1e-300, logit_bias={0: -100}), 2, prompt=[0, 2, 13])
+    slots.start(
+        SamplingParams(temperature=1e30, repetition_penalty=1.2e-38, logit_bias={0: -100}), 2, prompt=[0, 2, 13]
+    )
     ids = np.asarray(slots.sample(logits, np.arange(len(logits)) % 3, np.arange(len(logits)), variant).token_ids)
     assert ((ids >= 0) & (ids < VOCAB)).all()
     drawn = logits[np.arange(len(ids)), ids]
@@ -479,8 +481,8 @@ def test_bad_logits_give_a_valid_token_and_never_a_masked_one_while_another_is_l
         assert (ids[some_inf] == 13).all()
 
 
-@pytest.mark.parametrize("penalty", [1e-300, 1e300])
-def test_repetition_penalties_beyond_float32_make_no_nan(penalty):
+@pytest.mark.parametrize("penalty", [1.2e-38, 3.4e38])
+def test_repetition_penalties_at_the_limits_of_float32_make_no_nan(penalty):
     slots = Slots().start(SamplingParams(repetition_penalty=penalty), prompt=range(VOCAB))
     logits = np.resize(np.float32([0.0, 2.0, -2.0]), (1, VOCAB))
     assert not np.isnan(process_logits(logits, np.array([0]), np.array([9]), slots.state, slots.full)).any()
