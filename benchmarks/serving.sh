@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The serving figures of docs/performance.md, on one GPU: starts a server for each model, loads it, stops it.
+# Serving under load, on one GPU: starts a server for each model, loads it, stops it.
 #
 #   benchmarks/serving.sh [OUT_DIR] [serve options ...]      e.g. benchmarks/serving.sh benchmarks/results --api-workers 4
 #

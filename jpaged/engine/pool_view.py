@@ -12,8 +12,7 @@ are referenced, but by no running sequence, are those of pinned prefixes. A pool
 drawn with several neighbouring blocks in a cell: the cell shows what most of those in use show, and its level says how
 many are in use. Totals are always exact.
 
-A view reads the whole pool: about 3 ms for 100,000 blocks and 35 ms for a million.
-So it is made when someone asks, and never by a step.
+A view reads the whole pool, about 3 ms for 100,000 blocks: it is made when someone asks, and never by a step.
 """
 
 from collections.abc import Iterable

@@ -29,8 +29,10 @@ from jpaged.serving.sampling import sampling_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-_SERVER_ONLY = ("stream", "stream_options", "request_id", "priority", "truncate_prompt_tokens", "add_special_tokens")
+_SERVER_ONLY = ("stream", "stream_options", "request_id", "priority", "truncate_prompt_tokens")
 """Fields that a server takes and a batch, where nobody waits and custom_id names the answer, does not."""
+_IDLE = {"stream": False, "priority": 0}
+"""Values by which these ask for nothing."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,10 @@ def parse_request(line: Any, tokenizer: Tokenizer, defaults: SamplingParams) -> 
     kind = ChatCompletionRequest if url == CHAT else CompletionRequest
     try:
         try:
+            msgspec.json.encode(given)  # a lone surrogate, which JSON can spell, could not be told of in an answer
             body = msgspec.convert(given, kind)
+        except UnicodeEncodeError as error:
+            raise ApiError(400, "The body holds a lone surrogate, which is no text; remove it.") from error
         except msgspec.ValidationError as error:
             raise decoding_error(error) from error
         return _checked(custom_id, body, tokenizer, defaults)
@@ -98,7 +103,8 @@ def _checked(
 ) -> BatchRequest:
     refuse_unsupported(body)
     for name in _SERVER_ONLY:
-        if getattr(body, name) not in (None, False):
+        value = getattr(body, name)
+        if value is not None and (name not in _IDLE or value != _IDLE[name]):
             raise UnsupportedParameterError(f"{name} is not supported in a batch; leave it out.")
     params = sampling_of(body, defaults)
     prompts: list[Prompt]
@@ -108,6 +114,8 @@ def _checked(
         prompts = as_prompt_list(body.prompt)
         if not prompts:
             raise InvalidPromptError("prompt is an empty list; give at least one prompt.")
+        if body.add_special_tokens is False:
+            prompts = [tokenizer.encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
     return BatchRequest(custom_id, body, prompts, params)
 
 

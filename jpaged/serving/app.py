@@ -87,7 +87,7 @@ class AppOptions:
         limits: of requests.
 
     Raises:
-        InvalidParameterError: an empty name or key.
+        InvalidParameterError: an empty name or key, or a string where a list belongs.
     """
 
     served_model_names: Sequence[str] = (DEMO_MODEL_NAME,)
@@ -99,6 +99,8 @@ class AppOptions:
 
     def __post_init__(self) -> None:
         for name in ("served_model_names", "api_keys", "allowed_origins"):
+            if isinstance(getattr(self, name), str):  # a sequence too: of its letters
+                raise InvalidParameterError(f"{name} must be a list of strings, got one string.")
             if not all(getattr(self, name)):
                 raise InvalidParameterError(f"{name} holds an empty string; leave it out or give a value.")
         if not self.served_model_names:

@@ -18,6 +18,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from jpaged import errors
@@ -69,6 +70,19 @@ _LAST_WORDS_S = 0.5
 _T = TypeVar("_T")
 
 
+def load_tokenizer(args: EngineArgs) -> Tokenizer | None:
+    """The model's tokenizer; None with skip_tokenizer_init.
+
+    Raises:
+        ModelNotFoundError, CheckpointError: there is no such model or tokenizer.
+    """
+    return None if args.skip_tokenizer_init else Tokenizer.load(args.tokenizer or _directory(args))
+
+
+def _directory(args: EngineArgs) -> Path:
+    return demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
+
+
 class AsyncLLMEngine:
     """A model in a process of its own, serving requests that come and go.
 
@@ -97,14 +111,14 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, args: EngineArgs, *, processes: EngineProcesses | None = None, link: Link | None = None) -> None:
-        directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
+        _directory(args)  # where there is no model, no process is started
         self.args = args
         if link is None:
             processes = processes or EngineProcesses(args)
             link = processes.links[0]
         self._processes = processes
         try:
-            self.tokenizer = None if args.skip_tokenizer_init else Tokenizer.load(args.tokenizer or directory)
+            self.tokenizer = load_tokenizer(args)
         except BaseException:
             if processes is not None:
                 processes.kill()
@@ -298,10 +312,12 @@ class AsyncLLMEngine:
         return {replica: (answer.stats, answer.pool) for replica, answer in answers if answer.stats and answer.pool}
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. Returns False where requests ran and nothing was done."""
-        self._router.forget_prefixes()
+        """Forgets all cached prefixes. Returns False where requests ran: on such a replica nothing was done."""
         answers = await self._call("reset_prefix_cache")
-        return all(answer.done for answer in answers.values())
+        done = all(answer.done for answer in answers.values())
+        if done:
+            self._router.forget_prefixes()
+        return done
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine process, or that of any replica, has failed or ended."""
@@ -480,7 +496,8 @@ class AsyncLLMEngine:
                 if stream.last_token_time and stream.request.reports_each_token and len(stream.pending) == 1:
                     intervals.append(now - stream.last_token_time)
                 stream.take(update, now)
-        self.metrics.count_step(replica.index, len(step.handles) // 8 + len(step.updates), intervals)
+        num_tokens = len(step.handles) // 8 + sum(len(update.token_ids) for update in step.updates)
+        self.metrics.count_step(replica.index, num_tokens, intervals)
 
     def _die(self, replica: "_Replica", error: JPagedError) -> None:
         """A replica is of no more use: nobody waits for it any longer."""

@@ -109,7 +109,7 @@ class _Tenant:
 class EngineProcess:
     """The step loop and its connections.
 
-    engine: started without a tokenizer; only its core is used.
+    engine: only its core is used.
     """
 
     def __init__(self, engine: LLMEngine, connections: list[Connection]) -> None:
@@ -242,12 +242,22 @@ class EngineProcess:
                     ended.append(request.request_id)
         for request_id in ended:
             self._tenants.pop(request_id, None)
-        waiting = self._not_started
-        while waiting and waiting[0].request.status != RequestStatus.WAITING:
-            tenant = waiting.popleft()
+        for tenant in self._take_started():
             news.setdefault(tenant.connection, _no_news())[3].append(tenant.handle)
         for connection, (handles, tokens, rare, started) in news.items():
             connection.send(Step(handles.tobytes(), tokens.tobytes(), rare, started.tobytes()))
+
+    def _take_started(self) -> list[_Tenant]:
+        """Those that have started since the last call: the first in the queue, or any where some have priority."""
+        waiting, started = self._not_started, []
+        if self._engine.args.scheduling_policy == "priority":
+            started = [tenant for tenant in waiting if tenant.request.status != RequestStatus.WAITING]
+            if started:
+                self._not_started = deque(t for t in waiting if t.request.status == RequestStatus.WAITING)
+            return started
+        while waiting and waiting[0].request.status != RequestStatus.WAITING:
+            started.append(waiting.popleft())
+        return started
 
 
 def _no_news() -> tuple[array, array, list[Update], array]:

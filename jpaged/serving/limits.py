@@ -1,5 +1,6 @@
 """What a server takes from its clients, checked before anything is allocated for a request."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -34,7 +35,7 @@ class ServerLimits:
         template_timeout_s: for a chat template to make a prompt.
 
     Raises:
-        InvalidParameterError: a limit that is not positive.
+        InvalidParameterError: a limit that is not positive and finite.
     """
 
     max_body_bytes: int = 16 << 20
@@ -58,8 +59,8 @@ class ServerLimits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not value > 0:
-                raise InvalidParameterError(f"{field.name} must be positive, got {value}.")
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidParameterError(f"{field.name} must be positive and finite, got {value}.")
 
     def check(self, request: GenerationRequest) -> None:
         """Checks the sizes of a request's fields. Raises ApiError, which names the field."""

@@ -26,7 +26,7 @@ from jpaged.config import EngineArgs
 from jpaged.errors import EngineDeadError
 from jpaged.replica_devices import package_environment
 from jpaged.serving.app import AppOptions
-from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.async_llm_engine import AsyncLLMEngine, load_tokenizer
 from jpaged.serving.launch import EngineProcesses, Link, python_command
 from jpaged.serving.server import LAST_WORDS_S, SIGNALS, ServerOptions
 
@@ -65,6 +65,7 @@ async def supervise(
         EngineDeadError: an API process ended by itself. What else `AsyncLLMEngine.ready` raises.
     """
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    load_tokenizer(args)  # each API process will; what is wrong with it is better said here, and at once
     processes = EngineProcesses(args, num_clients=1 + len(listeners))
     engine = AsyncLLMEngine(replace(args, skip_tokenizer_init=True), processes=processes)
     workers: list[Process] = []

@@ -117,12 +117,17 @@ def test_a_batch_takes_what_the_server_takes_and_blames_the_field_that_is_wrong(
         request("variable", CHAT, messages=MESSAGES, chat_template_kwargs={"tokenize": False}),
         request("tools", CHAT, messages=MESSAGES, tools=[{"type": "function"}]),
         request("late", COMPLETIONS, prompt="a", priority=3),
+        request("cut", COMPLETIONS, prompt="a", truncate_prompt_tokens=0),
+        request("named", COMPLETIONS, prompt="a", model="\ud800"),
+        request("odd", COMPLETIONS, prompt="a", **{"\ud800": 1}),
+        request("bare", COMPLETIONS, prompt="One day", temperature=0, max_tokens=4, add_special_tokens=False),
     ]
     code, answers = run(tmp_path / "all", lines)
     assert code == 1
-    assert [answer["response"]["status_code"] for answer in answers] == [200] * 4 + [400] * 4
-    blamed = [answer["response"]["body"]["error"]["param"] for answer in answers[4:]]
-    assert blamed == ["max_tokens", "chat_template_kwargs", "tools", "priority"]
+    assert [answer["response"]["status_code"] for answer in answers] == [200] * 4 + [400] * 7 + [200]
+    blamed = [answer["response"]["body"]["error"]["param"] for answer in answers[4:9]]
+    assert blamed == ["max_tokens", "chat_template_kwargs", "tools", "priority", "truncate_prompt_tokens"]
+    assert all("lone surrogate" in answer["response"]["body"]["error"]["message"] for answer in answers[9:11])
 
     llm = LLM(dtype="float32", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, verbose=False)
     [echo], beams, [salted], [chat] = (answer["response"]["body"]["choices"] for answer in answers[:4])
@@ -135,6 +140,10 @@ def test_a_batch_takes_what_the_server_takes_and_blames_the_field_that_is_wrong(
     assert [choice["text"] for choice in beams] == [beam.text for beam in found.outputs]
     greedy = SamplingParams(temperature=0, max_tokens=4)
     assert salted["text"] == llm.generate("One day", greedy, use_tqdm=False)[0].outputs[0].text
+    bare = llm.get_tokenizer().encode("One day", add_special_tokens=False)
+    [output] = llm.generate({"prompt_token_ids": bare}, greedy, use_tqdm=False)
+    assert answers[11]["response"]["body"]["choices"][0]["text"] == output.outputs[0].text
+    assert answers[11]["response"]["body"]["usage"]["prompt_tokens"] == len(bare)
     told = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]
     assert chat["token_ids"] == told.outputs[0].token_ids
 

@@ -5,13 +5,21 @@ import json
 import os
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from jpaged.config import EngineArgs
+from jpaged.engine.request import RequestStatus
+from jpaged.errors import InvalidParameterError, ModelNotFoundError
 from jpaged.llm_engine import LLMEngine
 from jpaged.sampling_params import RequestOutputKind
+from jpaged.serving.app import AppOptions
+from jpaged.serving.engine_process import EngineProcess
+from jpaged.serving.limits import ServerLimits
+from jpaged.serving.server import ServerOptions
+from jpaged.serving.workers import supervise
 from tests.serving.server_process import Server, ended_within
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -171,3 +179,35 @@ def test_sigterm_drains_every_api_process(tmp_path):
     assert server.process.wait(60) == 0
     assert ended_within(pids, 2)
     server.close()
+
+
+def test_a_tokenizer_that_is_missing_is_told_before_any_process_starts():
+    with pytest.raises(ModelNotFoundError, match="/no/such/tokenizer"):
+        asyncio.run(supervise(EngineArgs(tokenizer="/no/such/tokenizer"), AppOptions(), ServerOptions(), []))
+
+
+@pytest.mark.parametrize("name", ["served_model_names", "api_keys", "allowed_origins"])
+def test_a_string_is_no_list_of_its_letters(name):
+    with pytest.raises(InvalidParameterError, match=f"{name} must be a list of strings"):
+        AppOptions(**{name: "secret"})
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")])
+def test_limits_are_positive_and_finite(value):
+    with pytest.raises(InvalidParameterError, match="body_timeout_s must be positive and finite"):
+        ServerLimits(body_timeout_s=value)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_what_has_started_is_told_though_another_with_less_priority_waits_before_it(policy):
+    class Tenant:  # all that counts of it
+        def __init__(self, status):
+            self.request = SimpleNamespace(status=status)
+
+    engine = SimpleNamespace(args=EngineArgs(scheduling_policy=policy), core=None)
+    process = EngineProcess(engine, [])
+    waiting, running = Tenant(RequestStatus.WAITING), Tenant(RequestStatus.RUNNING)
+    process._not_started.extend([waiting, running] if policy == "priority" else [running, waiting])
+    assert process._take_started() == [running]
+    assert list(process._not_started) == [waiting]
+    assert process._take_started() == []
