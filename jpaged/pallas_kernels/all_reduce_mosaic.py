@@ -11,8 +11,9 @@ so every device comes to the same bits. Nobody waits at the end: device p can wr
 reads in generation g only after it got that device's signal of g + 1, hence after that one's kernel of g had ended.
 CTA r meets CTAs r of the other devices only, so calls of any number of rows follow one another as they like.
 
-Inbox and signals are state of the caller: zeros at first, the same arrays (updated in place) in all calls of all
-programs, and all devices make the same calls in the same order. Plain loads and stores; no multicast.
+Inbox and signals are state of the caller: zeros at first, the same arrays in all calls of all programs, and all devices
+make the same calls in the same order. Peers write to them at any time, also before this device's call begins, so they
+must stay where they are: programs take them donated, and never a copy. Plain loads and stores; no multicast.
 """
 
 from functools import partial
@@ -50,6 +51,9 @@ def unsupported(shape: tuple[int, ...], dtype: Any, num_devices: int) -> str | N
 
 def initial_state(num_devices: int, hidden: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Shapes of a device's inbox and signals, which begin as zeros.
+
+    They have to be zeros on every device before the first call is dispatched (`jax.block_until_ready`): a device that
+    filled them after a faster peer's first signal would wipe it out, and wait for ever.
 
     inbox [2, devices, rows, hidden]. signals int32 [devices + 1, rows]: each sender's last generation, and behind them
     this device's own.

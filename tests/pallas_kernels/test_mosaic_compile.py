@@ -34,7 +34,7 @@ def test_the_kernels_compile_for_an_h200_without_spills_or_pool_copies():
     assert len(programs) == 27
     for program in programs:
         assert program["alias"] == program["pool"], program
-        assert program["temp"] < 64 << 20, program
+        assert program["temp"] < min(64 << 20, program["pool"] or 64 << 20), program  # less than a copy of the pool
     spills = [line for line in printed if "spill stores" in line]
     assert spills, "the compiler's report is missing"
     for line in spills:
