@@ -99,7 +99,7 @@ class _Parameters:
         original = config.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
         self.values = {**values, "original_max_position_embeddings": original}
         self.theta = float(self.number("rope_theta", config.get("rope_theta") or 10000.0, above=1.0))
-        self.original_length = int(self.number("original_max_position_embeddings", length, above=1.0))
+        self.original_length = math.ceil(self.number("original_max_position_embeddings", length, above=1.0))
 
     def number(self, name: str, default: Any = None, above: float = 0.0) -> float:
         value = self.values.get(name)
