@@ -44,7 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from jpaged.pallas_kernels import cluster_reduce_mosaic as cluster_reduce
-from jpaged.pallas_kernels import sample_reference as reference
+from jpaged.pallas_kernels import sample_noise
 from jpaged.pallas_kernels.inline_mosaic import scalar
 
 _LOG2E = math.log2(math.e)
@@ -145,7 +145,7 @@ def sample_tokens(
         logits,
         jnp.stack(floats, axis=1).astype(jnp.float32),
         top_k[:, None],
-        jnp.stack(reference.row_keys(seeds, positions), axis=1),
+        jnp.stack(sample_noise.row_keys(seeds, positions), axis=1),
     )
 
 
@@ -327,7 +327,7 @@ def _draw(r: _Row, turn: jax.Array, above: jax.Array) -> tuple[jax.Array, jax.Ar
         def hash_tile(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             base = (x - r.top) * r.rate
             ids = r.positions + r.start_of(i)
-            uniform = reference.uniform(ids.astype(jnp.uint32), *r.keys)
+            uniform = sample_noise.uniform(ids.astype(jnp.uint32), *r.keys)
 
             def score_tile(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 best, best_id, best_x, *_ = carry
@@ -352,7 +352,7 @@ def _draw(r: _Row, turn: jax.Array, above: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _noise(uniform: jax.Array) -> jax.Array:
-    """Gumbel noise times log2(e), from `reference.uniform`'s numbers; within 1e-5 of `reference.gumbel`'s.
+    """Gumbel noise times log2(e), from `sample_noise.uniform`'s numbers; within 1e-5 of `sample_noise.gumbel`'s.
 
     The hardware's logarithm is off by 2^-22 absolute near 1, too much for -log(1 - u) of a small u, which makes the
     largest noise: u + u^2 / 2 + u^3 / 3 + ... takes over there.
