@@ -27,11 +27,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
+from jpaged.pallas_kernels.inline_mosaic import constant, instruction, offset, scalar
+
 MAX_ROWS = 64
 """Rows of a call: above, bandwidth counts, and a ring or a tree moves fewer bytes."""
 
 _THREADS = 128
-_utils: Any = mgpu.utils  # what it has differs from one JAX release to the next
 
 
 def unsupported(shape: tuple[int, ...], dtype: Any, num_devices: int) -> str | None:
@@ -80,43 +81,58 @@ def all_reduce_add_norm(
     Returns: inbox, signals, the new residual, and its norm.
     """
     rows, hidden = partial_sums.shape
-    dtype = partial_sums.dtype
+    inbox_ref, signals_ref = jax.new_ref(inbox), jax.new_ref(signals)
+    shape = jax.ShapeDtypeStruct((rows, hidden), partial_sums.dtype)
+    summed, normed = plgpu.kernel(
+        partial(_kernel, axis, num_devices, norm_eps),
+        out_type=(shape, shape),
+        grid=(rows,),
+        grid_names=("row",),
+        # The barrier over devices that would come before each call: the signals do its work.
+        compiler_params=plgpu.CompilerParams(skip_device_barrier=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="all_reduce_add_norm",
+    )(inbox_ref, signals_ref, partial_sums, residual, scale)
+    return inbox_ref[...], signals_ref[...], summed, normed
+
+
+def _kernel(
+    axis: str,
+    num_devices: int,
+    norm_eps: float,
+    inbox_ref: Any,
+    signals_ref: Any,
+    partial_ref: Any,
+    residual_ref: Any,
+    scale_ref: Any,
+    summed_ref: Any,
+    normed_ref: Any,
+) -> None:
+    """One row, by one warpgroup."""
+    _, hidden = partial_ref.shape
+    dtype = partial_ref.dtype
     layout = plgpu.Layout.WG_STRIDED((hidden,), vec_size=16 // dtype.itemsize)
 
     def read(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False)
 
-    def body(inbox_ref, signals_ref, x_ref, in_ref, scale_ref, out_ref, y_ref):
-        plgpu.griddepcontrol_wait()
-        row = lax.axis_index("row")
-        me = lax.axis_index(axis)
-        generation = signals_ref[num_devices, row] + 1
-        parity = generation & 1
-        _push(inbox_ref, read(x_ref.at[row]), layout, parity, me, row, num_devices)
-        before, weight = read(in_ref.at[row]), read(scale_ref)  # on their way while the peers' rows are
-        _tell_peers(signals_ref, row, me, generation, num_devices)
-        _wait_for_peers(signals_ref, row, me, generation, num_devices)
-        total = jnp.zeros((hidden,), jnp.float32)
-        for device in range(num_devices):
-            total = total + read(inbox_ref.at[parity, device, row]).astype(jnp.float32)
-        after = (before.astype(jnp.float32) + total).astype(dtype)
-        out_ref.at[row][...] = after
-        wide = after.astype(jnp.float32)
-        mean = jnp.sum(wide * wide) * (1.0 / hidden)
-        y_ref.at[row][...] = (wide * lax.rsqrt(mean + norm_eps)).astype(dtype) * weight
-        signals_ref[num_devices, row] = generation
-
-    inbox_ref, signals_ref = jax.new_ref(inbox), jax.new_ref(signals)
-    shape = jax.ShapeDtypeStruct((rows, hidden), dtype)
-    summed, normed = plgpu.kernel(
-        body,
-        out_type=(shape, shape),
-        grid=(rows,),
-        grid_names=("row",),
-        compiler_params=plgpu.CompilerParams(skip_device_barrier=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name="all_reduce_add_norm",
-    )(inbox_ref, signals_ref, partial_sums, residual, scale)
-    return inbox_ref[...], signals_ref[...], summed, normed
+    plgpu.griddepcontrol_wait()  # the grid starts while the kernel before it ends
+    row = lax.axis_index("row")
+    me = lax.axis_index(axis)
+    generation = signals_ref[num_devices, row] + 1
+    parity = generation & 1
+    _push(inbox_ref, read(partial_ref.at[row]), layout, parity, me, row, num_devices)
+    before, weight = read(residual_ref.at[row]), read(scale_ref)  # on their way while the peers' rows are
+    _tell_peers(signals_ref, row, me, generation, num_devices)
+    _wait_for_peers(signals_ref, row, me, generation, num_devices)
+    total = jnp.zeros((hidden,), jnp.float32)
+    for device in range(num_devices):
+        total = total + read(inbox_ref.at[parity, device, row]).astype(jnp.float32)
+    after = (before.astype(jnp.float32) + total).astype(dtype)
+    summed_ref.at[row][...] = after
+    wide = after.astype(jnp.float32)
+    mean = jnp.sum(wide * wide) * (1.0 / hidden)
+    normed_ref.at[row][...] = (wide * lax.rsqrt(mean + norm_eps)).astype(dtype) * weight
+    signals_ref[num_devices, row] = generation
 
 
 def _push(inbox_ref: Any, x: Any, layout: Any, parity: Any, me: Any, row: Any, num_devices: int) -> None:
@@ -127,18 +143,16 @@ def _push(inbox_ref: Any, x: Any, layout: Any, parity: Any, me: Any, row: Any, n
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[plgpu.Layout.WG_SPLAT] * 3))
     def push(ctx: Any, inbox: Any, x: Any, parity: Any, me: Any, row: Any) -> None:
         words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
-        own = _int32(me)
+        own = scalar(me)
         for ahead in range(num_devices):  # each begins with itself, so that links are used evenly
-            there = _utils.memref_ptr(
-                ctx.to_remote(_part(inbox, _int32(parity), own, _int32(row)), _device(own, ahead, num_devices))
-            )
-            for offset, register in zip(x.layout.linear_thread_idxs(), x.registers.flat, strict=True):
+            slot = _part(inbox, scalar(parity), own, scalar(row))
+            there = mgpu.utils.memref_ptr(ctx.to_remote(slot, _device(own, ahead, num_devices)))
+            for element, register in zip(x.layout.linear_thread_idxs(), x.registers.flat, strict=True):
                 values = vector.bitcast(words, register)
-                _utils.inline_ptx(
+                instruction(
                     "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
-                    _utils.getelementptr(there, [arith.index_cast(own.type, offset)], x.mlir_dtype),
+                    offset(there, arith.index_cast(own.type, element), x.mlir_dtype),
                     *(vector.extract(values, dynamic_position=[], static_position=[i]) for i in range(4)),
-                    has_side_effects=True,
                 )
 
     push(inbox_ref, x, parity, me, row)
@@ -151,16 +165,12 @@ def _tell_peers(signals_ref: Any, row: Any, me: Any, generation: Any, num_device
     def tell(ctx: Any, signals: Any, row: Any, me: Any, generation: Any) -> None:
         mgpu.warpgroup_barrier()
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            _utils.inline_ptx("fence.acq_rel.sys;", has_side_effects=True)  # cumulative over the barrier
-            own = _int32(me)
+            # All threads' stores come before the signals: by the barrier before the fence, which is cumulative.
+            instruction("fence.acq_rel.sys;")
+            own = scalar(me)
             for ahead in range(1, num_devices):
-                there = ctx.to_remote(_part(signals, own, _int32(row)), _device(own, ahead, num_devices))
-                _utils.inline_ptx(
-                    "st.relaxed.sys.global.b32 [$0], $1;",
-                    _utils.memref_ptr(there),
-                    _int32(generation),
-                    has_side_effects=True,
-                )
+                there = ctx.to_remote(_part(signals, own, scalar(row)), _device(own, ahead, num_devices))
+                instruction("st.relaxed.sys.global.b32 [$0], $1;", mgpu.utils.memref_ptr(there), scalar(generation))
 
     tell(signals_ref, row, me, generation)
 
@@ -172,33 +182,27 @@ def _wait_for_peers(signals_ref: Any, row: Any, me: Any, generation: Any, num_de
     def wait(ctx: Any, signals: Any, row: Any, me: Any, generation: Any) -> None:
         del ctx
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            own, wanted = _int32(me), _int32(generation)
+            own, wanted = scalar(me), scalar(generation)
             for ahead in range(1, num_devices):
                 sender = _device(own, ahead, num_devices)
-                here = _utils.memref_ptr(_part(signals, sender, _int32(row)))
+                here = mgpu.utils.memref_ptr(_part(signals, sender, scalar(row)))
                 loop = scf.WhileOp([], [])
                 with ir.InsertionPoint(loop.before.blocks.append()):
-                    found = _utils.inline_ptx(
-                        "ld.relaxed.sys.global.b32 $0, [$1];", here, result_types=own.type, has_side_effects=True
-                    )
+                    found = instruction("ld.relaxed.sys.global.b32 $0, [$1];", here, result=own.type)
                     behind = arith.subi(found, wanted)  # a peer may be one ahead, and numbers wrap around
-                    scf.condition(arith.cmpi(arith.CmpIPredicate.slt, behind, mgpu.c(0, own.type)), [])
+                    scf.condition(arith.cmpi(arith.CmpIPredicate.slt, behind, constant(0)), [])
                 with ir.InsertionPoint(loop.after.blocks.append()):
                     scf.yield_([])
-            _utils.inline_ptx("fence.acq_rel.sys;", has_side_effects=True)
+            # What the peers stored before their signals comes before all threads' loads behind the barrier.
+            instruction("fence.acq_rel.sys;")
         mgpu.warpgroup_barrier()
 
     wait(signals_ref, row, me, generation)
 
 
-def _int32(x: Any) -> Any:
-    """The MLIR value of a scalar that `inline_mgpu` passes."""
-    return x.registers.item()
-
-
 def _device(own: Any, ahead: int, num_devices: int) -> Any:
     """The device so many places after one's own."""
-    return arith.remui(arith.addi(own, mgpu.c(ahead, own.type)), mgpu.c(num_devices, own.type))
+    return arith.remui(arith.addi(own, constant(ahead)), constant(num_devices))
 
 
 def _part(ref: Any, *indices: Any) -> Any:
