@@ -7,11 +7,11 @@ products of the others and, where registers allow, of themselves.
     work list (`ragged_work_list.py`): tiles of (row, window of tokens), x units of query heads that share a KV head
         item r of a CTA: (tile, unit) number r * ctas + its seat in turn r
 
-    producer: a warp each for                                 consumer: 64 rows of the item
-        queries  await q_free   TMA --> q_smem --> q_full         S = Q K^T            wgmma, both in shared memory
-        keys           k_free   TMA --> k_smem --> k_full         mask, online softmax in base 2, in registers
-        values         v_free   TMA --> v_smem --> v_full         O = O s + P V        wgmma, P from registers
-                       (rows past the end zeroed first)           out, log-sum-exp     predicated stores
+    producer, a warp each for                               consumers, 64 rows of the item each
+        queries  q_free --> TMA --> queries --> q_full          S = Q K^T             wgmma, both from shared memory
+        keys     k_free --> TMA --> keys    --> k_full          mask, online softmax  base 2, in registers
+        values   v_free --> TMA --> values  --> v_full          O = O shrunk + P V    wgmma, P from registers
+                 (rows past the end are zeroed first)           output, log-sum-exp   predicated stores
 
     rows of a consumer's 64 x D query tile: head g of the KV group has rows g * n .. g * n + n - 1, one for each of
     the consumer's n tokens (n a multiple of 8), so that a window of one head is one TMA box.
@@ -32,13 +32,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
 
 from jpaged.pallas_kernels import ragged_work_list as work_list
-from jpaged.pallas_kernels.inline_mosaic import constant, instruction, offset, scalar, warp_and_lane
+from jpaged.pallas_kernels.ragged_inline_mosaic import store_rows, turn_barrier, zero_rows
 from jpaged.pallas_kernels.ragged_work_list import plan_tiles
 
 _LOG2E = math.log2(math.e)
@@ -47,7 +44,6 @@ _ROWS = 64  # of a consumer warpgroup: the M of a wgmma
 _MAX_HEADS = 8  # of a KV group in one tile: 64 rows / 8 tokens
 _DEFAULT_SMS = 132
 _ITEMS_HELD = 4  # rows of the work list: one is read until its tile is stored, when the producer is q_stages further
-_FIRST_TURN_BARRIER = 8  # of the hardware's 16; those below are Mosaic's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -488,7 +484,7 @@ def _load_values(c: _Cta, source: _Source, t: jax.Array, blocks: list, slot: jax
             smem.values[slot] = jnp.where(position < source.kv_len, smem.values[slot], 0).astype(s.dtype)
             plgpu.commit_smem()
         else:
-            _zero_rows(smem.values.at[slot], source.kv_len - t * block_kv)
+            zero_rows(smem.values.at[slot], source.kv_len - t * block_kv, *_swizzle(s.head_dim))
         for _ in range(s.copies):  # in place of the copies, which arrive there otherwise
             plgpu.barrier_arrive(smem.v_full.at[slot])
 
@@ -568,12 +564,12 @@ def _consume(c: _Cta) -> None:
 def _take_turn(c: _Cta) -> None:
     """Waits until the consumer before this one has issued its products."""
     if c.shape.turns:
-        _turn_barrier("sync", c.wg)
+        turn_barrier("sync", c.wg)
 
 
 def _pass_turn(c: _Cta) -> None:
     if c.shape.turns:
-        _turn_barrier("arrive", jnp.where(c.wg == c.shape.tiling.consumers - 1, 0, c.wg + 1))
+        turn_barrier("arrive", jnp.where(c.wg == c.shape.tiling.consumers - 1, 0, c.wg + 1))
 
 
 def _stand_by(c: _Cta, x: _Tile) -> None:
@@ -611,8 +607,14 @@ class _Running(NamedTuple):
 
 
 def _attend(c: _Cta, x: _Tile, acc_ref: Any) -> None:
-    """All steps of a tile, and the store: the product with the keys of a step runs beside that with the values of the
-    one before, and its softmax beside the latter."""
+    """All steps of a tile, and the store.
+
+        tensor cores    S 0          S 1, P V 0          S 2, P V 1          ..
+        softmax               0             1                   2
+
+    The products of a step with its keys and of the step before with its values are issued together; the softmax begins
+    when the former is done and runs beside the latter, after which O is shrunk.
+    """
     s = c.shape
     scores_type = plgpu.ACC((_ROWS, s.tiling.block_kv), jnp.float32)
     slopes = None
@@ -641,10 +643,10 @@ def _attend(c: _Cta, x: _Tile, acc_ref: Any) -> None:
                 _pass_turn(c)
 
             scores = _score(c, x, scores_ref, j, values_of_last_step, wait_n=1)
-            # These keep the compiler and then the assembler, which moves nothing over a branch, from computing the
-            # softmax after the wait for the values' product. p is rounded after that wait: the assembler serialises all
-            # products if it finds the next ones' operands written while some are in flight.
             results = _softmax(s, scores, top, total, t, x.position, slopes, masked)
+            # The barrier keeps the compiler, and the branch in await_keys the assembler, which moves nothing over one,
+            # from computing the softmax after the wait for the values' product. p is rounded only after that wait: the
+            # assembler serialises all products if it finds the next ones' operands written while some are in flight.
             results = lax.optimization_barrier(results)
             await_keys(j + 1)
             return acc, *results
@@ -749,7 +751,7 @@ def _softmax(
     if s.logit_softcap is not None:
         scores = jnp.tanh(scores * (s.scale / s.logit_softcap)) * (s.logit_softcap * _LOG2E)
         factor = 1.0
-    elif s.alibi or s.scale <= 0:  # otherwise scaled in the exponent, by one fused multiply and add
+    elif s.alibi or s.scale <= 0:  # a positive factor keeps the order, and costs nothing in the exponent's multiply-add
         scores = scores * factor
         factor = 1.0
     if s.alibi or masked:
@@ -793,7 +795,7 @@ def _store(c: _Cta, x: _Tile, out: jax.Array, lse: jax.Array) -> None:
     s, gmem = c.shape, c.gmem
     out = out.astype(s.dtype)
     if not s.interpret:
-        _store_rows(gmem.out, gmem.lse, out, lse, x.token, x.first, x.end, x.head, s.tokens, s.heads)
+        store_rows(gmem.out, gmem.lse, out, lse, x.token, x.first, x.end, x.head, s.tokens, s.heads)
         return
     for g in range(s.heads):
         for i in range(s.tokens):
@@ -802,114 +804,3 @@ def _store(c: _Cta, x: _Tile, out: jax.Array, lse: jax.Array) -> None:
             def _(g=g, i=i):
                 gmem.out[x.token + i, x.head + g] = out[g * s.tokens + i]
                 gmem.lse[x.token + i, x.head + g] = lse[g * s.tokens + i]
-
-
-def _store_rows(out_ref, lse_ref, out, lse, token, first, end, head, tokens: int, heads: int) -> None:
-    """Stores the rows of a consumer's tile whose token is in [first, end).
-
-    out [64, D] goes to out_ref [T, H, D], lse [64] to lse_ref [T, H]. Row g * tokens + i is token `token` + i of head
-    `head` + g. TMA cannot do this: a box has no end of its own inside the array.
-
-    In wgmma's layout a thread holds rows 16 w + l / 4 and 8 below, of its warp w and lane l; of each, columns
-    2 (l % 4) and the next of every eight: a quad of lanes shares two rows.
-    """
-    _, total_heads, head_dim = out_ref.shape
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(),
-            _ROWS_BY_COLUMNS,
-            _ROWS_ALONE,
-            *[plgpu.Layout.WG_SPLAT] * 4,
-        )
-    )
-    def store(ctx, out_gmem, lse_gmem, out, lse, token, first, end, head):
-        del ctx
-        i64 = ir.IntegerType.get_signless(64)
-        f32 = ir.F32Type.get()
-        element = ir.MemRefType(out_gmem.type).element_type
-        out_base, lse_base = mgpu.utils.memref_ptr(out_gmem), mgpu.utils.memref_ptr(lse_gmem)
-        warp, lane = warp_and_lane()
-        quad_row = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
-        quad_lane = arith.remui(lane, constant(4))
-        lse_registers = list(lse.registers.flat)
-        registers = out.registers.reshape(head_dim // 8, 2)
-        for half in range(2):
-            row = arith.addi(quad_row, constant(8 * half))
-            group = arith.divui(row, constant(tokens))
-            where = arith.addi(scalar(token), arith.remui(row, constant(tokens)))
-            mine = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, where, scalar(first)),
-                arith.cmpi(arith.CmpIPredicate.slt, where, scalar(end)),
-            )
-            mine = arith.andi(mine, arith.cmpi(arith.CmpIPredicate.slt, group, constant(heads)))
-            with mgpu.utils.when(mine):
-                pair = arith.addi(
-                    arith.muli(arith.extsi(i64, where), constant(total_heads, 64)),
-                    arith.extsi(i64, arith.addi(scalar(head), group)),
-                )
-                column = arith.extsi(i64, arith.muli(quad_lane, constant(2)))
-                start = arith.addi(arith.muli(pair, constant(head_dim, 64)), column)
-                for i in range(head_dim // 8):
-                    at = arith.addi(start, constant(8 * i, 64))
-                    llvm.store(registers[i, half], offset(out_base, at, element))
-                with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, quad_lane, constant(0))):
-                    llvm.store(lse_registers[half], offset(lse_base, pair, f32))
-
-    store(out_ref, lse_ref, out, lse, token, first, end, head)
-
-
-def _turn_barrier(operation: str, wg: jax.Array) -> None:
-    """Syncs on, or arrives at, the hardware barrier that starts a warpgroup's turn, for the 256 threads of two.
-
-    Pallas' own barriers live in shared memory; as turns they cost 1.6 % of prefill_1x16384's time.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
-    def barrier(ctx, wg):
-        del ctx
-        instruction(f"bar.{operation} $0, 256;", arith.addi(scalar(wg), constant(_FIRST_TURN_BARRIER)))
-
-    barrier(wg)
-
-
-def _zero_rows(tile_ref, begin) -> None:
-    """Zeroes rows `begin` and up of a [rows, D] tile of 16-bit values in swizzled shared memory; for one warp.
-
-    Memory holds tiles of 8 rows by `swizzle` bytes one after another. The swizzle moves 16-byte pieces within a row of
-    a tile only, so that whole rows can be zeroed without following it.
-    """
-    rows, head_dim = tile_ref.shape
-    swizzle, transforms = _swizzle(head_dim)
-    pieces = head_dim * 2 // 16  # of 16 bytes, a row
-    per_tile = swizzle // 16
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT))
-    def zero(ctx, tile, begin):
-        del ctx
-        i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
-        base = mgpu.utils.memref_ptr(tile)
-        _, lane = warp_and_lane()
-        quad = ir.VectorType.get((4,), i32)
-        nothing = arith.constant(quad, ir.DenseElementsAttr.get_splat(quad, ir.IntegerAttr.get(i32, 0)))
-        first = arith.addi(arith.muli(scalar(begin), constant(pieces)), lane)
-        loop = scf.ForOp(first, constant(rows * pieces), constant(32), [])
-        with ir.InsertionPoint(loop.body):
-            row = arith.divui(loop.induction_variable, constant(pieces))
-            piece = arith.remui(loop.induction_variable, constant(pieces))
-            tile_index = arith.addi(
-                arith.muli(arith.divui(row, constant(8)), constant(pieces // per_tile)),
-                arith.divui(piece, constant(per_tile)),
-            )
-            in_tile = arith.addi(
-                arith.muli(arith.remui(row, constant(8)), constant(swizzle)),
-                arith.muli(arith.remui(piece, constant(per_tile)), constant(16)),
-            )
-            at = arith.addi(arith.muli(tile_index, constant(8 * swizzle)), in_tile)
-            llvm.store(nothing, offset(base, at, i8), alignment=16)
-            scf.yield_([])
-        # The tensor cores read shared memory through another proxy, which sees plain stores after this fence alone.
-        instruction("fence.proxy.async.shared::cta;")
-
-    zero(tile_ref, begin)
