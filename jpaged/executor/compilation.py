@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, SamplingVariant
 from jpaged.executor import programs, sampler, sampling_state
 from jpaged.executor.beams import beams_layout, move_beams_step
 from jpaged.executor.buckets import bucket_for
-from jpaged.executor.compile_processes import CompileProcesses, Key
+from jpaged.executor.compile_processes import LEAST_SHARED, CompileProcesses, Key
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.copies import copy_blocks_step, copy_layout
 from jpaged.executor.executable_cache import KEPT_PLATFORMS, ExecutableCache
@@ -208,28 +209,26 @@ class Compiler:
 
     def submit_heads(self) -> None:
         """The programs that do not."""
-        self.submit_update()
-        for variant in SamplingVariant:
-            sizes = self._config.sample_buckets(variant)
-            for batch in sizes:
-                self.submit_sample(batch, variant)
-            for batch in set(self._config.decode_buckets) - set(sizes):
-                self.submit_widen(batch, bucket_for(batch, sizes), of_tokens=False)
-        sizes = self._config.scored_buckets
-        for tokens in sizes:
-            self.submit_prompt_logprobs(tokens)
-            self.submit_score(tokens)
-        for tokens in set(self._config.token_buckets) - set(sizes):
-            self.submit_widen(tokens, bucket_for(tokens, sizes), of_tokens=True)
-        self.submit_full_state()
+        for key, task in self._heads():
+            self._start(task, key)
+
+    def call_helpers(self) -> None:
+        """Starts the helpers if so many heads have to be compiled that the bodies are likely to be missing as well.
+
+        They are ready seconds later. Which bodies are missing is known only when the size of the pool is; if by then
+        they have not been started, and are worth it, they will be.
+        """
+        missing = (task for _, task in self._heads() if task.path is not None and not task.is_kept)
+        if self._helpers is not None and len(list(islice(missing, LEAST_SHARED))) == LEAST_SHARED:
+            self._helpers.start()
 
     def submit_largest(self) -> tuple[Key, ...]:
         """The programs that need most memory while they run, or have the largest results. Returns their keys."""
         tokens, rows = self._config.token_buckets[-1], self._config.decode_buckets[-1]
         self.submit_mixed(tokens)
         self.submit_sample(rows, SamplingVariant.FULL)
-        self.submit_prompt_logprobs(tokens)
-        self.submit_score(tokens)
+        self._start(self._prompt_logprobs(tokens))
+        self._start(self._score(tokens))
         heads: tuple[Key, ...] = ("sample", rows, SamplingVariant.FULL), ("prompt_logprobs", tokens), ("score", tokens)
         return ("mixed", tokens), *heads
 
@@ -247,19 +246,42 @@ class Compiler:
         return compiled
 
     def compile_steps(self, keys: Collection[Key]) -> Iterator[Key]:
-        """Compiles those of the bodies for the cache alone: yields each when it is there."""
-        for task in self._steps():
-            if task.key in keys:
-                self._start(task)
+        """Compiles those of the bodies for the cache alone: yields each when it is there.
+
+        Ends at the first that cannot be kept: the others, of the same kind, would be compiled in vain.
+        """
+        tasks = {task.key: task for task in self._steps() if task.key in keys}
+        for task in tasks.values():
+            self._start(task)
         for key in keys:
             self.result(key)
+            if not tasks[key].is_kept:
+                return
             yield key
 
+    def _heads(self) -> Iterator[tuple[Key, _Task]]:
+        """The programs that do not depend on the size of the pool, each by its name; some have several."""
+        yield from _by_key(self._update())
+        for variant in SamplingVariant:
+            sizes = self._config.sample_buckets(variant)
+            for batch in sizes:
+                yield ("sample", batch, variant), self._sample(batch, variant)
+            for batch in set(self._config.decode_buckets) - set(sizes):
+                yield from _by_key(self._widen(batch, bucket_for(batch, sizes), of_tokens=False))
+        sizes = self._config.scored_buckets
+        for tokens in sizes:
+            yield from _by_key(self._prompt_logprobs(tokens), self._score(tokens))
+        for tokens in set(self._config.token_buckets) - set(sizes):
+            yield from _by_key(self._widen(tokens, bucket_for(tokens, sizes), of_tokens=True))
+        yield from _by_key(*self._full_state())
+
     def submit_update(self) -> None:
+        self._start(self._update())
+
+    def _update(self) -> _Task:
+        step = partial(programs.update_step, self._config)
         packed = _int32(programs.update_layout().size)
-        self._submit(
-            ("update",), partial(programs.update_step, self._config), self._state, self._sampling, packed, donate=(0, 1)
-        )
+        return self._task(("update",), step, self._state, self._sampling, packed, donate=(0, 1))
 
     def submit_decode(self, batch: int, *, shares_prefix: bool = False) -> None:
         self._start(self._decode(batch, shares_prefix))
@@ -289,47 +311,44 @@ class Compiler:
         return self._task(("mixed", tokens), step, *args, donate=(1, 2), takes="weights", rows=tokens, results=results)
 
     def submit_sample(self, batch: int, variant: SamplingVariant) -> None:
-        served_by = sampler.program_variant(variant, self._model.vocab_size, self._model.collectives)
-        if served_by != variant:
-            self.submit_sample(batch, served_by)
-            self._pending["sample", batch, variant] = self._pending["sample", batch, served_by]
-            return
-        if ("sample", batch, variant) in self._pending:
-            return
+        self._start(self._sample(batch, variant), ("sample", batch, variant))
+
+    def _sample(self, batch: int, variant: SamplingVariant) -> _Task:
+        """Of the variant that serves this one."""
+        variant = sampler.program_variant(variant, self._model.vocab_size, self._model.collectives)
         step = partial(programs.sample_step, self._model, variant)
         rows = jax.eval_shape(lambda slots: programs.Rows(slots, slots > 0), _int32(batch))
         full = self._full if variant == SamplingVariant.FULL else None
-        hidden = self._hidden(batch)
         key = ("sample", batch, variant)
-        args = (hidden, rows, self._state, self._sampling, full)
+        args = (self._hidden(batch), rows, self._state, self._sampling, full)
         results = (WHOLE, None if full is None else self._full_specs, WHOLE)
-        self._submit(key, step, *args, donate=(3, 5), takes="head", rows=batch, results=results)
+        return self._task(key, step, *args, donate=(3, 5), takes="head", rows=batch, results=results)
 
-    def submit_prompt_logprobs(self, tokens: int) -> None:
+    def _prompt_logprobs(self, tokens: int) -> _Task:
         step = partial(programs.prompt_logprobs_step, self._model)
-        self._submit(("prompt_logprobs", tokens), step, self._hidden(tokens), _int32(tokens), takes="head", rows=tokens)
+        args = (self._hidden(tokens), _int32(tokens))
+        return self._task(("prompt_logprobs", tokens), step, *args, takes="head", rows=tokens)
 
-    def submit_widen(self, rows: int, size: int, *, of_tokens: bool) -> None:
+    def _widen(self, rows: int, size: int, *, of_tokens: bool) -> _Task:
         step = partial(programs.widen_step, self._config.null_slot, size)
         of_rows = None if of_tokens else jax.eval_shape(lambda slots: programs.Rows(slots, slots > 0), _int32(rows))
-        self._submit(("widen", rows, size, of_tokens), step, self._hidden(rows), of_rows)
+        return self._task(("widen", rows, size, of_tokens), step, self._hidden(rows), of_rows)
 
-    def submit_score(self, tokens: int) -> None:
+    def _score(self, tokens: int) -> _Task:
         step = partial(programs.score_step, self._model)
-        packed = _int32(programs.score_layout(tokens).size)
-        rows = programs.score_rows(tokens)
-        self._submit(("score", tokens), step, self._hidden(tokens), packed, takes="head", rows=rows)
+        args = (self._hidden(tokens), _int32(programs.score_layout(tokens).size))
+        return self._task(("score", tokens), step, *args, takes="head", rows=programs.score_rows(tokens))
 
-    def submit_full_state(self) -> None:
+    def _full_state(self) -> Iterator[_Task]:
         """The programs that make and fill `FullSamplingState`, which exists once some request asks for it."""
         specs = self._full_specs
-        self._submit(("init_full",), self._init_full_state, results=specs)
+        yield self._task(("init_full",), self._init_full_state, results=specs)
         record = _int32(sampling_state.full_record_words(self._model.vocab_size))
         args = (self._full, _int32(), record)
-        self._submit(("start_full",), sampling_state.start_full_slot, *args, donate=(0,), results=specs)
+        yield self._task(("start_full",), sampling_state.start_full_slot, *args, donate=(0,), results=specs)
         known = _int32(programs.known_tokens_layout().size)
         step = partial(programs.known_tokens_step, self._model)
-        self._submit(("known_tokens",), step, self._full, known, donate=(0,), results=specs)
+        yield self._task(("known_tokens",), step, self._full, known, donate=(0,), results=specs)
 
     def _init_full_state(self) -> sampling_state.FullSamplingState:
         slots, model = self._config.max_num_seqs, self._model
@@ -382,15 +401,19 @@ class Compiler:
         options = _GPU_OPTIONS if jax.default_backend() == "gpu" and rows > _AUTOTUNED_ROWS else {}
         return _Task(key, jitted, args, options, takes, self._cache.path((key, options), args), autotuned)
 
-    def _start(self, task: _Task) -> None:
-        if task.key in self._pending:
-            return
-        if task.is_kept:
-            self._pending[task.key] = self._threads.submit(task.load_or_compile), task.takes
-        else:
-            if self._helpers is not None and task.path is not None:
-                self._helpers.start()  # a cold start: they get ready while this process lowers
-            self._pending[task.key] = self._threads.submit(task.compile, task.jitted.lower(*task.args)), task.takes
+    def _start(self, task: _Task, name: Key | None = None) -> None:
+        """name: by which it is asked for, beside its key."""
+        if task.key not in self._pending:
+            if task.is_kept:
+                self._pending[task.key] = self._threads.submit(task.load_or_compile), task.takes
+            else:
+                self._pending[task.key] = self._threads.submit(task.compile, task.jitted.lower(*task.args)), task.takes
+        if name is not None:
+            self._pending[name] = self._pending[task.key]
+
+
+def _by_key(*tasks: _Task) -> Iterator[tuple[Key, _Task]]:
+    return ((task.key, task) for task in tasks)
 
 
 def _await_then_load(elsewhere: Future, task: _Task) -> jax.stages.Compiled:

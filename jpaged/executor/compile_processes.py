@@ -9,7 +9,10 @@
     loads theirs from the cache, as on a warm start
 
 A helper is never needed: what it does not deliver is compiled here. It ends when its share is done, when its socket
-closes, which it does with this process however that ends, or when it is no longer wanted.
+closes, which it does with this process however that ends, or when it is no longer wanted. Being a process group of its
+own, it does not see a terminal's Ctrl-C, which this process deals with.
+
+`JPAGED_COMPILE_PROCESSES` says how many there are; by default as many as the machine has room for.
 """
 
 import os
@@ -17,7 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +28,9 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
+from jpaged.errors import InvalidParameterError, shown
 from jpaged.executor.config import ExecutorConfig
+from jpaged.replica_devices import package_environment
 
 Key = tuple[str | int, ...]
 """Names a program: ("mixed", tokens), ("sample", batch, variant), ..."""
@@ -38,6 +43,28 @@ DEVICE_BYTES = 2**30
 
 LEAST_SHARED = 12
 """Programs to compile that make helpers worth starting, which takes them as long as some eight programs do."""
+
+COUNT_VARIABLE = "JPAGED_COMPILE_PROCESSES"
+
+_MOST_CHOSEN = 256
+"""A larger number is a mistake."""
+
+
+def chosen_processes(environment: Mapping[str, str]) -> int | None:
+    """How many helpers the user wants; None where that is not said.
+
+    Raises:
+        InvalidParameterError: the environment variable is no such number.
+    """
+    value = environment.get(COUNT_VARIABLE, "").strip()
+    if not value:
+        return None
+    if not (value.isdecimal() and len(value) <= 3 and int(value) <= _MOST_CHOSEN):
+        raise InvalidParameterError(
+            f"{COUNT_VARIABLE} must be a number of processes from 0, for none, to {_MOST_CHOSEN}, got {shown(value)}; "
+            "unset it to have as many as cores and memory allow."
+        )
+    return int(value)
 
 
 def helpful_processes(cores: int, spare_bytes: int) -> int:
@@ -64,13 +91,14 @@ class Setting:
 class CompileProcesses:
     """Helpers for one model, not yet started. Used as a context, at whose end none is left.
 
-    count: how many; with 0, nothing is ever shared out.
+    count: how many there will be; with 0, nothing is ever shared out.
     """
 
     def __init__(self, count: int, setting: Setting) -> None:
-        self._count = count
+        self.count = count
         self._setting = setting
         self._helpers: list[_Helper] = []
+        self._started = False
 
     def __enter__(self) -> Self:
         return self
@@ -82,9 +110,11 @@ class CompileProcesses:
 
     def start(self) -> None:
         """Starts them, once; returns at once. Called as soon as it is clear that there will be programs to compile."""
-        count, self._count = self._count, 0
+        if self._started:
+            return
+        self._started = True
         with suppress(OSError):  # the machine has no room for another one
-            for _ in range(count):
+            for _ in range(self.count):
                 self._helpers.append(_Helper(self._setting))
 
     def share_out(self, config: ExecutorConfig, keys: Sequence[Key]) -> dict[Key, Future[None]]:
@@ -108,9 +138,10 @@ class _Helper:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "jpaged.executor.compile_process", str(theirs.fileno())],
-                env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+                [sys.executable, "-P", "-m", "jpaged.executor.compile_process", str(theirs.fileno())],
+                env=package_environment(os.environ) | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
                 pass_fds=(theirs.fileno(),),
+                process_group=0,
                 stdin=subprocess.DEVNULL,
             )
         self._connection = Connection(ours.detach())

@@ -28,6 +28,9 @@ import jpaged
 KEPT_PLATFORMS = ("gpu",)
 """Of devices whose programs are kept."""
 
+LEAST_FREE_BYTES = 2**29
+"""On a disk that is to take a cold start's programs."""
+
 
 class ExecutableCache:
     """Programs of one model and configuration on one device.
@@ -60,6 +63,19 @@ class ExecutableCache:
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
         name = hashlib.sha256(self._depends_on + repr((key, shapes, str(structure))).encode())
         return self._directory / name.hexdigest()
+
+    @staticmethod
+    def has_room(directory: Path | None) -> bool:
+        """Whether a cold start's programs can be kept there."""
+        if directory is None:
+            return False
+        try:
+            with tempfile.TemporaryFile(dir=directory) as file:
+                file.write(b"0")
+            disk = os.statvfs(directory)
+        except OSError:
+            return False
+        return disk.f_bavail * disk.f_frsize >= LEAST_FREE_BYTES
 
     @staticmethod
     def load(path: Path) -> jax.stages.Compiled | None:

@@ -18,10 +18,16 @@ from jpaged.engine.interface import Executor
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor import sampling_state
 from jpaged.executor.buckets import fine_buckets, geometric_buckets
-from jpaged.executor.compilation import Compiler, abstract_pools, enable_persistent_cache
-from jpaged.executor.compile_processes import LEAST_SHARED, CompileProcesses, Setting, helpful_processes
+from jpaged.executor.compilation import Compiler, abstract_pools, cache_directory, enable_persistent_cache
+from jpaged.executor.compile_processes import (
+    LEAST_SHARED,
+    CompileProcesses,
+    Setting,
+    chosen_processes,
+    helpful_processes,
+)
 from jpaged.executor.config import ExecutorConfig
-from jpaged.executor.executable_cache import KEPT_PLATFORMS
+from jpaged.executor.executable_cache import KEPT_PLATFORMS, ExecutableCache
 from jpaged.executor.memory import (
     MemoryPlan,
     free_device_memory,
@@ -119,6 +125,7 @@ def _start_on(
             nominal = Compiler(shard, config, dtype, mesh, helpers=helpers)
             with _refusals_of(config.kernel_backend):
                 if limit is not None:
+                    nominal.call_helpers()
                     nominal.submit_largest()
                     nominal.submit_heads()  # lowered while the largest ones compile
                 memory = plan_memory(
@@ -156,12 +163,17 @@ def _start_on(
 
 
 def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> CompileProcesses:
-    """Processes to compile with; none on a CPU, for few programs, or where other hosts take part."""
-    spare = [unreserved_device_memory(device) for device in mesh.local_devices]
-    is_worthwhile = len(config.token_buckets) + len(config.decode_buckets) >= LEAST_SHARED
-    count = 0
-    if is_worthwhile and jax.process_count() == 1:
+    """Processes to compile with; none for few programs, where they cannot be kept, or where other hosts take part.
+
+    By default there are none on a CPU either.
+    """
+    count = chosen_processes(os.environ)
+    if count is None:
+        spare = [unreserved_device_memory(device) for device in mesh.local_devices]
         count = helpful_processes(len(os.sched_getaffinity(0)), min(spare))
+    is_worthwhile = len(config.token_buckets) + len(config.decode_buckets) >= LEAST_SHARED
+    if not is_worthwhile or jax.process_count() > 1 or not ExecutableCache.has_room(cache_directory("programs")):
+        count = 0
     return CompileProcesses(count, Setting(model.config, np.dtype(model.dtype).name, mesh.size, KEPT_PLATFORMS))
 
 

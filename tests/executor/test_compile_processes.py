@@ -13,9 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.executor import compile_processes
+from jpaged.errors import InvalidParameterError
+from jpaged.executor import compile_processes, executable_cache, startup
 from jpaged.executor.compilation import Compiler, Program, abstract_pools
-from jpaged.executor.compile_processes import DEVICE_BYTES, CompileProcesses, Key, Setting, helpful_processes
+from jpaged.executor.compile_processes import (
+    COUNT_VARIABLE,
+    DEVICE_BYTES,
+    LEAST_SHARED,
+    CompileProcesses,
+    Key,
+    Setting,
+    chosen_processes,
+    helpful_processes,
+)
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.executable_cache import ExecutableCache
 from jpaged.executor.mesh import DeviceMesh
@@ -75,7 +85,12 @@ def hidden_states(program: Program) -> np.ndarray:
     return np.asarray(program.executable(MODEL.init(0), pools, initial_slot_state(CONFIG), buffer)[-1])
 
 
-def test_programs_of_another_process_compute_the_same_and_the_next_start_finds_all(loaded, monkeypatch):
+def test_programs_of_another_process_compute_the_same_and_the_next_start_finds_all(loaded, tmp_path, monkeypatch):
+    other = tmp_path / "other" / "jpaged"  # what a process finds that looks anywhere but where this one did
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('another package')")
+    monkeypatch.chdir(other.parent)
+    monkeypatch.setenv("PYTHONPATH", str(other.parent))
     with CompileProcesses(1, SETTING) as helpers:
         programs = bodies(helpers)
     assert programs.keys() >= BODIES
@@ -100,6 +115,63 @@ def test_what_a_process_fails_to_compile_is_compiled_here(loaded, capfd):
         assert bodies(helpers).keys() >= BODIES
     assert not loaded
     assert "float12" in capfd.readouterr().err
+
+
+def test_a_process_ends_at_the_first_program_that_it_cannot_keep(loaded, monkeypatch):
+    monkeypatch.setattr(ExecutableCache, "save", staticmethod(lambda path, program: None))  # the disk is full
+    assert list(compiler().compile_steps([("decode", 32)])) == []
+
+
+def test_processes_are_started_at_once_when_nothing_is_kept_and_not_for_a_few_programs(loaded, monkeypatch):
+    started: list[Setting] = []
+    monkeypatch.setattr(compile_processes, "_Helper", started.append)
+    cold = compiler(CompileProcesses(3, SETTING))
+    heads = {task.path for _, task in cold._heads()}
+    for path in sorted(heads)[LEAST_SHARED - 1 :]:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    cold.call_helpers()
+    assert started == []
+
+    for path in sorted(heads)[LEAST_SHARED - 1 :]:
+        path.unlink()
+    cold.call_helpers()
+    cold.call_helpers()
+    assert started == [SETTING] * 3
+
+
+def test_processes_are_wanted_only_where_many_programs_can_be_kept(tmp_path, monkeypatch):
+    def wanted(config: ExecutorConfig) -> int:
+        return startup._helpers(DeviceMesh(jax.devices()[:1]), MODEL, config).count
+
+    many = replace(CONFIG, token_buckets=tuple(range(8, 8 + LEAST_SHARED)))
+    monkeypatch.setenv("JPAGED_CACHE_DIR", str(tmp_path))
+    assert wanted(many) == 0  # on a CPU
+    monkeypatch.setenv(COUNT_VARIABLE, "3")
+    assert wanted(many) == 3
+    assert wanted(CONFIG) == 0
+    monkeypatch.setenv(COUNT_VARIABLE, "0")
+    assert wanted(many) == 0
+
+    monkeypatch.setenv(COUNT_VARIABLE, "3")
+    monkeypatch.setenv("JPAGED_CACHE_DIR", "")
+    assert wanted(many) == 0
+    monkeypatch.setenv("JPAGED_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(executable_cache, "LEAST_FREE_BYTES", 2**80)
+    assert wanted(many) == 0
+
+
+def test_their_number_can_be_chosen():
+    assert chosen_processes({}) is None
+    assert chosen_processes({COUNT_VARIABLE: ""}) is None
+    assert chosen_processes({COUNT_VARIABLE: "0"}) == 0
+    assert chosen_processes({COUNT_VARIABLE: "12"}) == 12
+
+
+@pytest.mark.parametrize("value", ["-1", "many", "1.5", "257", "9" * 5000])
+def test_a_number_that_cannot_be_is_refused(value):
+    with pytest.raises(InvalidParameterError, match=COUNT_VARIABLE):
+        chosen_processes({COUNT_VARIABLE: value})
 
 
 def test_without_a_cache_to_leave_programs_in_nothing_is_shared_out(monkeypatch):

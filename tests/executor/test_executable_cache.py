@@ -1,11 +1,13 @@
 """Programs kept on disk: found again when nothing they depend on has changed, and never in the way."""
 
 import secrets
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.executor import executable_cache
 from jpaged.executor.executable_cache import ExecutableCache
 
 SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -54,6 +56,15 @@ def test_a_directory_that_cannot_be_written_does_no_harm(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     ExecutableCache.save(tmp_path / "file" / "program", compiled())
     assert ExecutableCache.load(tmp_path / "file" / "program") is None
+
+
+def test_there_is_room_where_files_can_be_made_and_much_is_free(tmp_path, monkeypatch):
+    assert ExecutableCache.has_room(tmp_path)
+    assert not any(tmp_path.iterdir())
+    assert not ExecutableCache.has_room(None)
+    assert not ExecutableCache.has_room(Path("/proc/self"))  # where nobody may make a file
+    monkeypatch.setattr(executable_cache, "LEAST_FREE_BYTES", 2**80)
+    assert not ExecutableCache.has_room(tmp_path)
 
 
 def test_without_a_directory_or_a_gpu_nothing_is_kept(tmp_path):
