@@ -10,6 +10,7 @@ After this nothing compiles: the runner holds executables, and an executable ref
 """
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -37,6 +38,7 @@ from jpaged.executor.swap import abstract_staging, gather_step, scatter_step
 from jpaged.models import Model
 
 _Takes = Literal["weights", "head", None]
+Origin = Literal["compiled", "shared", "kept"]
 
 CACHE_DIR_VARIABLE = "JPAGED_CACHE_DIR"
 
@@ -53,10 +55,18 @@ _PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Program:
-    """An executable, and whether its first argument is the model's weights, or those of its head."""
+    """An executable, and whether its first argument is the model's weights, or those of its head.
+
+    origin: "compiled" in this process now, "shared" by another one now, or "kept" from before.
+    lowering_s, compiling_s, loading_s: what that took here.
+    """
 
     executable: jax.stages.Compiled
     takes: _Takes = None
+    origin: Origin = "compiled"
+    lowering_s: float = 0.0
+    compiling_s: float = 0.0
+    loading_s: float = 0.0
 
     @cached_property
     def _memory(self) -> Any:
@@ -130,15 +140,26 @@ class _Task:
     def is_kept(self) -> bool:
         return self.path is not None and self.path.exists()
 
-    def load_or_compile(self) -> jax.stages.Compiled:
+    def load_or_compile(self, origin: Origin) -> Program:
+        """origin: of the program if it can be loaded."""
+        begun = time.perf_counter()
         loaded = None if self.path is None else ExecutableCache.load(self.path)
-        return loaded or self.compile(self.jitted.lower(*self.args))
+        if loaded is None:
+            return self.lower()()
+        return Program(loaded, self.takes, origin, loading_s=time.perf_counter() - begun)
 
-    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def lower(self) -> Callable[[], Program]:
+        """Returns what compiles it."""
+        begun = time.perf_counter()
+        lowered = self.jitted.lower(*self.args)
+        return partial(self._compile, lowered, time.perf_counter() - begun)
+
+    def _compile(self, lowered: jax.stages.Lowered, lowering_s: float) -> Program:
+        begun = time.perf_counter()
         compiled = lowered.compile(compiler_options=self.options)
         if self.path is not None:
             ExecutableCache.save(self.path, compiled)
-        return compiled
+        return Program(compiled, self.takes, "compiled", lowering_s, time.perf_counter() - begun)
 
 
 class Compiler:
@@ -178,7 +199,7 @@ class Compiler:
         self._cache = ExecutableCache(
             cache_directory("programs"), (model.config, model.vocab_size, model.dtype, config, mesh.key), kept_on
         )
-        self._pending: dict[Key, tuple[Future, _Takes]] = {}
+        self._pending: dict[Key, Future[Program]] = {}
 
     @property
     def state_bytes(self) -> int:
@@ -200,8 +221,7 @@ class Compiler:
             elsewhere = self._helpers.share_out(self._config, shared)
             for task in steps:
                 if task.key in elsewhere and task.key not in self._pending:
-                    waiting = self._waiters.submit(_await_then_load, elsewhere[task.key], task)
-                    self._pending[task.key] = waiting, task.takes
+                    self._pending[task.key] = self._waiters.submit(_await_then_load, elsewhere[task.key], task)
         for task in steps:
             self._start(task)
         self.submit_forks()
@@ -234,8 +254,7 @@ class Compiler:
 
     def result(self, key: Key) -> Program:
         """Waits for one of the programs submitted."""
-        future, takes = self._pending[key]
-        return Program(future.result(), takes)
+        return self._pending[key].result()
 
     def results(self, *, progress: bool = False) -> dict[Key, Program]:
         """Waits for everything submitted."""
@@ -405,9 +424,9 @@ class Compiler:
         """name: by which it is asked for, beside its key."""
         if task.key not in self._pending:
             if task.is_kept:
-                self._pending[task.key] = self._threads.submit(task.load_or_compile), task.takes
+                self._pending[task.key] = self._threads.submit(task.load_or_compile, "kept")
             else:
-                self._pending[task.key] = self._threads.submit(task.compile, task.jitted.lower(*task.args)), task.takes
+                self._pending[task.key] = self._threads.submit(task.lower())
         if name is not None:
             self._pending[name] = self._pending[task.key]
 
@@ -416,11 +435,11 @@ def _by_key(*tasks: _Task) -> Iterator[tuple[Key, _Task]]:
     return ((task.key, task) for task in tasks)
 
 
-def _await_then_load(elsewhere: Future, task: _Task) -> jax.stages.Compiled:
+def _await_then_load(elsewhere: Future[None], task: _Task) -> Program:
     """Compiles it here after all if the other process failed or takes unreasonably long."""
     with suppress(TimeoutError):
         elsewhere.result(_PATIENCE_S)
-    return task.load_or_compile()
+    return task.load_or_compile("shared")
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

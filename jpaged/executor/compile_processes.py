@@ -15,11 +15,13 @@ own, it does not see a terminal's Ctrl-C, which this process deals with.
 `JPAGED_COMPILE_PROCESSES` says how many there are; by default as many as the machine has room for.
 """
 
+import logging
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -48,6 +50,8 @@ COUNT_VARIABLE = "JPAGED_COMPILE_PROCESSES"
 
 _MOST_CHOSEN = 256
 """A larger number is a mistake."""
+
+log = logging.getLogger("jpaged.startup")
 
 
 def chosen_processes(environment: Mapping[str, str]) -> int | None:
@@ -116,6 +120,7 @@ class CompileProcesses:
         with suppress(OSError):  # the machine has no room for another one
             for _ in range(self.count):
                 self._helpers.append(_Helper(self._setting))
+        log.info("%d processes started to help compile", len(self._helpers))
 
     def share_out(self, config: ExecutorConfig, keys: Sequence[Key]) -> dict[Key, Future[None]]:
         """Gives each helper, and the caller, an equal share of the programs of these keys. To be called once.
@@ -135,6 +140,7 @@ class _Helper:
     """One of the processes, and the socket to it."""
 
     def __init__(self, setting: Setting) -> None:
+        self._started = time.perf_counter()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -163,11 +169,27 @@ class _Helper:
         self._connection.close()
 
     def _follow(self, config: ExecutorConfig, futures: dict[Key, Future[None]]) -> None:
-        waiting = dict(futures)
+        waiting, shared = dict(futures), self._age_s()
+        ages = []
         try:
             self._connection.send((config, tuple(futures)))
             while waiting:
                 waiting.pop(self._connection.recv()).set_result(None)
+                ages.append(self._age_s())
         except (EOFError, OSError):  # it died, and said why on stderr; the caller compiles what is left
             for future in waiting.values():
                 future.set_result(None)
+        first, last = (ages[0], ages[-1]) if ages else (self._age_s(),) * 2
+        log.info(
+            "process %d compiled %d of its %d programs; from its start: %.1f s to their names, %.1f s to the first "
+            "program, %.1f s to the last",
+            self._process.pid,
+            len(ages),
+            len(futures),
+            shared,
+            first,
+            last,
+        )
+
+    def _age_s(self) -> float:
+        return time.perf_counter() - self._started

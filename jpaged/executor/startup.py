@@ -1,10 +1,12 @@
 """From a model directory to a runner that is ready: plan memory, load weights and compile side by side, warm up."""
 
 import gc
+import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,14 @@ from jpaged.engine.interface import Executor
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor import sampling_state
 from jpaged.executor.buckets import fine_buckets, geometric_buckets
-from jpaged.executor.compilation import Compiler, abstract_pools, cache_directory, enable_persistent_cache
+from jpaged.executor.compilation import (
+    Compiler,
+    Origin,
+    Program,
+    abstract_pools,
+    cache_directory,
+    enable_persistent_cache,
+)
 from jpaged.executor.compile_processes import (
     LEAST_SHARED,
     CompileProcesses,
@@ -41,6 +50,8 @@ from jpaged.executor.state import initial_slot_state
 from jpaged.models import Model, ModelConfig, Weights, build, load
 from jpaged.models.sharding import load_sharded
 
+log = logging.getLogger("jpaged.startup")
+
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
 
@@ -49,7 +60,7 @@ NOMINAL_BLOCKS = 1024
 class Startup:
     """A runner and what is known of it.
 
-    memory: of each device. seconds: by phase; loading and compiling overlap.
+    memory: of each device. seconds: by phase; loading and compiling overlap. origins: how many programs of each.
     leader: what runs plans here and in all other processes, where there are several.
     """
 
@@ -58,7 +69,7 @@ class Startup:
     model: Model
     config: ExecutorConfig
     memory: MemoryPlan
-    num_programs: int
+    origins: Mapping[Origin, int]
     device: str
     seconds: dict[str, float] = field(default_factory=dict)
     leader: Executor | None = None
@@ -78,7 +89,7 @@ class Startup:
             ("weights", f"{_size(self.memory.weights)} in {np.dtype(self.model.dtype).name}"),
             ("KV pool", f"{_size(self.memory.pool)}: {self.config.num_blocks:,} blocks, {tokens:,} tokens"),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
-            ("programs", f"{self.num_programs} compiled{reserved}"),
+            ("programs", f"{_whence(self.origins)}{reserved}"),
             ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
         ]
         width = max(len(label) for label, _ in rows)
@@ -159,7 +170,29 @@ def _start_on(
         )
         runner.warm_up()
     kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
-    return Startup(args, runner, model, config, memory, len(programs), kind, seconds)
+    distinct = {id(program): program for program in programs.values()}.values()
+    _log_costs(distinct)
+    origins = Counter(program.origin for program in distinct)
+    return Startup(args, runner, model, config, memory, origins, kind, seconds)
+
+
+def _log_costs(programs: Collection[Program]) -> None:
+    log.info(
+        "%s: lowering them took %.1f s and compiling %.1f s of this process's threads, loading %.1f s",
+        _whence(Counter(program.origin for program in programs)),
+        sum(program.lowering_s for program in programs),
+        sum(program.compiling_s for program in programs),
+        sum(program.loading_s for program in programs),
+    )
+
+
+def _whence(origins: Mapping[Origin, int]) -> str:
+    said: dict[Origin, str] = {
+        "compiled": "compiled here",
+        "shared": "compiled by other processes",
+        "kept": "kept from an earlier start",
+    }
+    return ", ".join(f"{origins[origin]} {text}" for origin, text in said.items() if origins.get(origin))
 
 
 def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> CompileProcesses:
@@ -268,6 +301,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - begun
+    log.info("%s took %.1f s", phase, seconds[phase])
 
 
 def _size(size: float) -> str:

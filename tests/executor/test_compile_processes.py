@@ -95,12 +95,17 @@ def test_programs_of_another_process_compute_the_same_and_the_next_start_finds_a
         programs = bodies(helpers)
     assert programs.keys() >= BODIES
     assert len(loaded) == 1  # mixed[64]: one of the two that are not autotuned; the other one was this process's share
+    shared = programs["mixed", 64]
+    assert [program for program in programs.values() if program.origin != "compiled"] == [shared]
+    assert (shared.origin, shared.compiling_s) == ("shared", 0.0)
+    assert programs["decode", 32].compiling_s > 0.0
     loaded.clear()
 
     monkeypatch.setattr(compile_processes, "_Helper", refuse)
     with CompileProcesses(7, SETTING) as helpers:
         found = bodies(helpers)
     assert len(loaded) == len(found) == len(programs)
+    assert {program.origin for program in found.values()} == {"kept"}
 
     monkeypatch.setenv("JPAGED_CACHE_DIR", "")
     alone = compiler()
