@@ -4,7 +4,7 @@
          | no
     a body that other processes can compile as well?  --yes-->  wait, load (CompileProcesses)
          | no
-    lower in this thread, compile in a pool of threads
+    lower in the caller's thread, compile in a pool of threads
 
 After this nothing compiles: the runner holds executables, and an executable refuses inputs of another shape.
 """
@@ -12,7 +12,7 @@ After this nothing compiles: the runner holds executables, and an executable ref
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -35,6 +35,7 @@ from jpaged.executor.executable_cache import KEPT_PLATFORMS, ExecutableCache
 from jpaged.executor.mesh import POOL, STAGING, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.state import initial_slot_state
 from jpaged.executor.swap import abstract_staging, gather_step, scatter_step
+from jpaged.executor.worker_threads import WorkerThreads
 from jpaged.models import Model
 
 _Takes = Literal["weights", "head", None]
@@ -50,7 +51,7 @@ won nothing: a decode step of 256 rows took 6.0 ms instead of 6.4 (Qwen3-0.6B), 
 Up to 16 rows XLA's own kernels win: 4.5 ms instead of 4.7 for one row of Llama-3.1-8B."""
 
 _PATIENCE_S = 120.0
-"""Longest to wait for another process to compile a program: tens of times what its whole share takes."""
+"""Longest to wait for other processes to compile their shares: tens of times what one takes."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +141,14 @@ class _Task:
     def is_kept(self) -> bool:
         return self.path is not None and self.path.exists()
 
-    def load_or_compile(self, origin: Origin) -> Program:
-        """origin: of the program if it can be loaded."""
+    def load(self, origin: Origin) -> Program | None:
+        """None if there is none, or it cannot be used."""
         begun = time.perf_counter()
         loaded = None if self.path is None else ExecutableCache.load(self.path)
-        if loaded is None:
-            return self.lower()()
-        return Program(loaded, self.takes, origin, loading_s=time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        return None if loaded is None else Program(loaded, self.takes, origin, loading_s=seconds)
 
-    def lower(self) -> Callable[[], Program]:
+    def lower(self) -> Callable[[], Program | None]:
         """Returns what compiles it."""
         begun = time.perf_counter()
         lowered = self.jitted.lower(*self.args)
@@ -162,10 +162,25 @@ class _Task:
         return Program(compiled, self.takes, "compiled", lowering_s, time.perf_counter() - begun)
 
 
+@dataclass
+class _Pending:
+    """A program on its way. elsewhere: done when another process has left it in the cache, or will not."""
+
+    task: _Task
+    future: Future[Program | None] | None
+    elsewhere: Future[None] | None = None
+
+    def wait(self) -> Program | None:
+        return None if self.future is None else self.future.result()
+
+
 class Compiler:
     """Lowers programs one by one and compiles them in a pool of threads (XLA releases the interpreter lock).
 
+    Lowering is always done by the caller's thread, whose JAX settings it depends on.
+
     model: what each device of the mesh runs (`DeviceMesh.shard_of`).
+    threads: the pool; one of its own by default.
     helpers: processes that compile a share of the bodies, where there are any.
     kept_on: platforms whose programs are kept on disk (`ExecutableCache`).
     """
@@ -177,6 +192,7 @@ class Compiler:
         kv_dtype: Any,
         mesh: DeviceMesh,
         *,
+        threads: WorkerThreads | None = None,
         helpers: CompileProcesses | None = None,
         kept_on: Collection[str] = KEPT_PLATFORMS,
     ) -> None:
@@ -194,12 +210,11 @@ class Compiler:
         self._full = self._full_of_shard._replace(token_counts=counts)
         self._full_specs = jax.tree.map(lambda _: WHOLE, self._full)._replace(token_counts=TOKEN_COUNTS)
         self._helpers = helpers
-        self._threads = ThreadPoolExecutor(os.cpu_count())
-        self._waiters = ThreadPoolExecutor(len(config.token_buckets) + 2 * len(config.decode_buckets))
+        self._threads = threads or WorkerThreads(len(os.sched_getaffinity(0)))
         self._cache = ExecutableCache(
             cache_directory("programs"), (model.config, model.vocab_size, model.dtype, config, mesh.key), kept_on
         )
-        self._pending: dict[Key, Future[Program]] = {}
+        self._pending: dict[Key, _Pending] = {}
 
     @property
     def state_bytes(self) -> int:
@@ -221,7 +236,7 @@ class Compiler:
             elsewhere = self._helpers.share_out(self._config, shared)
             for task in steps:
                 if task.key in elsewhere and task.key not in self._pending:
-                    self._pending[task.key] = self._waiters.submit(_await_then_load, elsewhere[task.key], task)
+                    self._pending[task.key] = _Pending(task, None, elsewhere[task.key])
         for task in steps:
             self._start(task)
         self.submit_forks()
@@ -254,15 +269,37 @@ class Compiler:
 
     def result(self, key: Key) -> Program:
         """Waits for one of the programs submitted."""
-        return self._pending[key].result()
+        self._compile_what_is_missing([self._pending[key]])
+        program = self._pending[key].wait()
+        assert program is not None
+        return program
 
     def results(self, *, progress: bool = False) -> dict[Key, Program]:
         """Waits for everything submitted."""
-        waiting = tqdm(self._pending, desc="compiling", unit="program", disable=not progress, leave=False)
-        compiled = {key: self.result(key) for key in waiting}
-        self._threads.shutdown()
-        self._waiters.shutdown()
-        return compiled
+        distinct = {id(one): one for one in self._pending.values()}.values()
+        with tqdm(total=len(distinct), desc="compiling", unit="program", disable=not progress, leave=False) as bar:
+            self._compile_what_is_missing(distinct, bar.update)
+        return {key: self.result(key) for key in self._pending}
+
+    def _compile_what_is_missing(
+        self, pending: Collection[_Pending], done: Callable[[], object] = lambda: None
+    ) -> None:
+        """Waits for them. What others fail to leave in the cache, or cannot be loaded from it, is submitted again."""
+        shared = [(one, one.elsewhere) for one in pending if one.elsewhere is not None]
+        for one in pending:
+            if one.elsewhere is None:
+                if one.wait() is None:
+                    one.future = self._threads.submit(one.task.lower())
+                done()
+        until = time.monotonic() + _PATIENCE_S
+        for one, elsewhere in shared:
+            with suppress(TimeoutError):
+                elsewhere.result(max(0.0, until - time.monotonic()))
+            one.future, one.elsewhere = self._threads.submit(one.task.load, "shared"), None
+            done()
+        for one, _ in shared:
+            if one.wait() is None:
+                one.future = self._threads.submit(one.task.lower())
 
     def compile_steps(self, keys: Collection[Key]) -> Iterator[Key]:
         """Compiles those of the bodies for the cache alone: yields each when it is there.
@@ -423,23 +460,14 @@ class Compiler:
     def _start(self, task: _Task, name: Key | None = None) -> None:
         """name: by which it is asked for, beside its key."""
         if task.key not in self._pending:
-            if task.is_kept:
-                self._pending[task.key] = self._threads.submit(task.load_or_compile, "kept")
-            else:
-                self._pending[task.key] = self._threads.submit(task.lower())
+            future = self._threads.submit(task.load, "kept") if task.is_kept else self._threads.submit(task.lower())
+            self._pending[task.key] = _Pending(task, future)
         if name is not None:
             self._pending[name] = self._pending[task.key]
 
 
 def _by_key(*tasks: _Task) -> Iterator[tuple[Key, _Task]]:
     return ((task.key, task) for task in tasks)
-
-
-def _await_then_load(elsewhere: Future[None], task: _Task) -> Program:
-    """Compiles it here after all if the other process failed or takes unreasonably long."""
-    with suppress(TimeoutError):
-        elsewhere.result(_PATIENCE_S)
-    return task.load_or_compile("shared")
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

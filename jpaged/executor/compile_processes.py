@@ -109,6 +109,8 @@ class CompileProcesses:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for helper in self._helpers:
+            helper.kill()
+        for helper in self._helpers:
             helper.end()
         self._helpers = []
 
@@ -161,8 +163,11 @@ class _Helper:
         self._thread.start()
         return futures
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
+
+    def end(self) -> None:
+        """Once it has been killed."""
         self._process.wait()
         if self._thread is not None:
             self._thread.join()

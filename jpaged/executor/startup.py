@@ -7,7 +7,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,6 +46,7 @@ from jpaged.executor.memory import (
 from jpaged.executor.mesh import POOL, DeviceMesh, fewest_anywhere, pick_devices
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
+from jpaged.executor.worker_threads import WorkerThreads
 from jpaged.models import Model, ModelConfig, Weights, build, load
 from jpaged.models.sharding import load_sharded
 
@@ -130,10 +130,11 @@ def _start_on(
     limit = min((one for one in limits if one is not None), default=None)
     config = executor_config(args, model_config, limit)
 
-    with ThreadPoolExecutor(1) as loader, _helpers(mesh, model, config) as helpers:
+    cores = len(os.sched_getaffinity(0))
+    with WorkerThreads(1) as loader, WorkerThreads(cores) as threads, _helpers(mesh, model, config) as helpers:
         with _timed(seconds, "plan memory"):
             loading = loader.submit(_load, mesh, model, shard, directory, args, progress)
-            nominal = Compiler(shard, config, dtype, mesh, helpers=helpers)
+            nominal = Compiler(shard, config, dtype, mesh, threads=threads, helpers=helpers)
             with _refusals_of(config.kernel_backend):
                 if limit is not None:
                     nominal.call_helpers()
@@ -145,7 +146,7 @@ def _start_on(
             memory = replace(memory, num_blocks=fewest_anywhere(memory.num_blocks))
             fitted = _fit_to_pool(config, memory, args.max_model_len)
         with _timed(seconds, "compile"):
-            compiler = Compiler(shard, fitted, dtype, mesh, helpers=helpers)
+            compiler = Compiler(shard, fitted, dtype, mesh, threads=threads, helpers=helpers)
             heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
             with _refusals_of(config.kernel_backend):
                 compiler.submit_bodies()

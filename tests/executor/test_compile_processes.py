@@ -229,6 +229,41 @@ def test_a_process_does_not_outlive_its_parent():
     assert not is_alive(child)
 
 
+def test_ctrl_c_in_a_cold_start_ends_the_process_and_all_that_help_it(tmp_path):
+    """Its programs would take both processes more than the time it gets to end."""
+    script = """
+import logging
+from jpaged import LLM
+from jpaged.executor import compilation, compile_processes, startup
+logging.basicConfig(level=logging.INFO)
+startup.KEPT_PLATFORMS = ("cpu",)
+compilation.Compiler.__init__.__kwdefaults__["kept_on"] = ("cpu",)
+LLM(token_buckets=tuple(range(17, 257)), decode_buckets=(64,), max_num_batched_tokens=256)
+"""
+    own = {"JPAGED_CACHE_DIR": str(tmp_path), COUNT_VARIABLE: "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"} | own
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            while "processes started" not in process.stderr.readline():
+                assert process.poll() is None
+            helpers = children(process.pid)
+            time.sleep(2)  # so that it compiles
+            process.send_signal(signal.SIGINT)
+            errors = process.communicate(timeout=30)[1]
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGINT
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert len(helpers) == 1
+    assert not any(map(is_alive, helpers))
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+
+
 def is_alive(pid: int) -> bool:
     """Whether it runs; one that nobody has waited for yet has ended."""
     try:
