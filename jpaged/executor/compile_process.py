@@ -29,10 +29,12 @@ def main(fd: int) -> None:
 
 def _compile_share(connection: Connection) -> None:
     from jpaged.executor.compilation import Compiler, enable_persistent_cache
+    from jpaged.executor.jax_settings import adopt
     from jpaged.executor.mesh import DeviceMesh, pick_devices
     from jpaged.models import build
 
     setting = connection.recv()
+    adopt(setting.jax_settings)
     enable_persistent_cache()
     mesh = DeviceMesh(pick_devices(setting.tensor_parallel_size))
     with mesh.as_default():

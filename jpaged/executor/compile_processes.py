@@ -25,7 +25,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
@@ -83,13 +83,15 @@ def helpful_processes(cores: int, spare_bytes: int) -> int:
 class Setting:
     """What a helper has to know before it knows the programs' shapes.
 
-    model_config, dtype: what to build. tensor_parallel_size: devices. kept_on: as of `Compiler`.
+    model_config, dtype: what to build. tensor_parallel_size: devices. kept_on: as of `Compiler`. jax_settings: this
+    process's.
     """
 
     model_config: Any
     dtype: str
     tensor_parallel_size: int
     kept_on: tuple[str, ...]
+    jax_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class CompileProcesses:

@@ -4,8 +4,8 @@
 
 JAX's own persistent cache finds a program by its HLO, so tracing and lowering come first each time; for a model of 28
 layers they take half a second a program, on one thread. Here a program is found by its inputs: the sources of this
-package, the model's and the executor's configuration, its argument shapes, the versions of JAX, XLA and driver, and
-the device. Files are written whole or not at all; one that cannot be read is compiled anew.
+package, the model's and the executor's configuration, its argument shapes, the versions and settings of JAX, XLA and
+driver, and the device. Files are written whole or not at all; one that cannot be read is compiled anew.
 
 Only GPU programs are kept: XLA's CPU executables are tied to the machine that they were compiled on.
 """
@@ -24,6 +24,7 @@ import jax
 from jax.experimental import serialize_executable
 
 import jpaged
+from jpaged.executor.jax_settings import settings_of_programs
 
 KEPT_PLATFORMS = ("gpu",)
 """Of devices whose programs are kept."""
@@ -51,6 +52,7 @@ class ExecutableCache:
             device.device_kind,
             device.client.platform_version,
             os.environ.get("XLA_FLAGS", ""),
+            settings_of_programs(),
             _source_digest() if self._directory else "",
         )
         self._depends_on = repr((environment, *depends_on)).encode()

@@ -36,6 +36,7 @@ from jpaged.executor.compile_processes import (
 )
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.executable_cache import KEPT_PLATFORMS, ExecutableCache
+from jpaged.executor.jax_settings import jax_settings
 from jpaged.executor.memory import (
     MemoryPlan,
     free_device_memory,
@@ -208,7 +209,8 @@ def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> CompileP
     is_worthwhile = len(config.token_buckets) + len(config.decode_buckets) >= LEAST_SHARED
     if not is_worthwhile or jax.process_count() > 1 or not ExecutableCache.has_room(cache_directory("programs")):
         count = 0
-    return CompileProcesses(count, Setting(model.config, np.dtype(model.dtype).name, mesh.size, KEPT_PLATFORMS))
+    dtype = np.dtype(model.dtype).name
+    return CompileProcesses(count, Setting(model.config, dtype, mesh.size, KEPT_PLATFORMS, jax_settings()))
 
 
 def _load(mesh: DeviceMesh, model: Model, shard: Model, directory: Path, args: EngineArgs, progress: bool) -> Weights:

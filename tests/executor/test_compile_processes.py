@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from jpaged.executor.compile_processes import (
 )
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.executable_cache import ExecutableCache
+from jpaged.executor.jax_settings import jax_settings
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.programs import mixed_layout
 from jpaged.executor.state import initial_slot_state
@@ -43,8 +45,11 @@ BODIES = {*(("mixed", tokens) for tokens in CONFIG.token_buckets), *(("decode", 
 
 
 @pytest.fixture
-def loaded(tmp_path, monkeypatch) -> list[Path]:
-    """The programs that were found in an executable cache that is empty at first."""
+def loaded(tmp_path, monkeypatch) -> Iterator[list[Path]]:
+    """The programs that were found in an executable cache that is empty at first.
+
+    JAX's settings are not its defaults: a process that kept to these would leave its programs under other names.
+    """
     monkeypatch.setenv("JPAGED_CACHE_DIR", str(tmp_path))  # JAX's own cache would hand out what it cannot serialise
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setattr(compile_processes, "LEAST_SHARED", 2)
@@ -60,7 +65,8 @@ def loaded(tmp_path, monkeypatch) -> list[Path]:
         return program
 
     monkeypatch.setattr(ExecutableCache, "load", staticmethod(recorded))
-    return found
+    with jax.default_matmul_precision("float32"):
+        yield found
 
 
 def compiler(helpers: CompileProcesses | None = None) -> Compiler:
@@ -91,7 +97,7 @@ def test_programs_of_another_process_compute_the_same_and_the_next_start_finds_a
     (other / "__init__.py").write_text("raise SystemExit('another package')")
     monkeypatch.chdir(other.parent)
     monkeypatch.setenv("PYTHONPATH", str(other.parent))
-    with CompileProcesses(1, SETTING) as helpers:
+    with CompileProcesses(1, replace(SETTING, jax_settings=jax_settings())) as helpers:
         programs = bodies(helpers)
     assert programs.keys() >= BODIES
     assert len(loaded) == 1  # mixed[64]: one of the two that are not autotuned; the other one was this process's share

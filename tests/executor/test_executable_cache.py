@@ -1,6 +1,7 @@
 """Programs kept on disk: found again when nothing they depend on has changed, and never in the way."""
 
 import secrets
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -43,6 +44,32 @@ def test_a_program_is_found_by_all_that_it_depends_on(tmp_path):
     ]
     assert len({path, *others}) == 6
     assert ExecutableCache.load(path) is None
+
+
+def test_a_program_depends_on_the_settings_of_jax_but_not_on_what_they_report_or_where_it_is_kept(tmp_path):
+    def path() -> Path | None:
+        return cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,))
+
+    usual = path()
+    assert usual is not None
+    with jax.default_matmul_precision("highest"):
+        assert path() != usual
+    for name, value in (("jax_enable_x64", True), ("jax_default_matmul_precision", "float32")):
+        with changed(name, value):
+            assert path() != usual
+    with changed("jax_log_compiles", True), changed("jax_compilation_cache_dir", "/elsewhere"):
+        assert path() == usual
+    assert path() == usual
+
+
+@contextmanager
+def changed(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def test_a_file_that_cannot_be_read_is_no_program(tmp_path):
