@@ -11,12 +11,11 @@ After this nothing compiles: the runner holds executables, and an executable ref
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, SamplingVariant
 from jpaged.executor import programs, sampler, sampling_state
 from jpaged.executor.beams import beams_layout, move_beams_step
 from jpaged.executor.buckets import bucket_for
-from jpaged.executor.compile_processes import LEAST_SHARED, CompileProcesses, Key
+from jpaged.executor.compile_processes import CompileProcesses, Key, are_many
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.copies import copy_blocks_step, copy_layout
 from jpaged.executor.executable_cache import KEPT_PLATFORMS, ExecutableCache
@@ -58,7 +57,7 @@ _PATIENCE_S = 120.0
 class Program:
     """An executable, and whether its first argument is the model's weights, or those of its head.
 
-    origin: "compiled" in this process now, "shared" by another one now, or "kept" from before.
+    origin: "compiled" by this process, "shared" by a helper, or "kept" in the cache by an earlier start or a replica.
     lowering_s, compiling_s, loading_s: what that took here.
     """
 
@@ -232,7 +231,7 @@ class Compiler:
         steps = self._steps()
         if self._helpers is not None:
             # What is autotuned stays here: processes that time kernels at once on one device spoil each other's clock.
-            shared = [task.key for task in steps if task.path and not task.is_kept and not task.autotuned]
+            shared = [task.key for task in self._claim(steps) if not task.autotuned]
             elsewhere = self._helpers.share_out(self._config, shared)
             for task in steps:
                 if task.key in elsewhere and task.key not in self._pending:
@@ -253,9 +252,22 @@ class Compiler:
         They are ready seconds later. Which bodies are missing is known only when the size of the pool is; if by then
         they have not been started, and are worth it, they will be.
         """
-        missing = (task for _, task in self._heads() if task.path is not None and not task.is_kept)
-        if self._helpers is not None and len(list(islice(missing, LEAST_SHARED))) == LEAST_SHARED:
+        if self._helpers is not None and are_many(self._claim([task for _, task in self._heads()])):
             self._helpers.start()
+
+    def _claim(self, tasks: Sequence[_Task]) -> list[_Task]:
+        """Those that are to be compiled for the cache.
+
+        If they are many, only one process does so at a time. This one waits for its turn, and then claims what the
+        other one has not left there.
+        """
+        missing = _missing(tasks)
+        if self._helpers is not None and self._cache.claim is not None and are_many(missing):
+            self._helpers.turns.take(self._cache.claim)
+            missing = _missing(tasks)
+            if not are_many(missing):
+                self._helpers.turns.end(self._cache.claim)
+        return missing
 
     def submit_largest(self) -> tuple[Key, ...]:
         """The programs that need most memory while they run, or have the largest results. Returns their keys."""
@@ -279,7 +291,10 @@ class Compiler:
         distinct = {id(one): one for one in self._pending.values()}.values()
         with tqdm(total=len(distinct), desc="compiling", unit="program", disable=not progress, leave=False) as bar:
             self._compile_what_is_missing(distinct, bar.update)
-        return {key: self.result(key) for key in self._pending}
+        results = {key: self.result(key) for key in self._pending}
+        if self._helpers is not None and self._cache.claim is not None:
+            self._helpers.turns.end(self._cache.claim)
+        return results
 
     def _compile_what_is_missing(
         self, pending: Collection[_Pending], done: Callable[[], object] = lambda: None
@@ -468,6 +483,11 @@ class Compiler:
 
 def _by_key(*tasks: _Task) -> Iterator[tuple[Key, _Task]]:
     return ((task.key, task) for task in tasks)
+
+
+def _missing(tasks: Iterable[_Task]) -> list[_Task]:
+    """Those to be compiled for the cache, each once."""
+    return list({task.key: task for task in tasks if task.path is not None and not task.is_kept}.values())
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

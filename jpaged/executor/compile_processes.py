@@ -12,6 +12,8 @@ A helper is never needed: what it does not deliver is compiled here. It ends whe
 closes, which it does with this process however that ends, or when it is no longer wanted. Being a process group of its
 own, it does not see a terminal's Ctrl-C, which this process deals with.
 
+Of several processes that start with the same programs, one compiles and the others take what it leaves (`turns`).
+
 `JPAGED_COMPILE_PROCESSES` says how many there are; by default as many as the machine has room for.
 """
 
@@ -32,6 +34,7 @@ from typing import Any, Self
 
 from jpaged.errors import InvalidParameterError, shown
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.turns import Turns
 from jpaged.replica_devices import package_environment
 
 Key = tuple[str | int, ...]
@@ -98,6 +101,9 @@ class CompileProcesses:
     """Helpers for one model, not yet started. Used as a context, at whose end none is left.
 
     count: how many there will be; with 0, nothing is ever shared out.
+
+    Attributes:
+        turns: at compiling many programs; they end with the context.
     """
 
     def __init__(self, count: int, setting: Setting) -> None:
@@ -105,6 +111,7 @@ class CompileProcesses:
         self._setting = setting
         self._helpers: list[_Helper] = []
         self._started = False
+        self.turns = Turns()
 
     def __enter__(self) -> Self:
         return self
@@ -115,6 +122,7 @@ class CompileProcesses:
         for helper in self._helpers:
             helper.end()
         self._helpers = []
+        self.turns.end_all()
 
     def start(self) -> None:
         """Starts them, once; returns at once. Called as soon as it is clear that there will be programs to compile."""
@@ -131,13 +139,18 @@ class CompileProcesses:
 
         Returns the helpers' keys, each with a future that is done when the program is in the cache or will not be.
         """
-        if len(keys) < LEAST_SHARED:
+        if not are_many(keys):
             return {}
         self.start()
         shared: dict[Key, Future[None]] = {}
         for index, helper in enumerate(self._helpers):
             shared |= helper.compile(config, keys[index :: len(self._helpers) + 1])
         return shared
+
+
+def are_many(programs: Sequence[object]) -> bool:
+    """Whether so many are to be compiled that it is worth dividing."""
+    return len(programs) >= LEAST_SHARED
 
 
 class _Helper:

@@ -14,6 +14,7 @@ import hashlib
 import os
 import pickle
 import tempfile
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
@@ -32,6 +33,9 @@ KEPT_PLATFORMS = ("gpu",)
 LEAST_FREE_BYTES = 2**29
 """On a disk that is to take a cold start's programs."""
 
+_STALE_S = 24 * 3600.0
+"""Age of a file that nobody writes any more: that takes a moment."""
+
 
 class ExecutableCache:
     """Programs of one model and configuration on one device.
@@ -40,6 +44,9 @@ class ExecutableCache:
         directory: where to keep them; None keeps nothing.
         depends_on: whatever the programs depend on beside their names and argument shapes; its repr counts.
         platforms: of devices whose programs are kept.
+
+    Attributes:
+        claim: the file of who compiles many of them (`Turns`); None where nothing is kept.
     """
 
     def __init__(
@@ -56,6 +63,8 @@ class ExecutableCache:
             _source_digest() if self._directory else "",
         )
         self._depends_on = repr((environment, *depends_on)).encode()
+        name = hashlib.sha256(self._depends_on).hexdigest() + ".claim"
+        self.claim = None if self._directory is None else self._directory / name
 
     def path(self, key: tuple, arguments: Any) -> Path | None:
         """The file of a program. arguments: a tree of `ShapeDtypeStruct`s."""
@@ -67,10 +76,8 @@ class ExecutableCache:
         return self._directory / name.hexdigest()
 
     @staticmethod
-    def has_room(directory: Path | None) -> bool:
+    def has_room(directory: Path) -> bool:
         """Whether a cold start's programs can be kept there."""
-        if directory is None:
-            return False
         try:
             with tempfile.TemporaryFile(dir=directory) as file:
                 file.write(b"0")
@@ -78,6 +85,15 @@ class ExecutableCache:
         except OSError:
             return False
         return disk.f_bavail * disk.f_frsize >= LEAST_FREE_BYTES
+
+    @staticmethod
+    def sweep(directory: Path) -> None:
+        """Removes what processes that were killed have left behind: files half written, and claims."""
+        with suppress(OSError):
+            for pattern in ("tmp*", "*.claim"):
+                for file in directory.glob(pattern):
+                    if time.time() - file.stat().st_mtime > _STALE_S:
+                        file.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: Path) -> jax.stages.Compiled | None:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -192,22 +192,25 @@ def _whence(origins: Mapping[Origin, int]) -> str:
     said: dict[Origin, str] = {
         "compiled": "compiled here",
         "shared": "compiled by other processes",
-        "kept": "kept from an earlier start",
+        "kept": "found in the cache",
     }
     return ", ".join(f"{origins[origin]} {text}" for origin, text in said.items() if origins.get(origin))
 
 
-def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> CompileProcesses:
-    """Processes to compile with; none for few programs, where they cannot be kept, or where other hosts take part.
+def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> AbstractContextManager[CompileProcesses | None]:
+    """What divides a cold start among processes; None where programs cannot be kept, or where other hosts take part.
 
-    By default there are none on a CPU either.
+    It has no processes of its own for few programs and, unless some are asked for, on a CPU.
     """
     count = chosen_processes(os.environ)
     if count is None:
         spare = [unreserved_device_memory(device) for device in mesh.local_devices]
         count = helpful_processes(len(os.sched_getaffinity(0)), min(spare))
-    is_worthwhile = len(config.token_buckets) + len(config.decode_buckets) >= LEAST_SHARED
-    if not is_worthwhile or jax.process_count() > 1 or not ExecutableCache.has_room(cache_directory("programs")):
+    directory = cache_directory("programs")
+    if directory is None or not ExecutableCache.has_room(directory) or jax.process_count() > 1:
+        return nullcontext()
+    ExecutableCache.sweep(directory)
+    if len(config.token_buckets) + len(config.decode_buckets) < LEAST_SHARED:
         count = 0
     dtype = np.dtype(model.dtype).name
     return CompileProcesses(count, Setting(model.config, dtype, mesh.size, KEPT_PLATFORMS, jax_settings()))

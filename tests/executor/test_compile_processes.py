@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,6 +34,7 @@ from jpaged.executor.jax_settings import jax_settings
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.programs import mixed_layout
 from jpaged.executor.state import initial_slot_state
+from jpaged.executor.turns import Turns
 from jpaged.models import ModelConfig, build
 from tests.tiny_models import tiny_model
 
@@ -136,10 +138,10 @@ def test_a_process_ends_at_the_first_program_that_it_cannot_keep(loaded, monkeyp
 def test_processes_are_started_at_once_when_nothing_is_kept_and_not_for_a_few_programs(loaded, monkeypatch):
     started: list[Setting] = []
     monkeypatch.setattr(compile_processes, "_Helper", started.append)
+    monkeypatch.setattr(compile_processes, "LEAST_SHARED", LEAST_SHARED)
     cold = compiler(CompileProcesses(3, SETTING))
     heads = {task.path for _, task in cold._heads()}
     for path in sorted(heads)[LEAST_SHARED - 1 :]:
-        path.parent.mkdir(exist_ok=True)
         path.touch()
     cold.call_helpers()
     assert started == []
@@ -151,9 +153,34 @@ def test_processes_are_started_at_once_when_nothing_is_kept_and_not_for_a_few_pr
     assert started == [SETTING] * 3
 
 
+def test_a_start_waits_for_another_that_compiles_the_same_and_takes_what_it_leaves(loaded, monkeypatch):
+    monkeypatch.setattr(compile_processes, "_Helper", refuse)
+    with CompileProcesses(3, SETTING) as helpers:
+        second = compiler(helpers)
+        claim = second._cache.claim
+        first, asked = Turns(), threading.Event()
+        first.take(claim)
+        take = helpers.turns.take
+        monkeypatch.setattr(helpers.turns, "take", lambda file: asked.set() or take(file))
+        calling = threading.Thread(target=second.call_helpers)
+        calling.start()
+        assert asked.wait(60)
+        for _, task in second._heads():
+            task.path.touch()
+        calling.join(0.2)
+        assert calling.is_alive()
+        first.end_all()
+        calling.join(60)
+        assert not calling.is_alive()
+        first.take(claim)  # nobody has it: there is nothing to compile
+        first.end_all()
+    assert not claim.exists()
+
+
 def test_processes_are_wanted_only_where_many_programs_can_be_kept(tmp_path, monkeypatch):
     def wanted(config: ExecutorConfig) -> int:
-        return startup._helpers(DeviceMesh(jax.devices()[:1]), MODEL, config).count
+        with startup._helpers(DeviceMesh(jax.devices()[:1]), MODEL, config) as helpers:
+            return 0 if helpers is None else helpers.count
 
     many = replace(CONFIG, token_buckets=tuple(range(8, 8 + LEAST_SHARED)))
     monkeypatch.setenv("JPAGED_CACHE_DIR", str(tmp_path))

@@ -1,5 +1,6 @@
 """Programs kept on disk: found again when nothing they depend on has changed, and never in the way."""
 
+import os
 import secrets
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,10 +89,21 @@ def test_a_directory_that_cannot_be_written_does_no_harm(tmp_path):
 def test_there_is_room_where_files_can_be_made_and_much_is_free(tmp_path, monkeypatch):
     assert ExecutableCache.has_room(tmp_path)
     assert not any(tmp_path.iterdir())
-    assert not ExecutableCache.has_room(None)
     assert not ExecutableCache.has_room(Path("/proc/self"))  # where nobody may make a file
     monkeypatch.setattr(executable_cache, "LEAST_FREE_BYTES", 2**80)
     assert not ExecutableCache.has_room(tmp_path)
+
+
+def test_what_killed_processes_left_is_swept_and_programs_and_fresh_files_stay(tmp_path):
+    old = [tmp_path / name for name in ("tmpabc", "0.claim", "0123")]
+    fresh = [tmp_path / name for name in ("tmpdef", "1.claim", "4567")]
+    for file in old + fresh:
+        file.touch()
+    for file in old:
+        os.utime(file, (0, 0))
+    ExecutableCache.sweep(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "0123", *fresh])
+    ExecutableCache.sweep(tmp_path / "none")
 
 
 def test_without_a_directory_or_a_gpu_nothing_is_kept(tmp_path):
