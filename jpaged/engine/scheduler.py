@@ -35,6 +35,7 @@ always progress.
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -252,14 +253,15 @@ class Scheduler:
             raise InvalidParameterError("Prefixes are pinned in the prefix cache: set enable_prefix_caching=True.")
         hits = cache.match([], token_ids, len(token_ids) // size, cache_salt)
         hits = hits[np.cumprod(hits != NULL_BLOCK, dtype=np.bool_)]  # up to the first that is in host memory only
-        left = self.capacity - len(hits)
+        key = (cache_salt, token_ids.tobytes())
+        pinned = _num_distinct([*(ids for other, ids in self._pinned.items() if other != key), hits])
+        left = self.pool.capacity - pinned
         needed = max([-(-self.config.max_model_len // size), *map(self._num_blocks_alone, self._leaders())])
         if left < needed:
             raise OutOfMemoryError(
                 f"Pinning {len(hits)} blocks leaves {left} of {self.pool.capacity} to others, but {needed} are needed "
                 f"for one of them to finish; pin a shorter prefix, unpin another, or enlarge the pool."
             )
-        key = (cache_salt, token_ids.tobytes())
         self.unpin_prefix(token_ids, cache_salt)
         self.pool.share(hits)
         self._pinned[key] = hits
@@ -275,17 +277,16 @@ class Scheduler:
     @property
     def capacity(self) -> int:
         """Blocks that requests can have at most: those of the pool that are not pinned."""
-        pinned = [block_ids for block_ids in self._pinned.values() if len(block_ids)]
-        return self.pool.capacity - (len(np.unique(np.concatenate(pinned))) if pinned else 0)
+        return self.pool.capacity - _num_distinct(self._pinned.values())
 
     def _leaders(self) -> list[Request]:
         return [group.leader for group in self._groups.values()]
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all prefixes, pinned ones included, as after a change of weights. Returns False, and does nothing,
-        while requests run.
+        """Forgets all prefixes, pinned ones and those in host memory included, as after a change of weights. Returns
+        False, and does nothing, while requests run or are swapped out: these go on from keys and values that they have.
         """
-        if self.slots.num_used:
+        if self.slots.num_used or self.swap_space.num_used:
             return False
         for block_ids in self._pinned.values():
             self.pool.free(block_ids)
@@ -502,17 +503,17 @@ class Scheduler:
 
     def _preempt(self, members: list[Request]) -> None:
         """Takes the slots and blocks of sequences of one group, with nothing in flight, and lets them wait: with their
-        blocks in host memory, if the mode says so and there is room, or with their tokens only.
+        blocks in host memory, if the mode says so, their blocks hold what they count as computed, and there is room;
+        or with their tokens only.
         """
-        mode = self.config.preemption_mode
-        if mode == "swap" or (mode == "auto" and len(members) > 1):
+        mode, group = self.config.preemption_mode, members[0].group
+        if (mode == "swap" or (mode == "auto" and len(members) > 1)) and group.can_be_stored:
             started = [member for member in members if self.slots.capacity[member.slot]]
             stored = self.swap_space.store(started, self.slots, self.config.block_size)
             self._counters.num_swap_preemptions += stored
         for request in members:
             self._give_up_slot(request)
             request.status = RequestStatus.PREEMPTED
-        group = members[0].group
         for request in group.waiting():
             if request in members:
                 self._waiting.push(request)
@@ -741,6 +742,10 @@ class Scheduler:
         self.pool.check_integrity([*(slots.blocks(slot) for slot in used), *self._pinned.values()])
         records = {id(m.swap): m.swap for g in self._groups.values() for m in g.members if m.swap is not None}
         self.swap_space.check_integrity(records.values())
+        for record in records.values():
+            for member, num_computed in zip(record.members, record.num_computed, strict=True):
+                if num_computed >= member.prompt_len + len(member.output_token_ids):
+                    raise EngineDeadError(f"Request {member.request_id!r} is swapped out with nothing left to compute.")
         running = [request for request in slots.requests if request is not None]
         if [request.slot for request in running] != used or slots.num_used != len(used):
             raise EngineDeadError(f"Slots in use are {used}, tenants hold {[request.slot for request in running]}.")
@@ -750,6 +755,11 @@ class Scheduler:
             raise EngineDeadError(f"{len(running)} sequences run and {len(self._waiting)} wait, instead of {states}.")
         if (slots.num_computed > slots.capacity).any() or (slots.start_step[slots.capacity > 0] == NEVER).any():
             raise EngineDeadError("A slot has computed more tokens than its blocks hold, or is empty and has blocks.")
+
+
+def _num_distinct(tables: Iterable[np.ndarray]) -> int:
+    """How many blocks these are; prefixes that begin alike share some."""
+    return len(set().union(*(table.tolist() for table in tables)))
 
 
 def _position_logprobs(logprobs: Logprobs, row: int, token_id: int, num_top: int) -> PositionLogprobs:

@@ -214,6 +214,26 @@ def test_the_cache_is_reset_only_while_nothing_runs():
     assert again.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("host", [False, True])
+def test_the_cache_is_not_reset_while_a_sequence_is_swapped_out(host):
+    """It would go on from keys and values that a change of weights has made stale."""
+    engine = Engine(num_swap_chunks=2, host_prefix_cache=host)
+    request = make_request("first", 22, 20)
+    engine.add(request)
+    for _ in range(3):
+        engine.step()
+    engine.preempt(request, "swap")
+    cached = engine.core.stats().num_cached_blocks
+    assert cached == 6
+    assert engine.core.reset_prefix_cache() is False
+    assert engine.core.stats().num_cached_blocks == cached
+    engine.run()
+    assert_complete(request)
+    assert engine.core.reset_prefix_cache() is True
+    stats = engine.core.stats()
+    assert (stats.num_cached_blocks, stats.num_host_cached_blocks) == (0, 0)
+
+
 # --- blocks that are hit in part ------------------------------------------------------------------------------------
 
 
@@ -342,6 +362,27 @@ def test_pinning_leaves_room_for_the_longest_sequence_and_for_what_is_unfinished
     engine.add(fits)
     engine.run()
     assert_found(fits)
+    engine.core.check_integrity()
+
+
+def test_blocks_that_pinned_prefixes_share_count_once():
+    engine = Engine(num_blocks=41, max_model_len=80)
+    prompt = np.arange(61, dtype=np.int32)
+    engine.add(make_request("first", prompt, 1))
+    engine.run()
+    assert engine.core.pin_prefix(prompt[:49]) == 48
+    assert engine.core.pin_prefix(prompt[:49]) == 48, "the same again takes nothing"
+    assert engine.core.pin_prefix(prompt) == 60, "three blocks more"
+    assert engine.core.pin_prefix(prompt[:20]) == 20
+    assert engine.core.stats().num_used_blocks == engine.scheduler.pool.capacity - engine.scheduler.capacity == 15
+    assert engine.core.unpin_prefix(prompt)
+    assert engine.core.stats().num_used_blocks == engine.scheduler.pool.capacity - engine.scheduler.capacity == 12
+    other = np.arange(100, 137, dtype=np.int32)
+    engine.add(make_request("second", other, 1))
+    engine.run()
+    with pytest.raises(OutOfMemoryError, match="Pinning 9 blocks leaves 19 of 40 to others, but 20 are needed"):
+        engine.core.pin_prefix(other)
+    assert engine.core.pin_prefix(other[:32]) == 32
     engine.core.check_integrity()
 
 
