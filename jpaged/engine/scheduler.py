@@ -533,10 +533,10 @@ class Scheduler:
         self._counters.num_steps += 1
         self._counters.num_shared_prefix_steps += result.read_shared_prefix
         slots = self.slots
-        tokens, codes, rows_slots = result.token_ids, result.finish_codes, plan.decode_slots
+        tokens, codes, rows_slots = result.token_ids, result.finish_codes, plan.decode_slots.astype(np.intp)
         if plan.chunks:
             self._store_prompt_logprobs(plan, result)
-            rows_slots = np.concatenate([rows_slots, np.array([chunk.slot for chunk in plan.chunks], np.int32)])
+            rows_slots = np.concatenate([rows_slots, np.array([chunk.slot for chunk in plan.chunks], np.intp)])
         owned = slots.start_step[rows_slots] <= plan.step_id
         sampled = tokens != NO_TOKEN
         rows = np.flatnonzero(owned & sampled)

@@ -295,6 +295,44 @@ def test_a_block_that_the_same_step_fills_is_not_copied():
     assert_complete(first, second)
 
 
+def test_every_block_after_another_can_be_copied_whichever_of_them_are_reused():
+    pool = BlockPool(8, SIZE, True)
+    pool.cache.step_id = 1
+    common = tokens(0, 1, 2, 3)
+    first, second, third = (np.concatenate([common, tokens(4, 5, last, last)]) for last in (60, 70, 80))
+    digests: list[bytes] = []
+    pool.cache.extend_digests(digests, common, 1, None)
+
+    def parts() -> list[int]:
+        """How much of each is found after the common block: three tokens only of it, not of another of them."""
+        return [pool.cache.match_part(digests[0], prompt[4:7])[1] for prompt in (first, second, third)]
+
+    def reuse(*block_ids: int) -> None:
+        pool.cache.forget(np.array(block_ids, np.int32))
+        pool.cache.check_integrity()
+
+    blocks = filled(pool, first)
+    held = [pool.allocate(2), pool.allocate(2)]
+    pool.cache.register([], second, np.array([blocks[0], held[0][1]]), 0, 2, None)
+    pool.cache.register([], third, np.array([blocks[0], held[1][1]]), 0, 2, None)
+    pool.cache.step_id = 2
+    assert parts() == [3, 3, 3]
+    reuse(int(blocks[1]))
+    assert parts() == [2, 3, 3]
+    reuse(int(blocks[0]))
+    pool.cache.register([], common, held[0][:1], 0, 1, None)  # computed again, in another block
+    pool.cache.step_id = 3
+    assert parts() == [2, 3, 3]
+    pool.cache.register([], first, np.array([held[0][0], blocks[1]]), 1, 2, None)
+    pool.cache.step_id = 4
+    assert parts() == [3, 3, 3]
+    reuse(int(held[0][0]))
+    pool.cache.register([], common, held[1][:1], 0, 1, None)
+    pool.cache.step_id = 5
+    assert parts() == [3, 3, 3]
+    pool.cache.check_integrity()
+
+
 def test_blocks_of_another_salt_are_not_copied():
     engine = Engine()
     first, second = make_request("first", range(8), 1, salt="a"), make_request("second", range(8), 3, salt="b")
