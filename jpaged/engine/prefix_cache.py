@@ -37,8 +37,8 @@ def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
 
 
 def root_digest(salt: str | None) -> bytes:
-    """What stands for the parent of a first block."""
-    return b"" if salt is None else salt.encode()
+    """What stands for the parent of a first block. It is as long as no digest, so that no salt is taken for a block."""
+    return b"" if salt is None else b"salt" + hashlib.sha256(salt.encode()).digest()
 
 
 class PrefixCache:

@@ -1,3 +1,5 @@
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -49,6 +51,17 @@ def test_requests_of_another_salt_share_nothing():
     assert hits(pool.cache, prompt) == plain.tolist()
     assert hits(pool.cache, prompt, "salt") == salted.tolist()
     assert hits(pool.cache, prompt, "other") == []
+
+
+def test_a_salt_that_reads_like_a_digest_is_no_block(monkeypatch):
+    """Or a prompt with that salt would be hit by what follows that block, elsewhere in another prompt."""
+    digest_of = lambda parent, data: hashlib.sha256(parent + data).hexdigest()[:32].encode()  # noqa: E731
+    monkeypatch.setattr(prefix_cache, "block_digest", digest_of)
+    pool = BlockPool(16, SIZE, True)
+    prompt, digests = np.arange(12, dtype=np.int32), list[bytes]()
+    filled(pool, prompt)
+    pool.cache.extend_digests(digests, prompt, 1, None)
+    assert hits(pool.cache, prompt[4:], digests[0].decode()) == []
 
 
 def test_freed_blocks_can_be_hit_until_they_are_reused():
