@@ -10,15 +10,14 @@
 so a sequence's result does not depend on what shares the batch. The list of units is made on the device by plain XLA
 operations (`plan`) that depend on the lengths alone; in a program of many layers the compiler keeps one copy.
 
-A CTA is a producer and one or two consumer warpgroups, who take a unit's tiles in turn and merge at its end:
+A CTA is a producer warpgroup and one or two consumers, which take a unit's tiles in turn:
 
-    producer                                consumer 0                             consumer 1
-    TMA  q --> q_s (q_full, q_free)         S = Q K^T  (wgmma; the group's         the same, with tiles 1, 3, ..
-         tiles 0, 2, .. --> ring 0          query heads are the first rows of
-         tiles 1, 3, .. --> ring 1          64), online softmax in base 2,
-      K (k_full, k_free), V (v_full,        O += P V   (wgmma, P from
-      v_free): a copy a block, a ring of    registers), 64 x head_dim float32
-      `stages` tiles for each consumer      merge, store by TMA  <-- taken / handed --  O, maxima, sums in shared memory
+    producer                                        consumers
+        queries  q_free --> TMA --> q_s --> q_full      S = Q K^T             wgmma; a group's heads are the first rows
+        keys     k_free --> TMA --> k_s --> k_full      mask, online softmax  base 2, in registers
+        values   v_free --> TMA --> v_s --> v_full      O = O shrunk + P V    wgmma, P from registers
+        (a copy a block; of keys and values a ring      consumer 1            O, maxima, sums --> o_s .. --> handed
+        of `stages` tiles for each consumer)            consumer 0            adds its own --> TMA --> output; taken
 
 A unit writes its normalised output and log-sum-exp; a second, small kernel merges the chunks of a sequence in
 float32. Where the table is no wider than a chunk, units are whole sequences and the first kernel writes the result.

@@ -338,7 +338,7 @@ def _produce(c: _Cta) -> None:
     plgpu.set_max_registers(c.shape.tiling.registers[1], action="decrease")
 
     @plgpu.warp_map
-    def _(warp):
+    def _(warp: jax.Array) -> None:
         for number, what in enumerate(("keys", "values", "queries")):
             pl.when(warp == number)(functools.partial(_load, c, {what}))
 
@@ -362,7 +362,7 @@ def _load(c: _Cta, what: Collection[str]) -> None:
     stages, q_stages, consumers = s.tiling.stages, s.tiling.q_stages, s.tiling.consumers
     queries, keys, values = ("queries" in what), ("keys" in what), ("values" in what)
 
-    def load_item(r, carry):
+    def load_item(r: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         step, items = carry
         exists, tile, unit = c.item(r)
         kv_head = lax.div(unit, s.units_per_kv_head)
@@ -371,7 +371,7 @@ def _load(c: _Cta, what: Collection[str]) -> None:
         hi = jnp.where(exists, c.gmem.work[tile, work_list.HI], lo)
         source = _Source(tile, unit, kv_head, row, token, kv_len, lo, hi)
 
-        def load_step(j, carry):
+        def load_step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             step, *blocks = carry
             # The next step's blocks are read ahead of the waits, so that the table's latency is hidden.
             ahead = _blocks(c, source, lo + j)
@@ -396,7 +396,7 @@ def _load(c: _Cta, what: Collection[str]) -> None:
     for slot in range(stages):
 
         @pl.when(slot < steps)
-        def _(slot=slot):
+        def _(slot: int = slot) -> None:
             if keys:
                 plgpu.barrier_wait(smem.k_free.at[slot])
             if values:
@@ -405,7 +405,7 @@ def _load(c: _Cta, what: Collection[str]) -> None:
     for buffer in range(q_stages) if queries else ():
 
         @pl.when(items > buffer)
-        def _(buffer=buffer):
+        def _(buffer: int = buffer) -> None:
             for w in range(consumers):
                 plgpu.barrier_wait(smem.q_free.at[buffer * consumers + w])
 
@@ -417,7 +417,7 @@ def _load_queries(c: _Cta, source: _Source, items: jax.Array) -> None:
         buffer = lax.rem(items, s.tiling.q_stages) * s.tiling.consumers + w
 
         @pl.when(items >= s.tiling.q_stages)
-        def _(buffer=buffer):
+        def _(buffer: jax.Array = buffer) -> None:
             plgpu.barrier_wait(smem.q_free.at[buffer])
 
         held = smem.items.at[w, lax.rem(items, _ITEMS_HELD)]
@@ -455,7 +455,7 @@ def _load_keys(c: _Cta, source: _Source, t: jax.Array, blocks: list, slot: jax.A
     smem = c.smem
 
     @pl.when(reused)
-    def _():
+    def _() -> None:
         plgpu.barrier_wait(smem.k_free.at[slot])
 
     _copy_step(c, source, 0, t, blocks, smem.keys.at[slot], smem.k_full.at[slot])
@@ -465,17 +465,17 @@ def _load_values(c: _Cta, source: _Source, t: jax.Array, blocks: list, slot: jax
     s, smem, block_kv = c.shape, c.smem, c.shape.tiling.block_kv
 
     @pl.when(reused)
-    def _():
+    def _() -> None:
         plgpu.barrier_wait(smem.v_free.at[slot])
 
     tail = (t + 1) * block_kv > source.kv_len
 
     @pl.when(jnp.logical_not(tail))
-    def _():
+    def _() -> None:
         _copy_step(c, source, 1, t, blocks, smem.values.at[slot], smem.v_full.at[slot])
 
     @pl.when(tail)
-    def _():
+    def _() -> None:
         # Slots past the last token may hold NaN, and 0 * NaN is NaN: they are zeroed before anyone looks.
         _copy_step(c, source, 1, t, blocks, smem.values.at[slot], smem.v_landed)
         plgpu.barrier_wait(smem.v_landed)
@@ -515,7 +515,7 @@ def _consume(c: _Cta) -> None:
     if s.turns:
         pl.when(c.wg == consumers - 1)(lambda: _pass_turn(c))  # to the first
 
-    def consume_item(r, step):
+    def consume_item(r: jax.Array, step: jax.Array) -> jax.Array:
         exists, _, unit = c.item(r)
         buffer = lax.rem(r, s.tiling.q_stages) * consumers + c.wg
 
@@ -542,7 +542,7 @@ def _consume(c: _Cta) -> None:
         )
 
         @pl.when(exists & (hi <= lo))
-        def nothing_to_see():
+        def nothing_to_see() -> None:
             plgpu.barrier_arrive(smem.q_free.at[buffer])
             zeros = plgpu.layout_cast(jnp.zeros((_ROWS, s.head_dim), jnp.float32), _ROWS_BY_COLUMNS)
             _store(c, x, zeros, _by_row(-jnp.inf))
@@ -577,7 +577,7 @@ def _stand_by(c: _Cta, x: _Tile) -> None:
     smem = c.smem
     plgpu.barrier_arrive(smem.q_free.at[x.buffer])
 
-    def one_step(j, carry):
+    def one_step(j: jax.Array, carry: jax.Array) -> jax.Array:
         plgpu.barrier_wait(smem.k_full.at[c.slot(x, j)])
         plgpu.barrier_arrive(smem.k_free.at[c.slot(x, j)])
         _take_turn(c)
@@ -621,23 +621,23 @@ def _attend(c: _Cta, x: _Tile, acc_ref: Any) -> None:
     if s.alibi:
         slopes = plgpu.load(c.gmem.slopes.at[x.unit], layout=_ROWS_ALONE, optimized=False)
 
-    def await_keys(j):
+    def await_keys(j: Any) -> None:
         @pl.when(j < x.steps)
-        def _():
+        def _() -> None:
             plgpu.barrier_wait(c.smem.k_full.at[c.slot(x, j)])
 
-    def first_step(scores_ref):
+    def first_step(scores_ref: Any) -> tuple[jax.Array, ...]:
         scores = _score(c, x, scores_ref, 0, lambda: _pass_turn(c), wait_n=0)
         nothing = plgpu.layout_cast(jnp.zeros((_ROWS, 8), jnp.float32), _ROWS_BY_COLUMNS)
         return _softmax(s, scores, _by_row(_FLOOR), nothing, x.hi - 1, x.position, slopes, masked=True)
 
-    def next_step(t, carry, masked):
+    def next_step(t: jax.Array, carry: _Running, masked: bool) -> _Running:
         acc, old_p, top, total = carry
         j = t - x.lo + 1
         _take_turn(c)
 
-        def products(scores_ref):
-            def values_of_last_step():
+        def products(scores_ref: Any) -> tuple:
+            def values_of_last_step() -> None:
                 nonlocal acc
                 acc = _add_values(c, x, acc_ref, acc, old_p, j - 1)
                 _pass_turn(c)
@@ -703,7 +703,7 @@ def _add_values(c: _Cta, x: _Tile, acc_ref: Any, acc: Any, p: jax.Array, j: Any)
     smem.p[c.wg] = p
     plgpu.commit_smem()
 
-    def product(product_ref):
+    def product(product_ref: Any) -> jax.Array:
         plgpu.wgmma(product_ref, smem.p.at[c.wg], smem.values.at[slot])
         return product_ref[...]
 
@@ -767,7 +767,7 @@ def _mask(
 ) -> jax.Array:
     """Adds ALiBi's slopes to the scores of step t and takes out what a query does not see."""
 
-    def iota(axis):
+    def iota(axis: int) -> jax.Array:
         return plgpu.broadcasted_iota(jnp.int32, (_ROWS, 8), axis, layout=_ROWS_BY_COLUMNS)
 
     # How far each row's query is ahead of each lane's columns of the first eight keys. Later columns are a multiple of
@@ -801,6 +801,6 @@ def _store(c: _Cta, x: _Tile, out: jax.Array, lse: jax.Array) -> None:
         for i in range(s.tokens):
 
             @pl.when((x.token + i >= x.first) & (x.token + i < x.end))
-            def _(g=g, i=i):
+            def _(g: int = g, i: int = i) -> None:
                 gmem.out[x.token + i, x.head + g] = out[g * s.tokens + i]
                 gmem.lse[x.token + i, x.head + g] = lse[g * s.tokens + i]
