@@ -3,6 +3,7 @@
 add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputProcessor --> step() returns
 """
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -95,6 +96,7 @@ class LLMEngine:
         self._inputs = InputProcessor(self.tokenizer, model.vocab_size, self.max_model_len, model.eos_token_ids)
         self._outputs = OutputProcessor(self._core, self.tokenizer)
         self._failure: BaseException | None = None
+        self._pid = os.getpid()
         if args.verbose:
             print(self.startup.table(args.model or "the embedded demo model"), file=sys.stderr, flush=True)
 
@@ -232,6 +234,8 @@ class LLMEngine:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
+        if os.getpid() != self._pid:  # JAX's threads are not here, and a step would wait for them for ever
+            raise EngineDeadError("The engine belongs to the process that this one was forked from; start one here.")
 
 
 _FREE_TO_DIFFER = {
