@@ -376,9 +376,9 @@ class ReplicatedEngine:
                         self._router.finish(output.request_id)
 
     def _expects(self, replica: "_Replica", request_id: str) -> bool:
-        """Whether a replica runs a request of this id, and means that one: the id of an aborted request is free at
-        once, while the replica may not know yet."""
-        return self._router.replica_of(request_id) == replica.index and request_id not in replica.aborting
+        """Whether what a replica says of a request is of the one that has this id now: the id of an aborted request is
+        free at once, while its replica may not know yet."""
+        return self._router.replica_of(request_id) is not None and request_id not in replica.aborting
 
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """What a method of each replica returns. Outputs and refusals that come in between are kept for `step`.

@@ -219,13 +219,15 @@ def test_an_interrupt_in_the_middle_of_a_message_ends_the_engine(engine, monkeyp
     assert not engine.has_unfinished_requests()
 
 
-def test_an_aborted_requests_id_is_free_at_once_and_its_late_output_is_dropped(engine):
+@pytest.mark.parametrize("others", [[], ["other"]], ids=["on the same replica", "on another"])
+def test_an_aborted_requests_id_is_free_at_once_and_its_late_output_is_dropped(engine, others):
     for last_token in range(3, 20):
         answered = sum(echo.num_answered for echo in echoes(engine))
-        engine.add_request("other", [2], PARAMS)
+        for other in others:
+            engine.add_request(other, [2], PARAMS)
         engine.add_request("a", [2, 2], PARAMS)
         wait_until(lambda answered=answered: sum(echo.num_answered for echo in echoes(engine)) > answered)
-        engine.abort_request(["a", "other"])
+        engine.abort_request(["a", *others])
         engine.add_request("a", [2, last_token], PARAMS)
         assert run(engine) == {"a": last_token}
     assert_idle(engine)
@@ -368,11 +370,9 @@ class _OneAtATime:
 def test_threads_never_reach_the_engine_at_once_and_metrics_come_between_steps(llm):
     llm.engine = watched = _OneAtATime(llm.engine)
     wrong: list[Any] = []
-    running = threading.Event()
 
     def generate(i: int) -> None:
         for _ in range(5):
-            running.set()
             outputs = llm.generate([[2, i]] * 5, PARAMS, use_tqdm=False)
             wrong.extend(o for o in outputs if o.outputs[0].token_ids != [i])
 
@@ -383,8 +383,14 @@ def test_threads_never_reach_the_engine_at_once_and_metrics_come_between_steps(l
             if not isinstance(llm.get_metrics(), EngineStats):
                 wrong.append("no metrics")
 
-    threads = [threading.Thread(target=generate, args=(i,)) for i in range(3, 6)]
-    threads += [threading.Thread(target=ask) for _ in range(3)]
+    def catching(function: Callable[..., None], *args: int) -> None:
+        try:
+            function(*args)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=catching, args=(generate, i)) for i in range(3, 6)]
+    threads += [threading.Thread(target=catching, args=(ask,)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
