@@ -190,9 +190,8 @@ class ReplicatedEngine:
             seed = request_seed(None, self.args.seed, self._arrived)  # unsigned; a signed number's bits do as well
             params = replace(params, seed=seed - 2**64 if seed >= 2**63 else seed)
         self._arrived += 1
-        room = self.max_model_len - request.prompt_len
-        new_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
-        new_tokens *= params.n if isinstance(params, SamplingParams) else params.beam_width
+        room, most = self.max_model_len - request.prompt_len, request.sampling.max_tokens
+        new_tokens = (room if most is None else min(room, most)) * request.num_sequences
         sent: dict[str, Any] = {"prompt_token_ids": checked.prompt_token_ids}
         if checked.prompt is not None:
             sent["prompt"] = str.__str__(checked.prompt)
