@@ -342,6 +342,7 @@ class _Handlers:
                     tokens = await self._engine.encode(text, add_special_tokens=special)
                 given = await self._truncated(body, tokens, params)
             processed.append(await self._engine.process(given, params))
+            await asyncio.sleep(0)  # a thousand prompts take a while; others are served meanwhile
         return self._job(body, params, processed, "prompt")
 
     async def _chat_job(self, body: ChatCompletionRequest) -> _Job:
@@ -393,7 +394,8 @@ class _Handlers:
                 param="chat_template",
             )
         arguments = template_arguments(body, tokenizer)
-        return await render_chat(tokenizer, body.messages or [], self._limits.template_timeout_s, arguments)
+        text = await render_chat(tokenizer, body.messages or [], self._limits.template_timeout_s, arguments)
+        return await self._engine.encode(text, add_special_tokens=False)
 
     async def _truncated(
         self,
@@ -536,7 +538,7 @@ class _Stream(Response):
 
 
 class _LiveStream(Response):
-    """Snapshots of the engine as server-sent events, until the client goes away or the server ends."""
+    """Snapshots of the engine as server-sent events, until the client goes away or the server ends; to HEAD none."""
 
     def __init__(self, live: LiveView) -> None:
         super().__init__()
@@ -554,6 +556,8 @@ class _LiveStream(Response):
                     if not begun:
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": list(_EVENT_STREAM)})
+                    if scope["method"] == "HEAD":
+                        break
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except ApiError as error:  # before the first event
             await error_response(error)(scope, receive, send)

@@ -272,8 +272,10 @@ class AsyncLLMEngine:
         if isinstance(params, BeamSearchParams):
             search = params
             return await self.in_thread(lambda: inputs.process_search(prompt, search))
-        if isinstance(text, str) and len(text) > INLINE_CHARACTERS:
+        encodes = isinstance(text, str) or bool(params.bad_words)
+        if isinstance(text, str):
             self._check_length(text)
+        if encodes and self._encodes_slowly(text):
             return await self.in_thread(lambda: inputs.process(prompt, params))
         return inputs.process(prompt, params)
 
@@ -287,9 +289,9 @@ class AsyncLLMEngine:
         if tokenizer is None:
             raise InvalidPromptError("The prompt is text, but the engine was started without a tokenizer.")
         await self.ready()
-        if len(text) <= INLINE_CHARACTERS:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         self._check_length(text)
+        if not self._encodes_slowly(text):
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await self.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
@@ -350,10 +352,15 @@ class AsyncLLMEngine:
         if self._failure is not None:
             raise EngineDeadError(str(self._failure)) from self._failure
 
+    def _encodes_slowly(self, text: Any) -> bool:
+        """Whether the event loop should not wait for the tokenizer: the text is long, or another one is before it."""
+        is_long = isinstance(text, str) and len(text) > INLINE_CHARACTERS
+        return is_long or (self.tokenizer is not None and self.tokenizer.is_busy)
+
     def _check_length(self, text: str) -> None:
-        """Refuses what cannot fit before it is tokenized, which takes time and memory with its length."""
+        """Refuses a long text that cannot fit before it is tokenized, which takes time and memory with its length."""
         assert self._ready is not None
-        if self.tokenizer is None:
+        if self.tokenizer is None or len(text) <= INLINE_CHARACTERS:
             return
         longest = self.tokenizer.max_token_characters
         if len(text) > self._ready.max_model_len * longest:
@@ -496,8 +503,7 @@ class AsyncLLMEngine:
                 if stream.last_token_time and stream.request.reports_each_token and len(stream.pending) == 1:
                     intervals.append(now - stream.last_token_time)
                 stream.take(update, now)
-        num_tokens = len(step.handles) // 8 + sum(len(update.token_ids) for update in step.updates)
-        self.metrics.count_step(replica.index, num_tokens, intervals)
+        self.metrics.count_intervals(replica.index, intervals)
 
     def _die(self, replica: "_Replica", error: JPagedError) -> None:
         """A replica is of no more use: nobody waits for it any longer."""

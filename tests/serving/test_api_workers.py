@@ -97,6 +97,22 @@ def test_every_api_process_reports_the_requests_of_all(server):
         assert min(by_replica) > 0
 
 
+def test_steps_are_counted_once_however_many_api_processes_have_news_of_them(server):
+    """And token by token, though who does not stream hears of all its tokens at the end."""
+    bodies = [{"prompt": p, "max_tokens": 30, "ignore_eos": True, "stream": i % 2 == 0} for i, p in enumerate(PROMPTS)]
+    ask_at_once(server, [("POST", "/v1/completions", body) for body in bodies * 2])
+    for page in ask_at_once(server, [("GET", "/metrics", None)] * 6):
+        samples = dict(line.rsplit(" ", 1) for line in page.text.splitlines() if not line.startswith("#"))
+        for replica in (0, 1):
+
+            def value(name, more="", replica=replica):
+                return float(samples[f'jpaged:{name}{{model_name="jpaged-demo",engine="{replica}"{more}}}'])
+
+            assert value("iteration_tokens_total_count") == value("engine_steps_total")
+            assert value("iteration_tokens_total_sum") == value("generation_tokens_total") > 0
+            assert value("iteration_tokens_total_bucket", ',le="16"') == value("engine_steps_total")  # its slots
+
+
 def test_the_queue_is_full_for_every_api_process_at_once(server):
     async def fill_and_ask():
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
