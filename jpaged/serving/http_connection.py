@@ -18,8 +18,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jpaged.serving.errors import ApiError
-from jpaged.serving.http import access_log
 from jpaged.serving.limits import ServerLimits
+from jpaged.serving.middleware import access_log
 
 _UNREAD_S = 0.01
 """From a time-out until it takes effect: the loop looks for data in between."""

@@ -24,8 +24,9 @@ from starlette.types import ASGIApp
 
 from jpaged.config import EngineArgs
 from jpaged.errors import InvalidParameterError
-from jpaged.serving.app import AppOptions, build_app
+from jpaged.serving.app import build_app
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.options import AppOptions
 
 _T = TypeVar("_T")
 

@@ -14,11 +14,12 @@ import uvicorn
 
 from jpaged.config import EngineArgs
 from jpaged.errors import InvalidParameterError
-from jpaged.serving.app import AppOptions, build_app
+from jpaged.serving.app import build_app
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.http_connection import limited_protocol
 from jpaged.serving.listeners import BACKLOG, Listeners
 from jpaged.serving.live import LiveView
+from jpaged.serving.options import AppOptions
 
 log = logging.getLogger("jpaged.server")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
