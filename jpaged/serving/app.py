@@ -1,8 +1,10 @@
 """The HTTP application: routes, behind what every request passes.
 
-client -- RequestIds -- CORS -- ApiKeys --+-- page.py                 a page for people
-                                          +-- openai_routes.py        completions, chats, models, tokens
-                                          +-- operational_routes.py   health, metrics, the live view
+    client -- RequestIds -- LastWords -- CORS -- ApiKeys --+-- page.py                 a page for people
+                                                           +-- openai_routes.py        completions, chats, tokens
+                                                           +-- operational_routes.py   health, metrics, the live view
+
+CORS and ApiKeys are there when origins are allowed and keys are given.
 """
 
 from starlette.applications import Starlette
@@ -16,7 +18,7 @@ from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import error_response
 from jpaged.serving.live import LiveView
-from jpaged.serving.middleware import ApiKeys, RequestIds
+from jpaged.serving.middleware import ApiKeys, LastWords, RequestIds
 from jpaged.serving.openai_routes import openai_routes
 from jpaged.serving.operational_routes import operational_routes
 from jpaged.serving.options import AppOptions
@@ -27,7 +29,7 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions) -> Starlette:
     """The ASGI application that serves an engine. `app.state.live.close()` ends the streams that never end."""
     live = LiveView(engine, options.limits.max_watchers)
     routes = [*page_routes(), *openai_routes(engine, options), *operational_routes(engine, options, live)]
-    middleware = [Middleware(RequestIds)]
+    middleware = [Middleware(RequestIds), Middleware(LastWords)]
     if options.allowed_origins:
         middleware.append(
             Middleware(

@@ -1,5 +1,6 @@
-"""What every request passes before its route: an id and a line of the log, and the check of its key."""
+"""What every request passes before its route: an id and a line of the log, a last word, and the check of its key."""
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -59,6 +60,29 @@ class RequestIds:
                 status or "disconnected",
                 1000 * (time.monotonic() - begin),
             )
+
+
+class LastWords:
+    """ASGI middleware: a request that is cut off when the server's time to drain is up, and has no answer yet, gets a
+    503. That is when its body has not come; what the engine runs has been aborted before, and answered.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:  # only the end of the server cancels a request as a whole
+            if not begun:
+                await error_response(ApiError(503, "The server is about to end."))(scope, receive, send)
 
 
 class ApiKeys:

@@ -1,6 +1,8 @@
 """The routes of OpenAI's API, and those for token ids.
 
-body --read_body--> bytes --msgspec--> request --JobMaker--> Job --> engine --> answer, whole or streamed
+    body --read_body--> bytes --msgspec--> request --JobMaker--> Job --> engine --> answer, whole or streamed
+
+An error on the way names the field of the request that it blames.
 """
 
 import time

@@ -1,8 +1,9 @@
 """Prompts to token ids, without keeping the event loop from others.
 
-short text, token ids   at once, about 1 ms
-long text               in a thread; refused before that if no number of its tokens can fit the model
-any text, while a thread encodes   in a thread too: the tokenizer is one, and the loop would wait for it
+    short text, token ids   at once, about 1 ms
+    long text               in a thread; refused before that if no number of its tokens can fit the model
+
+While a thread encodes, short text goes to a thread too: the tokenizer is one, and the loop would wait for it.
 """
 
 import asyncio

@@ -8,8 +8,16 @@ from jpaged.serving.protocol import CompletionRequest
 from jpaged.serving.sampling import sampling_of
 
 
-@pytest.mark.parametrize(("fields", "blamed"), [({"n": 64}, "n"), ({"n": 1, "best_of": 64}, "best_of")])
-def test_a_search_too_wide_is_blamed_on_the_field_that_asked_for_it(fields, blamed):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 64}, "n must be at most 20, got 64"),
+        ({"n": 1, "best_of": 64}, "best_of must be at most 20, got 64"),
+        ({"n": 0}, "n must be at least 1, got 0"),
+        ({"best_of": 0}, "best_of must be at least 1, got 0"),
+    ],
+)
+def test_a_search_that_cannot_be_is_blamed_on_the_field_that_asked_for_it(fields, message):
     request = CompletionRequest(prompt="a", use_beam_search=True, **fields)
-    with pytest.raises(InvalidParameterError, match=f"^{blamed} must be at most 20, got 64"):
+    with pytest.raises(InvalidParameterError, match=f"^{message}"):
         sampling_of(request, SamplingParams())
