@@ -110,7 +110,7 @@ class AsyncLLMEngine:
         self._processes = processes
         try:
             self.tokenizer = load_tokenizer(args)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no process is left behind
             if processes is not None:
                 processes.kill()
                 processes.wait(SHUTDOWN_S)
