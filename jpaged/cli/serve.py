@@ -114,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise InvalidParameterError(f"serve needs {', '.join(missing)}; install them: pip install 'jpaged[serve]'.")
 
-    from jpaged.serving.app import DEMO_MODEL_NAME, AppOptions
     from jpaged.serving.limits import ServerLimits
+    from jpaged.serving.options import DEMO_MODEL_NAME, AppOptions
     from jpaged.serving.server import LOG_FORMAT, ServerOptions, serve
 
     given = {}
