@@ -78,10 +78,11 @@ class Tokenizer:
         hf.model_max_length = int(1e30)  # only for warnings, which are not wanted; it may be no number at all
         return cls(hf, name)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest token id. The model's embedding may have more rows, for padding."""
-        return max([self.hf.vocab_size, *(i + 1 for i in self.hf.added_tokens_decoder)])
+        """One more than the largest token id; not every id below need be a token's. The model's embedding may have more
+        rows, for padding."""
+        return 1 + max(self.hf.get_vocab().values())
 
     @cached_property
     def max_token_characters(self) -> int:
@@ -104,7 +105,12 @@ class Tokenizer:
         own = signature(self.render_chat).parameters.values()
         theirs = signature(self.hf.apply_chat_template).parameters.values()
         named = {parameter.name for parameter in (*own, *theirs) if parameter.kind != parameter.VAR_KEYWORD}
-        return frozenset(named)
+        return frozenset(named | {"self"})  # which the signature of a bound method leaves out
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another thread is encoding, which `encode` would wait for: seconds, if its text is long."""
+        return self._lock.locked()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to token ids. add_special_tokens: begin with the begin-of-sequence token, if the model wants one.
