@@ -18,7 +18,7 @@ from jpaged.engine.interface import Executor
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor import sampling_state
 from jpaged.executor.buckets import fine_buckets, geometric_buckets
-from jpaged.executor.compilation import Compiler, abstract_pools, enable_persistent_cache
+from jpaged.executor.compilation import Compiler, abstract_exchange, abstract_pools, enable_persistent_cache
 from jpaged.executor.compile_processes import LEAST_SHARED, CompileProcesses, Setting, helpful_processes
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.executable_cache import KEPT_PLATFORMS
@@ -30,6 +30,7 @@ from jpaged.executor.memory import (
     unreserved_device_memory,
 )
 from jpaged.executor.mesh import POOL, DeviceMesh, fewest_anywhere, pick_devices
+from jpaged.executor.one_shot import one_shot_rows
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
 from jpaged.models import Model, ModelConfig, Weights, build, load
@@ -75,6 +76,8 @@ class Startup:
             ("programs", f"{self.num_programs} compiled{reserved}"),
             ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
         ]
+        if self.config.one_shot_rows:
+            rows.insert(-1, ("all-reduce", f"one-shot in steps of up to {self.config.one_shot_rows} rows"))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows)
 
@@ -112,6 +115,7 @@ def _start_on(
     limits = [free_device_memory(one, args.gpu_memory_utilization) for one in mesh.local_devices]
     limit = min((one for one in limits if one is not None), default=None)
     config = executor_config(args, model_config, limit)
+    config = replace(config, one_shot_rows=one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh))
 
     with ThreadPoolExecutor(1) as loader, _helpers(mesh, model, config) as helpers:
         with _timed(seconds, "plan memory"):
@@ -149,6 +153,8 @@ def _start_on(
             pools,
             mesh.whole(initial_slot_state(config)),
             mesh.whole(sampling_state.init_state(config.max_num_seqs)),
+            # Zeros everywhere before any program runs: peers write to it as soon as they do.
+            jax.block_until_ready(jax.tree.map(mesh.zeros, abstract_exchange(config, shard, mesh))),
         )
         runner.warm_up()
     kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
