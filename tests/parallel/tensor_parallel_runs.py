@@ -262,8 +262,18 @@ def _compiled(engine: LLMEngine) -> dict[str, Any]:
         "pool_bytes_by_device": [[shard.data.nbytes for shard in pool.addressable_shards] for pool in runner.pools],
         "planned_pool_bytes": memory.pool,
         "one_shot_counts": _one_shot_counts(runner),
+        "exchange_bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(runner._exchange)),
+        "planned_exchange_bytes": _planned_state(engine) - _planned_state(engine, one_shot_rows=0),
         "aliased_bytes": runner._programs["decode", NUM_REQUESTS].alias_bytes,
     }
+
+
+def _planned_state(engine: LLMEngine, **changes: Any) -> int:
+    """Bytes of a device's state as memory is planned with."""
+    startup = engine.startup
+    mesh = DeviceMesh(jax.devices()[: startup.args.tensor_parallel_size])
+    model = mesh.shard_of(startup.model)
+    return Compiler(model, replace(startup.config, **changes), model.dtype, mesh).state_bytes
 
 
 def _one_shot_counts(runner: Runner) -> list[list[int]]:
