@@ -5,7 +5,7 @@
 The embedded model and four layers of other shapes, random, in 16 bits: each on one GPU, over all with XLA's all-reduce,
 and over all with the one-shot kernel in every step. The log-probabilities of given tokens must differ no more between
 the two ways of adding than bfloat16 makes any two ways differ; the embedded model's greedy answers must be nearly the
-same, and it must take a thousand steps in a row. After each run the devices must know the same last tokens. A step that
+same, and it must take a thousand steps in a row, and start again from programs that were kept. After each run the devices must know the same last tokens. A step that
 hangs shows where after two minutes.
 """
 
@@ -97,7 +97,10 @@ def report(**figures: Any) -> None:
 
 def check(name: str, directory: Path, devices: int) -> None:
     found = {}
-    for way, count, rows in (("one GPU", 1, None), ("XLA", devices, 0), ("one-shot", devices, ROWS)):
+    ways = [("one GPU", 1, None), ("XLA", devices, 0), ("one-shot", devices, ROWS)]
+    if name == "demo":
+        ways.append(("one-shot, programs from the cache", devices, ROWS))
+    for way, count, rows in ways:
         begun = time.monotonic()
         llm = engine(directory, count, rows)
         assert llm.startup.config.one_shot_rows == (rows or 0)
@@ -107,6 +110,10 @@ def check(name: str, directory: Path, devices: int) -> None:
         check_devices_agree(llm)
         seconds = {"start_s": round(started - begun, 1), "run_s": round(time.monotonic() - started, 1)}
         report(model=name, way=way, **seconds)
+    if name == "demo":
+        first, again = found["one-shot"], found["one-shot, programs from the cache"]
+        assert again[1] == first[1]
+        assert np.array_equal(again[0], first[0])
     for way, other in (("XLA", "one GPU"), ("one-shot", "one GPU"), ("one-shot", "XLA")):
         apart = np.abs(found[way][0] - found[other][0])
         answers = zip(found[way][1], found[other][1], strict=True)
