@@ -5,8 +5,8 @@
 The embedded model and four layers of other shapes, random, in 16 bits: each on one GPU, over all with XLA's all-reduce,
 and over all with the one-shot kernel in every step. The log-probabilities of given tokens must differ no more between
 the two ways of adding than bfloat16 makes any two ways differ; the embedded model's greedy answers must be nearly the
-same, and it must take a thousand steps in a row, and start again from programs that were kept. After each run the devices must know the same last tokens. A step that
-hangs shows where after two minutes.
+same, and it must take a thousand steps in a row, and start again from programs that were kept. After each run the
+devices must know the same last tokens. A step that hangs shows where after two minutes.
 """
 
 import argparse
