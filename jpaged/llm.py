@@ -206,7 +206,9 @@ class LLM:
         return self.engine.unpin_prefix(prompt)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run."""
+        """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run, those
+        that are preempted and swapped out included.
+        """
         return self.engine.reset_prefix_cache()
 
     def get_metrics(self) -> EngineStats:

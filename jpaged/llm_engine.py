@@ -239,7 +239,9 @@ class LLMEngine:
         return self._core.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run."""
+        """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run, those
+        that are preempted and swapped out included.
+        """
         return self._core.reset_prefix_cache()
 
     def pin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> int:

@@ -167,6 +167,13 @@ class BeamGroup(SequenceGroup):
         self.pending_moves: list[tuple[int, int, int]] = []
         self._candidates: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
+    @property
+    def can_be_stored(self) -> bool:
+        """Not while its beams compute their tokens again: those behind the leader count the prompt as computed before
+        it is, and those that are done wait for the others' candidates with nothing left to compute.
+        """
+        return self.is_ready or not self.forked
+
     def waiting(self) -> Iterator[Request]:
         """The leader, who stands in the queue for all."""
         if self.leader.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):

@@ -63,7 +63,8 @@ class BlockManager:
 
     def growth(self, rows: np.ndarray) -> Growth:
         """What these distinct rows need to append a token each. The last owner of a shared block need not copy it."""
-        growing = rows[self._slots.num_computed[rows] == self._slots.capacity[rows]]
+        is_full = self._slots.num_computed == self._slots.capacity  # of all slots: cheaper than picking rows of both
+        growing = rows[is_full[rows]]
         return Growth(rows, growing, self._copying(rows) if self._forked else [])
 
     def append(self, growth: Growth) -> tuple[np.ndarray, np.ndarray]:

@@ -87,7 +87,7 @@ class EngineCore:
         return self.scheduler.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all prefixes. Returns False, and does nothing, while requests run."""
+        """As `Scheduler.reset_prefix_cache`."""
         return self.scheduler.reset_prefix_cache()
 
     def pin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> int:

@@ -7,7 +7,10 @@ A block's digest stands for all tokens up to its end, since its keys and values 
 finds is believed only after its parent and its own tokens have been compared, so a collision is a miss, never a
 wrong answer. Requests share blocks only with requests of the same salt.
 
-Where a prompt parts from cached tokens in the middle of a block, the block is copied, and what is equal is kept.
+Where a prompt parts from cached tokens in the middle of a block, the block is copied, and what is equal is kept. To be
+found then, the first block named after another is noted with that one, which is most of them and costs next to nothing;
+further ones, and those that begin a prompt, are filed under their parent and the first half of their tokens.
+
 Blocks that the pool reuses may go to host memory and be hit there (`host_tier.py`).
 
 A block is registered when the step that fills it has been planned: steps run in the order of their plans, and in
@@ -34,8 +37,8 @@ def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
 
 
 def root_digest(salt: str | None) -> bytes:
-    """What stands for the parent of a first block."""
-    return b"" if salt is None else salt.encode()
+    """What stands for the parent of a first block. It is as long as no digest, so that no salt is taken for a block."""
+    return b"" if salt is None else b"salt" + hashlib.sha256(salt.encode()).digest()
 
 
 class PrefixCache:
@@ -58,6 +61,7 @@ class PrefixCache:
         self._registered = np.zeros((num_blocks,), np.bool_)
         self._registered_in = np.zeros((num_blocks,), np.int64)
         self._half = -(-block_size // 2)
+        self._following = [NULL_BLOCK] * num_blocks  # believed if the block has this one for its parent
         self._by_half: dict[tuple[bytes, bytes], list[int]] = {}  # by parent and the first half of the tokens
         self._half_keys: list[tuple[bytes, bytes] | None] = [None] * num_blocks
         self.step_id = 0
@@ -127,9 +131,15 @@ class PrefixCache:
         """
         if len(token_ids) < self._half:
             return 0, 0
-        block_ids = np.array(self._by_half.get((parent, token_ids[: self._half].tobytes()), ())[-_PARTS_LOOKED_AT:])
-        if len(block_ids):
-            block_ids = block_ids[self._registered[block_ids] & (self._registered_in[block_ids] < self.step_id)]
+        half = token_ids[: self._half].tobytes()
+        found = self._by_half.get((parent, half), [])[-_PARTS_LOOKED_AT:]
+        following = self._following[self._block_of.get(parent, NULL_BLOCK)]
+        if self._parents[following] == parent and self._tokens[following, : self._half].tobytes() == half:
+            found.append(following)
+        if not found:
+            return 0, 0
+        block_ids = np.array(found, np.intp)
+        block_ids = block_ids[self._registered[block_ids] & (self._registered_in[block_ids] < self.step_id)]
         if not len(block_ids):
             return 0, 0
         same = (self._tokens[block_ids, : len(token_ids)] == token_ids).cumprod(axis=1).sum(axis=1)
@@ -155,21 +165,31 @@ class PrefixCache:
         if stop <= start:
             return
         self.extend_digests(digests, token_ids, stop, salt)
+        block_of, parents, following = self._block_of, self._parents, self._following
         parent = digests[start - 1] if start else root_digest(salt)
-        new = []
+        before = block_of.get(parent, NULL_BLOCK)
+        new: list[int] = []
+        others: list[int] = []
         for index, block_id in enumerate(block_ids[start:stop].tolist(), start):
             digest = digests[index]
-            if digest not in self._block_of:
-                self._block_of[digest] = block_id
-                self._digests[block_id] = digest
-                self._parents[block_id] = parent
+            named = block_of.get(digest)
+            if named is None:
+                if before and parents[following[before]] != parent:
+                    following[before] = block_id
+                else:
+                    others.append(block_id)
+                if (key := self._half_keys[block_id]) is not None:
+                    self._unfile(block_id, key)
+                block_of[digest] = named = block_id
+                self._digests[block_id], parents[block_id], following[block_id] = digest, parent, NULL_BLOCK
                 new.append(index)
-            parent = digest
-        named = block_ids[new]
-        self._tokens[named] = token_ids[: stop * self._block_size].reshape(stop, self._block_size)[new]
-        self._index_halves(named)
-        self._registered[named] = True
-        self._registered_in[named] = self.step_id
+            parent, before = digest, named
+        block_ids = block_ids[new]
+        self._tokens[block_ids] = token_ids[: stop * self._block_size].reshape(stop, self._block_size)[new]
+        for block_id in others:
+            self._file(block_id)
+        self._registered[block_ids] = True
+        self._registered_in[block_ids] = self.step_id
         self.num_registrations += len(new)
 
     def named(self, block_ids: np.ndarray) -> Iterator[NamedBlock]:
@@ -187,6 +207,9 @@ class PrefixCache:
             digest = self._digests[block_id]
             if digest is not None:
                 del self._block_of[digest]
+                following = self._following[block_id]
+                if self._parents[following] == digest:  # rarely: as a rule it has been reused before
+                    self._file(following)
             self._digests[block_id] = self._parents[block_id] = None
             self._registered[block_id] = False
 
@@ -204,22 +227,24 @@ class PrefixCache:
         """Raises EngineDeadError unless names and blocks correspond one to one."""
         named = {block_id: digest for digest, block_id in self._block_of.items()}
         held = {block_id: self._digests[block_id] for block_id in np.flatnonzero(self._registered).tolist()}
-        halves = [block_id for block_ids in self._by_half.values() for block_id in block_ids]
-        indexed = sorted(block_id for block_id in halves if self._registered[block_id])
-        if named != held or len(named) != len(self._block_of) or indexed != sorted(held):
+        filed = {block_id: key for key, block_ids in self._by_half.items() for block_id in block_ids}
+        kept = {block_id: key for block_id, key in enumerate(self._half_keys) if key is not None}
+        noted = {b for a in held if self._parents[b := self._following[a]] == self._digests[a]}
+        unfound = held.keys() - filed.keys() - noted
+        if named != held or len(named) != len(self._block_of) or filed != kept or unfound:
             raise EngineDeadError("The prefix cache's names and blocks do not correspond.")
 
-    def _index_halves(self, block_ids: np.ndarray) -> None:
-        """Files blocks under their first halves. A block stays filed when it is forgotten, which happens in the middle
-        of decode steps, until it is named anew.
+    def _file(self, block_id: int) -> None:
+        """Files a block that is not noted with its parent. It stays filed when it is forgotten, which happens in the
+        middle of decode steps, until it is named anew.
         """
-        data, width = self._tokens[block_ids, : self._half].tobytes(), 4 * self._half
-        for i, block_id in enumerate(block_ids.tolist()):
-            old = self._half_keys[block_id]
-            if old is not None:
-                filed = self._by_half[old]
-                filed.remove(block_id)
-                if not filed:
-                    del self._by_half[old]
-            key = self._half_keys[block_id] = (self._parents[block_id] or b"", data[i * width : (i + 1) * width])
-            self._by_half.setdefault(key, []).append(block_id)
+        key = (self._parents[block_id] or b"", self._tokens[block_id, : self._half].tobytes())
+        self._half_keys[block_id] = key
+        self._by_half.setdefault(key, []).append(block_id)
+
+    def _unfile(self, block_id: int, key: tuple[bytes, bytes]) -> None:
+        self._half_keys[block_id] = None
+        filed = self._by_half[key]
+        filed.remove(block_id)
+        if not filed:
+            del self._by_half[key]

@@ -47,15 +47,16 @@ from jpaged.engine.block_pool import BlockPool
 from jpaged.engine.host_tier import HostTier
 from jpaged.engine.interface import (
     NO_TOKEN,
-    NULL_BLOCK,
     SWAP_CHUNK_BLOCKS,
     Chunk,
     FinishCode,
-    Logprobs,
     SamplingVariant,
     StepPlan,
     StepResult,
 )
+from jpaged.engine.limits import num_blocks_alone, set_max_len
+from jpaged.engine.logprobs import store_logprobs, store_prompt_logprobs
+from jpaged.engine.pins import PinnedPrefixes
 from jpaged.engine.request import FinishReason, Request, RequestStatus
 from jpaged.engine.searches import Searches
 from jpaged.engine.seeds import request_seed
@@ -64,8 +65,7 @@ from jpaged.engine.slots import NEVER, Slots
 from jpaged.engine.stats import Counters, EngineStats
 from jpaged.engine.swap_space import SwapRecord, SwapSpace
 from jpaged.engine.waiting_queue import WaitingQueue
-from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
-from jpaged.outputs import Logprob, PositionLogprobs
+from jpaged.errors import EngineDeadError, InvalidParameterError
 
 
 class RequestUpdate(NamedTuple):
@@ -106,7 +106,7 @@ class Scheduler:
         self._pending_ends: list[int] = []
         self._num_arrived = 0
         self._next_step_id = 0
-        self._pinned: dict[tuple[str | None, bytes], np.ndarray] = {}
+        self._pins = PinnedPrefixes(self.pool)
         self._blocked: tuple[Request, int, int] | None = None
         self._counters = Counters()
 
@@ -132,57 +132,13 @@ class Scheduler:
         config = self.config
         if request.request_id in self._groups:
             raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
-        self._check_num_sequences(request)
-        if request.prompt_len >= config.max_model_len:
-            raise InvalidPromptError(
-                f"The prompt of request {request.request_id!r} has {request.prompt_len} tokens; with "
-                f"max_model_len={config.max_model_len} at most {config.max_model_len - 1} leave room for a new one."
-            )
-        pool_tokens = self.capacity * config.block_size
-        if request.prompt_len >= pool_tokens:
-            raise OutOfMemoryError(
-                f"The prompt of request {request.request_id!r} has {request.prompt_len} tokens, but the KV pool holds "
-                f"{pool_tokens} ({self.capacity} blocks of {config.block_size}); shorten it or enlarge the pool."
-            )
-        request.max_len = min(config.max_model_len, pool_tokens)
-        if request.score_targets is not None:
-            request.max_len = request.prompt_len + 1  # nothing is sampled, so this is where decoding need not begin
-        elif request.sampling.max_tokens is not None:
-            request.max_len = min(request.max_len, request.prompt_len + request.sampling.max_tokens)
-        if request.beam is not None:
-            self._check_beams_fit(request)
+        set_max_len(request, config, self.capacity)
         request.arrival_number = self._num_arrived
         self._num_arrived += 1
         request.seed = request_seed(request.sampling.seed, self._seed, request.arrival_number)
         group = SequenceGroup(request) if request.beam is None else BeamGroup(request)
         self._groups[request.request_id] = group
         self._waiting.push(request)
-
-    def _check_beams_fit(self, request: Request) -> None:
-        needed = self._num_blocks_alone(request)
-        if needed > self.capacity:
-            raise OutOfMemoryError(
-                f"beam_width={request.num_sequences} of request {request.request_id!r} may need {needed} blocks for "
-                f"{request.max_len} tokens, but the KV pool has {self.capacity}; lower beam_width or max_tokens or "
-                f"enlarge the pool."
-            )
-
-    def _num_blocks_alone(self, request: Request) -> int:
-        """The most blocks that a request needs at once to finish; beams may come to share no more than the prompt."""
-        size, together = self.config.block_size, 1 if request.beam is None else request.num_sequences
-        shared = request.prompt_len // size
-        return shared + together * (-(-request.max_len // size) - shared)
-
-    def _check_num_sequences(self, request: Request) -> None:
-        name = "n" if request.sampling.best_of is None else "best_of"
-        name = name if request.beam is None else "beam_width"
-        for limit in ("max_num_seqs", "max_num_batched_tokens"):
-            if request.num_sequences > getattr(self.config, limit):
-                raise InvalidParameterError(
-                    f"{name}={request.num_sequences} of request {request.request_id!r} exceeds "
-                    f"{limit}={getattr(self.config, limit)}; all sequences of a request run at once, so lower {name} "
-                    f"or raise {limit}."
-                )
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request in whatever state, with what it has generated so far, and frees its blocks.
@@ -247,49 +203,26 @@ class Scheduler:
             InvalidParameterError: the engine was started without prefix caching.
             OutOfMemoryError: what is left of the pool would not hold the longest sequence, or an unfinished request.
         """
-        cache, size = self.pool.cache, self.config.block_size
-        if cache is None:
-            raise InvalidParameterError("Prefixes are pinned in the prefix cache: set enable_prefix_caching=True.")
-        hits = cache.match([], token_ids, len(token_ids) // size, cache_salt)
-        hits = hits[np.cumprod(hits != NULL_BLOCK, dtype=np.bool_)]  # up to the first that is in host memory only
-        left = self.capacity - len(hits)
-        needed = max([-(-self.config.max_model_len // size), *map(self._num_blocks_alone, self._leaders())])
-        if left < needed:
-            raise OutOfMemoryError(
-                f"Pinning {len(hits)} blocks leaves {left} of {self.pool.capacity} to others, but {needed} are needed "
-                f"for one of them to finish; pin a shorter prefix, unpin another, or enlarge the pool."
-            )
-        key = (cache_salt, token_ids.tobytes())
-        self.unpin_prefix(token_ids, cache_salt)
-        self.pool.share(hits)
-        self._pinned[key] = hits
-        return len(hits) * size
+        longest = -(-self.config.max_model_len // self.config.block_size)
+        unfinished = (num_blocks_alone(group.leader, self.config.block_size) for group in self._groups.values())
+        return self._pins.pin(token_ids, cache_salt, num_needed=max([longest, *unfinished]))
 
     def unpin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix go its way again. Returns whether it was pinned."""
-        block_ids = self._pinned.pop((cache_salt, token_ids.tobytes()), None)
-        if block_ids is not None:
-            self.pool.free(block_ids)
-        return block_ids is not None
+        return self._pins.unpin(token_ids, cache_salt)
 
     @property
     def capacity(self) -> int:
         """Blocks that requests can have at most: those of the pool that are not pinned."""
-        pinned = [block_ids for block_ids in self._pinned.values() if len(block_ids)]
-        return self.pool.capacity - (len(np.unique(np.concatenate(pinned))) if pinned else 0)
-
-    def _leaders(self) -> list[Request]:
-        return [group.leader for group in self._groups.values()]
+        return self.pool.capacity - self._pins.num_blocks
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all prefixes, pinned ones included, as after a change of weights. Returns False, and does nothing,
-        while requests run.
+        """Forgets all prefixes, pinned ones and those in host memory included, as after a change of weights. Returns
+        False, and does nothing, while requests run or are swapped out: these go on from keys and values that they have.
         """
-        if self.slots.num_used:
+        if self.slots.num_used or self.swap_space.num_used:
             return False
-        for block_ids in self._pinned.values():
-            self.pool.free(block_ids)
-        self._pinned.clear()
+        self._pins.unpin_all()
         if self.pool.cache is not None:
             self.pool.cache.reset()
         self.swap_space.drop_prefixes()
@@ -502,17 +435,17 @@ class Scheduler:
 
     def _preempt(self, members: list[Request]) -> None:
         """Takes the slots and blocks of sequences of one group, with nothing in flight, and lets them wait: with their
-        blocks in host memory, if the mode says so and there is room, or with their tokens only.
+        blocks in host memory, if the mode says so, their blocks hold what they count as computed, and there is room;
+        or with their tokens only.
         """
-        mode = self.config.preemption_mode
-        if mode == "swap" or (mode == "auto" and len(members) > 1):
+        mode, group = self.config.preemption_mode, members[0].group
+        if (mode == "swap" or (mode == "auto" and len(members) > 1)) and group.can_be_stored:
             started = [member for member in members if self.slots.capacity[member.slot]]
             stored = self.swap_space.store(started, self.slots, self.config.block_size)
             self._counters.num_swap_preemptions += stored
         for request in members:
             self._give_up_slot(request)
             request.status = RequestStatus.PREEMPTED
-        group = members[0].group
         for request in group.waiting():
             if request in members:
                 self._waiting.push(request)
@@ -532,10 +465,9 @@ class Scheduler:
         self._counters.num_steps += 1
         self._counters.num_shared_prefix_steps += result.read_shared_prefix
         slots = self.slots
-        tokens, codes, rows_slots = result.token_ids, result.finish_codes, plan.decode_slots
+        tokens, codes, rows_slots = result.token_ids, result.finish_codes, plan.decode_slots.astype(np.intp)
         if plan.chunks:
-            self._store_prompt_logprobs(plan, result)
-            rows_slots = np.concatenate([rows_slots, np.array([chunk.slot for chunk in plan.chunks], np.int32)])
+            rows_slots = np.concatenate([rows_slots, np.array([chunk.slot for chunk in plan.chunks], np.intp)])
         owned = slots.start_step[rows_slots] <= plan.step_id
         sampled = tokens != NO_TOKEN
         rows = np.flatnonzero(owned & sampled)
@@ -546,10 +478,12 @@ class Scheduler:
             raise EngineDeadError(f"Step {plan.step_id} returned {len(rows)} tokens for {num_due} running sequences.")
         self._counters.generated_tokens += len(rows)
         now = time.monotonic()
-        for i, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
-            request = slots.requests[chunk.slot] if owned[i] else None
+        for row, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
+            request = slots.requests[chunk.slot] if owned[row] else None
             if request is not None and chunk.samples and request.stats.first_token_time is None:
                 request.stats.first_token_time = now
+            if request is not None and row in result.prompt_logprobs:
+                store_prompt_logprobs(request, chunk, result.prompt_logprobs[row])
         updates = self._take_scores(plan, result, owned[len(plan.decode_slots) :])
         if self._searches.is_awaited(plan.step_id):
             of_beams = slots.is_beam[rows_slots[rows]]
@@ -562,7 +496,8 @@ class Scheduler:
 
         if result.logprobs is not None:
             for row in rows[slots.wants_logprobs[live]].tolist():
-                self._store_logprobs(int(rows_slots[row]), result.logprobs, row)
+                if (request := slots.requests[rows_slots[row]]) is not None:
+                    store_logprobs(request, int(tokens[row]), result.logprobs, row)
         heard = rows[slots.reports[live] | (codes[rows] != FinishCode.RUNNING)]
         for slot, token_id, code in zip(
             rows_slots[heard].tolist(), tokens[heard].tolist(), codes[heard].tolist(), strict=True
@@ -616,30 +551,6 @@ class Scheduler:
                 self._set_finished(request, "length", None)
                 updates.append(RequestUpdate(request, []))
         return updates
-
-    def _store_logprobs(self, slot: int, logprobs: Logprobs, row: int) -> None:
-        request = self.slots.requests[slot]
-        if request is not None and request.logprobs is not None:
-            token_id = int(self.slots.token_ids[slot, self.slots.num_known[slot] - 1])
-            request.logprobs.append(_position_logprobs(logprobs, row, token_id, request.sampling.logprobs or 0))
-
-    def _store_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
-        """Appends what is new: a chunk computed again after a preemption brings some positions twice."""
-        for row, logprobs in result.prompt_logprobs.items():
-            chunk = plan.chunks[row - len(plan.decode_slots)]
-            request = self.slots.requests[chunk.slot]
-            if request is None or self.slots.start_step[chunk.slot] > plan.step_id or request.prompt_logprobs is None:
-                continue
-            stop = min(chunk.start + len(chunk.token_ids), request.prompt_len - 1)
-            for position in range(len(request.prompt_logprobs), stop + 1):
-                request.prompt_logprobs.append(
-                    _position_logprobs(
-                        logprobs,
-                        position - 1 - chunk.start,
-                        int(request.prompt_token_ids[position]),
-                        request.sampling.prompt_logprobs or 0,
-                    )
-                )
 
     def _register(self, request: Request, num_tokens: int) -> None:
         """Names the full blocks among the first `num_tokens` tokens of a running request, known and computed."""
@@ -738,9 +649,13 @@ class Scheduler:
         """
         slots = self.slots
         used = slots.used().tolist()
-        self.pool.check_integrity([*(slots.blocks(slot) for slot in used), *self._pinned.values()])
+        self.pool.check_integrity([*(slots.blocks(slot) for slot in used), *self._pins.tables()])
         records = {id(m.swap): m.swap for g in self._groups.values() for m in g.members if m.swap is not None}
         self.swap_space.check_integrity(records.values())
+        for record in records.values():
+            for member, num_computed in zip(record.members, record.num_computed, strict=True):
+                if num_computed >= member.prompt_len + len(member.output_token_ids):
+                    raise EngineDeadError(f"Request {member.request_id!r} is swapped out with nothing left to compute.")
         running = [request for request in slots.requests if request is not None]
         if [request.slot for request in running] != used or slots.num_used != len(used):
             raise EngineDeadError(f"Slots in use are {used}, tenants hold {[request.slot for request in running]}.")
@@ -750,12 +665,3 @@ class Scheduler:
             raise EngineDeadError(f"{len(running)} sequences run and {len(self._waiting)} wait, instead of {states}.")
         if (slots.num_computed > slots.capacity).any() or (slots.start_step[slots.capacity > 0] == NEVER).any():
             raise EngineDeadError("A slot has computed more tokens than its blocks hold, or is empty and has blocks.")
-
-
-def _position_logprobs(logprobs: Logprobs, row: int, token_id: int, num_top: int) -> PositionLogprobs:
-    """The token that is there and the `num_top` most likely ones."""
-    position = {token_id: Logprob(float(logprobs.token_logprobs[row]), int(logprobs.token_ranks[row]))}
-    top_ids, top_logprobs = logprobs.top_ids[row, :num_top].tolist(), logprobs.top_logprobs[row, :num_top].tolist()
-    for rank, (top_id, logprob) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
-        position.setdefault(top_id, Logprob(logprob, rank))
-    return position

@@ -51,6 +51,13 @@ class SequenceGroup:
         """The members that are still to be forked from the leader."""
         return [] if self.forked else self.members[1:]
 
+    @property
+    def can_be_stored(self) -> bool:
+        """Whether the members' blocks hold all that is counted as computed, and each has a token left to compute, when
+        nothing is in flight: then they can go on from copies of their blocks.
+        """
+        return True
+
     def running(self) -> list[Request]:
         """The members that have slots."""
         return [member for member in self.members if member.status == RequestStatus.RUNNING]

@@ -4,14 +4,15 @@
          | no
     a body that other processes can compile as well?  --yes-->  wait, load (CompileProcesses)
          | no
-    lower in this thread, compile in a pool of threads
+    lower in the caller's thread, compile in a pool of threads
 
 After this nothing compiles: the runner holds executables, and an executable refuses inputs of another shape.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,18 +27,20 @@ from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, SamplingVariant
 from jpaged.executor import programs, sampler, sampling_state
 from jpaged.executor.beams import beams_layout, move_beams_step
 from jpaged.executor.buckets import bucket_for
-from jpaged.executor.compile_processes import CompileProcesses, Key
+from jpaged.executor.compile_processes import CompileProcesses, Key, are_many
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.copies import copy_blocks_step, copy_layout
 from jpaged.executor.executable_cache import KEPT_PLATFORMS, ExecutableCache
 from jpaged.executor.mesh import EXCHANGE, POOL, STAGING, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.state import initial_slot_state
 from jpaged.executor.swap import abstract_staging, gather_step, scatter_step
+from jpaged.executor.worker_threads import WorkerThreads
 from jpaged.models import Model
 from jpaged.models.collectives import ExchangeState
 from jpaged.pallas_kernels import initial_all_reduce_state
 
 _Takes = Literal["weights", "head", None]
+Origin = Literal["compiled", "shared", "kept"]
 
 CACHE_DIR_VARIABLE = "JPAGED_CACHE_DIR"
 
@@ -49,15 +52,23 @@ won nothing: a decode step of 256 rows took 6.0 ms instead of 6.4 (Qwen3-0.6B), 
 Up to 16 rows XLA's own kernels win: 4.5 ms instead of 4.7 for one row of Llama-3.1-8B."""
 
 _PATIENCE_S = 120.0
-"""Longest to wait for another process to compile a program: tens of times what its whole share takes."""
+"""Longest to wait for other processes to compile their shares: tens of times what one takes."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """An executable, and whether its first argument is the model's weights, or those of its head."""
+    """An executable, and whether its first argument is the model's weights, or those of its head.
+
+    origin: "compiled" by this process, "shared" by a helper, or "kept" in the cache by an earlier start or a replica.
+    lowering_s, compiling_s, loading_s: what that took here.
+    """
 
     executable: jax.stages.Compiled
     takes: _Takes = None
+    origin: Origin = "compiled"
+    lowering_s: float = 0.0
+    compiling_s: float = 0.0
+    loading_s: float = 0.0
 
     @cached_property
     def _memory(self) -> Any:
@@ -139,21 +150,46 @@ class _Task:
     def is_kept(self) -> bool:
         return self.path is not None and self.path.exists()
 
-    def load_or_compile(self) -> jax.stages.Compiled:
+    def load(self, origin: Origin) -> Program | None:
+        """None if there is none, or it cannot be used."""
+        begun = time.perf_counter()
         loaded = None if self.path is None else ExecutableCache.load(self.path)
-        return loaded or self.compile(self.jitted.lower(*self.args))
+        seconds = time.perf_counter() - begun
+        return None if loaded is None else Program(loaded, self.takes, origin, loading_s=seconds)
 
-    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def lower(self) -> Callable[[], Program | None]:
+        """Returns what compiles it."""
+        begun = time.perf_counter()
+        lowered = self.jitted.lower(*self.args)
+        return partial(self._compile, lowered, time.perf_counter() - begun)
+
+    def _compile(self, lowered: jax.stages.Lowered, lowering_s: float) -> Program:
+        begun = time.perf_counter()
         compiled = lowered.compile(compiler_options=self.options)
         if self.path is not None:
             ExecutableCache.save(self.path, compiled)
-        return compiled
+        return Program(compiled, self.takes, "compiled", lowering_s, time.perf_counter() - begun)
+
+
+@dataclass
+class _Pending:
+    """A program on its way. elsewhere: done when another process has left it in the cache, or will not."""
+
+    task: _Task
+    future: Future[Program | None] | None
+    elsewhere: Future[None] | None = None
+
+    def wait(self) -> Program | None:
+        return None if self.future is None else self.future.result()
 
 
 class Compiler:
     """Lowers programs one by one and compiles them in a pool of threads (XLA releases the interpreter lock).
 
+    Lowering is always done by the caller's thread, whose JAX settings it depends on.
+
     model: what each device of the mesh runs (`DeviceMesh.shard_of`).
+    threads: the pool; one of its own by default.
     helpers: processes that compile a share of the bodies, where there are any.
     kept_on: platforms whose programs are kept on disk (`ExecutableCache`).
     """
@@ -165,6 +201,7 @@ class Compiler:
         kv_dtype: Any,
         mesh: DeviceMesh,
         *,
+        threads: WorkerThreads | None = None,
         helpers: CompileProcesses | None = None,
         kept_on: Collection[str] = KEPT_PLATFORMS,
     ) -> None:
@@ -183,12 +220,11 @@ class Compiler:
         self._full = self._full_of_shard._replace(token_counts=counts)
         self._full_specs = jax.tree.map(lambda _: WHOLE, self._full)._replace(token_counts=TOKEN_COUNTS)
         self._helpers = helpers
-        self._threads = ThreadPoolExecutor(os.cpu_count())
-        self._waiters = ThreadPoolExecutor(len(config.token_buckets) + 2 * len(config.decode_buckets))
+        self._threads = threads or WorkerThreads(len(os.sched_getaffinity(0)))
         self._cache = ExecutableCache(
             cache_directory("programs"), (model.config, model.vocab_size, model.dtype, config, mesh.key), kept_on
         )
-        self._pending: dict[Key, tuple[Future, _Takes]] = {}
+        self._pending: dict[Key, _Pending] = {}
 
     @property
     def state_bytes(self) -> int:
@@ -209,12 +245,11 @@ class Compiler:
         steps = self._steps()
         if self._helpers is not None:
             # What is autotuned stays here: processes that time kernels at once on one device spoil each other's clock.
-            shared = [task.key for task in steps if task.path and not task.is_kept and not task.autotuned]
+            shared = [task.key for task in self._claim(steps) if not task.autotuned]
             elsewhere = self._helpers.share_out(self._config, shared)
             for task in steps:
                 if task.key in elsewhere and task.key not in self._pending:
-                    waiting = self._waiters.submit(_await_then_load, elsewhere[task.key], task)
-                    self._pending[task.key] = waiting, task.takes
+                    self._pending[task.key] = _Pending(task, None, elsewhere[task.key])
         for task in steps:
             self._start(task)
         self.submit_forks()
@@ -222,58 +257,116 @@ class Compiler:
 
     def submit_heads(self) -> None:
         """The programs that do not."""
-        self.submit_update()
-        for variant in SamplingVariant:
-            sizes = self._config.sample_buckets(variant)
-            for batch in sizes:
-                self.submit_sample(batch, variant)
-            for batch in set(self._config.decode_buckets) - set(sizes):
-                self.submit_widen(batch, bucket_for(batch, sizes), of_tokens=False)
-        sizes = self._config.scored_buckets
-        for tokens in sizes:
-            self.submit_prompt_logprobs(tokens)
-            self.submit_score(tokens)
-        for tokens in set(self._config.token_buckets) - set(sizes):
-            self.submit_widen(tokens, bucket_for(tokens, sizes), of_tokens=True)
-        self.submit_full_state()
+        for key, task in self._heads():
+            self._start(task, key)
+
+    def call_helpers(self) -> None:
+        """Starts the helpers if so many heads have to be compiled that the bodies are likely to be missing as well.
+
+        They are ready seconds later. Which bodies are missing is known only when the size of the pool is; if by then
+        they have not been started, and are worth it, they will be.
+        """
+        if self._helpers is not None and are_many(self._claim([task for _, task in self._heads()])):
+            self._helpers.start()
+
+    def _claim(self, tasks: Sequence[_Task]) -> list[_Task]:
+        """Those that are to be compiled for the cache.
+
+        If they are many, only one process does so at a time. This one waits for its turn, and then claims what the
+        other one has not left there.
+        """
+        missing = _missing(tasks)
+        if self._helpers is not None and self._cache.claim is not None and are_many(missing):
+            self._helpers.turns.take(self._cache.claim)
+            missing = _missing(tasks)
+            if not are_many(missing):
+                self._helpers.turns.end(self._cache.claim)
+        return missing
 
     def submit_largest(self) -> tuple[Key, ...]:
         """The programs that need most memory while they run, or have the largest results. Returns their keys."""
         tokens, rows = self._config.token_buckets[-1], self._config.decode_buckets[-1]
         self.submit_mixed(tokens)
         self.submit_sample(rows, SamplingVariant.FULL)
-        self.submit_prompt_logprobs(tokens)
-        self.submit_score(tokens)
+        self._start(self._prompt_logprobs(tokens))
+        self._start(self._score(tokens))
         heads: tuple[Key, ...] = ("sample", rows, SamplingVariant.FULL), ("prompt_logprobs", tokens), ("score", tokens)
         return ("mixed", tokens), *heads
 
     def result(self, key: Key) -> Program:
         """Waits for one of the programs submitted."""
-        future, takes = self._pending[key]
-        return Program(future.result(), takes)
+        self._compile_what_is_missing([self._pending[key]])
+        program = self._pending[key].wait()
+        assert program is not None
+        return program
 
     def results(self, *, progress: bool = False) -> dict[Key, Program]:
         """Waits for everything submitted."""
-        waiting = tqdm(self._pending, desc="compiling", unit="program", disable=not progress, leave=False)
-        compiled = {key: self.result(key) for key in waiting}
-        self._threads.shutdown()
-        self._waiters.shutdown()
-        return compiled
+        distinct = {id(one): one for one in self._pending.values()}.values()
+        with tqdm(total=len(distinct), desc="compiling", unit="program", disable=not progress, leave=False) as bar:
+            self._compile_what_is_missing(distinct, bar.update)
+        results = {key: self.result(key) for key in self._pending}
+        if self._helpers is not None and self._cache.claim is not None:
+            self._helpers.turns.end(self._cache.claim)
+        return results
+
+    def _compile_what_is_missing(
+        self, pending: Collection[_Pending], done: Callable[[], object] = lambda: None
+    ) -> None:
+        """Waits for them. What others fail to leave in the cache, or cannot be loaded from it, is submitted again."""
+        shared = [(one, one.elsewhere) for one in pending if one.elsewhere is not None]
+        for one in pending:
+            if one.elsewhere is None:
+                if one.wait() is None:
+                    one.future = self._threads.submit(one.task.lower())
+                done()
+        until = time.monotonic() + _PATIENCE_S
+        for one, elsewhere in shared:
+            with suppress(TimeoutError):
+                elsewhere.result(max(0.0, until - time.monotonic()))
+            one.future, one.elsewhere = self._threads.submit(one.task.load, "shared"), None
+            done()
+        for one, _ in shared:
+            if one.wait() is None:
+                one.future = self._threads.submit(one.task.lower())
 
     def compile_steps(self, keys: Collection[Key]) -> Iterator[Key]:
-        """Compiles those of the bodies for the cache alone: yields each when it is there."""
-        for task in self._steps():
-            if task.key in keys:
-                self._start(task)
+        """Compiles those of the bodies for the cache alone: yields each when it is there.
+
+        Ends at the first that cannot be kept: the others, of the same kind, would be compiled in vain.
+        """
+        tasks = {task.key: task for task in self._steps() if task.key in keys}
+        for task in tasks.values():
+            self._start(task)
         for key in keys:
             self.result(key)
+            if not tasks[key].is_kept:
+                return
             yield key
 
+    def _heads(self) -> Iterator[tuple[Key, _Task]]:
+        """The programs that do not depend on the size of the pool, each by its name; some have several."""
+        yield from _by_key(self._update())
+        for variant in SamplingVariant:
+            sizes = self._config.sample_buckets(variant)
+            for batch in sizes:
+                yield ("sample", batch, variant), self._sample(batch, variant)
+            for batch in set(self._config.decode_buckets) - set(sizes):
+                yield from _by_key(self._widen(batch, bucket_for(batch, sizes), of_tokens=False))
+        sizes = self._config.scored_buckets
+        for tokens in sizes:
+            yield from _by_key(self._prompt_logprobs(tokens), self._score(tokens))
+        for tokens in set(self._config.token_buckets) - set(sizes):
+            yield from _by_key(self._widen(tokens, bucket_for(tokens, sizes), of_tokens=True))
+        yield from _by_key(*self._full_state())
+
     def submit_update(self) -> None:
+        self._start(self._update())
+
+    def _update(self) -> _Task:
+        step = partial(programs.update_step, self._config)
         packed = _int32(programs.update_layout().size)
-        self._submit(
-            ("update",), partial(programs.update_step, self._config), self._state, self._sampling, packed, donate=(0, 1)
-        )
+        return self._task(("update",), step, self._state, self._sampling, packed, donate=(0, 1))
 
     def submit_decode(self, batch: int, *, shares_prefix: bool = False) -> None:
         self._start(self._decode(batch, shares_prefix))
@@ -308,47 +401,44 @@ class Compiler:
         return self._task(key, step, *args, donate=(1, 2, 3), takes="weights", rows=tokens, results=results)
 
     def submit_sample(self, batch: int, variant: SamplingVariant) -> None:
-        served_by = sampler.program_variant(variant, self._model.vocab_size, self._model.collectives)
-        if served_by != variant:
-            self.submit_sample(batch, served_by)
-            self._pending["sample", batch, variant] = self._pending["sample", batch, served_by]
-            return
-        if ("sample", batch, variant) in self._pending:
-            return
+        self._start(self._sample(batch, variant), ("sample", batch, variant))
+
+    def _sample(self, batch: int, variant: SamplingVariant) -> _Task:
+        """Of the variant that serves this one."""
+        variant = sampler.program_variant(variant, self._model.vocab_size, self._model.collectives)
         step = partial(programs.sample_step, self._model, variant)
         rows = jax.eval_shape(lambda slots: programs.Rows(slots, slots > 0), _int32(batch))
         full = self._full if variant == SamplingVariant.FULL else None
-        hidden = self._hidden(batch)
         key = ("sample", batch, variant)
-        args = (hidden, rows, self._state, self._sampling, full)
+        args = (self._hidden(batch), rows, self._state, self._sampling, full)
         results = (WHOLE, None if full is None else self._full_specs, WHOLE)
-        self._submit(key, step, *args, donate=(3, 5), takes="head", rows=batch, results=results)
+        return self._task(key, step, *args, donate=(3, 5), takes="head", rows=batch, results=results)
 
-    def submit_prompt_logprobs(self, tokens: int) -> None:
+    def _prompt_logprobs(self, tokens: int) -> _Task:
         step = partial(programs.prompt_logprobs_step, self._model)
-        self._submit(("prompt_logprobs", tokens), step, self._hidden(tokens), _int32(tokens), takes="head", rows=tokens)
+        args = (self._hidden(tokens), _int32(tokens))
+        return self._task(("prompt_logprobs", tokens), step, *args, takes="head", rows=tokens)
 
-    def submit_widen(self, rows: int, size: int, *, of_tokens: bool) -> None:
+    def _widen(self, rows: int, size: int, *, of_tokens: bool) -> _Task:
         step = partial(programs.widen_step, self._config.null_slot, size)
         of_rows = None if of_tokens else jax.eval_shape(lambda slots: programs.Rows(slots, slots > 0), _int32(rows))
-        self._submit(("widen", rows, size, of_tokens), step, self._hidden(rows), of_rows)
+        return self._task(("widen", rows, size, of_tokens), step, self._hidden(rows), of_rows)
 
-    def submit_score(self, tokens: int) -> None:
+    def _score(self, tokens: int) -> _Task:
         step = partial(programs.score_step, self._model)
-        packed = _int32(programs.score_layout(tokens).size)
-        rows = programs.score_rows(tokens)
-        self._submit(("score", tokens), step, self._hidden(tokens), packed, takes="head", rows=rows)
+        args = (self._hidden(tokens), _int32(programs.score_layout(tokens).size))
+        return self._task(("score", tokens), step, *args, takes="head", rows=programs.score_rows(tokens))
 
-    def submit_full_state(self) -> None:
+    def _full_state(self) -> Iterator[_Task]:
         """The programs that make and fill `FullSamplingState`, which exists once some request asks for it."""
         specs = self._full_specs
-        self._submit(("init_full",), self._init_full_state, results=specs)
+        yield self._task(("init_full",), self._init_full_state, results=specs)
         record = _int32(sampling_state.full_record_words(self._model.vocab_size))
         args = (self._full, _int32(), record)
-        self._submit(("start_full",), sampling_state.start_full_slot, *args, donate=(0,), results=specs)
+        yield self._task(("start_full",), sampling_state.start_full_slot, *args, donate=(0,), results=specs)
         known = _int32(programs.known_tokens_layout().size)
         step = partial(programs.known_tokens_step, self._model)
-        self._submit(("known_tokens",), step, self._full, known, donate=(0,), results=specs)
+        yield self._task(("known_tokens",), step, self._full, known, donate=(0,), results=specs)
 
     def _init_full_state(self) -> sampling_state.FullSamplingState:
         slots, model = self._config.max_num_seqs, self._model
@@ -401,22 +491,22 @@ class Compiler:
         options = _GPU_OPTIONS if jax.default_backend() == "gpu" and rows > _AUTOTUNED_ROWS else {}
         return _Task(key, jitted, args, options, takes, self._cache.path((key, options), args), autotuned)
 
-    def _start(self, task: _Task) -> None:
-        if task.key in self._pending:
-            return
-        if task.is_kept:
-            self._pending[task.key] = self._threads.submit(task.load_or_compile), task.takes
-        else:
-            if self._helpers is not None and task.path is not None:
-                self._helpers.start()  # a cold start: they get ready while this process lowers
-            self._pending[task.key] = self._threads.submit(task.compile, task.jitted.lower(*task.args)), task.takes
+    def _start(self, task: _Task, name: Key | None = None) -> None:
+        """name: by which it is asked for, beside its key."""
+        if task.key not in self._pending:
+            future = self._threads.submit(task.load, "kept") if task.is_kept else self._threads.submit(task.lower())
+            self._pending[task.key] = _Pending(task, future)
+        if name is not None:
+            self._pending[name] = self._pending[task.key]
 
 
-def _await_then_load(elsewhere: Future, task: _Task) -> jax.stages.Compiled:
-    """Compiles it here after all if the other process failed or takes unreasonably long."""
-    with suppress(TimeoutError):
-        elsewhere.result(_PATIENCE_S)
-    return task.load_or_compile()
+def _by_key(*tasks: _Task) -> Iterator[tuple[Key, _Task]]:
+    return ((task.key, task) for task in tasks)
+
+
+def _missing(tasks: Iterable[_Task]) -> list[_Task]:
+    """Those to be compiled for the cache, each once."""
+    return list({task.key: task for task in tasks if task.path is not None and not task.is_kept}.values())
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -9,23 +9,33 @@
     loads theirs from the cache, as on a warm start
 
 A helper is never needed: what it does not deliver is compiled here. It ends when its share is done, when its socket
-closes, which it does with this process however that ends, or when it is no longer wanted.
+closes, which it does with this process however that ends, or when it is no longer wanted. Being a process group of its
+own, it does not see a terminal's Ctrl-C, which this process deals with.
+
+Of several processes that start with the same programs, one compiles and the others take what it leaves (`turns`).
+
+`JPAGED_COMPILE_PROCESSES` says how many there are; by default as many as the machine has room for.
 """
 
+import logging
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
+from jpaged.errors import InvalidParameterError, shown
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.turns import Turns
+from jpaged.replica_devices import package_environment
 
 Key = tuple[str | int, ...]
 """Names a program: ("mixed", tokens), ("sample", batch, variant), ..."""
@@ -38,6 +48,30 @@ DEVICE_BYTES = 2**30
 
 LEAST_SHARED = 12
 """Programs to compile that make helpers worth starting, which takes them as long as some eight programs do."""
+
+COUNT_VARIABLE = "JPAGED_COMPILE_PROCESSES"
+
+_MOST_CHOSEN = 256
+"""A larger number is a mistake."""
+
+log = logging.getLogger("jpaged.startup")
+
+
+def chosen_processes(environment: Mapping[str, str]) -> int | None:
+    """How many helpers the user wants; None where that is not said.
+
+    Raises:
+        InvalidParameterError: the environment variable is no such number.
+    """
+    value = environment.get(COUNT_VARIABLE, "").strip()
+    if not value:
+        return None
+    if not (value.isdecimal() and len(value) <= 3 and int(value) <= _MOST_CHOSEN):
+        raise InvalidParameterError(
+            f"{COUNT_VARIABLE} must be a number of processes from 0, for none, to {_MOST_CHOSEN}, got {shown(value)}; "
+            "unset it to have as many as cores and memory allow."
+        )
+    return int(value)
 
 
 def helpful_processes(cores: int, spare_bytes: int) -> int:
@@ -52,47 +86,60 @@ def helpful_processes(cores: int, spare_bytes: int) -> int:
 class Setting:
     """What a helper has to know before it knows the programs' shapes.
 
-    model_config, dtype: what to build. tensor_parallel_size: devices. kept_on: as of `Compiler`.
+    model_config, dtype: what to build. tensor_parallel_size: devices. kept_on: as of `Compiler`. jax_settings: this
+    process's.
     """
 
     model_config: Any
     dtype: str
     tensor_parallel_size: int
     kept_on: tuple[str, ...]
+    jax_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class CompileProcesses:
     """Helpers for one model, not yet started. Used as a context, at whose end none is left.
 
-    count: how many; with 0, nothing is ever shared out.
+    count: how many there will be; with 0, nothing is ever shared out.
+
+    Attributes:
+        turns: at compiling many programs; they end with the context.
     """
 
     def __init__(self, count: int, setting: Setting) -> None:
-        self._count = count
+        self.count = count
         self._setting = setting
         self._helpers: list[_Helper] = []
+        self._started = False
+        self.turns = Turns()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for helper in self._helpers:
+            helper.kill()
+        for helper in self._helpers:
             helper.end()
         self._helpers = []
+        self.turns.end_all()
 
     def start(self) -> None:
         """Starts them, once; returns at once. Called as soon as it is clear that there will be programs to compile."""
-        count, self._count = self._count, 0
+        if self._started:
+            return
+        self._started = True
         with suppress(OSError):  # the machine has no room for another one
-            for _ in range(count):
+            for _ in range(self.count):
                 self._helpers.append(_Helper(self._setting))
+        log.info("%d processes started to help compile", len(self._helpers))
 
     def share_out(self, config: ExecutorConfig, keys: Sequence[Key]) -> dict[Key, Future[None]]:
         """Gives each helper, and the caller, an equal share of the programs of these keys. To be called once.
 
         Returns the helpers' keys, each with a future that is done when the program is in the cache or will not be.
         """
-        if len(keys) < LEAST_SHARED:
+        if not are_many(keys):
             return {}
         self.start()
         shared: dict[Key, Future[None]] = {}
@@ -101,16 +148,23 @@ class CompileProcesses:
         return shared
 
 
+def are_many(programs: Sequence[object]) -> bool:
+    """Whether so many are to be compiled that it is worth dividing."""
+    return len(programs) >= LEAST_SHARED
+
+
 class _Helper:
     """One of the processes, and the socket to it."""
 
     def __init__(self, setting: Setting) -> None:
+        self._started = time.perf_counter()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "jpaged.executor.compile_process", str(theirs.fileno())],
-                env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+                [sys.executable, "-P", "-m", "jpaged.executor.compile_process", str(theirs.fileno())],
+                env=package_environment(os.environ) | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
                 pass_fds=(theirs.fileno(),),
+                process_group=0,
                 stdin=subprocess.DEVNULL,
             )
         self._connection = Connection(ours.detach())
@@ -124,19 +178,38 @@ class _Helper:
         self._thread.start()
         return futures
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
+
+    def end(self) -> None:
+        """Once it has been killed."""
         self._process.wait()
         if self._thread is not None:
             self._thread.join()
         self._connection.close()
 
     def _follow(self, config: ExecutorConfig, futures: dict[Key, Future[None]]) -> None:
-        waiting = dict(futures)
+        waiting, shared = dict(futures), self._age_s()
+        ages = []
         try:
             self._connection.send((config, tuple(futures)))
             while waiting:
                 waiting.pop(self._connection.recv()).set_result(None)
+                ages.append(self._age_s())
         except (EOFError, OSError):  # it died, and said why on stderr; the caller compiles what is left
             for future in waiting.values():
                 future.set_result(None)
+        first, last = (ages[0], ages[-1]) if ages else (self._age_s(),) * 2
+        log.info(
+            "process %d compiled %d of its %d programs; from its start: %.1f s to their names, %.1f s to the first "
+            "program, %.1f s to the last",
+            self._process.pid,
+            len(ages),
+            len(futures),
+            shared,
+            first,
+            last,
+        )
+
+    def _age_s(self) -> float:
+        return time.perf_counter() - self._started

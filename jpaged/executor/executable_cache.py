@@ -4,8 +4,8 @@
 
 JAX's own persistent cache finds a program by its HLO, so tracing and lowering come first each time; for a model of 28
 layers they take half a second a program, on one thread. Here a program is found by its inputs: the sources of this
-package, the model's and the executor's configuration, its argument shapes, the versions of JAX, XLA and driver, and
-the device. Files are written whole or not at all; one that cannot be read is compiled anew.
+package, the model's and the executor's configuration, its argument shapes, the versions and settings of JAX, XLA and
+driver, and the device. Files are written whole or not at all; one that cannot be read is compiled anew.
 
 Only GPU programs are kept: XLA's CPU executables are tied to the machine that they were compiled on.
 """
@@ -14,6 +14,7 @@ import hashlib
 import os
 import pickle
 import tempfile
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
@@ -24,9 +25,16 @@ import jax
 from jax.experimental import serialize_executable
 
 import jpaged
+from jpaged.executor.jax_settings import settings_of_programs
 
 KEPT_PLATFORMS = ("gpu",)
 """Of devices whose programs are kept."""
+
+LEAST_FREE_BYTES = 2**29
+"""On a disk that is to take a cold start's programs."""
+
+_STALE_S = 24 * 3600.0
+"""Age of a file that nobody writes any more: that takes a moment."""
 
 
 class ExecutableCache:
@@ -36,6 +44,9 @@ class ExecutableCache:
         directory: where to keep them; None keeps nothing.
         depends_on: whatever the programs depend on beside their names and argument shapes; its repr counts.
         platforms: of devices whose programs are kept.
+
+    Attributes:
+        claim: the file of who compiles many of them (`Turns`); None where nothing is kept.
     """
 
     def __init__(
@@ -48,9 +59,12 @@ class ExecutableCache:
             device.device_kind,
             device.client.platform_version,
             os.environ.get("XLA_FLAGS", ""),
+            settings_of_programs(),
             _source_digest() if self._directory else "",
         )
         self._depends_on = repr((environment, *depends_on)).encode()
+        name = hashlib.sha256(self._depends_on).hexdigest() + ".claim"
+        self.claim = None if self._directory is None else self._directory / name
 
     def path(self, key: tuple, arguments: Any) -> Path | None:
         """The file of a program. arguments: a tree of `ShapeDtypeStruct`s."""
@@ -60,6 +74,26 @@ class ExecutableCache:
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
         name = hashlib.sha256(self._depends_on + repr((key, shapes, str(structure))).encode())
         return self._directory / name.hexdigest()
+
+    @staticmethod
+    def has_room(directory: Path) -> bool:
+        """Whether a cold start's programs can be kept there."""
+        try:
+            with tempfile.TemporaryFile(dir=directory) as file:
+                file.write(b"0")
+            disk = os.statvfs(directory)
+        except OSError:
+            return False
+        return disk.f_bavail * disk.f_frsize >= LEAST_FREE_BYTES
+
+    @staticmethod
+    def sweep(directory: Path) -> None:
+        """Removes what processes that were killed have left behind: files half written, and claims."""
+        with suppress(OSError):
+            for pattern in ("tmp*", "*.claim"):
+                for file in directory.glob(pattern):
+                    if time.time() - file.stat().st_mtime > _STALE_S:
+                        file.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: Path) -> jax.stages.Compiled | None:

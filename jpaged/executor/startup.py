@@ -1,12 +1,13 @@
 """From a model directory to a runner that is ready: plan memory, load weights and compile side by side, warm up."""
 
 import gc
+import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,10 +19,25 @@ from jpaged.engine.interface import Executor
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor import sampling_state
 from jpaged.executor.buckets import fine_buckets, geometric_buckets
-from jpaged.executor.compilation import Compiler, abstract_exchange, abstract_pools, enable_persistent_cache
-from jpaged.executor.compile_processes import LEAST_SHARED, CompileProcesses, Setting, helpful_processes
+from jpaged.executor.compilation import (
+    Compiler,
+    Origin,
+    Program,
+    abstract_exchange,
+    abstract_pools,
+    cache_directory,
+    enable_persistent_cache,
+)
+from jpaged.executor.compile_processes import (
+    LEAST_SHARED,
+    CompileProcesses,
+    Setting,
+    chosen_processes,
+    helpful_processes,
+)
 from jpaged.executor.config import ExecutorConfig
-from jpaged.executor.executable_cache import KEPT_PLATFORMS
+from jpaged.executor.executable_cache import KEPT_PLATFORMS, ExecutableCache
+from jpaged.executor.jax_settings import jax_settings
 from jpaged.executor.memory import (
     MemoryPlan,
     free_device_memory,
@@ -33,8 +49,11 @@ from jpaged.executor.mesh import POOL, DeviceMesh, fewest_anywhere, pick_devices
 from jpaged.executor.one_shot import one_shot_rows
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
+from jpaged.executor.worker_threads import WorkerThreads
 from jpaged.models import Model, ModelConfig, Weights, build, load
 from jpaged.models.sharding import load_sharded
+
+log = logging.getLogger("jpaged.startup")
 
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
@@ -44,7 +63,7 @@ NOMINAL_BLOCKS = 1024
 class Startup:
     """A runner and what is known of it.
 
-    memory: of each device. seconds: by phase; loading and compiling overlap.
+    memory: of each device. seconds: by phase; loading and compiling overlap. origins: how many programs of each.
     leader: what runs plans here and in all other processes, where there are several.
     """
 
@@ -53,7 +72,7 @@ class Startup:
     model: Model
     config: ExecutorConfig
     memory: MemoryPlan
-    num_programs: int
+    origins: Mapping[Origin, int]
     device: str
     seconds: dict[str, float] = field(default_factory=dict)
     leader: Executor | None = None
@@ -73,7 +92,7 @@ class Startup:
             ("weights", f"{_size(self.memory.weights)} in {np.dtype(self.model.dtype).name}"),
             ("KV pool", f"{_size(self.memory.pool)}: {self.config.num_blocks:,} blocks, {tokens:,} tokens"),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
-            ("programs", f"{self.num_programs} compiled{reserved}"),
+            ("programs", f"{_whence(self.origins)}{reserved}"),
             ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
         ]
         if self.config.one_shot_rows:
@@ -117,12 +136,14 @@ def _start_on(
     config = executor_config(args, model_config, limit)
     config = replace(config, one_shot_rows=one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh))
 
-    with ThreadPoolExecutor(1) as loader, _helpers(mesh, model, config) as helpers:
+    cores = len(os.sched_getaffinity(0))
+    with WorkerThreads(1) as loader, WorkerThreads(cores) as threads, _helpers(mesh, model, config) as helpers:
         with _timed(seconds, "plan memory"):
             loading = loader.submit(_load, mesh, model, shard, directory, args, progress)
-            nominal = Compiler(shard, config, dtype, mesh, helpers=helpers)
+            nominal = Compiler(shard, config, dtype, mesh, threads=threads, helpers=helpers)
             with _refusals_of(config.kernel_backend):
                 if limit is not None:
+                    nominal.call_helpers()
                     nominal.submit_largest()
                     nominal.submit_heads()  # lowered while the largest ones compile
                 memory = plan_memory(
@@ -131,7 +152,7 @@ def _start_on(
             memory = replace(memory, num_blocks=fewest_anywhere(memory.num_blocks))
             fitted = _fit_to_pool(config, memory, args.max_model_len)
         with _timed(seconds, "compile"):
-            compiler = Compiler(shard, fitted, dtype, mesh, helpers=helpers)
+            compiler = Compiler(shard, fitted, dtype, mesh, threads=threads, helpers=helpers)
             heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
             with _refusals_of(config.kernel_backend):
                 compiler.submit_bodies()
@@ -158,17 +179,48 @@ def _start_on(
         )
         runner.warm_up()
     kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
-    return Startup(args, runner, model, config, memory, len(programs), kind, seconds)
+    distinct = {id(program): program for program in programs.values()}.values()
+    _log_costs(distinct)
+    origins = Counter(program.origin for program in distinct)
+    return Startup(args, runner, model, config, memory, origins, kind, seconds)
 
 
-def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> CompileProcesses:
-    """Processes to compile with; none on a CPU, for few programs, or where other hosts take part."""
-    spare = [unreserved_device_memory(device) for device in mesh.local_devices]
-    is_worthwhile = len(config.token_buckets) + len(config.decode_buckets) >= LEAST_SHARED
-    count = 0
-    if is_worthwhile and jax.process_count() == 1:
+def _log_costs(programs: Collection[Program]) -> None:
+    log.info(
+        "%s: lowering them took %.1f s and compiling %.1f s of this process's threads, loading %.1f s",
+        _whence(Counter(program.origin for program in programs)),
+        sum(program.lowering_s for program in programs),
+        sum(program.compiling_s for program in programs),
+        sum(program.loading_s for program in programs),
+    )
+
+
+def _whence(origins: Mapping[Origin, int]) -> str:
+    said: dict[Origin, str] = {
+        "compiled": "compiled here",
+        "shared": "compiled by other processes",
+        "kept": "found in the cache",
+    }
+    return ", ".join(f"{origins[origin]} {text}" for origin, text in said.items() if origins.get(origin))
+
+
+def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> AbstractContextManager[CompileProcesses | None]:
+    """What divides a cold start among processes; None where programs cannot be kept, or where other hosts take part.
+
+    It has no processes of its own for few programs and, unless some are asked for, on a CPU.
+    """
+    count = chosen_processes(os.environ)
+    if count is None:
+        spare = [unreserved_device_memory(device) for device in mesh.local_devices]
         count = helpful_processes(len(os.sched_getaffinity(0)), min(spare))
-    return CompileProcesses(count, Setting(model.config, np.dtype(model.dtype).name, mesh.size, KEPT_PLATFORMS))
+    directory = cache_directory("programs")
+    if directory is None or not ExecutableCache.has_room(directory) or jax.process_count() > 1:
+        return nullcontext()
+    ExecutableCache.sweep(directory)
+    if len(config.token_buckets) + len(config.decode_buckets) < LEAST_SHARED:
+        count = 0
+    dtype = np.dtype(model.dtype).name
+    return CompileProcesses(count, Setting(model.config, dtype, mesh.size, KEPT_PLATFORMS, jax_settings()))
 
 
 def _load(mesh: DeviceMesh, model: Model, shard: Model, directory: Path, args: EngineArgs, progress: bool) -> Weights:
@@ -262,6 +314,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - begun
+    log.info("%s took %.1f s", phase, seconds[phase])
 
 
 def _size(size: float) -> str:

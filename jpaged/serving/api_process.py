@@ -14,11 +14,11 @@ import msgspec
 import uvloop
 
 from jpaged.errors import JPagedError
+from jpaged.parent import end_with_parent
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.board import Board
 from jpaged.serving.launch import Link
 from jpaged.serving.metrics import NUM_COLUMNS
-from jpaged.serving.parent import end_with_parent
 from jpaged.serving.server import LOG_FORMAT, run
 from jpaged.serving.workers import WorkerStart
 

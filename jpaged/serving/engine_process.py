@@ -28,8 +28,8 @@ from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import RequestUpdate
 from jpaged.errors import JPagedError
 from jpaged.llm_engine import LLMEngine
+from jpaged.parent import end_with_parent
 from jpaged.replicas import check_one_host
-from jpaged.serving.parent import end_with_parent
 from jpaged.serving.wire import (
     Abort,
     Add,

@@ -150,8 +150,11 @@ class FakeExecutor:
             blocks[index : index + 1] = [block_id]
         for slot in plan.decode_slots.tolist():
             self._write_decode(self._slots[slot])
-        for chunk in plan.chunks:
+        for i, chunk in enumerate(plan.chunks):
             self._write_chunk(self._slots[chunk.slot], chunk.start, chunk.token_ids.tolist())
+            if not len(chunk.token_ids):
+                assert i > 0
+                assert self._slots[chunk.slot].tokens == self._slots[plan.chunks[i - 1].slot].tokens
         self._check_shared_prefix(plan)
         return self._sample(plan)
 

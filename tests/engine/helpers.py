@@ -1,6 +1,7 @@
 """Short ways to build what the engine's tests need."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -72,7 +73,21 @@ class Engine:
             self.core.add_request(request)
 
     def step(self) -> list[RequestUpdate]:
-        updates = self.core.step()
+        return self._take(self.core.step())
+
+    def preempt(self, request: Request, mode: str) -> None:
+        """Preempts all running sequences of a request, as if blocks were short, when what is in flight is read."""
+        scheduler = self.scheduler
+        while scheduler.num_in_flight:
+            plan, handle = self.core._in_flight.popleft()
+            self._take(scheduler.update(plan, handle.result()))
+        if running := request.group.running():
+            scheduler.config = replace(self.config, preemption_mode=mode)
+            scheduler._preempt(running)
+            scheduler.config = self.config
+            self.core.check_integrity()
+
+    def _take(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
         for update in updates:
             self.reported.setdefault(name_of(update.request), []).extend(update.new_token_ids)
         self.core.check_integrity()

@@ -207,6 +207,51 @@ def test_a_preempted_search_comes_back_as_one_and_finds_the_same(depth, caching)
     engine.assert_idle()
 
 
+@pytest.mark.parametrize(
+    ("tiers", "depth", "num_blocks", "lengths", "preempted_at"),
+    [
+        (0, 0, 38, (24, 51, 48, 62), (10, 28)),
+        (0, 0, 39, (34, 52, 34, 48), (43, 33)),
+        (0, 2, 42, (33, 42, 53, 63), (10, 28)),
+        (1, 0, 39, (48, 46, 34, 35), (18, 28)),
+        (1, 0, 38, (24, 51, 48, 62), (42, 32)),
+        (2, 2, 44, (50, 34, 63, 43), (17, 28)),
+        (2, 2, 43, (59, 53, 38, 28), (37, 29)),
+    ],
+)
+def test_a_search_preempted_while_it_comes_back_finds_the_same(tiers, depth, num_blocks, lengths, preempted_at):
+    """Its beams count the prompt's seven full blocks as computed, which the leader has not computed yet; or one has
+    computed all that it knows, and the other has not. The swap space is full the first time, and has room by then.
+    """
+    engine = Engine(
+        num_blocks=num_blocks,
+        max_model_len=128,
+        max_num_batched_tokens=8,
+        max_num_seqs=16,
+        num_swap_chunks=1,
+        watermark=0.0,
+        enable_prefix_caching=tiers > 0,
+        host_prefix_cache=tiers == 2,
+        shared_prefix_attention=tiers > 0,
+        pipeline_depth=depth,
+    )
+    others = [make_request(str(i), 4, length) for i, length in enumerate(lengths)]
+    search, late = make_search("s", 30, 2, 14), make_request("late", 4, 40, n=2)
+    engine.add(*others, search, late)
+    slots, beams, seen = engine.scheduler.slots, search.group.members, []
+    while engine.core.has_unfinished():
+        before = [int(slots.num_computed[beam.slot]) for beam in beams if beam.slot >= 0]
+        num_preemptions = search.stats.num_preemptions
+        engine.step()
+        if search.stats.num_preemptions > num_preemptions:
+            seen.append(tuple(before))
+        if search.status == RequestStatus.RUNNING and seen:
+            engine.core.abort(["late"])
+    assert preempted_at in seen
+    assert_found(search)
+    assert_complete(*others)
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 def test_many_searches_in_a_small_pool_all_find_their_sequences(depth):
     engine = Engine(num_blocks=30, watermark=0.0, pipeline_depth=depth, max_num_seqs=16)

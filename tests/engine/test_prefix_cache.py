@@ -1,3 +1,5 @@
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -49,6 +51,17 @@ def test_requests_of_another_salt_share_nothing():
     assert hits(pool.cache, prompt) == plain.tolist()
     assert hits(pool.cache, prompt, "salt") == salted.tolist()
     assert hits(pool.cache, prompt, "other") == []
+
+
+def test_a_salt_that_reads_like_a_digest_is_no_block(monkeypatch):
+    """Or a prompt with that salt would be hit by what follows that block, elsewhere in another prompt."""
+    digest_of = lambda parent, data: hashlib.sha256(parent + data).hexdigest()[:32].encode()  # noqa: E731
+    monkeypatch.setattr(prefix_cache, "block_digest", digest_of)
+    pool = BlockPool(16, SIZE, True)
+    prompt, digests = np.arange(12, dtype=np.int32), list[bytes]()
+    filled(pool, prompt)
+    pool.cache.extend_digests(digests, prompt, 1, None)
+    assert hits(pool.cache, prompt[4:], digests[0].decode()) == []
 
 
 def test_freed_blocks_can_be_hit_until_they_are_reused():
@@ -214,6 +227,26 @@ def test_the_cache_is_reset_only_while_nothing_runs():
     assert again.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("host", [False, True])
+def test_the_cache_is_not_reset_while_a_sequence_is_swapped_out(host):
+    """It would go on from keys and values that a change of weights has made stale."""
+    engine = Engine(num_swap_chunks=2, host_prefix_cache=host)
+    request = make_request("first", 22, 20)
+    engine.add(request)
+    for _ in range(3):
+        engine.step()
+    engine.preempt(request, "swap")
+    cached = engine.core.stats().num_cached_blocks
+    assert cached == 6
+    assert engine.core.reset_prefix_cache() is False
+    assert engine.core.stats().num_cached_blocks == cached
+    engine.run()
+    assert_complete(request)
+    assert engine.core.reset_prefix_cache() is True
+    stats = engine.core.stats()
+    assert (stats.num_cached_blocks, stats.num_host_cached_blocks) == (0, 0)
+
+
 # --- blocks that are hit in part ------------------------------------------------------------------------------------
 
 
@@ -273,6 +306,44 @@ def test_a_block_that_the_same_step_fills_is_not_copied():
     assert second.num_cached_tokens == 4
     engine.run()
     assert_complete(first, second)
+
+
+def test_every_block_after_another_can_be_copied_whichever_of_them_are_reused():
+    pool = BlockPool(8, SIZE, True)
+    pool.cache.step_id = 1
+    common = tokens(0, 1, 2, 3)
+    first, second, third = (np.concatenate([common, tokens(4, 5, last, last)]) for last in (60, 70, 80))
+    digests: list[bytes] = []
+    pool.cache.extend_digests(digests, common, 1, None)
+
+    def parts() -> list[int]:
+        """How much of each is found after the common block: three tokens only of it, not of another of them."""
+        return [pool.cache.match_part(digests[0], prompt[4:7])[1] for prompt in (first, second, third)]
+
+    def reuse(*block_ids: int) -> None:
+        pool.cache.forget(np.array(block_ids, np.int32))
+        pool.cache.check_integrity()
+
+    blocks = filled(pool, first)
+    held = [pool.allocate(2), pool.allocate(2)]
+    pool.cache.register([], second, np.array([blocks[0], held[0][1]]), 0, 2, None)
+    pool.cache.register([], third, np.array([blocks[0], held[1][1]]), 0, 2, None)
+    pool.cache.step_id = 2
+    assert parts() == [3, 3, 3]
+    reuse(int(blocks[1]))
+    assert parts() == [2, 3, 3]
+    reuse(int(blocks[0]))
+    pool.cache.register([], common, held[0][:1], 0, 1, None)  # computed again, in another block
+    pool.cache.step_id = 3
+    assert parts() == [2, 3, 3]
+    pool.cache.register([], first, np.array([held[0][0], blocks[1]]), 1, 2, None)
+    pool.cache.step_id = 4
+    assert parts() == [3, 3, 3]
+    reuse(int(held[0][0]))
+    pool.cache.register([], common, held[1][:1], 0, 1, None)
+    pool.cache.step_id = 5
+    assert parts() == [3, 3, 3]
+    pool.cache.check_integrity()
 
 
 def test_blocks_of_another_salt_are_not_copied():
@@ -342,6 +413,27 @@ def test_pinning_leaves_room_for_the_longest_sequence_and_for_what_is_unfinished
     engine.add(fits)
     engine.run()
     assert_found(fits)
+    engine.core.check_integrity()
+
+
+def test_blocks_that_pinned_prefixes_share_count_once():
+    engine = Engine(num_blocks=41, max_model_len=80)
+    prompt = np.arange(61, dtype=np.int32)
+    engine.add(make_request("first", prompt, 1))
+    engine.run()
+    assert engine.core.pin_prefix(prompt[:49]) == 48
+    assert engine.core.pin_prefix(prompt[:49]) == 48, "the same again takes nothing"
+    assert engine.core.pin_prefix(prompt) == 60, "three blocks more"
+    assert engine.core.pin_prefix(prompt[:20]) == 20
+    assert engine.core.stats().num_used_blocks == engine.scheduler.pool.capacity - engine.scheduler.capacity == 15
+    assert engine.core.unpin_prefix(prompt)
+    assert engine.core.stats().num_used_blocks == engine.scheduler.pool.capacity - engine.scheduler.capacity == 12
+    other = np.arange(100, 137, dtype=np.int32)
+    engine.add(make_request("second", other, 1))
+    engine.run()
+    with pytest.raises(OutOfMemoryError, match="Pinning 9 blocks leaves 19 of 40 to others, but 20 are needed"):
+        engine.core.pin_prefix(other)
+    assert engine.core.pin_prefix(other[:32]) == 32
     engine.core.check_integrity()
 
 

@@ -4,6 +4,7 @@ The fake executor fails on any row that reads what is not its own sequence's, th
 doubly owned. Here the outputs are compared with what each request must generate on its own.
 """
 
+from collections import Counter
 from contextlib import suppress
 
 import numpy as np
@@ -50,6 +51,14 @@ class Drive:
         in_flight = self.engine.scheduler.num_in_flight
         self.engine.step()
         assert in_flight == 0 or self.engine.core.stats().num_preemptions == preemptions
+        self._check_outputs()
+
+    def preempt(self, request: Request, mode: str) -> None:
+        """In whatever state it is; as `Engine.preempt`."""
+        self.engine.preempt(request, mode)
+        self._check_outputs()
+
+    def _check_outputs(self) -> None:
         for request in list(self.unfinished.values()):
             if request.finished:
                 self._check_finished(request)
@@ -120,7 +129,7 @@ class Drive:
 
 configs = st.fixed_dictionaries(
     {
-        "num_blocks": st.integers(6, 24),
+        "num_blocks": st.integers(6, 24) | st.just(48),
         "max_num_seqs": st.integers(1, 6),
         "max_num_batched_tokens": st.sampled_from([1, 3, 8, 16, 64]),
         "max_model_len": st.sampled_from([20, 61]),
@@ -153,7 +162,7 @@ requests = st.fixed_dictionaries(
 
 searches = st.fixed_dictionaries(
     {
-        "prompt": st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        "prompt": st.lists(st.integers(0, 1), min_size=1, max_size=16) | st.integers(16, 48).map(lambda n: [2] * n),
         "beam_width": st.integers(1, 4),
         "max_tokens": st.integers(1, 14),
         "priority": st.integers(0, 2),
@@ -169,6 +178,7 @@ class SchedulingMachine(RuleBasedStateMachine):
     def start(self, config):
         config["host_prefix_cache"] &= config["enable_prefix_caching"] and config["num_swap_chunks"] > 0
         self.drive = Drive(**config)
+        self.pinned: list[list[int]] = []
         self.longest = min(config["max_model_len"], (config["num_blocks"] - 1) * 4) - 1
         self.most = min(config["max_num_seqs"], config["max_num_batched_tokens"])
 
@@ -202,12 +212,37 @@ class SchedulingMachine(RuleBasedStateMachine):
         if running:
             self.drive.stop(data.draw(st.sampled_from(running)))
 
+    @precondition(lambda self: self.drive.running)
+    @rule(data=st.data(), mode=st.sampled_from(["swap", "recompute"]))
+    def preempt(self, data, mode):
+        self.drive.preempt(data.draw(st.sampled_from(self.drive.running)), mode)
+
+    @precondition(lambda self: self.drive.engine.config.enable_prefix_caching)
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=4, max_size=12) | st.integers(4, 24).map(lambda n: [2] * n))
+    def pin(self, prompt):
+        with suppress(OutOfMemoryError):
+            self.drive.engine.core.pin_prefix(np.array(prompt, np.int32))
+            self.pinned.append(prompt)
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self):
+        assert self.drive.engine.core.unpin_prefix(np.array(self.pinned[-1], np.int32))
+        self.pinned = [prompt for prompt in self.pinned if prompt != self.pinned[-1]]
+
     @rule()
     def reset_prefix_cache(self):
-        assert self.drive.engine.core.reset_prefix_cache() == (not self.drive.running)
+        engine = self.drive.engine
+        holds_any = self.drive.running or engine.core.stats().num_used_swap_blocks
+        assert engine.core.reset_prefix_cache() == (not holds_any)
+        if not holds_any:
+            assert engine.core.stats().num_cached_blocks == engine.core.stats().num_host_cached_blocks == 0
+            self.pinned.clear()
 
     def teardown(self):
         if hasattr(self, "drive"):
+            while self.pinned:
+                self.unpin()
             self.drive.finish()
 
 
@@ -266,6 +301,42 @@ def test_a_thousand_requests_come_and_go(policy, mode, depth):
     assert stats.prefix_cache_hits > 1000
     assert (stats.prefix_cache_host_hits > 100) == (depth == 2)
     assert (stats.num_swapped_in > 0) == (mode != "recompute")
+
+
+@pytest.mark.parametrize(("tiers", "depth"), [(0, 0), (0, 2), (1, 0), (2, 2)])
+def test_whoever_is_preempted_in_whatever_state_gets_its_own_tokens(tiers, depth):
+    """Above all while prompts, or what is to be computed again, come in chunks; with as many tiers of prefixes."""
+    rng = np.random.default_rng(4)
+    drive = Drive(
+        num_blocks=49,
+        max_num_seqs=10,
+        max_num_batched_tokens=8,
+        pipeline_depth=depth,
+        num_swap_chunks=6,
+        enable_prefix_caching=tiers > 0,
+        host_prefix_cache=tiers == 2,
+        shared_prefix_attention=tiers > 0,
+        watermark=0.0,
+    )
+    slots, in_prefill = drive.engine.scheduler.slots, Counter[tuple[bool, bool]]()
+    while drive.num_added < 200:
+        while len(drive.unfinished) < 8:
+            common, own = rng.integers(1, 12), rng.integers(30)
+            prompt = [int(rng.integers(3))] * int(common) + rng.integers(97, size=own).tolist()
+            if rng.random() < 0.5:
+                drive.search(prompt, int(rng.integers(1, 4)), int(rng.integers(2, 12)))
+            else:
+                drive.add(prompt, int(rng.integers(1, 20)), n=int(rng.choice([1, 1, 3])))
+        drive.step()
+        if rng.random() < 0.25 and (running := drive.running):
+            behind = [r for r in running if slots.num_computed[r.slot] < slots.num_known[r.slot] - 1]
+            request = rng.choice(behind or running)
+            in_prefill[request.beam is not None, request.group.forked] += bool(behind)
+            drive.preempt(request, str(rng.choice(["swap", "recompute"])))
+    drive.finish()
+    assert drive.engine.core.stats().num_swapped_in > 200
+    assert len(in_prefill) == 4
+    assert min(in_prefill.values()) >= 10, in_prefill
 
 
 @pytest.mark.parametrize(

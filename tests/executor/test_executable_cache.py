@@ -1,11 +1,15 @@
 """Programs kept on disk: found again when nothing they depend on has changed, and never in the way."""
 
+import os
 import secrets
+from contextlib import contextmanager
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.executor import executable_cache
 from jpaged.executor.executable_cache import ExecutableCache
 
 SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -43,6 +47,32 @@ def test_a_program_is_found_by_all_that_it_depends_on(tmp_path):
     assert ExecutableCache.load(path) is None
 
 
+def test_a_program_depends_on_the_settings_of_jax_but_not_on_what_they_report_or_where_it_is_kept(tmp_path):
+    def path() -> Path | None:
+        return cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,))
+
+    usual = path()
+    assert usual is not None
+    with jax.default_matmul_precision("highest"):
+        assert path() != usual
+    for name, value in (("jax_enable_x64", True), ("jax_default_matmul_precision", "float32")):
+        with changed(name, value):
+            assert path() != usual
+    with changed("jax_log_compiles", True), changed("jax_compilation_cache_dir", "/elsewhere"):
+        assert path() == usual
+    assert path() == usual
+
+
+@contextmanager
+def changed(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
 def test_a_file_that_cannot_be_read_is_no_program(tmp_path):
     path = cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,))
     ExecutableCache.save(path, compiled())
@@ -54,6 +84,26 @@ def test_a_directory_that_cannot_be_written_does_no_harm(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     ExecutableCache.save(tmp_path / "file" / "program", compiled())
     assert ExecutableCache.load(tmp_path / "file" / "program") is None
+
+
+def test_there_is_room_where_files_can_be_made_and_much_is_free(tmp_path, monkeypatch):
+    assert ExecutableCache.has_room(tmp_path)
+    assert not any(tmp_path.iterdir())
+    assert not ExecutableCache.has_room(Path("/proc/self"))  # where nobody may make a file
+    monkeypatch.setattr(executable_cache, "LEAST_FREE_BYTES", 2**80)
+    assert not ExecutableCache.has_room(tmp_path)
+
+
+def test_what_killed_processes_left_is_swept_and_programs_and_fresh_files_stay(tmp_path):
+    old = [tmp_path / name for name in ("tmpabc", "0.claim", "0123")]
+    fresh = [tmp_path / name for name in ("tmpdef", "1.claim", "4567")]
+    for file in old + fresh:
+        file.touch()
+    for file in old:
+        os.utime(file, (0, 0))
+    ExecutableCache.sweep(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "0123", *fresh])
+    ExecutableCache.sweep(tmp_path / "none")
 
 
 def test_without_a_directory_or_a_gpu_nothing_is_kept(tmp_path):

@@ -1,0 +1,35 @@
+"""JAX's own settings (`jax.config`), on which programs depend: the precision of products, 64-bit types, and many more.
+
+Which of them change a program is JAX's business and differs between its versions; so all count but a few that cannot.
+"""
+
+from enum import Enum
+from typing import Any
+
+import jax
+
+_PLACES = ("jax_compilation_cache_", "jax_persistent_cache_", "jax_platform", "jax_default_device")
+_REPORTS = ("jax_log", "jax_debug_log", "jax_explain_", "jax_dump_ir_", "jax_traceback_filtering")
+"""What no program depends on: where things are (the device is another matter), and what is told of them."""
+
+
+def jax_settings() -> dict[str, Any]:
+    """All settings as they are here and now, inside their context managers too."""
+    values = {name: getattr(jax.config, name, value) for name, value in jax.config.values.items()}
+    return {name: value for name, value in values.items() if _is_plain(value) and name != "jax_default_device"}
+
+
+def settings_of_programs() -> tuple[tuple[str, Any], ...]:
+    """Those that programs may depend on, by name."""
+    return tuple(sorted(item for item in jax_settings().items() if not item[0].startswith(_PLACES + _REPORTS)))
+
+
+def adopt(settings: dict[str, Any]) -> None:
+    """Makes another process's settings this one's, before it opens its devices."""
+    for name, value in settings.items():
+        if getattr(jax.config, name, value) != value:
+            jax.config.update(name, value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | Enum)
