@@ -1,6 +1,7 @@
 """What a prompt may be, and the checks at the door: a request that passes them cannot fail for its input later."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict, cast
@@ -8,11 +9,12 @@ from typing import Any, TypedDict, cast
 import numpy as np
 
 from jpaged.beam_search_params import BeamSearchParams
-from jpaged.checks import is_integer
+from jpaged.checks import is_integer, is_number
+from jpaged.engine.request import Request
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError, InvalidPromptError, shown
 from jpaged.executor import sampling_state
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
 class TextPrompt(TypedDict):
@@ -29,6 +31,9 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 """One prompt: text, token ids, or either in a dict."""
+
+_SCORING = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+"""Of requests that sample nothing."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
@@ -50,12 +55,84 @@ class InputProcessor:
 
     tokenizer: None when the engine was started without one; then only token ids are taken.
     vocab_size: of the model's embedding. max_model_len: tokens, prompt and output.
+    eos_token_ids: the model's end-of-sequence tokens, for `request`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._eos_token_ids = tuple(eos_token_ids)
+
+    def request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> tuple[Request, ProcessedInput]:
+        """Checks all that a caller says of a request; see `LLMEngine.add_request`. What is left to check is whether an
+        engine has room for it.
+
+        Returns: the request as a scheduler takes it, and its prompt.
+
+        Raises:
+            InvalidPromptError, InvalidParameterError: what is wrong is named.
+        """
+        request_id = _checked_id(request_id)
+        if arrival_time is not None:
+            if not is_number(arrival_time) or not abs(arrival_time) <= sys.float_info.max:
+                raise InvalidParameterError(
+                    f"arrival_time must be a finite number of seconds, got {shown(arrival_time)}."
+                )
+            arrival_time = float(arrival_time)
+        beam = params if isinstance(params, BeamSearchParams) else None
+        if isinstance(params, BeamSearchParams):
+            checked, sampling = self.process_search(prompt, params), params.sampling_params()
+        elif isinstance(params, SamplingParams):
+            checked, sampling = self.process(prompt, params), params
+        else:
+            raise InvalidParameterError(
+                f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}."
+            )
+        request = Request(
+            request_id,
+            checked.prompt_token_ids,
+            sampling,
+            eos_token_ids=self._eos_token_ids,
+            bad_words_token_ids=checked.bad_words_token_ids,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=arrival_time,
+            beam=beam,
+        )
+        return request, checked
+
+    def score_request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | np.ndarray,
+        first_scored: int,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """The same for tokens to score; see `LLMEngine.add_score_request`."""
+        request_id = _checked_id(request_id)
+        tokens = self.check_scored(token_ids, first_scored)
+        return Request(
+            request_id,
+            tokens[:-1],
+            _SCORING,
+            priority=priority,
+            cache_salt=cache_salt,
+            score_targets=tokens[first_scored:],
+        )
 
     def process(self, prompt: Prompt, params: SamplingParams) -> ProcessedInput:
         """Tokenizes and checks one prompt and its parameters.
@@ -181,6 +258,15 @@ class InputProcessor:
         return bad_words
 
 
+def request_ids_to_abort(request_ids: str | Iterable[str]) -> list[str]:
+    """One id or several, as a list without what is no id. Raises InvalidParameterError for neither."""
+    if isinstance(request_ids, str):
+        return [request_ids]
+    if not isinstance(request_ids, Iterable):
+        raise InvalidParameterError(f"request_ids must be a request id or a list of them, got {shown(request_ids)}.")
+    return [request_id for request_id in request_ids if isinstance(request_id, str)]
+
+
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or a list of them, as a list. A list of integers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
@@ -191,6 +277,12 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and isinstance(prompts[0], Integral):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))
+
+
+def _checked_id(request_id: object) -> str:
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidParameterError(f"request_id must be a non-empty string, got {shown(request_id)}.")
+    return str.__str__(request_id)
 
 
 def _integers(values: Any) -> list[int]:

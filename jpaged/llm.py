@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -28,8 +29,8 @@ class LLM:
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=100))
         print(outputs[0].outputs[0].text)
 
-    Several threads may call it: their calls take turns. For requests that run side by side, give one call many prompts,
-    or use `AsyncLLMEngine`.
+    Several threads may call it: their calls take turns, all but `get_metrics`, which comes between steps. For requests
+    that run side by side, give one call many prompts, or use `AsyncLLMEngine`.
 
     Args:
         model: a directory in Hugging Face layout or a hub id; the embedded demo model by default.
@@ -47,7 +48,8 @@ class LLM:
             raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; it has {known}.")
         self.engine = start_engine(EngineArgs(model=model, **options))
         self._request_ids = map(str, count())
-        self._turn = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever
+        self._turns = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever
+        self._between_steps = _FairLock()  # around whatever reaches the engine
 
     def generate(
         self,
@@ -110,26 +112,40 @@ class LLM:
     ) -> list[RequestOutput]:
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise InvalidParameterError(f"use_tqdm must be True, False or a class like tqdm, got {shown(use_tqdm)}.")
-        with self._turn, Interruptible() as interrupt:  # Ctrl-C comes between steps, and ends these requests only
-            if self.engine.has_unfinished_requests():
-                raise JPagedError(
-                    "The engine has unfinished requests that were added to it directly, and this call would take their"
-                    " outputs; call engine.step() until they have finished, or abort them."
-                )
+        with self._turn() as interrupt:
+            with self._between_steps:
+                if self.engine.has_unfinished_requests():
+                    raise JPagedError(
+                        "The engine has unfinished requests that were added to it directly, and this call would take"
+                        " their outputs; call engine.step() until they have finished, or abort them."
+                    )
             request_ids: list[str] = []
             try:
                 for i, prompt in enumerate(prompt_list):
-                    request_id = next(self._request_ids)
+                    request_ids.append(next(self._request_ids))
                     try:
-                        self.engine.add_request(request_id, prompt, params[i], priority=priorities[i])
+                        with self._between_steps:
+                            self.engine.add_request(request_ids[i], prompt, params[i], priority=priorities[i])
                     except (InvalidPromptError, InvalidParameterError, OutOfMemoryError) as error:
                         raise type(error)(f"prompts[{i}]: {error}" if len(prompt_list) > 1 else str(error)) from error
-                    request_ids.append(request_id)
+                    if interrupt.requested:
+                        raise KeyboardInterrupt
                 finished = self._run(request_ids, use_tqdm, interrupt)
             except BaseException:
-                self.engine.abort_request(request_ids)
+                with self._between_steps:
+                    self.engine.abort_request(request_ids)
                 raise
         return [finished[request_id] for request_id in request_ids]
+
+    @contextmanager
+    def _turn(self) -> Iterator[Interruptible]:
+        """One thread's call: those of others wait for its end. Ctrl-C comes where the call looks for it, or at its end,
+        never within a step."""
+        with self._turns:
+            with Interruptible() as interrupt:
+                yield interrupt
+            if interrupt.requested:
+                raise KeyboardInterrupt
 
     def chat(
         self,
@@ -196,24 +212,32 @@ class LLM:
             InvalidPromptError: as `generate`. InvalidParameterError: the engine was started without prefix caching.
             OutOfMemoryError: what is left of the pool would not hold the longest sequence.
         """
-        if isinstance(self.engine, LLMEngine):  # replicas compute it themselves, each of them
-            params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-            self._serve([prompt], [params], [0], use_tqdm=False)
-        return self.engine.pin_prefix(prompt)
+        with self._turn():
+            if isinstance(self.engine, LLMEngine):  # replicas compute it themselves, each of them
+                params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+                self._serve([prompt], [params], [0], use_tqdm=False)
+            with self._between_steps:
+                return self.engine.pin_prefix(prompt)
 
     def unpin_prefix(self, prompt: Prompt) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
-        return self.engine.unpin_prefix(prompt)
+        with self._turn(), self._between_steps:
+            return self.engine.unpin_prefix(prompt)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run, those
         that are preempted and swapped out included.
         """
-        return self.engine.reset_prefix_cache()
+        with self._turn(), self._between_steps:
+            return self.engine.reset_prefix_cache()
 
     def get_metrics(self) -> EngineStats:
-        """Counters and occupancy of the engine."""
-        return self.engine.get_metrics()
+        """Counters and occupancy of the engine; while another thread's call runs, between two of its steps."""
+        with Interruptible() as interrupt, self._between_steps:
+            metrics = self.engine.get_metrics()
+        if interrupt.requested:
+            raise KeyboardInterrupt
+        return metrics
 
     def _params_for(
         self, num_prompts: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -242,9 +266,10 @@ class LLM:
         begun = time.perf_counter()
         with bar:
             while len(finished) < len(request_ids):
-                if not self.engine.has_unfinished_requests():
-                    raise JPagedError("Requests were aborted from elsewhere while LLM.generate waited for them.")
-                outputs = self.engine.step()
+                with self._between_steps:
+                    if not self.engine.has_unfinished_requests():
+                        raise JPagedError("Requests were aborted from elsewhere while LLM.generate waited for them.")
+                    outputs = self.engine.step()
                 if interrupt.requested:
                     raise KeyboardInterrupt
                 for output in outputs:
@@ -258,6 +283,20 @@ class LLM:
                         refresh=False,
                     )
         return finished
+
+
+class _FairLock:
+    """A lock that is not taken twice in a row by one thread while another waits: who waits holds the next turn."""
+
+    def __init__(self) -> None:
+        self._next, self._held = threading.RLock(), threading.RLock()  # a signal handler may ask for metrics
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._held.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._held.release()
 
 
 def _template_variables(tokenizer: Tokenizer, variables: Mapping[str, Any] | None) -> Mapping[str, Any]:

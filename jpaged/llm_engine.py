@@ -3,7 +3,7 @@
 add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputProcessor --> step() returns
 """
 
-import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,23 +12,22 @@ import numpy as np
 
 from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
-from jpaged.checks import is_number
 from jpaged.config import EngineArgs, SchedulerConfig
 from jpaged.distributed import Cluster, LeadingRunner, lead
 from jpaged.engine.generation_config import get_default_sampling_params
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.engine.loop import EngineCore
-from jpaged.engine.request import Request
+from jpaged.engine.request import checked_salt
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import EngineDeadError, InvalidParameterError, shown
+from jpaged.errors import EngineDeadError, InvalidParameterError
 from jpaged.executor.startup import Startup, start
-from jpaged.inputs import InputProcessor, Prompt
+from jpaged.inputs import InputProcessor, Prompt, request_ids_to_abort
 from jpaged.models import resolve
 from jpaged.output_processor import OutputProcessor
 from jpaged.outputs import RequestOutput
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 
 class LLMEngine:
@@ -94,9 +93,10 @@ class LLMEngine:
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
         self.vocab_size = model.vocab_size
-        self._inputs = InputProcessor(self.tokenizer, model.vocab_size, self.max_model_len)
+        self._inputs = InputProcessor(self.tokenizer, model.vocab_size, self.max_model_len, model.eos_token_ids)
         self._outputs = OutputProcessor(self._core, self.tokenizer)
         self._failure: BaseException | None = None
+        self._pid = os.getpid()
         if args.verbose:
             print(self.startup.table(args.model or "the embedded demo model"), file=sys.stderr, flush=True)
 
@@ -136,30 +136,13 @@ class LLMEngine:
             EngineDeadError: the engine failed earlier.
         """
         self._check_alive()
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidParameterError(f"request_id must be a non-empty string, got {shown(request_id)}.")
-        if arrival_time is not None and not (is_number(arrival_time) and abs(arrival_time) < math.inf):
-            raise InvalidParameterError(f"arrival_time must be a finite number of seconds, got {shown(arrival_time)}.")
-        params = self.default_sampling_params if params is None else params
-        beam = params if isinstance(params, BeamSearchParams) else None
-        if isinstance(params, BeamSearchParams):
-            checked, params = self._inputs.process_search(prompt, params), params.sampling_params()
-        elif isinstance(params, SamplingParams):
-            checked = self._inputs.process(prompt, params)
-        else:
-            raise InvalidParameterError(
-                f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}."
-            )
-        request = Request(
+        request, checked = self._inputs.request(
             request_id,
-            checked.prompt_token_ids,
-            params,
-            eos_token_ids=self._eos_token_ids,
-            bad_words_token_ids=checked.bad_words_token_ids,
+            prompt,
+            self.default_sampling_params if params is None else params,
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
-            beam=beam,
         )
         self._core.add_request(request)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
@@ -188,16 +171,8 @@ class LLMEngine:
             EngineDeadError: the engine failed earlier.
         """
         self._check_alive()
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidParameterError(f"request_id must be a non-empty string, got {shown(request_id)}.")
-        tokens = self._inputs.check_scored(token_ids, first_scored)
-        request = Request(
-            request_id,
-            tokens[:-1],
-            _SCORING,
-            priority=priority,
-            cache_salt=cache_salt,
-            score_targets=tokens[first_scored:],
+        request = self._inputs.score_request(
+            request_id, token_ids, first_scored, priority=priority, cache_salt=cache_salt
         )
         self._core.add_request(request)
         self._outputs.add(request, None, [])
@@ -219,15 +194,10 @@ class LLMEngine:
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests and frees what they hold; no output will come for them. Unknown ids are passed over."""
-        if isinstance(request_ids, str):
-            request_ids = [request_ids]
-        elif not isinstance(request_ids, Iterable):
-            raise InvalidParameterError(
-                f"request_ids must be a request id or a list of them, got {shown(request_ids)}."
-            )
-        request_ids = [request_id for request_id in request_ids if isinstance(request_id, str)]
-        self._core.abort(request_ids)
-        for request_id in request_ids:
+        ids = request_ids_to_abort(request_ids)
+        if self._failure is None:  # else nothing runs, and the scheduler may be in the middle of something
+            self._core.abort(ids)
+        for request_id in ids:
             self._outputs.forget(request_id)
 
     def has_unfinished_requests(self) -> bool:
@@ -254,11 +224,11 @@ class LLMEngine:
             InvalidPromptError: as `add_request`. InvalidParameterError: there is no prefix cache.
             OutOfMemoryError: too little of the pool would be left.
         """
-        return self._core.pin_prefix(self._token_array(prompt), cache_salt)
+        return self._core.pin_prefix(self._token_array(prompt), checked_salt(cache_salt))
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
-        return self._core.unpin_prefix(self._token_array(prompt), cache_salt)
+        return self._core.unpin_prefix(self._token_array(prompt), checked_salt(cache_salt))
 
     def _token_array(self, prompt: Prompt) -> np.ndarray:
         return np.array(self._inputs.process(prompt, SamplingParams()).prompt_token_ids, np.int32)
@@ -266,10 +236,9 @@ class LLMEngine:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
+        if os.getpid() != self._pid:  # JAX's threads are not here, and a step would wait for them for ever
+            raise EngineDeadError("The engine belongs to the process that this one was forked from; start one here.")
 
-
-_SCORING = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
-"""Of requests that sample nothing."""
 
 _FREE_TO_DIFFER = {
     "tokenizer",

@@ -2,54 +2,78 @@
 
     python -m jpaged.replica_process FD        FD: an inherited socket; started by `ReplicatedEngine` only
 
-In comes its `EngineArgs` and then calls: (method, arguments, keywords). Out go `Ready`, lists of outputs, (value,) for
-calls that return one or (error,) for what they raise, `Refused` for requests, and `Failed`. It ends when the pipe does.
+    pipe --> reading thread --> inbox --> calls, steps --> pipe
+
+In comes its `EngineArgs` and then one `Call` after the other; what goes out, `jpaged.replicas` lists. A thread reads,
+so that the other side can send while this one is in a step, or itself waits to send. The process ends when the pipe
+does, whatever it is doing.
 """
 
-import signal
+import os
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from jpaged.errors import JPagedError
 from jpaged.llm_engine import LLMEngine
-from jpaged.replicas import Failed, Ready, Refused
+from jpaged.replicas import Aborted, Call, Failed, Ready, Refused, Reply
 
 
 def main(fd: int) -> None:
     """Starts the engine and serves until the pipe closes or the engine fails."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent deals with it
-    with Connection(fd) as connection:
-        try:
-            args = connection.recv()
-            engine = LLMEngine(args)
-            connection.send(Ready(engine.max_model_len, engine.vocab_size, engine.eos_token_ids, engine.startup.device))
-            serve(engine, connection)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            pass  # the parent is gone
-        except Exception as error:
+    connection = Connection(fd)
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), name="jpaged-inbox", daemon=True).start()
+    try:
+        engine = LLMEngine(inbox.get())
+        connection.send(Ready(engine.max_model_len, engine.vocab_size, engine.eos_token_ids, engine.startup.device))
+        serve(engine, inbox, connection.send)
+    except Exception as error:
+        with suppress(OSError):  # the parent is gone
             connection.send(Failed(_sendable(error)))
 
 
-def serve(engine: LLMEngine, connection: Connection) -> None:
-    """Calls first, then a step: what arrived during a step is in the next one. EOFError: the other end closed."""
+def serve(engine: LLMEngine, inbox: "SimpleQueue[Call | Exception]", send: Callable[[Any], None]) -> None:
+    """Calls first, then a step: what arrived during a step is in the next one. Returns only by what it raises."""
     while True:
-        while not engine.has_unfinished_requests() or connection.poll():
-            _answer(engine, connection, *connection.recv())
+        while not engine.has_unfinished_requests() or not inbox.empty():
+            call = inbox.get()
+            if isinstance(call, Exception):
+                raise call
+            _answer(engine, call, send)
         outputs = engine.step()
         if outputs:
-            connection.send(outputs)
+            send(outputs)
 
 
-def _answer(engine: LLMEngine, connection: Connection, method: str, arguments: Any, options: Any) -> None:
+def _answer(engine: LLMEngine, call: Call, send: Callable[[Any], None]) -> None:
+    value: Any
     try:
-        value = getattr(engine, method)(*arguments, **options)
+        value = getattr(engine, call.method)(*call.arguments, **call.options)
     except JPagedError as error:
-        adds = method in ("add_request", "add_score_request")
-        connection.send(Refused(arguments[0], error) if adds else (error,))
-        return
-    if value is not None:
-        connection.send((value,))
+        if call.number is None:
+            send(Refused(call.arguments[0], error))
+            return
+        value = error
+    if call.method == "abort_request":
+        send(Aborted(call.arguments[0]))
+    if call.number is not None:
+        send(Reply(call.number, value))
+
+
+def _read(connection: Connection, inbox: "SimpleQueue[Any]") -> None:
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # nobody is left to serve, and nothing to save
+        except Exception as error:  # it holds what this process does not know
+            message = error
+        inbox.put(message)
 
 
 def _sendable(error: Exception) -> Exception:

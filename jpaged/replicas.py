@@ -8,9 +8,18 @@ Processes, not threads: a step loop spends around a millisecond of Python on eac
 the replicas take turns (`jpaged bench replicas` measures it). A replica sees only its own GPUs, so JAX in it needs
 no telling where to go. This process never touches a device. The replicas' pipes are inherited, nothing listens
 anywhere; a replica whose pipe closes ends itself.
+
+    to a replica      Call                  a request to queue or to abort, or a question to all
+    from a replica    Ready | Failed        once; Failed later, too, if the engine fails
+                      list of outputs       of a step
+                      Refused, Aborted, Reply
+
+Replicas read whatever they do, so sending never waits for long. What comes from them is read in `step`, or while a
+reply is waited for; then outputs and refusals are kept for `step`.
 """
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -18,10 +27,13 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from itertools import count
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -30,12 +42,13 @@ from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.distributed import Cluster
 from jpaged.engine.generation_config import get_default_sampling_params
+from jpaged.engine.request import Request, checked_salt
 from jpaged.engine.router import Router
 from jpaged.engine.seeds import request_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError
-from jpaged.inputs import InputProcessor, Prompt
+from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError, shown
+from jpaged.inputs import InputProcessor, Prompt, request_ids_to_abort
 from jpaged.llm_engine import LLMEngine
 from jpaged.models import resolve
 from jpaged.outputs import RequestOutput
@@ -47,6 +60,19 @@ _WAIT_S = 0.05
 
 _STOP_S = 10.0
 """What a replica gets to end by itself."""
+
+_COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+"""Of a request that is there to put its prompt into the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A method of the replica's engine to call. number: of a question; its value comes as a `Reply` of this number."""
+
+    method: str
+    arguments: Sequence[Any] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +86,26 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Reply:
+    """What a question's method returned, or raised."""
+
+    number: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """A request that a replica would not take."""
 
     request_id: str
     error: JPagedError
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Nothing more will come of these requests."""
+
+    request_ids: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +130,11 @@ class ReplicatedEngine:
         directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
         self.args = args
         self.num_replicas = args.data_parallel_size
+        self._open: set[str] = set()  # requests whose end `step` has not told yet
+        self._outputs: list[RequestOutput] = []  # for `step` to return
+        self._refused: list[Refused] = []  # for `step` to raise
+        self._ended = ""  # why the engine can do nothing more
+        self._failure: BaseException | None = None
         environments = replica_environments(args, os.environ)
         self.tokenizer = None
         if not args.skip_tokenizer_init:
@@ -101,6 +147,7 @@ class ReplicatedEngine:
             for index, environment in enumerate(environments)
         ]
         self._finalizer = weakref.finalize(self, _stop, self._replicas)
+        _engines.add(self)
         try:
             ready = [replica.wait_until_ready() for replica in self._replicas]
         except BaseException:
@@ -109,11 +156,10 @@ class ReplicatedEngine:
         self.max_model_len = min(hello.max_model_len for hello in ready)
         self.vocab_size = ready[0].vocab_size
         self.eos_token_ids = ready[0].eos_token_ids
-        self._inputs = InputProcessor(self.tokenizer, self.vocab_size, self.max_model_len)
+        self._inputs = InputProcessor(self.tokenizer, self.vocab_size, self.max_model_len, self.eos_token_ids)
         self._router = Router(self.num_replicas, match_prefixes=args.enable_prefix_caching)
         self._arrived = 0
-        self._outputs: list[RequestOutput] = []  # that came while a reply was waited for
-        self._failure: Exception | None = None
+        self._numbers = count()
         if args.verbose:
             seconds = time.perf_counter() - begun
             print(
@@ -134,33 +180,23 @@ class ReplicatedEngine:
     ) -> None:
         """Queues a request with the replica that will be done with it first; as `LLMEngine.add_request`."""
         self._check_alive()
-        self._check_new(request_id)
         params = self.default_sampling_params if params is None else params
-        if isinstance(params, BeamSearchParams):
-            checked = self._inputs.process_search(prompt, params)
-        elif isinstance(params, SamplingParams):
-            checked = self._inputs.process(prompt, params)
-            if params.seed is None:
-                seed = request_seed(None, self.args.seed, self._arrived)  # unsigned; a signed number's bits do as well
-                params = replace(params, seed=seed - 2**64 if seed >= 2**63 else seed)
-        else:
-            raise InvalidParameterError(
-                f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}."
-            )
+        request, checked = self._inputs.request(
+            request_id, prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=arrival_time
+        )
+        self._check_new(request.request_id)
+        params = _own_class(params)
+        if isinstance(params, SamplingParams) and params.seed is None:
+            seed = request_seed(None, self.args.seed, self._arrived)  # unsigned; a signed number's bits do as well
+            params = replace(params, seed=seed - 2**64 if seed >= 2**63 else seed)
         self._arrived += 1
-        room = self.max_model_len - len(checked.prompt_token_ids)
-        new_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
-        new_tokens *= params.n if isinstance(params, SamplingParams) else params.beam_width
-        replica = self._router.route(request_id, checked.prompt_token_ids, new_tokens, cache_salt)
+        room, most = self.max_model_len - request.prompt_len, request.sampling.max_tokens
+        new_tokens = (room if most is None else min(room, most)) * request.num_sequences
         sent: dict[str, Any] = {"prompt_token_ids": checked.prompt_token_ids}
         if checked.prompt is not None:
-            sent["prompt"] = checked.prompt
-        options = {
-            "priority": priority,
-            "cache_salt": cache_salt,
-            "arrival_time": time.monotonic() if arrival_time is None else arrival_time,
-        }
-        self._send(replica, ("add_request", (request_id, sent, params), options))
+            sent["prompt"] = str.__str__(checked.prompt)
+        options = {"arrival_time": request.stats.arrival_time}
+        self._queue("add_request", request, checked.prompt_token_ids, new_tokens, (sent, params), options)
 
     def add_score_request(
         self,
@@ -176,11 +212,13 @@ class ReplicatedEngine:
         Rows with a common prompt go where it is cached, as long as that takes less than it costs in waiting.
         """
         self._check_alive()
-        self._check_new(request_id)
-        tokens = self._inputs.check_scored(token_ids, first_scored)
-        replica = self._router.route(request_id, tokens.tolist(), 0, cache_salt)
-        options = {"priority": priority, "cache_salt": cache_salt}
-        self._send(replica, ("add_score_request", (request_id, tokens, first_scored), options))
+        request = self._inputs.score_request(
+            request_id, token_ids, first_scored, priority=priority, cache_salt=cache_salt
+        )
+        self._check_new(request.request_id)
+        assert request.score_targets is not None
+        tokens = [*request.prompt_token_ids.tolist(), int(request.score_targets[-1])]
+        self._queue("add_score_request", request, tokens, 0, (np.array(tokens, np.int32), int(first_scored)), {})
 
     def step(self) -> list[RequestOutput]:
         """Outputs that have come from any replica; waits for some for at most 50 ms.
@@ -190,23 +228,37 @@ class ReplicatedEngine:
             InvalidPromptError, InvalidParameterError, OutOfMemoryError: a replica refused a request, which is named.
         """
         self._check_alive()
-        self._collect(0 if self._outputs else _WAIT_S)
+        if not self._refused:
+            self._collect(0 if self._outputs else _WAIT_S)
+        if self._refused:
+            refused = self._refused.pop(0)
+            self._open.discard(refused.request_id)
+            raise refused.error
         outputs, self._outputs = self._outputs, []
+        self._open.difference_update(output.request_id for output in outputs if output.finished)
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests and frees what they hold; no output will come for them. Unknown ids are passed over."""
-        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+        ids = self._open.intersection(request_ids_to_abort(request_ids))
+        self._open -= ids
+        self._outputs = [output for output in self._outputs if output.request_id not in ids]
+        self._refused = [refused for refused in self._refused if refused.request_id not in ids]
+        by_replica: dict[int, list[str]] = {}
+        for request_id in ids:
             replica = self._router.replica_of(request_id)
             if replica is not None:
                 self._router.finish(request_id)
-                if self._failure is None:
-                    self._send(replica, ("abort_request", (request_id,), {}))
-        self._outputs = [output for output in self._outputs if self._router.replica_of(output.request_id) is not None]
+                by_replica.setdefault(replica, []).append(request_id)
+        for replica, of_replica in by_replica.items():
+            if not self._ended:
+                self._replicas[replica].aborting.update(of_replica)
+                with suppress(EngineDeadError):  # they have ended, too; the next call says so
+                    self._send(replica, _pickled(Call("abort_request", (of_replica,))))
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
-        return self._failure is None and (self._router.num_unfinished > 0 or bool(self._outputs))
+        return not self._ended and bool(self._open)
 
     def get_metrics(self) -> EngineStats:
         """The sum of the replicas' counters and occupancy."""
@@ -228,115 +280,177 @@ class ReplicatedEngine:
             OutOfMemoryError: too little of a replica's pool would be left; nothing is pinned on any.
         """
         self._check_alive()
-        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-        tokens = self._inputs.process(prompt, params).prompt_token_ids
-        sent: dict[str, Any] = {"prompt_token_ids": tokens}
+        tokens, salt = self._inputs.process(prompt, _COMPUTE_ONLY).prompt_token_ids, checked_salt(cache_salt)
+        sent = {"prompt_token_ids": tokens}
         request_ids = [f"pin-{uuid.uuid4()}" for _ in self._replicas]
+        self._open.update(request_ids)
         try:
             for index, request_id in enumerate(request_ids):
-                self._router.assign(request_id, index, tokens, 1, cache_salt)
-                self._send(index, ("add_request", (request_id, sent, params), {"cache_salt": cache_salt}))
+                self._router.assign(request_id, index, tokens, 1, salt)
+                call = Call("add_request", (request_id, sent, _COMPUTE_ONLY), {"cache_salt": salt})
+                self._send(index, _pickled(call))
             while any(self._router.replica_of(request_id) is not None for request_id in request_ids):
                 self._collect(_WAIT_S)
-        except BaseException:
-            self.abort_request(request_ids)
-            raise
-        self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
+            for refused in self._refused:
+                if refused.request_id in request_ids:
+                    raise refused.error
+        finally:
+            self.abort_request(request_ids)  # what came of them is for nobody
         try:
-            return min(self._ask_all("pin_prefix", sent, cache_salt))
+            return min(self._ask_all("pin_prefix", sent, salt))
         except JPagedError:
-            if self._failure is None:
-                self._ask_all("unpin_prefix", sent, cache_salt)
+            if not self._ended:
+                self._ask_all("unpin_prefix", sent, salt)
             raise
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
         self._check_alive()
-        tokens = self._inputs.process(prompt, SamplingParams()).prompt_token_ids
-        return any(self._ask_all("unpin_prefix", {"prompt_token_ids": tokens}, cache_salt))
+        tokens = self._inputs.process(prompt, _COMPUTE_ONLY).prompt_token_ids
+        return any(self._ask_all("unpin_prefix", {"prompt_token_ids": tokens}, checked_salt(cache_salt)))
 
     def close(self) -> None:
-        """Ends the replicas. Called when the engine is collected, too."""
+        """Ends the replicas; the engine is of no more use. Called when it is collected, too. The second time it does
+        nothing."""
+        self._ended = self._ended or "The engine was closed; start another one."
         self._finalizer()
 
-    def _send(self, index: int, call: tuple[str, Sequence[Any], Mapping[str, Any]]) -> None:
-        try:
-            self._replicas[index].connection.send(call)
-        except OSError as error:
-            self._fail(self._replicas[index].death())
-            raise AssertionError("unreachable") from error
+    def _queue(
+        self,
+        method: str,
+        request: Request,
+        tokens: Sequence[int],
+        new_tokens: int,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Sends a checked request to the replica that will be done with it first. All that is sent is of types that
+        every process knows."""
+        request_id, salt = request.request_id, request.cache_salt
+        options = {**options, "priority": request.priority, "cache_salt": salt}
+        message = _pickled(Call(method, (request_id, *arguments), options))
+        replica = self._router.route(request_id, tokens, new_tokens, salt)
+        self._open.add(request_id)
+        self._send(replica, message)
 
     def _check_new(self, request_id: str) -> None:
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
-        if self._router.replica_of(request_id) is not None:
+        if request_id in self._open:
             raise InvalidParameterError(f"request_id={request_id!r} is in use by an unfinished request.")
 
+    def _send(self, index: int, message: bytes) -> None:
+        replica = self._replicas[index]
+        with self._unbroken():
+            try:
+                replica.connection.send_bytes(message)
+                return
+            except OSError:
+                error = replica.death()
+        self._fail(error)
+
     def _collect(self, timeout_s: float) -> None:
-        """Waits so long for messages of any replica and keeps their outputs for `step`."""
+        """Waits so long for messages of any replica, and takes one of each that has some."""
         by_connection = {replica.connection: replica for replica in self._replicas}
         for connection in wait(list(by_connection), timeout_s):
-            self._outputs += self._receive(by_connection[connection])  # type: ignore[index]
+            self._receive(by_connection[connection])  # type: ignore[index]
 
-    def _receive(self, replica: "_Replica") -> list[RequestOutput]:
-        """Outputs in the replica's next message, those of requests that were aborted left out."""
-        message = replica.receive()
+    def _receive(self, replica: "_Replica") -> None:
+        """Takes a replica's next message; what it says of requests that were aborted is left out."""
+        with self._unbroken():
+            message = replica.receive()
         if isinstance(message, Failed):
             self._fail(message.error)
-        if isinstance(message, Refused):
-            if self._router.replica_of(message.request_id) is None:
-                return []
-            self._router.finish(message.request_id)
-            raise message.error
-        outputs = [output for output in message if self._router.replica_of(output.request_id) is not None]
-        for output in outputs:
-            if output.finished:
-                self._router.finish(output.request_id)
-        return outputs
+        elif isinstance(message, Reply):
+            replica.reply = message
+        elif isinstance(message, Aborted):
+            replica.aborting -= Counter(message.request_ids)
+        elif isinstance(message, Refused):
+            if self._expects(replica, message.request_id):
+                self._router.finish(message.request_id)
+                self._refused.append(message)
+        else:
+            for output in message:
+                if self._expects(replica, output.request_id):
+                    self._outputs.append(output)
+                    if output.finished:
+                        self._router.finish(output.request_id)
+
+    def _expects(self, replica: "_Replica", request_id: str) -> bool:
+        """Whether what a replica says of a request is of the one that has this id now: the id of an aborted request is
+        free at once, while its replica may not know yet."""
+        return self._router.replica_of(request_id) is not None and request_id not in replica.aborting
 
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of each replica returns. Outputs that come in between are kept for `step`.
+        """What a method of each replica returns. Outputs and refusals that come in between are kept for `step`.
 
         Raises: what it raised in one of them.
         """
         self._check_alive()
+        number = next(self._numbers)
+        question = _pickled(Call(method, arguments, number=number))
         for index in range(self.num_replicas):
-            self._send(index, (method, arguments, {}))
+            self._send(index, question)
         replies = []
         for replica in self._replicas:
-            while not replica.replies:
-                self._outputs += self._receive(replica)
-            replies.append(replica.replies.pop(0))
+            while replica.reply is None or replica.reply.number != number:
+                self._receive(replica)
+            replies.append(replica.reply.value)
         for reply in replies:
             if isinstance(reply, JPagedError):
                 raise reply
         return replies
 
     def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
+        if self._ended:
+            raise EngineDeadError(self._ended) from self._failure
 
-    def _fail(self, error: Exception) -> None:
-        self._failure = error
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """For what leaves a pipe in the middle of a message if it is broken off, by Ctrl-C say: then it is of no more
+        use. (`LLM` and the commands hold Ctrl-C back.)"""
+        try:
+            yield
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _end(self, failure: BaseException) -> None:
+        self._ended, self._failure = "The engine failed earlier and must be started anew.", failure
         self.close()
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._end(error)
         if isinstance(error, EngineDeadError):
             raise error
         raise EngineDeadError(f"A replica failed: {type(error).__name__}: {error}") from error
 
+    def _leave_to_parent(self) -> None:
+        """In a forked process: lets go of the replicas, which belong to the process that started them."""
+        self._finalizer.detach()
+        for replica in self._replicas:
+            replica.connection.close()
+        self._ended = "The replicas belong to the process that this one was forked from; start an engine here."
+
 
 class _Replica:
-    """A process and the pipe to it."""
+    """A process and the pipe to it.
+
+    Attributes:
+        reply: the last one that came.
+        aborting: ids of requests that the process has been told to abort, and has not yet said that it did.
+    """
 
     def __init__(self, index: int, args: EngineArgs, environment: Mapping[str, str]) -> None:
         self.index = index
-        self.replies: list[Any] = []
+        self.reply: Reply | None = None
+        self.aborting: Counter[str] = Counter()
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jpaged.replica_process", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "jpaged.replica_process", str(theirs.fileno())],
                 env=environment,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is for this process, which deals with it
             )
         self.connection = Connection(ours.detach())
         self.connection.send(args)
@@ -349,15 +463,11 @@ class _Replica:
         return message
 
     def receive(self) -> Any:
-        """The next message: outputs, `Refused` or `Failed`; no outputs where it was a reply, which is kept."""
+        """The next message; `Failed` where none will come."""
         try:
-            message = self.connection.recv()
+            return self.connection.recv()
         except (EOFError, OSError):
             return Failed(self.death())
-        if isinstance(message, tuple):
-            self.replies.append(message[0])
-            return []
-        return message
 
     def death(self) -> EngineDeadError:
         """Why nobody answers."""
@@ -386,6 +496,33 @@ def check_one_host(args: EngineArgs) -> None:
             f"data_parallel_size={args.data_parallel_size} is for one host; with num_processes, use"
             f" tensor_parallel_size, or start one engine a host."
         )
+
+
+def _pickled(call: Call) -> bytes:
+    """A call as it goes to a replica. Raises InvalidParameterError if an argument of it is of a type that cannot go."""
+    try:
+        return pickle.dumps(call)
+    except Exception as error:  # a type of the caller's, which may raise anything
+        raise InvalidParameterError(f"A replica cannot be sent {shown(call.arguments)}: {error}.") from error
+
+
+def _own_class(params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
+    """The parameters as the class that a replica knows; a caller may have made one of its own of it."""
+    kind = BeamSearchParams if isinstance(params, BeamSearchParams) else SamplingParams
+    if type(params) is kind:
+        return params
+    return kind(**{one.name: getattr(params, one.name) for one in fields(kind)})
+
+
+_engines: "weakref.WeakSet[ReplicatedEngine]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for engine in list(_engines):
+        engine._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)  # or the child would keep the replicas' pipes open
 
 
 def _stop(replicas: Sequence[_Replica]) -> None:

@@ -243,7 +243,7 @@ def _strings(name: str, values: object) -> tuple[str, ...]:
             raise InvalidParameterError(f"{name} must hold non-empty strings, got {shown(value)}.")
         if any("\ud800" <= c <= "\udfff" for c in value):
             raise InvalidParameterError(f"{name} holds a lone surrogate, which is no text: {shown(value)}.")
-    return tuple(values)
+    return tuple(map(str.__str__, values))
 
 
 def _token_ids(name: str, values: object) -> tuple[int, ...] | None:

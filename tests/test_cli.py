@@ -155,10 +155,16 @@ class TestBench:
         assert run("bench", "scheduler", "--help", "-x", "3")[0] == 7
         assert run("bench", "scheduler")[0] == 0
 
-    def test_refuses_an_unknown_name(self, run):
-        code, _, err, _ = run("bench", "luck")
-        assert code == 2
-        assert all(name in err for name in BENCHMARKS)
+    @pytest.mark.parametrize(
+        ("argv", "says"), [(["luck"], "there is no benchmark 'luck'"), ([], "name a benchmark"), (["--help"], "usage")]
+    )
+    def test_lists_the_benchmarks_a_line_each_unless_one_is_named(self, run, argv, says):
+        code, out, err, _ = run("bench", *argv)
+        assert code == (0 if argv == ["--help"] else 2)
+        assert says in (out + err).splitlines()[0]
+        lines = [line.split(maxsplit=1) for line in (out + err).splitlines()]
+        assert all([name, what] in lines for name, what in BENCHMARKS.items())
+        assert "arguments" not in out + err
 
 
 class TestGenerate:

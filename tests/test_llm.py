@@ -541,3 +541,21 @@ def test_an_engine_whose_device_fails_says_so_from_then_on(engine, monkeypatch):
     assert not engine.has_unfinished_requests()
     with pytest.raises(EngineDeadError):
         engine.add_request("b", [3], GREEDY)
+    monkeypatch.setattr(engine._core, "abort", None)  # its scheduler may be in the middle of something
+    engine.abort_request("a")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of JAX, at a fork
+def test_an_engine_is_refused_in_a_forked_process(engine):
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            engine.add_request("a", [3, 4], GREEDY)
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    with open(read, "rb") as answer:
+        assert answer.read().startswith(b"EngineDeadError: The engine belongs to the process that this one was forked")

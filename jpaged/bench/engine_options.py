@@ -4,6 +4,7 @@ import argparse
 
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.llm import LLM
+from jpaged.replicas import ReplicatedEngine
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +50,13 @@ def make_llm(args: argparse.Namespace) -> LLM:
         data_parallel_size=args.data_parallel_size,
         seed=args.seed,
     )
+
+
+def end_replicas(llm: LLM) -> None:
+    """Ends an `LLM` that has replicas, whose devices are theirs until then: what names the device in a report opens it.
+    Does nothing to one that runs here."""
+    if isinstance(llm.engine, ReplicatedEngine):
+        llm.engine.close()
 
 
 def _sizes(text: str) -> tuple[int, ...]:

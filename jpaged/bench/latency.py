@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.bench.engine_options import add_engine_options, make_llm
+from jpaged.bench.engine_options import add_engine_options, end_replicas, make_llm
 from jpaged.bench.percentiles import summary, table
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import make_requests
@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             raise InvalidParameterError(f"--{option} must be at least {bound}, got {getattr(args, name)}.")
     llm = make_llm(args)
     figures = measure(llm, args)
+    end_replicas(llm)
     print(
         f"{args.batch_size} x ({args.input_len} in, {args.output_len} out), {args.runs} batches: "
         f"{figures['output_tokens_per_s']:,.0f} output tokens/s"

@@ -20,7 +20,7 @@ import jax
 
 from jpaged.assets import demo_model_path
 from jpaged.bench.device_trace import idle_share, read_trace
-from jpaged.bench.engine_options import add_engine_options, make_llm
+from jpaged.bench.engine_options import add_engine_options, end_replicas, make_llm
 from jpaged.bench.models import CONFIGS
 from jpaged.bench.report import write_report
 from jpaged.bench.sharegpt import read_turns, sharegpt_requests
@@ -28,7 +28,6 @@ from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, 
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError
 from jpaged.llm import LLM
-from jpaged.replicas import ReplicatedEngine
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -82,8 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             figure["device_idle"] = profile(llm, requests, workload, args.profile / name)
         print(_row(figure), flush=True)
         figures.append(figure)
-    if isinstance(llm.engine, ReplicatedEngine):
-        llm.engine.close()  # until then the devices are theirs
+    end_replicas(llm)
     if args.json:
         write_report(args.json, "throughput", vars(args) | {"startup_s": startup_s}, figures)
     return 0

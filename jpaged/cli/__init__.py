@@ -110,20 +110,29 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_bench_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    names = "\n".join(f"  {name:<10} {what}" for name, what in BENCHMARKS.items())
     parser = commands.add_parser(
         "bench",
         help="measure speed",
-        description=f"Measure speed.\n\nbenchmarks:\n{names}\n\n`jpaged bench NAME --help` lists its options.",
+        usage="jpaged bench NAME [OPTION ...]",
+        description=f"Measure speed.\n\n{_benchmarks()}\n\n`jpaged bench NAME --help` lists the options of one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=", ".join(BENCHMARKS))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own arguments")
+    # `_run_bench` misses the name, not argparse: it can say what names there are, a line each.
+    parser.add_argument("name", nargs="?", default="", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     add_debug_option(parser)
     parser.set_defaults(run=_run_bench)
 
 
+def _benchmarks() -> str:
+    return "\n".join(["benchmarks:", *(f"  {name:<10}  {what}" for name, what in BENCHMARKS.items())])
+
+
 def _run_bench(args: argparse.Namespace) -> int:
+    if args.name not in BENCHMARKS:
+        problem = f"there is no benchmark {args.name!r}" if args.name else "name a benchmark"
+        print(f"jpaged bench: error: {problem}\n\n{_benchmarks()}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
     try:
         return import_module(f"jpaged.bench.{args.name}").main(args.arguments) or 0
     except SystemExit as exit_:  # its own argparse

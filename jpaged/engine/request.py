@@ -11,7 +11,7 @@ import numpy as np
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine.interface import SamplingVariant, TargetScores
-from jpaged.errors import InvalidParameterError, InvalidPromptError
+from jpaged.errors import InvalidParameterError, InvalidPromptError, shown
 from jpaged.outputs import PositionLogprobs, RequestStateStats
 from jpaged.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
 
@@ -93,7 +93,7 @@ class Request:
         self.sampling = sampling
         self.beam = beam
         self.priority = _checked_priority(priority)
-        self.cache_salt = _checked_salt(cache_salt)
+        self.cache_salt = checked_salt(cache_salt)
         self._eos_token_ids = () if sampling.ignore_eos else tuple(dict.fromkeys(eos_token_ids))
         self.stop_token_ids = tuple(dict.fromkeys((*self._eos_token_ids, *(sampling.stop_token_ids or ()))))
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -216,20 +216,21 @@ class Request:
 
 def _checked_priority(priority: object) -> int:
     if isinstance(priority, bool) or not isinstance(priority, Integral) or not -(2**63) <= int(priority) < 2**63:
-        raise InvalidParameterError(f"priority must be a 64-bit integer, got {priority!r}.")
+        raise InvalidParameterError(f"priority must be a 64-bit integer, got {shown(priority)}.")
     return int(priority)
 
 
-def _checked_salt(salt: object) -> str | None:
+def checked_salt(salt: object) -> str | None:
+    """A cache salt as plain text, or None. Raises InvalidParameterError for anything else."""
     if salt is None:
         return None
     if not isinstance(salt, str) or not salt:
-        raise InvalidParameterError(f"cache_salt must be a non-empty string or None, got {salt!r}.")
+        raise InvalidParameterError(f"cache_salt must be a non-empty string or None, got {shown(salt)}.")
     try:
         salt.encode()
     except UnicodeEncodeError:
-        raise InvalidParameterError(f"cache_salt holds a lone surrogate: {salt!r}.") from None
-    return salt
+        raise InvalidParameterError(f"cache_salt holds a lone surrogate: {shown(salt)}.") from None
+    return str.__str__(salt)
 
 
 def _variant_of(sampling: SamplingParams) -> SamplingVariant:

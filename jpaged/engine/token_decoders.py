@@ -86,8 +86,9 @@ def _new_decoder(tokenizer: Any, skip: bool) -> TokenDecoder:
 
 def _agrees(decoder: TokenDecoder, vocabulary: "_Vocabulary") -> bool:
     """Whether a table decodes a sample of the vocabulary as the tokenizer does, which may override its decode."""
-    size = len(vocabulary.tokenizer)
-    sample = sorted({i * size // 128 for i in range(128)} | set(range(max(0, size - 32), size)))
+    size = len(vocabulary.tokenizer)  # less than the largest id where ids leave gaps; added tokens often stand above
+    spread = {i * size // 128 for i in range(128)}
+    sample = sorted(spread | set(range(max(0, size - 32), size)) | set(vocabulary.added_ids[-32:]))
     stream = decoder.stream(())
     text = ""
     for retracted, new in [*map(stream.push, sample), stream.flush()]:
@@ -102,9 +103,10 @@ class _Vocabulary:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         self.backend = getattr(tokenizer, "backend_tokenizer", None)  # a tokenizers.Tokenizer, if it has one
+        added = {} if self.backend is None else self.backend.get_added_tokens_decoder()
+        self.added_ids = sorted(added)
         if self.backend is not None:
-            added = self.backend.get_added_tokens_decoder().values()
-            self._special = {token.content for token in added if token.special}
+            self._special = {token.content for token in added.values() if token.special}
         else:
             self._special = set(tokenizer.all_special_tokens)
 

@@ -78,10 +78,11 @@ class Tokenizer:
         hf.model_max_length = int(1e30)  # only for warnings, which are not wanted; it may be no number at all
         return cls(hf, name)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest token id. The model's embedding may have more rows, for padding."""
-        return max([self.hf.vocab_size, *(i + 1 for i in self.hf.added_tokens_decoder)])
+        """One more than the largest token id; not every id below need be a token's. The model's embedding may have more
+        rows, for padding."""
+        return 1 + max(self.hf.get_vocab().values())
 
     @cached_property
     def max_token_characters(self) -> int:

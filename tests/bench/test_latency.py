@@ -1,13 +1,16 @@
 """The latency benchmark on a tiny model, and the arithmetic of its percentiles."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from jpaged.bench import latency
 from jpaged.bench.latency import main
 from jpaged.bench.percentiles import summary, table
 from jpaged.errors import InvalidParameterError
+from jpaged.replicas import ReplicatedEngine
 from tests.tiny_models import tiny_model, write_tiny_model
 
 
@@ -26,6 +29,18 @@ def test_batches_are_timed_to_the_first_token_to_each_and_to_the_last(tmp_path, 
     assert figures["output_tokens_per_s"] == pytest.approx(3 * 6 / (whole["mean"] / 1000))
     out = capsys.readouterr().out
     assert f"{whole['p99']:,.2f}" in out.splitlines()[-2]
+
+
+def test_replicas_have_ended_before_the_report_names_the_device(tmp_path, monkeypatch):
+    ended = []
+    engine = object.__new__(ReplicatedEngine)
+    engine.close = lambda: ended.append(True)
+    monkeypatch.setattr(latency, "make_llm", lambda args: SimpleNamespace(engine=engine))
+    percentiles = {"ttft_ms": None, "tpot_ms": None, "latency_ms": None}
+    monkeypatch.setattr(latency, "measure", lambda llm, args: {"output_tokens_per_s": 1.0, **percentiles})
+    monkeypatch.setattr(latency, "write_report", lambda *report: ended.append("written"))
+    assert main(["--data-parallel-size", "2", "--json", str(tmp_path / "figures.json")]) == 0
+    assert ended == [True, "written"]
 
 
 def test_a_number_out_of_range_is_refused_by_name():

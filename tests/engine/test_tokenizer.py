@@ -6,6 +6,9 @@ import sys
 import threading
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from jpaged.assets import demo_model_path
 from jpaged.engine.generation_config import GenerationConfig, get_default_sampling_params
@@ -56,6 +59,13 @@ class TestLoading:
         assert loaded.vocab_size == 1 + max(loaded.hf.get_vocab().values())
         assert loaded.hf.convert_ids_to_tokens(loaded.eos_token_id) == "</s>"
         assert loaded.token_text(loaded.eos_token_id) == "</s>"
+
+    def test_its_size_is_above_the_largest_id_where_ids_leave_gaps(self):
+        ids = {token: 3 * i for i, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+        hf = PreTrainedTokenizerFast(tokenizer_object=RustTokenizer(models.BPE(ids, [])))
+        loaded = Tokenizer(hf, "gaps")
+        assert loaded.vocab_size == 3 * 255 + 1
+        assert len(hf) == 256
 
     @pytest.mark.parametrize("source", ["/no/such/directory", "./nowhere", "a/b/c", __file__])
     def test_a_missing_directory_is_named_without_asking_the_hub(self, source):
