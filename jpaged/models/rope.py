@@ -7,9 +7,9 @@ their frequencies first change they are constant too, and that length is the con
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,12 @@ from jpaged.errors import CheckpointError, UnsupportedModelError, shown
 
 _LONGEST_CONTEXT = 2**31 - 1
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-
 
 @dataclass(frozen=True)
 class Rope:
     """What a rotation needs.
 
-    kind: one of `ROPE_TYPES`, how the frequencies were made.
+    kind: how the frequencies were made, as config.json says it: one of the names at the end of this module.
     theta: the base wavelength they were made from.
     frequencies: float32 [head_dim / 2], radians a token.
     attention_scale: multiplies cos and sin (YaRN and LongRoPE), so attention scores get its square.
@@ -67,131 +65,162 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
         parameters = nested[0]
 
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in ROPE_TYPES or "mrope_section" in parameters:
+    if kind not in tuple(_STRETCHES) or "mrope_section" in parameters:
         found = "mrope" if "mrope_section" in parameters else kind
         raise UnsupportedModelError(
-            f"config.json: RoPE of type {shown(found)} is not supported; supported types: {', '.join(ROPE_TYPES)}."
+            f"config.json: RoPE of type {shown(found)} is not supported; supported types: {', '.join(_STRETCHES)}."
         )
     rotated_fraction = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if rotated_fraction != 1.0:
         raise UnsupportedModelError(f"config.json: partial_rotary_factor {rotated_fraction} is not supported, only 1.")
 
-    def number(name: str, default: Any = None, above: float = 0.0) -> float:
-        value = parameters.get(name)
+    read = _Parameters(kind, parameters, config, head_dim, max_position_embeddings)
+    stretched = _STRETCHES[kind](read)
+    if not np.isfinite(stretched.frequencies).all():
+        raise CheckpointError(f"config.json: the RoPE parameters {shown(read.values)} overflow float32.")
+    frequencies = tuple(float(f) for f in stretched.frequencies)
+    rope = Rope(kind, read.theta, frequencies, float(stretched.attention_scale))
+    return rope, min(stretched.length, _LONGEST_CONTEXT)
+
+
+class _Parameters:
+    """What config.json says of a RoPE.
+
+    theta: see `Rope`. length: of the context, tokens. original_length: of the context before it was stretched.
+    """
+
+    def __init__(
+        self, kind: str, values: Mapping[str, Any], config: Mapping[str, Any], head_dim: int, length: int
+    ) -> None:
+        self.kind = kind
+        self.head_dim = head_dim
+        self.length = length
+        # The entry at the top, where there is one, wins in transformers too.
+        original = config.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
+        self.values = {**values, "original_max_position_embeddings": original}
+        self.theta = float(self.number("rope_theta", config.get("rope_theta") or 10000.0, above=1.0))
+        self.original_length = math.ceil(self.number("original_max_position_embeddings", length, above=1.0))
+
+    def number(self, name: str, default: Any = None, above: float = 0.0) -> float:
+        value = self.values.get(name)
         if value is None:
             value = default
         if not is_number(value) or not above < value <= LARGEST_FLOAT32:
             raise CheckpointError(
-                f"config.json: RoPE of type {kind!r} needs a number above {above:g} for {name!r}, got {shown(value)}."
+                f"config.json: RoPE of type {self.kind!r} needs a number above {above:g} for {name!r},"
+                f" got {shown(value)}."
             )
         return value
 
-    theta = float(number("rope_theta", config.get("rope_theta") or 10000.0, above=1.0))
-    plain = _plain_frequencies(theta, head_dim)
-    # The entry at the top, where there is one, wins in transformers too.
-    original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
-    parameters = {**parameters, "original_max_position_embeddings": original}
-    original_length = int(number("original_max_position_embeddings", max_position_embeddings, above=1.0))
-    scale = 1.0
-    length = max_position_embeddings
-    if kind in ("default", "dynamic"):
-        frequencies = plain
-    elif kind == "linear":
-        factor = number("factor")
-        frequencies = plain / np.float32(factor)
-        length = int(max_position_embeddings * factor)
-    elif kind == "llama3":
-        low = number("low_freq_factor")
-        high = number("high_freq_factor", above=low)
-        frequencies = _llama3_frequencies(plain, number("factor"), low, high, original_length)
-    elif kind == "yarn":
-        factor = number("factor", max_position_embeddings / original_length)
-        frequencies = _yarn_frequencies(
-            theta,
-            head_dim,
-            factor,
-            original_length,
-            beta_fast=number("beta_fast", 32.0),
-            beta_slow=number("beta_slow", 1.0),
-            truncate=bool(parameters.get("truncate", True)),
-        )
-        scale = _yarn_scale(factor, number("mscale", 1.0), number("mscale_all_dim", 0.0, above=-1.0))
-        scale = number("attention_factor", scale)
-        length = max(max_position_embeddings, int(original_length * factor))
-    else:
-        factors: Any = parameters.get("short_factor")
-        valid = isinstance(factors, list) and len(factors) == head_dim // 2
-        if not valid or not all(isinstance(f, int | float) and 0 < f <= LARGEST_FLOAT32 for f in factors):
-            raise CheckpointError(
-                f"config.json: RoPE of type 'longrope' needs {head_dim // 2} positive numbers (half of"
-                f" head_dim) for 'short_factor', got {shown(factors)}."
-            )
-        frequencies = np.float32(1.0) / (np.asarray(factors, np.float32) * _wavelengths(theta, head_dim))
-        factor = number("factor", max_position_embeddings / original_length)
-        default_scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_length))
-        scale = number("attention_factor", default_scale)
-        length = min(original_length, max_position_embeddings)
-    if not np.isfinite(frequencies).all():
-        raise CheckpointError(f"config.json: the RoPE parameters {shown(dict(parameters))} overflow float32.")
-    rope = Rope(kind, theta, tuple(float(f) for f in frequencies), float(scale))
-    return rope, min(length, _LONGEST_CONTEXT)
+
+class _Stretched(NamedTuple):
+    """frequencies: float32 [head_dim / 2]. length: tokens up to which they are right. attention_scale: see `Rope`."""
+
+    frequencies: np.ndarray
+    length: int
+    attention_scale: float = 1.0
 
 
-def _wavelengths(theta: float, head_dim: int) -> np.ndarray:
-    """theta ** (2 i / head_dim) in float32, every step rounded as transformers rounds it (the power itself exactly)."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return (theta ** exponents.astype(np.float64)).astype(np.float32)
+def _default(p: _Parameters) -> _Stretched:
+    """RoFormer (Su et al. 2021, arXiv:2104.09864)."""
+    return _Stretched(_plain_frequencies(p), p.length)
 
 
-def _plain_frequencies(theta: float, head_dim: int) -> np.ndarray:
-    return np.float32(1.0) / _wavelengths(theta, head_dim)
+def _dynamic(p: _Parameters) -> _Stretched:
+    """Dynamic NTK, up to the length where it begins (`_compute_dynamic_ntk_parameters` in transformers)."""
+    return _Stretched(_plain_frequencies(p), p.length)
 
 
-def _llama3_frequencies(plain: np.ndarray, factor: float, low: float, high: float, original_length: int) -> np.ndarray:
-    """Llama 3.1: divides the low frequencies by factor, leaves the high ones, and blends in between."""
+def _linear(p: _Parameters) -> _Stretched:
+    """Position interpolation (Chen et al. 2023, arXiv:2306.15595): positions are divided by the factor."""
+    factor = p.number("factor")
+    return _Stretched(_plain_frequencies(p) / np.float32(factor), int(p.length * factor))
+
+
+def _llama3(p: _Parameters) -> _Stretched:
+    """Llama 3.1 (`_compute_llama3_parameters` in transformers): divides the low frequencies by the factor, leaves the
+    high ones, and blends in between."""
+    low = p.number("low_freq_factor")
+    high = p.number("high_freq_factor", above=low)
+    factor = p.number("factor")
+    plain = _plain_frequencies(p)
     wavelengths = np.float32(2 * math.pi) / plain
-    smooth = (np.float32(original_length) / wavelengths - np.float32(low)) / np.float32(high - low)
+    smooth = (np.float32(p.original_length) / wavelengths - np.float32(low)) / np.float32(high - low)
     blended = (1 - smooth) * plain / np.float32(factor) + smooth * plain
-    return np.where(
-        wavelengths > original_length / low,
+    frequencies = np.where(
+        wavelengths > p.original_length / low,
         plain / np.float32(factor),
-        np.where(wavelengths < original_length / high, plain, blended),
-    ).astype(np.float32)
+        np.where(wavelengths < p.original_length / high, plain, blended),
+    )
+    return _Stretched(frequencies.astype(np.float32), p.length)
 
 
-def _yarn_frequencies(
-    theta: float,
-    head_dim: int,
-    factor: float,
-    original_length: int,
-    *,
-    beta_fast: float,
-    beta_slow: float,
-    truncate: bool,
-) -> np.ndarray:
-    """YaRN (Peng et al. 2023, section 3.2): interpolates by the number of turns within the original context."""
+def _yarn(p: _Parameters) -> _Stretched:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolates by the number of turns within the original context (its
+    section 3.2), and sharpens attention (its equation 22)."""
+    factor = p.number("factor", p.length / p.original_length)
+    fast, slow = p.number("beta_fast", 32.0), p.number("beta_slow", 1.0)
 
     def pair_with_turns(turns: float) -> float:
-        return head_dim * math.log(original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return p.head_dim * math.log(p.original_length / (turns * 2 * math.pi)) / (2 * math.log(p.theta))
 
-    first, last = pair_with_turns(beta_fast), pair_with_turns(beta_slow)
-    if truncate:
+    first, last = pair_with_turns(fast), pair_with_turns(slow)
+    if bool(p.values.get("truncate", True)):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, p.head_dim - 1)
     if first == last:
         last += 0.001
-    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    pairs = np.arange(p.head_dim // 2, dtype=np.float32)
     interpolated = np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
     kept = 1 - interpolated
-    wavelengths = _wavelengths(theta, head_dim)
-    slow = np.float32(1.0) / (np.float32(factor) * wavelengths)
-    return slow * (1 - kept) + (np.float32(1.0) / wavelengths) * kept
+    wavelengths = _wavelengths(p)
+    stretched = np.float32(1.0) / (np.float32(factor) * wavelengths)
+    frequencies = stretched * (1 - kept) + (np.float32(1.0) / wavelengths) * kept
+
+    scale = _yarn_scale(factor, p.number("mscale", 1.0), p.number("mscale_all_dim", 0.0, above=-1.0))
+    length = max(p.length, int(p.original_length * factor))
+    return _Stretched(frequencies, length, p.number("attention_factor", scale))
 
 
 def _yarn_scale(factor: float, numerator: float, denominator: float) -> float:
-    """YaRN's temperature (its equation 22); a checkpoint that weighs it does so by two weights, as a ratio."""
+    """YaRN's temperature; a checkpoint that weighs it does so by two weights, as a ratio."""
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     return temperature(numerator) / temperature(denominator) if denominator else temperature(1.0)
+
+
+def _longrope(p: _Parameters) -> _Stretched:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753), up to the length where its long factors begin."""
+    factors: Any = p.values.get("short_factor")
+    valid = isinstance(factors, list) and len(factors) == p.head_dim // 2
+    if not valid or not all(isinstance(f, int | float) and 0 < f <= LARGEST_FLOAT32 for f in factors):
+        raise CheckpointError(
+            f"config.json: RoPE of type 'longrope' needs {p.head_dim // 2} positive numbers (half of"
+            f" head_dim) for 'short_factor', got {shown(factors)}."
+        )
+    frequencies = np.float32(1.0) / (np.asarray(factors, np.float32) * _wavelengths(p))
+    factor = p.number("factor", p.length / p.original_length)
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(p.original_length))
+    return _Stretched(frequencies, min(p.original_length, p.length), p.number("attention_factor", scale))
+
+
+def _plain_frequencies(p: _Parameters) -> np.ndarray:
+    return np.float32(1.0) / _wavelengths(p)
+
+
+def _wavelengths(p: _Parameters) -> np.ndarray:
+    """theta ** (2 i / head_dim) in float32, every step rounded as transformers rounds it (the power itself exactly)."""
+    exponents = np.arange(0, p.head_dim, 2, dtype=np.float32) / np.float32(p.head_dim)
+    return (p.theta ** exponents.astype(np.float64)).astype(np.float32)
+
+
+_STRETCHES: dict[str, Callable[[_Parameters], _Stretched]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -37,12 +37,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from jpaged.pallas_kernels.all_reduce import MAX_CTAS
+from jpaged.pallas_kernels.inline_mosaic import constant, instruction, offset, scalar
 
 _THREADS = 128
 _INBOX, _SIGNALS = 0, 2
 """Columns of `peers` where the halves of an address begin. Its last row begins with this device's own number."""
-
-_utils: Any = mgpu.utils  # what it has differs from one JAX release to the next
 
 
 def unsupported(hidden: int, dtype: Any, num_devices: int) -> str | None:
@@ -71,15 +70,15 @@ def all_reduce_peers(inbox: jax.Array, signals: jax.Array, *, axis: str, num_dev
     def body(inbox_ref: Any, signals_ref: Any, out_ref: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, plgpu.Layout.WG_SPLAT))
         def find(ctx: Any, inbox: Any, signals: Any, out: Any, me: Any) -> None:
-            own = _int32(me)
-            zero = mgpu.c(0, own.type)
+            own = scalar(me)
+            zero = constant(0)
             i64 = ir.IntegerType.get_signless(64)
             with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
                 for device in range(num_devices):
-                    peer = mgpu.c(device, own.type)
+                    peer = constant(device)
                     for column, first in ((_INBOX, _part(inbox, zero, zero, zero)), (_SIGNALS, _part(signals, zero))):
-                        there = llvm.ptrtoint(i64, _utils.memref_ptr(ctx.to_remote(first, peer)))
-                        high = arith.shrui(there, mgpu.c(32, i64))
+                        there = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ctx.to_remote(first, peer)))
+                        high = arith.shrui(there, constant(32, 64))
                         for half, value in enumerate((there, high)):
                             _store(arith.trunci(own.type, value), out, device, column + half)
                 _store(own, out, num_devices, 0)
@@ -133,9 +132,9 @@ def all_reduce_add_norm(
                 pl.loop(0, lax.div(rows - 1 - cta, MAX_CTAS) + 1)(lambda turn: do(cta + turn * MAX_CTAS))
 
         def push(row: Any) -> None:
-            offset = ((parity * num_devices + me) * max_rows + row) * hidden
+            first = ((parity * num_devices + me) * max_rows + row) * hidden
             addresses = [_address(peers_ref, device, _INBOX) for device in others]
-            _push(read(x_ref.at[row]), layout, offset, inbox_ref, addresses)
+            _push(read(x_ref.at[row]), layout, first, inbox_ref, addresses)
 
         for_own_rows(push)
         given = iter(refs)
@@ -143,8 +142,8 @@ def all_reduce_add_norm(
         scale_row = None if scale is None else read(next(given))
         out_ref = next(given)
         early = read(in_ref.at[cta]) if rows <= MAX_CTAS else None  # on its way while the peers' rows are
-        offset = me * signals.shape[1] + cta
-        _tell_peers(generation, offset, [_address(peers_ref, device, _SIGNALS) for device in others])
+        first = me * signals.shape[1] + cta
+        _tell_peers(generation, first, [_address(peers_ref, device, _SIGNALS) for device in others])
         _wait_for_peers(signals_ref, cta, generation, others)
 
         def add(row: Any) -> None:
@@ -183,11 +182,11 @@ def _address(peers_ref: Any, device: Any, column: int) -> tuple[Any, Any]:
     return peers_ref[device, column], peers_ref[device, column + 1]
 
 
-def _push(x: Any, layout: Any, offset: Any, inbox_ref: Any, inboxes: list[tuple[Any, Any]]) -> None:
-    """Stores a row in this device's inbox and in the others', `offset` elements from its beginning."""
+def _push(x: Any, layout: Any, first: Any, inbox_ref: Any, inboxes: list[tuple[Any, Any]]) -> None:
+    """Stores a row in this device's inbox and in the others', from its element `first` on."""
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * (1 + 2 * len(inboxes))))
-    def push(ctx: Any, x: Any, inbox: Any, offset: Any, *halves: Any) -> None:
+    def push(ctx: Any, x: Any, inbox: Any, first: Any, *halves: Any) -> None:
         del ctx
         i32 = ir.IntegerType.get_signless(32)
         width = ir.VectorType(x.registers.flat[0].type).shape[0] // 2
@@ -195,35 +194,35 @@ def _push(x: Any, layout: Any, offset: Any, inbox_ref: Any, inboxes: list[tuple[
         places = ", ".join(f"${i + 1}" for i in range(width))
         store = f"st.global.v{width}.b32 [$0], {{{places}}};" if width > 1 else f"st.global.b32 [$0], {places};"
         remote = [_pointer(low, high) for low, high in zip(halves[::2], halves[1::2], strict=True)]
-        for begin in (*remote, _utils.memref_ptr(inbox)):
-            there = _utils.getelementptr(begin, [_int32(offset)], x.mlir_dtype)
+        for begin in (*remote, mgpu.utils.memref_ptr(inbox)):
+            there = offset(begin, scalar(first), x.mlir_dtype)
             for place, register in zip(x.layout.linear_thread_idxs(), x.registers.flat, strict=True):
                 values = vector.bitcast(words, register)
-                _utils.inline_ptx(
+                instruction(
                     store,
-                    _utils.getelementptr(there, [arith.index_cast(i32, place)], x.mlir_dtype),
+                    offset(there, arith.index_cast(i32, place), x.mlir_dtype),
                     *(vector.extract(values, dynamic_position=[], static_position=[i]) for i in range(width)),
-                    has_side_effects=True,
                 )
 
-    push(x, inbox_ref, offset, *(half for address in inboxes for half in address))
+    push(x, inbox_ref, first, *(half for address in inboxes for half in address))
 
 
-def _tell_peers(generation: Any, offset: Any, signals: list[tuple[Any, Any]]) -> None:
-    """After all threads' stores: sets this device's signal, `offset` integers from the beginning, on every peer."""
+def _tell_peers(generation: Any, first: Any, signals: list[tuple[Any, Any]]) -> None:
+    """After all threads' stores: sets this device's signal, which is their integer `first`, on every peer."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,) * (2 + 2 * len(signals)))
-    def tell(ctx: Any, generation: Any, offset: Any, *halves: Any) -> None:
+    def tell(ctx: Any, generation: Any, first: Any, *halves: Any) -> None:
         del ctx
         mgpu.warpgroup_barrier()
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            _utils.inline_ptx("fence.acq_rel.sys;", has_side_effects=True)  # cumulative over the barrier
-            reached = _int32(generation)
+            # All threads' stores come before the signals: by the barrier before the fence, which is cumulative.
+            instruction("fence.acq_rel.sys;")
+            reached = scalar(generation)
             for low, high in zip(halves[::2], halves[1::2], strict=True):
-                there = _utils.getelementptr(_pointer(low, high), [_int32(offset)], reached.type)
-                _utils.inline_ptx("st.relaxed.sys.global.b32 [$0], $1;", there, reached, has_side_effects=True)
+                there = offset(_pointer(low, high), scalar(first), reached.type)
+                instruction("st.relaxed.sys.global.b32 [$0], $1;", there, reached)
 
-    tell(generation, offset, *(half for address in signals for half in address))
+    tell(generation, first, *(half for address in signals for half in address))
 
 
 def _wait_for_peers(signals_ref: Any, cta: Any, generation: Any, senders: list[Any]) -> None:
@@ -233,34 +232,28 @@ def _wait_for_peers(signals_ref: Any, cta: Any, generation: Any, senders: list[A
     def wait(ctx: Any, signals: Any, cta: Any, generation: Any, *senders: Any) -> None:
         del ctx
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            wanted = _int32(generation)
+            wanted = scalar(generation)
             for sender in senders:
-                here = _utils.memref_ptr(_part(signals, _int32(sender), _int32(cta)))
+                here = mgpu.utils.memref_ptr(_part(signals, scalar(sender), scalar(cta)))
                 loop = scf.WhileOp([], [])
                 with ir.InsertionPoint(loop.before.blocks.append()):
-                    found = _utils.inline_ptx(
-                        "ld.relaxed.sys.global.b32 $0, [$1];", here, result_types=wanted.type, has_side_effects=True
-                    )
+                    found = instruction("ld.relaxed.sys.global.b32 $0, [$1];", here, result=wanted.type)
                     behind = arith.subi(found, wanted)  # a peer may be one ahead, and numbers wrap around
-                    scf.condition(arith.cmpi(arith.CmpIPredicate.slt, behind, mgpu.c(0, wanted.type)), [])
+                    scf.condition(arith.cmpi(arith.CmpIPredicate.slt, behind, constant(0)), [])
                 with ir.InsertionPoint(loop.after.blocks.append()):
                     scf.yield_([])
-            _utils.inline_ptx("fence.acq_rel.sys;", has_side_effects=True)
+            # What the peers stored before their signals comes before all threads' loads behind the barrier.
+            instruction("fence.acq_rel.sys;")
         mgpu.warpgroup_barrier()
 
     wait(signals_ref, cta, generation, *senders)
 
 
-def _int32(x: Any) -> Any:
-    """The MLIR value of a scalar that `inline_mgpu` passes."""
-    return x.registers.item()
-
-
 def _pointer(low: Any, high: Any) -> Any:
     """The pointer of an address whose halves `inline_mgpu` passes."""
     i64 = ir.IntegerType.get_signless(64)
-    upper = arith.shli(arith.extui(i64, _int32(high)), mgpu.c(32, i64))
-    return llvm.inttoptr(llvm.PointerType.get(), arith.ori(upper, arith.extui(i64, _int32(low))))
+    upper = arith.shli(arith.extui(i64, scalar(high)), constant(32, 64))
+    return llvm.inttoptr(llvm.PointerType.get(), arith.ori(upper, arith.extui(i64, scalar(low))))
 
 
 def _part(ref: Any, *indices: Any) -> Any:

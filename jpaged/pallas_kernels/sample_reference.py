@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpaged.pallas_kernels.sample_noise import gumbel
+
 _TOP_K_BITS = 4  # bits of the threshold fixed by one pass over the logits: 8 passes of 15 counts
 _TOP_P_BITS = 3  # 11 passes of 7 sums; a pass of 15 sums would be bound by arithmetic instead of by memory
 
@@ -61,7 +63,8 @@ def sample_tokens(
     largest = finite(largest)
     # The largest is taken off first, so that however low the temperature, the best few tokens stay near zero, where
     # float32 still tells their noise apart.
-    scores = (without_nan(logits) - largest) * rate + gumbel(seeds, positions, logits.shape[1], shards)
+    first = None if shards is None else shards.first(logits.shape[1])
+    scores = (without_nan(logits) - largest) * rate + gumbel(seeds, positions, logits.shape[1], first)
     if top_k is not None or top_p is not None or min_p is not None:
         top_k = jnp.zeros(rows, jnp.int32) if top_k is None else top_k
         top_p = jnp.ones(rows, jnp.float32) if top_p is None else top_p
@@ -95,11 +98,6 @@ def without_nan(logits: jax.Array) -> jax.Array:
 def finite(largest: jax.Array) -> jax.Array:
     """A row's largest logit, 0 where everything is masked, so that taking it off a logit is never NaN."""
     return jnp.where(largest == -_INF, 0.0, largest)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Truncation
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def lowest_kept(
@@ -185,57 +183,3 @@ def _sums_above(logits: jax.Array, weights: jax.Array, thresholds: Sequence[jax.
     zero = np.zeros((), weights.dtype)
     sums = lax.reduce(operands, [zero] * len(operands), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], [1])
     return [total[:, None] for total in sums]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Noise
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def gumbel(seeds: jax.Array, positions: jax.Array, vocab_size: int, shards: Shards | None = None) -> jax.Array:
-    """Gumbel noise, float32 [R, vocab_size]: a function of (seed, position, token id).
-
-    A full Threefry makes a 64-bit key of each row's seed and position; each token id then goes through two rounds of
-    an integer hash under that key. jax.random would run a kernel of its own, and write and read R * V words.
-    """
-    key0, key1 = row_keys(seeds, positions)
-    ids = jnp.arange(vocab_size, dtype=jnp.uint32)
-    if shards is not None:
-        ids = ids + jnp.asarray(shards.first(vocab_size), jnp.uint32)
-    return -jnp.log(-jnp.log1p(-uniform(ids[None, :], key0[:, None], key1[:, None])))
-
-
-def row_keys(seeds: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two words under which the noise of a row is made: uint32 [R] each, from uint32 [R, 2] and int32 [R]."""
-    return _threefry2x32(seeds[:, 0], seeds[:, 1], positions.astype(jnp.uint32), jnp.zeros_like(seeds[:, 0]))
-
-
-def uniform(ids: jax.Array, key0: jax.Array, key1: jax.Array) -> jax.Array:
-    """A float32 in (0, 1) for each token id (uint32); small ones, which make the largest noise, keep all 32 bits."""
-    bits = _mix(_mix(ids * np.uint32(0x9E3779B9) + key0) ^ key1)
-    # 1 itself must not occur.
-    return jnp.minimum(bits.astype(jnp.float32) * np.float32(2**-32) + np.float32(2**-33), np.float32(1 - 2**-24))
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every input bit flips every output bit about half the time.
-
-    The constants are "lowbias32" of Chris Wellons' hash prospector (https://nullprogram.com/blog/2018/07/31/).
-    """
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
-def _threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
-    keys = (key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA))
-    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    x0, x1 = x0 + keys[0], x1 + keys[1]
-    for group in range(5):
-        for rotation in rotations[group % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) ^ x0
-        x0 = x0 + keys[(group + 1) % 3]
-        x1 = x1 + keys[(group + 2) % 3] + np.uint32(group + 1)
-    return x0, x1

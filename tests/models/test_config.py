@@ -49,6 +49,7 @@ def test_both_styles_of_rope_entries_mean_the_same() -> None:
             32768,
         ),
         ({"type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 4096}, 4096),
+        ({"type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 1.5}, 2),
     ],
 )
 def test_the_usable_context_follows_from_the_rope_scaling(scaling: dict[str, Any] | None, length: int) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jpaged.pallas_kernels import sample_reference, sample_tokens
+from jpaged.pallas_kernels import sample_noise, sample_tokens
 from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing
 
 needs_mosaic = pytest.mark.skipif(mosaic_missing() is not None, reason=str(mosaic_missing()))
@@ -44,7 +44,7 @@ def draw_batch(seed, rows, vocab):
 
 def expected_tokens(logits, temperature, top_k, top_p, min_p, seeds, positions):
     """By sorting, in float64, under the same noise; rows whose tokens are all masked come out as 0."""
-    noise = np.asarray(sample_reference.gumbel(seeds, positions, logits.shape[1]), np.float64)
+    noise = np.asarray(sample_noise.gumbel(seeds, positions, logits.shape[1]), np.float64)
     cleaned = np.where(np.isnan(logits), -np.inf, np.minimum(logits, np.finfo(np.float32).max)).astype(np.float64)
     tokens = []
     for x, t, k, p, m, g in zip(cleaned, temperature, top_k, top_p, min_p, noise, strict=True):
