@@ -1,6 +1,7 @@
 """`jpaged serve`: an OpenAI-compatible server."""
 
 import argparse
+import gc
 import logging
 import os
 from dataclasses import fields
@@ -114,9 +115,13 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise InvalidParameterError(f"serve needs {', '.join(missing)}; install them: pip install 'jpaged[serve]'.")
 
-    from jpaged.serving.app import DEMO_MODEL_NAME, AppOptions
-    from jpaged.serving.limits import ServerLimits
-    from jpaged.serving.server import LOG_FORMAT, ServerOptions, serve
+    gc.disable()  # a Ctrl-C that meets a collection would be lost in JAX's callback; and imports make no garbage
+    try:
+        from jpaged.serving.limits import ServerLimits
+        from jpaged.serving.options import DEMO_MODEL_NAME, AppOptions
+        from jpaged.serving.server import LOG_FORMAT, ServerOptions, serve
+    finally:
+        gc.enable()
 
     given = {}
     for field in fields(ServerLimits):

@@ -462,7 +462,6 @@ class Scheduler:
         """
         if not self._in_flight or self._in_flight.popleft() is not plan:
             raise EngineDeadError(f"The results of step {plan.step_id} do not belong to the oldest plan in flight.")
-        self._counters.num_steps += 1
         self._counters.num_shared_prefix_steps += result.read_shared_prefix
         slots = self.slots
         tokens, codes, rows_slots = result.token_ids, result.finish_codes, plan.decode_slots.astype(np.intp)
@@ -476,7 +475,7 @@ class Scheduler:
         )
         if len(rows) != num_due:
             raise EngineDeadError(f"Step {plan.step_id} returned {len(rows)} tokens for {num_due} running sequences.")
-        self._counters.generated_tokens += len(rows)
+        self._counters.count_step(len(rows))
         now = time.monotonic()
         for row, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
             request = slots.requests[chunk.slot] if owned[row] else None
@@ -630,6 +629,7 @@ class Scheduler:
             tokens_held=token_slots - self._num_empty_token_slots(),
             token_slots=token_slots,
             num_shared_prefix_steps=counters.num_shared_prefix_steps,
+            step_tokens=tuple(counters.step_tokens),
         )
 
     def _num_empty_token_slots(self) -> int:

@@ -1,7 +1,11 @@
 """What the engine counts, for `get_metrics()`."""
 
+from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds by which steps are counted; the last count is of those above them all."""
 
 
 @dataclass(slots=True)
@@ -14,6 +18,13 @@ class Counters:
     num_finished: int = 0
     generated_tokens: int = 0
     num_shared_prefix_steps: int = 0
+    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
+
+    def count_step(self, num_tokens: int) -> None:
+        """The host has read a step that returned so many tokens."""
+        self.num_steps += 1
+        self.generated_tokens += num_tokens
+        self.step_tokens[bisect_left(STEP_TOKENS_BOUNDS, num_tokens)] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,7 @@ class EngineStats:
     num_swap_blocks, num_used_swap_blocks: blocks that the swap space can hold, and those in the chunks that sequences
         have there.
     num_swapped_out, num_swapped_in: totals, in blocks of preempted sequences.
+    step_tokens: num_steps by the tokens that each returned: those within each of `STEP_TOKENS_BOUNDS`, and above them.
     tokens_held, token_slots: tokens in the referenced blocks (a shared one counts once), and what they could hold.
     """
 
@@ -58,6 +70,7 @@ class EngineStats:
     tokens_held: int
     token_slots: int
     num_shared_prefix_steps: int
+    step_tokens: tuple[int, ...]
 
     @property
     def kv_cache_usage(self) -> float:
@@ -73,4 +86,6 @@ class EngineStats:
     def total(cls, stats: "Iterable[EngineStats]") -> "EngineStats":
         """The sum over several engines."""
         every = list(stats)
-        return cls(**{field.name: sum(getattr(one, field.name) for one in every) for field in fields(cls)})
+        names = [one.name for one in fields(cls) if one.name != "step_tokens"]
+        sums = {name: sum(getattr(one, name) for one in every) for name in names}
+        return cls(**sums, step_tokens=tuple(map(sum, zip(*(one.step_tokens for one in every), strict=True))))

@@ -105,7 +105,12 @@ class Tokenizer:
         own = signature(self.render_chat).parameters.values()
         theirs = signature(self.hf.apply_chat_template).parameters.values()
         named = {parameter.name for parameter in (*own, *theirs) if parameter.kind != parameter.VAR_KEYWORD}
-        return frozenset(named)
+        return frozenset(named | {"self"})  # which the signature of a bound method leaves out
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another thread is encoding, which `encode` would wait for: seconds, if its text is long."""
+        return self._lock.locked()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to token ids. add_special_tokens: begin with the begin-of-sequence token, if the model wants one.

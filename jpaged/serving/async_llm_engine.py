@@ -2,21 +2,18 @@
 
     generate() --> InputProcessor --> Router --> Add --> engine process (one for each replica)
        ^                                                   |
-       +-- OutputProcessor <-- _Stream (pending) <------- Step
+       +-- OutputProcessor <-- RequestStream <---------- Step
 
-Tokenizing, detokenizing and stop strings are done here. A `Step` only appends to the streams that it concerns and
-wakes them; text is made when a consumer takes it, so one that lags behind gets several tokens at once, and a busy
-process does less for each.
+Tokenizing, detokenizing and stop strings are done in this process. This module knows which request runs where, and
+what is open; a request's outputs are `request_stream.py`'s, the tokenizer `tokenizing.py`'s, bytes `replica_link.py`'s.
 """
 
 import asyncio
 import itertools
 import math
-import socket
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -26,21 +23,22 @@ from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.engine.pool_view import PoolView
-from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.request import Request
 from jpaged.engine.router import Router
-from jpaged.engine.scheduler import RequestUpdate
 from jpaged.engine.seeds import request_seed
 from jpaged.engine.sequence_group import SequenceGroup
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, JPagedError
-from jpaged.inputs import InputProcessor, ProcessedInput, Prompt
+from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError
+from jpaged.inputs import ProcessedInput, Prompt
 from jpaged.models import resolve
-from jpaged.output_processor import OutputProcessor
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.serving.launch import EngineProcesses, Link
 from jpaged.serving.metrics import ServingMetrics
+from jpaged.serving.replica_link import ReplicaLink
+from jpaged.serving.request_stream import RequestStream
+from jpaged.serving.tokenizing import AsyncTokenizer
 from jpaged.serving.wire import (
     Abort,
     Add,
@@ -48,20 +46,13 @@ from jpaged.serving.wire import (
     Call,
     Dead,
     Failed,
-    Finish,
-    FrameReader,
     FromEngine,
     Ready,
     Refused,
     Shutdown,
     Step,
-    ToEngine,
-    Update,
-    frame,
 )
 
-INLINE_CHARACTERS = 4096
-"""Shorter prompts are tokenized at once (about 1 ms); longer ones in a thread, while others are served."""
 SHUTDOWN_S = 10.0
 """How long the engine process may take to end by itself."""
 _LAST_WORDS_S = 0.5
@@ -119,24 +110,24 @@ class AsyncLLMEngine:
         self._processes = processes
         try:
             self.tokenizer = load_tokenizer(args)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no process is left behind
             if processes is not None:
                 processes.kill()
                 processes.wait(SHUTDOWN_S)
             raise
         self._board = link.board
         self.metrics = ServingMetrics(link.board.metrics, link.board.worker)
-        self._replicas = [_Replica(index, sock) for index, sock in enumerate(link.sockets)]
+        self._replicas = [ReplicaLink(index, sock) for index, sock in enumerate(link.sockets)]
         self._router = Router(len(self._replicas), match_prefixes=args.enable_prefix_caching)
         self._is_ready: asyncio.Future[Ready] | None = None
         self._ready: Ready | None = None
         self._failure: JPagedError | None = None
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, RequestStream] = {}
         self._request_ids: set[str] = set()
         self._handles = itertools.count(1 + link.board.worker, link.board.num_workers)
         self._call_ids = itertools.count(1)
-        self._calls: dict[int, tuple[_Replica, asyncio.Future[Answer]]] = {}
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="jpaged-tokenize")
+        self._calls: dict[int, tuple[ReplicaLink, asyncio.Future[Answer]]] = {}
+        self._tokenizing = AsyncTokenizer(self.tokenizer)
 
     async def __aenter__(self) -> Self:
         await self.ready()
@@ -157,7 +148,7 @@ class AsyncLLMEngine:
             loop = asyncio.get_running_loop()
             self._is_ready = loop.create_future()
             for replica in self._replicas:
-                await replica.connect(self)
+                await replica.connect(self._take, self._end)
         return await asyncio.shield(self._is_ready)
 
     @property
@@ -236,7 +227,7 @@ class AsyncLLMEngine:
             beam=beam,
         )
         SequenceGroup(request)
-        stream = _Stream(self, handle, request, checked, self._replica_for(handle, request))
+        stream = RequestStream(self.tokenizer, handle, request, checked, self._replica_for(handle, request))
         self._open(stream)
         try:
             while not stream.closed:
@@ -263,19 +254,7 @@ class AsyncLLMEngine:
         Raises:
             InvalidPromptError, InvalidParameterError: they cannot be served.
         """
-        text: Any
-        if isinstance(prompt, dict):
-            text = None if "prompt_token_ids" in prompt else prompt.get("prompt")
-        else:
-            text = prompt
-        inputs = await self._input_processor()
-        if isinstance(params, BeamSearchParams):
-            search = params
-            return await self.in_thread(lambda: inputs.process_search(prompt, search))
-        if isinstance(text, str) and len(text) > INLINE_CHARACTERS:
-            self._check_length(text)
-            return await self.in_thread(lambda: inputs.process(prompt, params))
-        return inputs.process(prompt, params)
+        return await self._tokenizing.process(prompt, params, await self.ready())
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to token ids.
@@ -283,18 +262,11 @@ class AsyncLLMEngine:
         Raises:
             InvalidPromptError: no text, one that cannot fit the model, or no tokenizer.
         """
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise InvalidPromptError("The prompt is text, but the engine was started without a tokenizer.")
-        await self.ready()
-        if len(text) <= INLINE_CHARACTERS:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        self._check_length(text)
-        return await self.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return await self._tokenizing.encode(text, await self.ready(), add_special_tokens=add_special_tokens)
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
         """Runs something that takes long for the event loop, such as tokenizing a long text."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._tokenizing.in_thread(work)
 
     async def get_metrics(self) -> EngineStats:
         """Counters and occupancy of the engine, of several replicas the sum. Raises EngineDeadError."""
@@ -344,29 +316,13 @@ class AsyncLLMEngine:
             await asyncio.get_running_loop().run_in_executor(None, self._processes.wait, SHUTDOWN_S)
         for replica in self._replicas:
             replica.close()
-        self._threads.shutdown(wait=False)
+        self._tokenizing.close()
 
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(str(self._failure)) from self._failure
 
-    def _check_length(self, text: str) -> None:
-        """Refuses what cannot fit before it is tokenized, which takes time and memory with its length."""
-        assert self._ready is not None
-        if self.tokenizer is None:
-            return
-        longest = self.tokenizer.max_token_characters
-        if len(text) > self._ready.max_model_len * longest:
-            raise InvalidPromptError(
-                f"The prompt has {len(text)} characters; max_model_len={self._ready.max_model_len} tokens of at most "
-                f"{longest} characters cannot hold it. Shorten it or raise max_model_len."
-            )
-
-    async def _input_processor(self) -> InputProcessor:
-        ready = await self.ready()
-        return InputProcessor(self.tokenizer, ready.vocab_size, min(ready.max_model_len, ready.pool_tokens))
-
-    def _replica_for(self, handle: int, request: Request) -> "_Replica":
+    def _replica_for(self, handle: int, request: Request) -> ReplicaLink:
         """Where a request will run."""
         if len(self._replicas) == 1:
             return self._replicas[0]
@@ -380,14 +336,14 @@ class AsyncLLMEngine:
         self._board.set("owed_tokens", index, own[index])
         return self._replicas[index]
 
-    async def _call(self, name: str, replicas: "list[_Replica] | None" = None) -> dict[int, Answer]:
-        """What replicas answer, by their numbers; all those that serve by default."""
+    async def _call(self, name: str) -> dict[int, Answer]:
+        """What the replicas that serve answer, by their numbers."""
         await self.ready()
         self._check_alive()
         futures: dict[int, asyncio.Future[Answer]] = {}
-        for replica in replicas or [one for one in self._replicas if one.failure is None]:
+        for replica in self._replicas:
             if replica.failure is not None:
-                raise EngineDeadError(str(replica.failure)) from replica.failure
+                continue
             call_id = next(self._call_ids)
             futures[replica.index] = asyncio.get_running_loop().create_future()
             self._calls[call_id] = replica, futures[replica.index]
@@ -398,7 +354,7 @@ class AsyncLLMEngine:
                 raise EngineDeadError(answer.error)
         return answers
 
-    def _open(self, stream: "_Stream") -> None:
+    def _open(self, stream: RequestStream) -> None:
         request = stream.request
         self._streams[stream.handle] = stream
         self._request_ids.add(request.request_id)
@@ -419,7 +375,7 @@ class AsyncLLMEngine:
             )
         )
 
-    def _close(self, stream: "_Stream") -> None:
+    def _close(self, stream: RequestStream) -> None:
         """Forgets a stream; one whose request has not ended is aborted."""
         if self._streams.pop(stream.handle, None) is None:
             return
@@ -432,20 +388,21 @@ class AsyncLLMEngine:
             self._board.set("owed_tokens", replica.index, self._router.outstanding[replica.index])
         if stream.end():
             replica.send(Abort([stream.handle]))
-        self.metrics.count_finished(replica.index, request)
+        if stream.is_counted:
+            self.metrics.count_finished(replica.index, request)
 
-    def _abort(self, stream: "_Stream") -> None:
+    def _abort(self, stream: RequestStream) -> None:
         if stream.end():
             stream.replica.send(Abort([stream.handle]))
             stream.wake()
 
-    def _started(self, stream: "_Stream") -> None:
+    def _started(self, stream: RequestStream) -> None:
         if stream.queued:
             stream.queued = False
             self._board.add("queued", stream.replica.index, -1)
             self._board.add("queued_tokens", stream.replica.index, -stream.request.prompt_len)
 
-    def _take(self, replica: "_Replica", message: FromEngine) -> None:
+    def _take(self, replica: ReplicaLink, message: FromEngine) -> None:
         if isinstance(message, Step):
             self._take_step(replica, message)
         elif isinstance(message, Answer):
@@ -455,6 +412,7 @@ class AsyncLLMEngine:
         elif isinstance(message, Refused):
             stream = self._streams.get(message.handle)
             if stream is not None:
+                stream.is_counted = False  # it has not run, nor waited
                 stream.fail(_error(message.kind, message.message))
         elif isinstance(message, Ready):
             replica.ready = message
@@ -475,7 +433,7 @@ class AsyncLLMEngine:
         if not self._is_ready.done():
             self._is_ready.set_result(first)
 
-    def _take_step(self, replica: "_Replica", step: Step) -> None:
+    def _take_step(self, replica: ReplicaLink, step: Step) -> None:
         streams, now = self._streams, time.monotonic()
         for handle in array("q", step.started):
             stream = streams.get(handle)
@@ -485,21 +443,17 @@ class AsyncLLMEngine:
         for handle, token_id in zip(array("q", step.handles), array("i", step.tokens), strict=True):
             stream = streams.get(handle)
             if stream is not None and not stream.request.finished:  # else: ended here while this was under way
-                stream.request.output_token_ids.append(token_id)
                 intervals.append(now - stream.last_token_time)
-                stream.last_token_time = now
-                stream.pending[0].append(token_id)
-                stream.wake()
+                stream.add_token(token_id, now)
         for update in step.updates:
             stream = streams.get(update.handle)
             if stream is not None and not stream.request.group.members[update.index].finished:
                 if stream.last_token_time and stream.request.reports_each_token and len(stream.pending) == 1:
                     intervals.append(now - stream.last_token_time)
                 stream.take(update, now)
-        num_tokens = len(step.handles) // 8 + sum(len(update.token_ids) for update in step.updates)
-        self.metrics.count_step(replica.index, num_tokens, intervals)
+        self.metrics.count_intervals(replica.index, intervals)
 
-    def _die(self, replica: "_Replica", error: JPagedError) -> None:
+    def _die(self, replica: ReplicaLink, error: JPagedError) -> None:
         """A replica is of no more use: nobody waits for it any longer."""
         if replica.failure is not None:
             return
@@ -517,179 +471,18 @@ class AsyncLLMEngine:
                 future.set_exception(EngineDeadError(str(error)))
         self._calls = {call_id: call for call_id, call in self._calls.items() if call[0] is not replica}
 
-    def _lost(self, replica: "_Replica") -> None:
-        """The engine closed its socket: its process has ended, or is about to."""
-        if replica.failure is None:
+    def _end(self, replica: ReplicaLink, error: EngineDeadError | None) -> None:
+        """A connection is of no more use. error: None if the engine process has ended, or is about to."""
+        if replica.failure is not None:
+            return
+        if error is None:
             code = None if self._processes is None else self._processes.exit_code(replica.index, _LAST_WORDS_S)
             how = "closed its socket" if code is None else f"ended ({code})"
             if code is not None and code < 0:
                 how = f"ended with signal {-code}"
             which = "" if len(self._replicas) == 1 else f" of replica {replica.index}"
-            self._die(replica, EngineDeadError(f"The engine process{which} {how}; start it anew."))
-
-
-class _Replica:
-    """An engine process, as this process knows it.
-
-    ready: what it is like, once it serves. failure: why it does not any more.
-    """
-
-    def __init__(self, index: int, sock: socket.socket) -> None:
-        self.index = index
-        self.ready: Ready | None = None
-        self.failure: JPagedError | None = None
-        self._socket = sock
-        self._transport: asyncio.WriteTransport | None = None
-
-    async def connect(self, engine: AsyncLLMEngine) -> None:
-        loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_unix_connection(lambda: _Protocol(engine, self), sock=self._socket)
-
-    def send(self, message: ToEngine) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(message))
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-        else:
-            self._socket.close()
-
-
-class _Stream:
-    """A request as this process knows it, and what its consumer has not taken yet.
-
-    request: kept as the scheduler keeps its own, from what the engine reports. replica: where it runs.
-    pending: by sequence, tokens that came since the consumer last looked; empty also where only other news came.
-    queued: it has not run yet. closed: nothing more will come.
-    """
-
-    __slots__ = (
-        "_changed",
-        "_error",
-        "_news",
-        "_outputs",
-        "_waiter",
-        "closed",
-        "handle",
-        "last_token_time",
-        "pending",
-        "queued",
-        "replica",
-        "request",
-    )
-
-    def __init__(
-        self, engine: AsyncLLMEngine, handle: int, request: Request, checked: ProcessedInput, replica: _Replica
-    ) -> None:
-        self.handle = handle
-        self.request = request
-        self.replica = replica
-        self.pending: list[list[int]] = [[] for _ in request.group.members]
-        self._changed: set[int] = set()
-        self.queued = True
-        self.closed = False
-        self.last_token_time = 0.0
-        self._news = False
-        self._error: JPagedError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._outputs = OutputProcessor(_RemoteCore(self), engine.tokenizer)
-        self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
-
-    def take(self, update: Update, now: float) -> None:
-        """News from the engine."""
-        request = self.request.group.members[update.index]
-        self.request.num_cached_tokens = update.num_cached_tokens
-        request.output_token_ids.extend(update.token_ids)
-        if update.logprobs is not None and request.logprobs is not None:
-            request.logprobs.extend(update.logprobs)
-        if update.prompt_logprobs is not None:
-            request.prompt_logprobs = update.prompt_logprobs
-        if update.stats is not None:
-            for member in request.group.members:  # it is one for all of them
-                member.stats = update.stats
-        if update.finish_reason is not None:
-            request.status = RequestStatus.FINISHED
-            request.finish_reason = update.finish_reason  # type: ignore[assignment]  # the scheduler's own words
-            request.stop_reason = update.stop_reason
-            request.cumulative_logprob, request.score = update.cumulative_logprob, update.score
-        self.last_token_time = now
-        self.pending[update.index].extend(update.token_ids)
-        self._changed.add(update.index)
-        self.wake()
-
-    def end(self) -> bool:
-        """Ends the sequences that have not ended, as aborted; returns whether there were any."""
-        members = [member for member in self.request.group.members if not member.finished]
-        for member in members:
-            member.status, member.finish_reason = RequestStatus.FINISHED, "abort"
-            member.stats.finished_time = time.monotonic()
-            self._changed.add(member.index)
-        return bool(members)
-
-    def fail(self, error: JPagedError) -> None:
-        self._error = error
-        self.wake()
-
-    def wake(self) -> None:
-        self._news = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def next(self) -> RequestOutput | None:
-        """Waits for news; returns the output that they make, or None if the request does not report yet."""
-        while not self._news:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._news = False
-        if self._error is not None:
-            self.closed = True
-            raise self._error
-        group, changed = self.request.group, self._changed
-        updates = []
-        for i, new_token_ids in enumerate(self.pending):
-            if new_token_ids or i in changed:
-                updates.append(RequestUpdate(group.members[i], new_token_ids))
-                self.pending[i] = []
-        changed.clear()
-        outputs = self._outputs.process(updates)
-        self.closed = group.finished
-        return outputs[-1] if outputs else None
-
-
-class _RemoteCore:
-    """What an `OutputProcessor` asks of a core: to end a request whose text reached a stop string."""
-
-    def __init__(self, stream: _Stream) -> None:
-        self._stream = stream
-
-    def finish(self, request_id: str, stop_reason: int | str | None, index: int = 0) -> Request | None:
-        request = self._stream.request.group.members[index]
-        if request.finished:
-            return None
-        request.status = RequestStatus.FINISHED
-        request.stats.finished_time = time.monotonic()
-        self._stream.replica.send(Finish(self._stream.handle, index, str(stop_reason)))
-        return request
-
-
-class _Protocol(asyncio.Protocol):
-    """Bytes from an engine process."""
-
-    def __init__(self, engine: AsyncLLMEngine, replica: _Replica) -> None:
-        self._engine = engine
-        self._replica = replica
-        self._reader = FrameReader(FromEngine)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self._reader.feed(data):
-                self._engine._take(self._replica, message)
-        except EngineDeadError as error:
-            self._engine._die(self._replica, error)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._engine._lost(self._replica)
+            error = EngineDeadError(f"The engine process{which} {how}; start it anew.")
+        self._die(replica, error)
 
 
 def _error(kind: str, message: str) -> JPagedError:

@@ -18,7 +18,7 @@ class _TimeUp(BaseException):
 
 
 def template_arguments(body: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a request asks of the chat template, as arguments of `Tokenizer.apply_chat_template`.
+    """What a request asks of the chat template, as arguments of `Tokenizer.render_chat`.
 
     Raises:
         ApiError: fields that contradict each other or a template; a variable that has the name of an option.
@@ -52,24 +52,32 @@ def template_arguments(body: ChatCompletionRequest | TokenizeRequest, tokenizer:
 
 async def render_chat(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], timeout_s: float, arguments: Mapping[str, Any]
-) -> list[int]:
-    """A conversation to the token ids of its prompt. arguments: of `Tokenizer.apply_chat_template`.
+) -> str:
+    """A conversation to the text of its prompt. arguments: of `Tokenizer.render_chat`.
 
     Raises:
         InvalidPromptError: as `Tokenizer.render_chat`. ApiError: the template takes longer than timeout_s.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[list[int]] = loop.create_future()
+    done: asyncio.Future[str] = loop.create_future()
+
+    def settle(result: str | Exception) -> None:
+        if done.done():
+            return  # nobody waits any longer
+        if isinstance(result, Exception):
+            done.set_exception(result)
+        else:
+            done.set_result(result)
 
     def work() -> None:
         try:
-            tokens = tokenizer.apply_chat_template(messages, **arguments)
+            text = tokenizer.render_chat(messages, **arguments)
         except _TimeUp:
             return
-        except Exception as error:
-            loop.call_soon_threadsafe(_fail, done, error)
+        except Exception as error:  # whatever it is, it is for the one who waits
+            loop.call_soon_threadsafe(settle, error)
         else:
-            loop.call_soon_threadsafe(_succeed, done, tokens)
+            loop.call_soon_threadsafe(settle, text)
 
     thread = threading.Thread(target=work, name="jpaged-chat-template", daemon=True)
     thread.start()
@@ -80,15 +88,5 @@ async def render_chat(
             400, f"messages: the chat template took longer than {timeout_s:g} s; send less.", param="messages"
         ) from None
     finally:
-        if thread.is_alive() and thread.ident is not None:
+        if done.cancelled() and thread.is_alive() and thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_TimeUp))
-
-
-def _succeed(done: asyncio.Future[list[int]], tokens: list[int]) -> None:
-    if not done.done():
-        done.set_result(tokens)
-
-
-def _fail(done: asyncio.Future[list[int]], error: Exception) -> None:
-    if not done.done():
-        done.set_exception(error)

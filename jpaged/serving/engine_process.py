@@ -302,7 +302,7 @@ def main(argv: list[str]) -> int:
     try:
         check_one_host(start.args)
         engine = LLMEngine(replace(start.args, data_parallel_size=1))  # one replica; others have processes of their own
-    except Exception as error:
+    except Exception as error:  # JAX and the operating system have many; whoever started this is told
         _send_last(connections, Failed(type(error).__name__, str(error)))
         return 1
     model, config = engine.startup.model.config, engine.core.scheduler.config
@@ -322,7 +322,7 @@ def main(argv: list[str]) -> int:
     process = EngineProcess(engine, connections)
     try:
         process.run()
-    except Exception as error:
+    except Exception as error:  # a defect: it is raised again, for the traceback
         _send_last(connections, Dead(f"{type(error).__name__}: {error}"))
         raise
     os._exit(0)  # nothing is left to save, and taking JAX down in order lasts seconds

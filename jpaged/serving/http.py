@@ -1,29 +1,22 @@
-"""The parts of HTTP that guard the server: bodies read under limits, keys, request ids, the access log, disconnects."""
+"""What a route needs of HTTP: bodies read under limits, errors as answers, and clients that go away."""
 
 import asyncio
-import hashlib
-import hmac
 import logging
-import re
-import time
-import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive
 
-from jpaged.serving.errors import ApiError
-from jpaged.serving.page import PATHS
+from jpaged.serving.errors import ApiError, api_error
 
-access_log = logging.getLogger("jpaged.access")
+log = logging.getLogger("jpaged.server")
 
-OPEN_PATHS = ("/health", "/ping", *PATHS)
-"""Need no key: load balancers ask them, and browsers open the page before its reader can give one."""
+Handler = Callable[[Request], Awaitable[Response]]
 
 _T = TypeVar("_T")
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class ClientDisconnected(Exception):
@@ -36,6 +29,33 @@ def error_response(error: ApiError) -> Response:
     if error.status in (408, 413):
         headers["connection"] = "close"
     return Response(error.body(), error.status, headers, media_type="application/json")
+
+
+def json_response(value: Any) -> Response:
+    """An answer that is no error. value: whatever msgspec encodes."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def guarded(handler: Handler) -> Handler:
+    """A handler whose errors become answers; nobody is told of one who went away."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnected:
+            return Response(status_code=499)
+        except Exception as error:  # whatever it is, the client gets an answer in the form of all errors
+            return error_response(reported(error))
+
+    return endpoint
+
+
+def reported(error: Exception, fields: Sequence[str] = (), prompt_field: str | None = None) -> ApiError:
+    """What an error means to a client (`api_error`); one that is the server's fault goes to the log."""
+    answer = api_error(error, fields, prompt_field)
+    if answer.status == 500:
+        log.error("A request failed.", exc_info=error)
+    return answer
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
@@ -82,80 +102,3 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class RequestIds:
-    """ASGI middleware: every request has an id, the client's own or a new one, which its answer and the log name.
-
-    The log has no query, header or body: prompts are the clients' business.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = _header(scope, b"x-request-id")
-        request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        begin, status = time.monotonic(), 0
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
-            client = scope.get("client") or ("-",)
-            access_log.info(
-                "%s %s %s %s %s %.1f ms",
-                client[0],
-                request_id.decode(),
-                scope["method"],
-                _printable(scope["path"]),
-                status or "disconnected",
-                1000 * (time.monotonic() - begin),
-            )
-
-
-class ApiKeys:
-    """ASGI middleware: refuses requests without one of the keys. Comparing takes the same time whatever is wrong."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._path(scope) not in OPEN_PATHS and not self._knows(scope):
-            error = ApiError(
-                401,
-                "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
-                code="invalid_api_key",
-                kind="authentication_error",
-                headers={"www-authenticate": "Bearer"},
-            )
-            await error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _path(self, scope: Scope) -> str:
-        return scope["path"].removeprefix(scope.get("root_path", ""))
-
-    def _knows(self, scope: Scope) -> bool:
-        scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        known = [hmac.compare_digest(digest, other) for other in self._digests]
-        return scheme.lower() == b"bearer" and any(known)
-
-
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    return next((value for key, value in scope["headers"] if key == name), None)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:200])

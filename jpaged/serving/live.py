@@ -20,7 +20,8 @@ from jpaged.engine.pool_view import PoolView
 from jpaged.engine.stats import EngineStats
 from jpaged.serving.answers import event
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
-from jpaged.serving.errors import OverloadedError, api_error
+from jpaged.serving.errors import OverloadedError
+from jpaged.serving.http import reported
 
 INTERVAL_S = 0.5
 _RETRY_AFTER_S = 5
@@ -83,8 +84,8 @@ class LiveView:
         while not failed:
             try:
                 body = msgspec.json.encode(snapshot(await self._engine.get_pool_views(), time.monotonic()))
-            except Exception as error:
-                body, failed = api_error(error).body(), True
+            except Exception as error:  # whatever it is, watchers are told: they would wait for ever
+                body, failed = reported(error).body(), True
             self._publish(body)
             await asyncio.sleep(INTERVAL_S)
         self._publish(None)

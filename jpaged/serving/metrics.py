@@ -1,8 +1,8 @@
 """What the server measures, in Prometheus' form under vLLM's names.
 
-Counters and histograms of requests are kept here, from what passes through `AsyncLLMEngine`; gauges of the engine are
-read from its `EngineStats` when someone asks. Inter-token latencies are counted a step at a time, in one numpy call:
-one by one they would cost about 1 us a token.
+Counters and histograms of requests are kept here, from what passes through `AsyncLLMEngine`; what is true of an engine,
+such as its steps, is read from its `EngineStats` when someone asks. Inter-token latencies are counted a step at a time,
+in one numpy call: one by one they would cost about 1 us a token.
 
 Their numbers lie in an array that the API processes of a server share (`board.py`): each adds to its own row, and all
 report the sum. The label `engine` is the replica's number.
@@ -10,11 +10,12 @@ report the sum. The label `engine` is the replica's number.
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
 from jpaged.engine.request import Request
-from jpaged.engine.stats import EngineStats
+from jpaged.engine.stats import STEP_TOKENS_BOUNDS, EngineStats
 
 _TIME_TO_FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -25,7 +26,6 @@ _INTER_TOKEN_S = (
 )  # fmt: skip
 _REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
-_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", _TIME_TO_FIRST_TOKEN_S),
@@ -40,7 +40,6 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_generation_tokens": ("Tokens that a request generated.", _TOKENS),
     "request_params_n": ("The n of a request.", (1, 2, 5, 10, 20)),
     "request_params_max_tokens": ("The max_tokens of a request.", _TOKENS),
-    "iteration_tokens_total": ("Tokens that a step returned.", _STEP_TOKENS),
 }
 _ENGINE_METRICS = {  # by field of EngineStats
     "num_running": ("num_requests_running", "gauge", "Requests that run."),
@@ -91,13 +90,9 @@ class Histogram:
             own[-1] += array.sum()
 
     def lines(self, name: str, labels: str, replica: int) -> Iterator[str]:
-        """In Prometheus' text format: cumulative buckets, sum and count."""
-        cells = self._cells[:, replica].sum(axis=0)
-        cumulative = np.cumsum(cells[:-1]).tolist()
-        for bound, total in zip([*map(_number, self._bounds), "+Inf"], cumulative, strict=True):
-            yield f'{name}_bucket{{{labels},le="{bound}"}} {_number(total)}'
-        yield f"{name}_sum{{{labels}}} {_number(cells[-1])}"
-        yield f"{name}_count{{{labels}}} {_number(cumulative[-1])}"
+        """In Prometheus' text format."""
+        *counts, total = self._cells[:, replica].sum(axis=0).tolist()
+        return _histogram_lines(name, labels, self._bounds, counts, total)
 
 
 NUM_COLUMNS = len(FINISH_REASONS) + sum(len(bounds) + 2 for _, bounds in _HISTOGRAMS.values())
@@ -120,9 +115,8 @@ class ServingMetrics:
             self._histograms[name] = Histogram(bounds, cells[:, :, start:end], worker)
             start = end
 
-    def count_step(self, replica: int, num_tokens: int, intervals_s: Sequence[float]) -> None:
-        """A step came: so many tokens, so long after the previous ones of their requests."""
-        self._histograms["iteration_tokens_total"].observe(replica, num_tokens)
+    def count_intervals(self, replica: int, intervals_s: Sequence[float]) -> None:
+        """Tokens came, each so long after the one before it of its request."""
         self._histograms["inter_token_latency_seconds"].observe_all(replica, intervals_s)
 
     def count_finished(self, replica: int, request: Request) -> None:
@@ -184,7 +178,23 @@ class ServingMetrics:
             add(name, "histogram", what, [])
             for replica in range(num_replicas):
                 lines += self._histograms[name].lines(f"{prefix}:{name}", labels[replica], replica)
+        name = "iteration_tokens_total"
+        add(name, "histogram", "Tokens that a step returned.", [])
+        for replica, one in stats.items():
+            counts, total = one.step_tokens, one.generated_tokens
+            lines += _histogram_lines(f"{prefix}:{name}", labels[replica], STEP_TOKENS_BOUNDS, counts, total)
         return "\n".join(lines) + "\n"
+
+
+def _histogram_lines(
+    name: str, labels: str, bounds: Sequence[float], counts: Sequence[float], total: float
+) -> Iterator[str]:
+    """Cumulative buckets, sum and count. counts: by upper bound, the last unbounded. total: the sum of all values."""
+    cumulative = list(accumulate(counts))
+    for bound, below in zip([*map(_number, bounds), "+Inf"], cumulative, strict=True):
+        yield f'{name}_bucket{{{labels},le="{bound}"}} {_number(below)}'
+    yield f"{name}_sum{{{labels}}} {_number(total)}"
+    yield f"{name}_count{{{labels}}} {_number(cumulative[-1])}"
 
 
 def _number(value: float) -> str:

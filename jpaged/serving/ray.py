@@ -24,8 +24,9 @@ from starlette.types import ASGIApp
 
 from jpaged.config import EngineArgs
 from jpaged.errors import InvalidParameterError
-from jpaged.serving.app import AppOptions, build_app
+from jpaged.serving.app import build_app
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.options import AppOptions
 
 _T = TypeVar("_T")
 
@@ -80,7 +81,9 @@ class Replica:
         await self._engine.check_health()
 
     async def __del__(self) -> None:
-        """Called by Serve when running requests have ended, or their time is up."""
+        """Called by Serve when running requests have ended, or their time is up. It gives no sign before that, by which
+        the streams of pages that watch (`/live`) could be ended earlier.
+        """
         if hasattr(self, "_engine"):
             await self._engine.shutdown()
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from jpaged.beam_search_params import BeamSearchParams
+from jpaged.errors import InvalidParameterError
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
@@ -62,10 +63,15 @@ def _beam_search(request: CompletionRequest | ChatCompletionRequest, fields: dic
             raise ApiError(400, f"{name} has no meaning in a beam search; leave it out.", param=name)
     if fields["max_tokens"] is None:
         raise ApiError(400, "max_tokens is needed for a beam search; give it.", param="max_tokens")
-    n = request.n or 1
+    n = 1 if request.n is None else request.n
+    beam_width = n if request.best_of is None else request.best_of
     given = {name: fields[name] for name in _BEAM_FIELDS - {"n", "best_of"} if name in fields}
     penalty = 1.0 if request.length_penalty is None else request.length_penalty
-    return BeamSearchParams(beam_width=request.best_of or n, n=n, length_penalty=penalty, **given)
+    try:
+        return BeamSearchParams(beam_width=beam_width, n=n, length_penalty=penalty, **given)
+    except InvalidParameterError as error:  # the width goes by other names here
+        name = "n" if request.best_of is None else "best_of"
+        raise InvalidParameterError(str(error).replace("beam_width", name)) from error
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:

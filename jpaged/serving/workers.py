@@ -25,9 +25,9 @@ import msgspec
 from jpaged.config import EngineArgs
 from jpaged.errors import EngineDeadError
 from jpaged.replica_devices import package_environment
-from jpaged.serving.app import AppOptions
 from jpaged.serving.async_llm_engine import AsyncLLMEngine, load_tokenizer
 from jpaged.serving.launch import EngineProcesses, Link, python_command
+from jpaged.serving.options import AppOptions
 from jpaged.serving.server import LAST_WORDS_S, SIGNALS, ServerOptions
 
 log = logging.getLogger("jpaged.server")

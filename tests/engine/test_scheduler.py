@@ -4,6 +4,7 @@ import pytest
 from jpaged.engine.interface import NO_TOKEN, StepResult
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.stats import EngineStats
 from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.fake_executor import FakeExecutor, fingerprint, logprob_of, next_token, reference_tokens, top_tokens
@@ -740,6 +741,8 @@ class TestStats:
         stats = engine.core.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_steps) == (2, 0, 2)
         assert (stats.prompt_tokens, stats.generated_tokens) == (15, 4)
+        assert stats.step_tokens[:3] == (0, 2, 0)
+        assert EngineStats.total([stats, stats]).step_tokens[:3] == (0, 4, 0)
         assert (stats.num_used_blocks, stats.num_blocks) == (5, 20)
         assert stats.kv_cache_usage == 0.25
         assert (stats.tokens_held, stats.token_slots) == (17, 20)

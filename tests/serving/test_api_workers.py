@@ -15,9 +15,9 @@ from jpaged.engine.request import RequestStatus
 from jpaged.errors import InvalidParameterError, ModelNotFoundError
 from jpaged.llm_engine import LLMEngine
 from jpaged.sampling_params import RequestOutputKind
-from jpaged.serving.app import AppOptions
 from jpaged.serving.engine_process import EngineProcess
 from jpaged.serving.limits import ServerLimits
+from jpaged.serving.options import AppOptions
 from jpaged.serving.server import ServerOptions
 from jpaged.serving.workers import supervise
 from tests.serving.server_process import Server, ended_within
@@ -95,6 +95,25 @@ def test_every_api_process_reports_the_requests_of_all(server):
         ]
         assert len(by_replica) == 2
         assert min(by_replica) > 0
+
+
+def test_steps_are_counted_once_however_many_api_processes_have_news_of_them(server):
+    """And token by token, though who does not stream hears of all its tokens at the end."""
+    bodies = [{"prompt": p, "max_tokens": 30, "ignore_eos": True, "stream": i % 2 == 0} for i, p in enumerate(PROMPTS)]
+    ask_at_once(server, [("POST", "/v1/completions", body) for body in bodies * 2])
+    for page in ask_at_once(server, [("GET", "/metrics", None)] * 6):
+        for replica in "01":
+            labels = f'model_name="jpaged-demo",engine="{replica}"'
+            steps = value(page, f"engine_steps_total{{{labels}}}")
+            tokens = value(page, f"generation_tokens_total{{{labels}}}")
+            assert value(page, f"iteration_tokens_total_count{{{labels}}}") == steps
+            assert value(page, f"iteration_tokens_total_sum{{{labels}}}") == tokens > 0
+            assert value(page, f'iteration_tokens_total_bucket{{{labels},le="16"}}') == steps  # its slots
+
+
+def value(page, sample):
+    (line,) = (line for line in page.text.splitlines() if line.startswith(f"jpaged:{sample} "))
+    return float(line.rsplit(" ", 1)[1])
 
 
 def test_the_queue_is_full_for_every_api_process_at_once(server):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jpaged.engine.stats import EngineStats
+from jpaged.engine.stats import STEP_TOKENS_BOUNDS, EngineStats
 from jpaged.serving.metrics import NUM_COLUMNS, ServingMetrics
 
 ROOT = Path(__file__).parent.parent.parent
@@ -22,9 +22,9 @@ NAME = r"([a-z][a-z0-9_]*)"
 def exposed(prefix):
     """Names and labels of every sample in /metrics."""
     cells = np.zeros((1, 1, NUM_COLUMNS))
-    text = ServingMetrics(cells, 0).exposition(
-        prefix, "model", {0: EngineStats(*range(1, 1 + len(fields(EngineStats))))}
-    )
+    counts = {field.name: i for i, field in enumerate(fields(EngineStats), start=1)}
+    stats = EngineStats(**counts | {"step_tokens": (1,) * (1 + len(STEP_TOKENS_BOUNDS))})
+    text = ServingMetrics(cells, 0).exposition(prefix, "model", {0: stats})
     samples = re.findall(rf"^{prefix}:{NAME}{{(.*)}} ", text, re.MULTILINE)
     assert len(samples) > 100
     labels = {}

@@ -19,9 +19,10 @@ from jpaged.engine.pool_view import view_pool
 from jpaged.engine.stats import EngineStats
 from jpaged.errors import EngineDeadError
 from jpaged.serving import live as live_module
-from jpaged.serving.app import AppOptions, build_app
-from jpaged.serving.http import OPEN_PATHS
+from jpaged.serving.app import build_app
 from jpaged.serving.limits import ServerLimits
+from jpaged.serving.middleware import OPEN_PATHS
+from jpaged.serving.options import AppOptions
 from jpaged.serving.page import PATHS
 
 STATS = EngineStats(*range(len(fields(EngineStats))))

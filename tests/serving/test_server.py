@@ -241,6 +241,8 @@ WRONG = [
     ("completions", TEXT | {"request_id": ""}, "request_id"),
     ("completions", TEXT | {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ("completions", TEXT | {"use_beam_search": True, "stop": ["a"]}, "stop"),
+    ("completions", TEXT | {"use_beam_search": True, "n": 2, "best_of": 1}, "n"),
+    ("chat/completions", CHAT | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     ("chat/completions", {}, "messages"),
     ("chat/completions", {"messages": []}, "messages"),
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages"),
@@ -339,6 +341,13 @@ def test_a_template_without_end_is_stopped(server):
     assert server.client.get("/health").elapsed.total_seconds() < 0.5
 
 
+def test_a_chat_that_cannot_fit_is_refused_before_it_is_tokenized(server):
+    body = {"messages": [{"role": "user", "content": "a " * 45_000}]}
+    error = server.client.post("/v1/chat/completions", json=body).json()["error"]
+    assert "characters" in error["message"]  # its tokens have not been counted
+    assert error["param"] == "messages"
+
+
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic " + KEY, "Bearer " + KEY + "x", "Bearer é"])
 def test_without_a_key_only_the_health_checks_answer(server, header):
     headers = {} if header is None else {"authorization": header.encode("latin-1")}
@@ -402,6 +411,16 @@ def test_the_live_view_shows_who_holds_what(server):
     after = until(lambda replica: replica["pool"]["num_used"] == 0)["pool"]
     assert after["num_cached"] >= replica["pool"]["num_shared"]
     assert after["holders"] == []
+
+
+def test_who_asks_only_for_the_headers_of_the_live_view_is_not_kept(server):
+    """The next request on its connection is answered: there the body would have been."""
+    options = {"headers": server.client.headers, "limits": httpx.Limits(max_connections=1), "trust_env": False}
+    with httpx.Client(base_url=server.url, timeout=10, **options) as client:
+        response = client.head("/live")
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert client.get("/version").status_code == 200
 
 
 def test_pages_of_an_allowed_origin_may_ask_without_a_key_for_the_preflight(server):

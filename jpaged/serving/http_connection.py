@@ -1,0 +1,153 @@
+"""An HTTP connection under limits: uvicorn's, with what comes before a body bounded in size and in time.
+
+    connect --> line and headers --> body --> answer --> (kept) --> line and headers ...
+    `--- timed ---------------'                            idle: --keep-alive-timeout
+                `--- counted -'   too slow: 408; too large: 431; no HTTP: 400; nothing at all: closed
+
+What is wrong with a request before the application sees it is answered here, in the form that all errors have. When an
+answer has begun nothing can be said without spoiling it, so the connection is only closed.
+
+A client that offers to go on in another protocol (Java's offers HTTP/2 with its first request) is answered in this one,
+as HTTP has it: its request is read as if it had not offered.
+"""
+
+import asyncio
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jpaged.serving.errors import ApiError
+from jpaged.serving.limits import ServerLimits
+from jpaged.serving.middleware import access_log
+
+_UNREAD_S = 0.01
+"""From a time-out until it takes effect: the loop looks for data in between."""
+_OFFER = (b"upgrade", b"connection")
+"""Headers with which a client offers another protocol."""
+
+
+def limited_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
+    """The protocol for uvicorn, which makes one for each connection and gives it no limits of ours."""
+
+    class LimitedHttpConnection(HttpConnection):
+        pass
+
+    LimitedHttpConnection.limits = limits
+    return LimitedHttpConnection
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection of a client.
+
+    limits: of its headers.
+    """
+
+    limits: ServerLimits
+    _deadline: asyncio.TimerHandle | None = None
+    _in_headers = False
+    _header_bytes = 0
+    _request_ended = False
+    _refusal: ApiError | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._deadline is None and not self._is_answering:
+            self._arm()  # the next request of a connection that was kept
+        self._request_ended = False
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or ApiError(400, "The request is not valid HTTP."))
+            return
+        if self._in_headers and not self._request_ended:  # else: some of the data was another request's
+            self._header_bytes += len(data)
+            if self._header_bytes > self.limits.max_header_bytes:
+                self._refuse(_too_large())
+
+    def on_message_begin(self) -> None:
+        self._in_headers, self._header_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # `_feed` reads it again
+        self._in_headers = False
+        self._disarm()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.max_header_bytes:
+            self._refusal = _too_large()
+            raise self._refusal  # the parser makes it one of its own errors
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            self._request_ended = True
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_headers and not self._is_answering and not self.transport.is_closing():
+            self._arm()  # headers that began to come beside the answer
+
+    def timeout_keep_alive_handler(self) -> None:
+        # What has come but was not read yet, since the loop is busy, is read before the connection is closed.
+        self.timeout_keep_alive_task = self.loop.call_later(_UNREAD_S, super().timeout_keep_alive_handler)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _feed(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                method = self.parser.get_method()
+                if method == b"CONNECT":  # no offer: it wants a tunnel
+                    self._refusal = ApiError(400, "CONNECT is for proxies, and this is none.")
+                    raise httptools.HttpParserError from offer
+                head = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+                head += [name + b": " + value for name, value in self.headers if name not in _OFFER]
+                data = b"\r\n".join([*head, b"", data[offer.args[0] :]])  # the parser stopped behind the headers
+                self.parser = httptools.HttpRequestParser(self)
+
+    def _arm(self) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(self.limits.header_timeout_s, self._late)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _late(self) -> None:
+        self._deadline = self.loop.call_later(_UNREAD_S, self._too_late)  # as above
+
+    def _too_late(self) -> None:
+        self._deadline = None
+        if self._in_headers:
+            self._refuse(ApiError(408, "The request's headers did not arrive in time."))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        self._disarm()
+        access_log.info("%s refused: %d %s", self.client[0] if self.client else "-", error.status, error.message)
+        if not self._is_answering or not self.cycle.response_started:
+            body = error.body()
+            head = f"HTTP/1.1 {error.status} -\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+
+def _too_large() -> ApiError:
+    return ApiError(431, "The request's line and headers are too large.")

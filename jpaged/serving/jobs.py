@@ -1,0 +1,194 @@
+"""What a request asks for, checked: the way from a decoded body to a `Job` for the engine.
+
+    body --model, limits, unsupported fields--> --sampling--> parameters --.
+    prompt or messages --template, tokenizer, truncation--> token ids ----+--> Job
+
+Nothing is queued before all checks have passed, so a request that is refused has cost others nothing but this.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jpaged.beam_search_params import BeamSearchParams
+from jpaged.errors import InvalidPromptError
+from jpaged.inputs import ProcessedInput, as_prompt_list
+from jpaged.sampling_params import SamplingParams
+from jpaged.serving.answers import Answer, ChatAnswer, CompletionAnswer
+from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.chat_template import render_chat, template_arguments
+from jpaged.serving.errors import ApiError
+from jpaged.serving.options import AppOptions
+from jpaged.serving.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    refuse_unsupported,
+)
+from jpaged.serving.sampling import sampling_of
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that has passed all checks: what to generate, and what to say about it.
+
+    request_id: unlike any other's; several clients may call theirs the same, and meet in one API process or not.
+    """
+
+    request_id: str
+    prompts: list[ProcessedInput]
+    params: SamplingParams | BeamSearchParams
+    answer: Answer
+    priority: int
+    cache_salt: str | None
+    streams: bool
+    fields: Sequence[str]
+    prompt_field: str
+
+
+class JobMaker:
+    """Makes jobs for an engine, under the server's options."""
+
+    def __init__(self, engine: AsyncLLMEngine, options: AppOptions) -> None:
+        self._engine = engine
+        self._options = options
+        self._limits = options.limits
+
+    async def completion(self, body: CompletionRequest) -> Job:
+        """Of a completion.
+
+        Raises:
+            ApiError: what is asked is not served here, or too much, or the queue is full.
+            JPagedError: the prompt or a parameter cannot be served, or the engine is dead.
+        """
+        self._check(body)
+        prompts = as_prompt_list(body.prompt)
+        if not prompts:
+            raise ApiError(400, "prompt is an empty list; give at least one prompt.", param="prompt")
+        self._limits.check_prompts(len(prompts))
+        self._limits.check_queue(self._engine.num_queued, len(prompts))
+        params = await self._params(body)
+        processed = []
+        for prompt in prompts:
+            given: Any = prompt
+            plain = body.add_special_tokens in (None, True) and body.truncate_prompt_tokens is None
+            if not plain:
+                text = prompt if isinstance(prompt, str) else None
+                tokens: Any = prompt
+                if text is not None:
+                    special = body.add_special_tokens in (None, True)
+                    tokens = await self._engine.encode(text, add_special_tokens=special)
+                given = await self._truncated(body, tokens, params)
+            processed.append(await self._engine.process(given, params))
+            await asyncio.sleep(0)  # a thousand prompts take a while; others are served meanwhile
+        return self._job(body, params, processed, "prompt")
+
+    async def chat(self, body: ChatCompletionRequest) -> Job:
+        """Of a chat. Raises as `completion`."""
+        self._check(body)
+        self._limits.check_queue(self._engine.num_queued, 1)
+        params = await self._params(body)
+        tokens = await self.chat_tokens(body)
+        tokens = await self._truncated(body, tokens, params)
+        return self._job(body, params, [await self._engine.process(tokens, params)], "messages")
+
+    async def chat_tokens(self, body: ChatCompletionRequest | TokenizeRequest) -> list[int]:
+        """The token ids of a conversation's prompt. Raises ApiError, InvalidPromptError."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise InvalidPromptError("A chat needs a tokenizer, but the engine was started without one.")
+        if body.chat_template is not None and not self._options.trust_request_chat_template:
+            raise ApiError(
+                400,
+                "chat_template of a request is not taken; start the server with --trust-request-chat-template.",
+                param="chat_template",
+            )
+        arguments = template_arguments(body, tokenizer)
+        text = await render_chat(tokenizer, body.messages or [], self._limits.template_timeout_s, arguments)
+        return await self._engine.encode(text, add_special_tokens=False)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError if the model that a request names is another than the one that is served."""
+        if name is not None and name not in self._options.served_model_names:
+            served = ", ".join(self._options.served_model_names)
+            raise ApiError(
+                404,
+                f"model: {name[:200]!r} is not served here; there is {served}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _check(self, body: CompletionRequest | ChatCompletionRequest) -> None:
+        """What can be told from the request alone."""
+        self.check_model(body.model)
+        refuse_unsupported(body)
+        self._limits.check(body)
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
+        if body.stream and body.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs is not available with stream: true.", param="prompt_logprobs")
+        if body.priority and self._engine.args.scheduling_policy != "priority":
+            raise ApiError(
+                400,
+                'priority has no effect here: the server was not started with --scheduling-policy "priority".',
+                param="priority",
+            )
+
+    async def _params(self, body: CompletionRequest | ChatCompletionRequest) -> SamplingParams | BeamSearchParams:
+        ready = await self._engine.ready()
+        return sampling_of(body, ready.default_sampling_params)
+
+    async def _truncated(
+        self,
+        body: CompletionRequest | ChatCompletionRequest,
+        tokens: list[int],
+        params: SamplingParams | BeamSearchParams,
+    ) -> list[int]:
+        """The last tokens of a prompt, as many as were asked for; with -1 as many as leave room for the answer."""
+        keep = body.truncate_prompt_tokens
+        if keep is None:
+            return tokens
+        if keep == -1:
+            ready = await self._engine.ready()
+            keep = max(1, min(ready.max_model_len, ready.pool_tokens) - (params.max_tokens or 1))
+        if keep < 1:
+            raise ApiError(
+                400, f"truncate_prompt_tokens must be -1 or at least 1, got {keep}.", param="truncate_prompt_tokens"
+            )
+        return tokens[-keep:]
+
+    def _job(
+        self,
+        body: CompletionRequest | ChatCompletionRequest,
+        params: SamplingParams | BeamSearchParams,
+        prompts: list[ProcessedInput],
+        prompt_field: str,
+    ) -> Job:
+        for prompt in prompts:
+            self._limits.check_prompt_tokens(prompt.prompt_token_ids, prompt_field)
+        num_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
+        self._limits.check_queued_tokens(self._engine.num_queued_tokens, num_tokens)
+        is_chat = isinstance(body, ChatCompletionRequest)
+        if body.request_id is not None and not 1 <= len(body.request_id) <= 128:
+            raise ApiError(400, "request_id must have 1 to 128 characters.", param="request_id")
+        kind, own_id = "chatcmpl" if is_chat else "cmpl", uuid.uuid4().hex
+        request_id = f"{kind}-{body.request_id or own_id}"
+        model, tokenizer = self._options.served_model_names[0], self._engine.tokenizer
+        answer: Answer
+        if isinstance(body, ChatCompletionRequest):
+            answer = ChatAnswer(body, request_id, body.model or model, prompts, tokenizer)
+        else:
+            answer = CompletionAnswer(body, request_id, body.model or model, prompts, tokenizer)
+        return Job(
+            f"{kind}-{own_id}",
+            prompts,
+            params,
+            answer,
+            body.priority or 0,
+            body.cache_salt,
+            bool(body.stream),
+            body.__struct_fields__,
+            prompt_field,
+        )

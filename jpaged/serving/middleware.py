@@ -1,0 +1,123 @@
+"""What every request passes before its route: an id and a line of the log, a last word, and the check of its key."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jpaged.serving.errors import ApiError
+from jpaged.serving.http import error_response
+from jpaged.serving.page import PATHS
+
+access_log = logging.getLogger("jpaged.access")
+
+OPEN_PATHS = ("/health", "/ping", *PATHS)
+"""Need no key: load balancers ask them, and browsers open the page before its reader can give one."""
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class RequestIds:
+    """ASGI middleware: every request has an id, the client's own or a new one, which its answer and the log name.
+
+    The log has no query, header or body: prompts are the clients' business.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = _header(scope, b"x-request-id")
+        request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        begin, status = time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            client = scope.get("client") or ("-",)
+            access_log.info(
+                "%s %s %s %s %s %.1f ms",
+                client[0],
+                request_id.decode(),
+                scope["method"],
+                _printable(scope["path"]),
+                status or "disconnected",
+                1000 * (time.monotonic() - begin),
+            )
+
+
+class LastWords:
+    """ASGI middleware: a request that is cut off when the server's time to drain is up, and has no answer yet, gets a
+    503. That is when its body has not come; what the engine runs has been aborted before, and answered.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:  # only the end of the server cancels a request as a whole
+            if not begun:
+                await error_response(ApiError(503, "The server is about to end."))(scope, receive, send)
+
+
+class ApiKeys:
+    """ASGI middleware: refuses requests without one of the keys. Comparing takes the same time whatever is wrong."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._path(scope) not in OPEN_PATHS and not self._knows(scope):
+            error = ApiError(
+                401,
+                "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
+                code="invalid_api_key",
+                kind="authentication_error",
+                headers={"www-authenticate": "Bearer"},
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _path(self, scope: Scope) -> str:
+        return scope["path"].removeprefix(scope.get("root_path", ""))
+
+    def _knows(self, scope: Scope) -> bool:
+        scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        known = [hmac.compare_digest(digest, other) for other in self._digests]
+        return scheme.lower() == b"bearer" and any(known)
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text[:200])

@@ -1,0 +1,140 @@
+"""The routes of OpenAI's API, and those for token ids.
+
+    body --read_body--> bytes --msgspec--> request --JobMaker--> Job --> engine --> answer, whole or streamed
+
+An error on the way names the field of the request that it blames.
+"""
+
+import time
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jpaged.errors import InvalidPromptError, JPagedError
+from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.errors import ApiError, api_error, decoding_error
+from jpaged.serving.http import guarded, json_response, read_body, unless_disconnected
+from jpaged.serving.jobs import Job, JobMaker
+from jpaged.serving.options import DEMO_MODEL_NAME, AppOptions
+from jpaged.serving.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from jpaged.serving.streams import JobStream, all_outputs
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+def openai_routes(engine: AsyncLLMEngine, options: AppOptions) -> list[Route]:
+    """Completions, chats, models, and tokens."""
+    server = _Handlers(engine, options)
+    return [
+        Route("/v1/completions", guarded(server.completions), methods=["POST"]),
+        Route("/v1/chat/completions", guarded(server.chat_completions), methods=["POST"]),
+        Route("/v1/models", guarded(server.models), methods=["GET"]),
+        Route("/v1/models/{model:path}", guarded(server.model), methods=["GET"]),
+        Route("/tokenize", guarded(server.tokenize), methods=["POST"]),
+        Route("/detokenize", guarded(server.detokenize), methods=["POST"]),
+    ]
+
+
+class _Handlers:
+    """What each route does."""
+
+    def __init__(self, engine: AsyncLLMEngine, options: AppOptions) -> None:
+        self._engine = engine
+        self._options = options
+        self._jobs = JobMaker(engine, options)
+        self._completion = msgspec.json.Decoder(CompletionRequest)
+        self._chat = msgspec.json.Decoder(ChatCompletionRequest)
+        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
+        self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
+        self._created = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._decode(request, self._completion)
+        return await self._generate(request, body, "prompt", self._jobs.completion(body))
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await self._decode(request, self._chat)
+        return await self._generate(request, body, "messages", self._jobs.chat(body))
+
+    async def models(self, request: Request) -> Response:
+        cards = [await self._card(name) for name in self._options.served_model_names]
+        return json_response(ModelList(cards))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        self._jobs.check_model(name)
+        return json_response(await self._card(name))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._decode(request, self._tokenize)
+        self._jobs.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "prompt or messages is needed, and not both.", param="prompt")
+        field = "prompt" if body.messages is None else "messages"
+        try:
+            if body.messages is not None:
+                tokens = await self._jobs.chat_tokens(body)
+            else:
+                special = True if body.add_special_tokens is None else body.add_special_tokens
+                tokens = await self._engine.encode(body.prompt or "", add_special_tokens=special)
+        except InvalidPromptError as error:
+            raise api_error(error, (), field) from error
+        strings = None
+        if body.return_token_strs and self._engine.tokenizer is not None:
+            strings = [self._engine.tokenizer.token_text(token) for token in tokens]
+        return json_response(TokenizeResponse(len(tokens), (await self._engine.ready()).max_model_len, tokens, strings))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._decode(request, self._detokenize)
+        self._jobs.check_model(body.model)
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise ApiError(400, "The engine was started without a tokenizer.")
+        vocab_size = (await self._engine.ready()).vocab_size
+        for i, token in enumerate(body.tokens):
+            if not 0 <= token < vocab_size:
+                raise ApiError(
+                    400, f"tokens[{i}] is {token}, outside the vocabulary of {vocab_size} tokens.", param="tokens"
+                )
+        text = await self._engine.in_thread(lambda: tokenizer.decode(body.tokens))
+        return json_response(DetokenizeResponse(text))
+
+    async def _decode(self, request: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
+        body = await read_body(request, self._options.limits.max_body_bytes, self._options.limits.body_timeout_s)
+        try:
+            return decoder.decode(body)
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            raise decoding_error(error) from error
+
+    async def _generate(
+        self,
+        request: Request,
+        body: CompletionRequest | ChatCompletionRequest,
+        prompt_field: str,
+        job: Awaitable[Job],
+    ) -> Response:
+        try:
+            prepared = await job
+            if prepared.streams:
+                return JobStream(self._engine, prepared)
+            outputs = await unless_disconnected(request.receive, all_outputs(self._engine, prepared))
+        except JPagedError as error:
+            raise api_error(error, body.__struct_fields__, prompt_field) from error
+        return Response(prepared.answer.whole(outputs), media_type="application/json")
+
+    async def _card(self, name: str) -> ModelCard:
+        root = self._engine.args.model or DEMO_MODEL_NAME
+        return ModelCard(name, self._created, root, (await self._engine.ready()).max_model_len)

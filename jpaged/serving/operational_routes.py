@@ -1,0 +1,65 @@
+"""The routes for those who run the server: is it alive, what does it do, what has it measured."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.errors import ApiError
+from jpaged.serving.http import guarded, json_response
+from jpaged.serving.live import LiveView
+from jpaged.serving.openapi import openapi
+from jpaged.serving.options import AppOptions
+from jpaged.serving.streams import LiveStream
+from jpaged.version import __version__
+
+
+def operational_routes(engine: AsyncLLMEngine, options: AppOptions, live: LiveView) -> list[Route]:
+    """Health, load, metrics, the live view, and the schemas of all routes."""
+    server = _Handlers(engine, options, live)
+    return [
+        Route("/live", guarded(server.live), methods=["GET"]),
+        Route("/health", guarded(server.health), methods=["GET"]),
+        Route("/ping", guarded(server.health), methods=["GET", "POST"]),
+        Route("/version", guarded(server.version), methods=["GET"]),
+        Route("/load", guarded(server.load), methods=["GET"]),
+        Route("/metrics", guarded(server.metrics), methods=["GET"]),
+        Route("/reset_prefix_cache", guarded(server.reset_prefix_cache), methods=["POST"]),
+        Route("/openapi.json", guarded(server.openapi), methods=["GET"]),
+    ]
+
+
+class _Handlers:
+    """What each route does."""
+
+    def __init__(self, engine: AsyncLLMEngine, options: AppOptions, live: LiveView) -> None:
+        self._engine = engine
+        self._options = options
+        self._live = live
+
+    async def health(self, request: Request) -> Response:
+        await self._engine.check_health()
+        return Response(status_code=200)
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        return json_response({"server_load": self._engine.num_unfinished})
+
+    async def metrics(self, request: Request) -> Response:
+        stats = await self._engine.get_replica_metrics()
+        options = self._options
+        text = self._engine.metrics.exposition(options.metrics_prefix, options.served_model_names[0], stats)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        if not await self._engine.reset_prefix_cache():
+            raise ApiError(409, "Requests are running; the prefix cache can be reset when there are none.", code="busy")
+        return json_response({"reset": True})
+
+    async def live(self, request: Request) -> Response:
+        return LiveStream(self._live)
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(openapi())

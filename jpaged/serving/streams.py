@@ -1,0 +1,151 @@
+"""How outputs leave the server: whole, or as server-sent events.
+
+    AsyncLLMEngine.generate, one for each prompt --outputs--> Answer.chunk --> one ASGI message for all that is new
+
+A stream is sent from the task that reads the engine's outputs. While a client is slow to take what was sent, its
+tokens gather in the engine's stream and leave together. When the client goes away the task is cancelled, which aborts
+what the engine still does for it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jpaged.outputs import RequestOutput
+from jpaged.serving.answers import event
+from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.errors import ApiError
+from jpaged.serving.http import ClientDisconnected, error_response, reported, unless_disconnected
+from jpaged.serving.jobs import Job
+from jpaged.serving.live import LiveView
+
+_EVENT_STREAM = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+)
+
+
+async def all_outputs(engine: AsyncLLMEngine, job: Job) -> list[RequestOutput]:
+    """The last output of each prompt."""
+    last: dict[int, RequestOutput] = {}
+    async with contextlib.aclosing(_outputs(engine, job)) as arriving:
+        async for i, output in arriving:
+            last[i] = output
+    return [last[i] for i in range(len(job.prompts))]
+
+
+class JobStream(Response):
+    """An answer as server-sent events. It begins with the first output, so what is refused until then has a status of
+    its own; later errors are events.
+    """
+
+    def __init__(self, engine: AsyncLLMEngine, job: Job) -> None:
+        super().__init__()
+        self._engine = engine
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientDisconnected):
+            await unless_disconnected(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer, begun = self._job.answer, False
+        start = {"type": "http.response.start", "status": 200, "headers": list(_EVENT_STREAM)}
+        try:
+            async with contextlib.aclosing(_outputs(self._engine, self._job)) as outputs:
+                async for i, output in outputs:
+                    chunk = answer.chunk(i, output)
+                    if not begun:
+                        begun = True
+                        await send(start)
+                    if chunk:
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            last = answer.end()
+        except Exception as error:  # whatever it is, the client is told, who has begun to read
+            failure = reported(error, self._job.fields, self._job.prompt_field)
+            if not begun:
+                await error_response(failure)(scope, receive, send)
+                return
+            last = event(failure.body())
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class LiveStream(Response):
+    """Snapshots of the engine as server-sent events, until the client goes away or the server ends; to HEAD none."""
+
+    def __init__(self, live: LiveView) -> None:
+        super().__init__()
+        self._live = live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientDisconnected):
+            await unless_disconnected(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        try:
+            async with contextlib.aclosing(self._live.watch()) as events:
+                async for chunk in events:
+                    if not begun:
+                        begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": list(_EVENT_STREAM)})
+                    if scope["method"] == "HEAD":
+                        break
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except ApiError as error:  # before the first event
+            await error_response(error)(scope, receive, send)
+            return
+        if not begun:
+            await error_response(ApiError(503, "The server is about to end."))(scope, receive, send)
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _outputs(engine: AsyncLLMEngine, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of all prompts as they come, with the prompt's number. When it is closed, all are aborted."""
+    if len(job.prompts) == 1:
+        async with contextlib.aclosing(_generation(engine, job, 0)) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    arrived: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=len(job.prompts))
+
+    async def forward(i: int) -> None:
+        try:
+            async with contextlib.aclosing(_generation(engine, job, i)) as outputs:
+                async for output in outputs:
+                    await arrived.put((i, output))
+        except Exception as error:  # whatever it is, it is raised by the one who reads
+            await arrived.put((i, error))
+        else:
+            await arrived.put((i, None))
+
+    tasks = [asyncio.ensure_future(forward(i)) for i in range(len(job.prompts))]
+    try:
+        left = len(tasks)
+        while left:
+            i, item = await arrived.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield i, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _generation(engine: AsyncLLMEngine, job: Job, i: int) -> AsyncGenerator[RequestOutput, None]:
+    return engine.generate(
+        job.prompts[i],
+        job.params,
+        job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}",
+        priority=job.priority,
+        cache_salt=job.cache_salt,
+    )

@@ -1,0 +1,199 @@
+"""`AsyncLLMEngine` with an engine process that the test plays: what it does for each message, and when."""
+
+import asyncio
+import socket
+import threading
+from array import array
+
+import pytest
+
+from jpaged.assets import demo_model_path
+from jpaged.config import EngineArgs
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.errors import EngineDeadError, InvalidParameterError
+from jpaged.sampling_params import SamplingParams
+from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.board import Board
+from jpaged.serving.launch import Link
+from jpaged.serving.metrics import NUM_COLUMNS
+from jpaged.serving.tokenizing import INLINE_CHARACTERS
+from jpaged.serving.wire import Abort, Add, FrameReader, Ready, Refused, Step, ToEngine, Update, frame
+
+READY = Ready(1, 2816, 1024, 16, 16, 4096, (2,), SamplingParams(), {})
+
+
+class Played:
+    """An engine process as the test plays it, and the `AsyncLLMEngine` at the other end of its socket."""
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        self.sock = theirs
+        theirs.settimeout(20)
+        self.engine = AsyncLLMEngine(EngineArgs(), link=Link([ours], Board(1, 1, NUM_COLUMNS)))
+        self._reader, self._messages = FrameReader(ToEngine), []
+        self.send(READY)
+
+    def send(self, message):
+        self.sock.sendall(frame(message))
+
+    async def receive(self):
+        """The next message."""
+        while not self._messages:
+            data = await asyncio.to_thread(self.sock.recv, 65536)
+            self._messages += self._reader.feed(data)
+        return self._messages.pop(0)
+
+    def finished(self):
+        """How many requests the metrics have seen end."""
+        lines = self.engine.metrics.exposition("jpaged", "model", {}).splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("jpaged:request_success_total"))
+
+    def open(self):
+        return self.engine.num_unfinished, self.engine.num_queued, self.engine.num_queued_tokens
+
+
+def play(scene):
+    async def run():
+        played = Played()
+        try:
+            async with asyncio.timeout(30):
+                await scene(played)
+        finally:
+            await played.engine.shutdown()
+            played.sock.close()
+
+    asyncio.run(run())
+
+
+async def last(outputs):
+    async for output in outputs:
+        latest = output
+    return latest
+
+
+def update(handle, token_ids, finish_reason=None):
+    return Update(handle, 0, token_ids, finish_reason, None, 0, None, None, None, None, None)
+
+
+def step(updates=(), handles=(), tokens=(), started=()):
+    return Step(
+        array("q", handles).tobytes(), array("i", tokens).tobytes(), list(updates), array("q", started).tobytes()
+    )
+
+
+def test_a_request_is_open_until_its_last_token_and_queued_until_its_start():
+    async def scene(played):
+        asked = asyncio.ensure_future(last(played.engine.generate([5, 6, 7], SamplingParams(max_tokens=3))))
+        add = await played.receive()
+        assert isinstance(add, Add)
+        assert played.open() == (1, 1, 3)
+        played.send(step([update(add.handle, [8])], started=[add.handle]))
+        played.send(step(handles=[add.handle], tokens=[9]))
+        played.send(step([update(add.handle, [10], "length")]))
+        output = await asked
+        assert output.outputs[0].token_ids == [8, 9, 10]
+        assert played.open() == (0, 0, 0)
+        assert played.finished() == 1
+
+    play(scene)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_who_stops_listening_aborts_the_request_before_or_after_its_start(num_tokens):
+    async def scene(played):
+        asked = asyncio.ensure_future(last(played.engine.generate([5, 6, 7], SamplingParams(max_tokens=3))))
+        add = await played.receive()
+        if num_tokens:
+            played.send(step([update(add.handle, [8])], started=[add.handle]))
+            while played.engine.num_queued:
+                await asyncio.sleep(0.001)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        aborted = await played.receive()
+        assert isinstance(aborted, Abort)
+        assert aborted.handles == [add.handle]
+        assert played.open() == (0, 0, 0)
+        played.send(step([update(add.handle, [9])]))  # was under way
+        await asyncio.sleep(0.01)
+        assert played.finished() == 1
+
+    play(scene)
+
+
+def test_a_request_that_the_engine_refuses_is_over_and_counts_as_none_that_ended():
+    async def scene(played):
+        asked = asyncio.ensure_future(last(played.engine.generate([5], SamplingParams(n=17))))
+        add = await played.receive()
+        played.send(Refused(add.handle, "InvalidParameterError", "n=17 is too much."))
+        with pytest.raises(InvalidParameterError, match="n=17 is too much"):
+            await asked
+        assert played.open() == (0, 0, 0)
+        assert played.finished() == 0
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    "end", [b"", b"\x05\x00\x00\x00what?", b"\xff\xff\xff\xff"], ids=["closed", "nonsense", "huge"]
+)
+def test_an_engine_that_is_gone_or_talks_nonsense_fails_what_is_open_and_what_comes_later(end):
+    async def scene(played):
+        asked = asyncio.ensure_future(last(played.engine.generate([5], SamplingParams())))
+        await played.receive()
+        called = asyncio.ensure_future(played.engine.get_metrics())
+        await played.receive()
+        if end:
+            played.sock.sendall(end)
+        else:
+            played.sock.close()
+        for task in (asked, called):
+            with pytest.raises(EngineDeadError):
+                await task
+        with pytest.raises(EngineDeadError):
+            await played.engine.check_health()
+        with pytest.raises(EngineDeadError):
+            await last(played.engine.generate([5], SamplingParams()))
+        assert played.open() == (0, 0, 0)
+
+    play(scene)
+
+
+def test_the_event_loop_goes_on_while_another_thread_has_the_tokenizer():
+    """As with a long prompt: short ones wait in a thread, not in the loop."""
+
+    async def scene(played):
+        await played.engine.ready()
+        tokenizer = played.engine.tokenizer
+        expected = tokenizer.encode("Once upon a time")
+        tokenizer._lock.acquire()
+        release = threading.Timer(10, tokenizer._lock.release)  # only if the loop stands still
+        release.start()
+        waiting = [
+            asyncio.ensure_future(played.engine.encode("Once upon a time")),
+            asyncio.ensure_future(played.engine.process("Once upon a time", SamplingParams())),
+            asyncio.ensure_future(played.engine.process([5], SamplingParams(bad_words=["snail"]))),
+        ]
+        assert (await played.engine.process([5], SamplingParams())).prompt_token_ids == [5]  # takes no tokenizer
+        assert not release.finished.is_set()
+        release.cancel()
+        tokenizer._lock.release()
+        encoded, processed, _ = await asyncio.gather(*waiting)
+        assert encoded == processed.prompt_token_ids == expected
+
+    play(scene)
+
+
+def test_text_is_refused_by_its_length_before_it_is_tokenized(monkeypatch):
+    longest = Tokenizer.load(demo_model_path()).max_token_characters
+    text = "a" * (READY.max_model_len * longest + 1)
+    assert len(text) > INLINE_CHARACTERS
+
+    async def scene(played):
+        monkeypatch.setattr(played.engine.tokenizer, "encode", None)
+        with pytest.raises(ValueError, match=f"has {len(text)} characters; max_model_len=1024"):
+            await played.engine.encode(text)
+        with pytest.raises(ValueError, match=f"has {len(text)} characters"):
+            await played.engine.process(text, SamplingParams())
+
+    play(scene)

@@ -1,0 +1,136 @@
+"""HTTP as it comes over the wire, in front of an application that only echoes."""
+
+import asyncio
+import json
+import re
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from jpaged.serving.http_connection import limited_protocol
+from jpaged.serving.limits import ServerLimits
+
+TICK_S = 0.05
+
+
+async def echo(request: Request) -> Response:
+    return Response(await request.body())
+
+
+async def slow(request: Request) -> Response:
+    async def ticks():
+        for _ in range(20):
+            yield b"tick\n"
+            await asyncio.sleep(TICK_S)
+
+    return StreamingResponse(ticks())
+
+
+@pytest.fixture(scope="module")
+def port():
+    app = Starlette(routes=[Route("/echo", echo, methods=["GET", "POST"]), Route("/slow", slow)])
+    limits = ServerLimits(header_timeout_s=0.4, max_header_bytes=1000)
+    protocol = limited_protocol(limits)
+    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=server.run, args=([sock],))
+        thread.start()
+        yield sock.getsockname()[1]
+        server.should_exit = True
+        thread.join()
+
+
+def talk(port, *parts):
+    """All that comes back until the server closes the connection; parts are sent as they are, numbers waited for."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        for part in parts:
+            if isinstance(part, float):
+                time.sleep(part)
+            else:
+                sock.sendall(part)
+        return b"".join(iter(lambda: sock.recv(65536), b""))
+
+
+def statuses(answer):
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", answer)]
+
+
+def request(path, body=b"", headers=b""):
+    head = b"%s %s HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n" % (b"POST" if body else b"GET", path, len(body))
+    return head + headers + b"\r\n" + body
+
+
+CLOSE = b"connection: close\r\n"
+OFFER = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"\x16\x03\x01\x02\x00",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nx: \x00\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\na",
+        b"POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\n",
+    ],
+    ids=repr,
+)
+def test_what_is_not_http_is_a_400_in_the_form_of_all_errors(port, wrong):
+    answer = talk(port, wrong)
+    assert statuses(answer) == [400]
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+
+
+def test_an_offer_of_another_protocol_is_passed_over_and_the_body_read(port):
+    """As Java's client makes it, whole and in pieces, and on a connection that goes on."""
+    first = request(b"/echo", b"first", OFFER)
+    last = request(b"/echo", b"last", CLOSE)
+    for parts in ([first + last], [first[:30], 0.02, first[30:-2], 0.02, first[-2:], last]):
+        answer = talk(port, *parts)
+        assert statuses(answer) == [200, 200]
+        assert b"first" in answer
+        assert answer.endswith(b"last")
+
+
+def test_an_offer_of_a_websocket_is_passed_over(port):
+    offer = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: a\r\nsec-websocket-version: 13\r\n"
+    assert statuses(talk(port, request(b"/echo", headers=offer) + request(b"/echo", headers=CLOSE))) == [200, 200]
+
+
+def test_headers_are_bounded_whether_they_end_or_not(port):
+    many = b"".join(b"x%d: %s\r\n" % (i, b"a" * 90) for i in range(12))
+    assert statuses(talk(port, request(b"/echo", headers=many))) == [431]
+    assert statuses(talk(port, request(b"/echo"), 0.05, b"GET /echo HTTP/1.1\r\nx: " + b"a" * 1000)) == [200, 431]
+    assert statuses(talk(port, request(b"/echo", b"b" * 5000, CLOSE))) == [200]  # a body is no header
+
+
+def test_headers_that_come_beside_an_answer_are_bounded_too(port):
+    """What is too much ends the connection, and puts nothing into the answer that has begun."""
+    begin = time.monotonic()
+    answer = talk(port, request(b"/slow"), 3 * TICK_S, b"GET /echo HTTP/1.1\r\nx: " + b"a" * 700, TICK_S, b"a" * 700)
+    assert time.monotonic() - begin < 20 * TICK_S
+    assert statuses(answer) == [200]
+    assert answer.endswith(b"tick\n\r\n")
+
+
+def test_headers_beside_an_answer_have_their_time_from_its_end(port):
+    """The answer takes longer than headers may, and is not cut off."""
+    answer = talk(port, request(b"/slow"), 0.1, b"GET /echo HT")
+    assert statuses(answer) == [200, 408]
+    assert answer.count(b"tick\n") == 20
+
+
+def test_who_says_nothing_is_not_answered(port):
+    assert talk(port) == b""
+    assert talk(port, b"\r\n\r\n") == b""

@@ -1,0 +1,95 @@
+"""The sockets a server listens on: taken from nobody who answers, and left to whoever took their place."""
+
+import os
+import socket
+import stat
+
+import pytest
+
+from jpaged.errors import InvalidParameterError
+from jpaged.serving.listeners import Listeners
+from jpaged.serving.server import ServerOptions
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the kernel takes paths of some 100 bytes only
+    return "server.sock"
+
+
+def left_by_a_killed_server(path):
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(path)
+
+
+def connects(path):
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(path) == 0
+
+
+def test_a_socket_of_a_killed_server_is_replaced_and_removed_at_the_end(path):
+    left_by_a_killed_server(path)
+    listeners = Listeners.on_path(path)
+    assert connects(path)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o666
+    listeners.close()
+    assert not os.path.exists(path)
+    listeners.close()
+
+
+@pytest.mark.parametrize("backlog", [16, 0])
+def test_a_socket_that_a_server_answers_on_is_left_to_it(path, backlog):
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+        busy.bind(path)
+        busy.listen(backlog)
+        waiting.connect(path)  # a backlog of none is full with it
+        with pytest.raises(OSError, match=rf"cannot listen on {path}: a server answers there; choose another path"):
+            Listeners.on_path(path)
+        assert stat.S_ISSOCK(os.stat(path).st_mode)
+
+
+def test_a_server_that_loads_its_model_already_holds_its_socket(path):
+    listeners = Listeners.on_path(path)
+    with pytest.raises(OSError, match="a server answers there"):
+        Listeners.on_path(path)
+    listeners.close()
+
+
+def test_a_server_that_ends_does_not_remove_the_socket_of_its_successor(path):
+    old = Listeners.on_path(path)
+    for sock in old.sockets:  # as when it drains
+        sock.close()
+    new = Listeners.on_path(path)
+    old.close()
+    assert connects(path)
+    new.close()
+    assert not os.path.exists(path)
+
+
+def test_a_file_that_is_no_socket_is_not_touched(path):
+    with open(path, "w") as file:
+        file.write("precious")
+    with pytest.raises(OSError, match=f"cannot listen on {path}: Address already in use"):
+        Listeners.on_path(path)
+    with open(path) as file:
+        assert file.read() == "precious"
+
+
+def test_what_is_wrong_with_a_path_is_said():
+    with pytest.raises(OSError, match=r"cannot listen on a+: AF_UNIX path too long"):
+        Listeners.on_path("a" * 200)
+    with pytest.raises(InvalidParameterError, match="uds is empty"):
+        ServerOptions(uds="")
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_a_port_is_one_servers_alone_however_many_processes_share_it(num_processes):
+    listeners = Listeners.on_port("127.0.0.1", 0, num_processes)
+    ports = {sock.getsockname()[1] for sock in listeners.sockets}
+    assert len(listeners.sockets) == num_processes
+    assert len(ports) == 1
+    for sock in listeners.sockets:
+        sock.listen()
+    with pytest.raises(OSError, match=r"cannot listen on 127.0.0.1 port \d+: Address already in use; choose another"):
+        Listeners.on_port("127.0.0.1", ports.pop(), num_processes)
+    listeners.close()

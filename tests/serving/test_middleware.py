@@ -1,0 +1,54 @@
+"""What requests pass before their routes, in front of handlers that do not end."""
+
+import asyncio
+import json
+
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from jpaged.serving.middleware import LastWords, RequestIds
+
+
+async def never(request: Request) -> Response:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def never_ends(request: Request) -> Response:
+    async def body():
+        yield b"begun"
+        await asyncio.Event().wait()
+
+    return StreamingResponse(body())
+
+
+@pytest.mark.parametrize(("path", "status"), [("/never", 503), ("/never-ends", 200)])
+def test_a_request_that_the_end_of_the_server_cuts_off_is_told_if_its_answer_has_not_begun(path, status):
+    routes = [Route("/never", never), Route("/never-ends", never_ends)]
+    app = Starlette(routes=routes, middleware=[Middleware(RequestIds), Middleware(LastWords)])
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
+    sent = []
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    async def run():
+        task = asyncio.ensure_future(app(scope, receive, send))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await task  # uvicorn logs what comes out of it as an error
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert sent[0]["status"] == status
+    assert b"x-request-id" in dict(sent[0]["headers"])
+    if status == 503:
+        assert json.loads(sent[1]["body"])["error"]["message"] == "The server is about to end."
+    else:
+        assert [message.get("body") for message in sent[1:]] == [b"begun"]

@@ -1,0 +1,23 @@
+"""What a request asks of the sampler, in the words of the request."""
+
+import pytest
+
+from jpaged.errors import InvalidParameterError
+from jpaged.sampling_params import SamplingParams
+from jpaged.serving.protocol import CompletionRequest
+from jpaged.serving.sampling import sampling_of
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 64}, "n must be at most 20, got 64"),
+        ({"n": 1, "best_of": 64}, "best_of must be at most 20, got 64"),
+        ({"n": 0}, "n must be at least 1, got 0"),
+        ({"best_of": 0}, "best_of must be at least 1, got 0"),
+    ],
+)
+def test_a_search_that_cannot_be_is_blamed_on_the_field_that_asked_for_it(fields, message):
+    request = CompletionRequest(prompt="a", use_beam_search=True, **fields)
+    with pytest.raises(InvalidParameterError, match=f"^{message}"):
+        sampling_of(request, SamplingParams())
