@@ -1,6 +1,6 @@
-"""What adding few rows over GPUs costs: XLA's all-reduce by its flags, and the one-shot kernel.
+"""What adding rows over GPUs costs: XLA's all-reduce, and the one-shot kernel; up to how many rows the kernel wins.
 
-    python benchmarks/all_reduce.py --devices 2 --json all_reduce_2.json        # one call tells which way to go
+    python benchmarks/all_reduce.py --devices 2 --json all_reduce_2.json        # under two minutes
 
 A case is a program of 64 times: two small products, then the sum over devices, the residual and the norm, as in a
 decode step. Its time is that of many runs enqueued back to back; from it is taken the time of the same program that
@@ -11,12 +11,15 @@ XLA reads its flags once, so every way has a process of its own. One that prints
 costs its time limit only.
 
     none                what the others are compared with
+    kernel              jpaged.pallas_kernels.all_reduce_add_norm, residual and norm in it
     psum                XLA's default: NCCL, between CUDA graphs
+
+and with --ways also
+
     psum, graphs        NCCL recorded in CUDA graphs (xla_gpu_enable_command_buffer=+COLLECTIVES)
     psum, one-shot      XLA's own kernel (xla_gpu_experimental_use_collective_kernels=ALL_REDUCE)
     psum, one stream    without the second stream that XLA gives to collectives
-    kernel              jpaged.pallas_kernels.all_reduce_mosaic, residual and norm in it
-    kernel, no graphs   the same without CUDA graphs, should these be what fails
+    kernel, no graphs   the kernel without CUDA graphs, should these be what fails
 """
 
 import argparse
@@ -60,10 +63,10 @@ START_S, CASE_S = 60.0, 40.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--runs", type=int, default=50, help="of each program")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["none", "kernel", "psum"])
+    parser.add_argument("--runs", type=int, default=20, help="of each program")
     parser.add_argument("--json", type=Path, help="also write the figures there, after each case")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # in a process of its own
     args = parser.parse_args()
@@ -126,10 +129,10 @@ def measure(args: argparse.Namespace, adds: str) -> Iterator[dict[str, Any]]:
     yield {"device": devices[0].device_kind, "jax": jax.__version__}
     mesh = jax.sharding.Mesh(devices, ("model",))
     for hidden in args.hidden:
-        state = () if adds != "kernel" else _initial_state(mesh, hidden)
+        state = () if adds != "kernel" else _initial_state(mesh, max(args.rows), hidden)
         for rows in args.rows:
             case = {"rows": rows, "hidden": hidden}
-            if adds == "kernel" and (reason := _unsupported(rows, hidden, args.devices)) is not None:
+            if adds == "kernel" and (reason := _unsupported(hidden, args.devices)) is not None:
                 yield case | {"unsupported": reason}
                 continue
             if adds != "none":
@@ -143,23 +146,23 @@ def measure(args: argparse.Namespace, adds: str) -> Iterator[dict[str, Any]]:
 
 
 def _check(mesh: Any, adds: str, rows: int, hidden: int, state: tuple) -> tuple[tuple, dict[str, Any]]:
-    """Twelve sums of unrelated numbers against float64, and every device's bits against the first one's."""
+    """A few sums of unrelated numbers against float64, and every device's bits against the first one's."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    calls, size = 12, mesh.size
+    calls, size = 12 if rows <= 64 else 3, mesh.size
     rng = np.random.default_rng(rows + hidden)
     parts = jnp.asarray(rng.standard_normal((size, calls, rows, hidden)), jnp.bfloat16)
     residual = jnp.asarray(rng.standard_normal((calls, rows, hidden)), jnp.bfloat16)
     scale = jnp.asarray(rng.uniform(0.5, 1.5, hidden), jnp.bfloat16)
 
     def body(state: tuple, parts: Any, residual: Any, scale: Any) -> tuple:
-        found = []
+        found, state = [], _begin(adds, size, state)
         for call in range(calls):
             state, *results = _reduce(adds, size, state, parts[0, call], residual[call], scale)
             found.append(jnp.stack(results))
-        return state, jnp.stack(found)[None]
+        return state[:2], jnp.stack(found)[None]
 
     state, found = _sharded(mesh, body, state, whole=2, split=1)(state, parts, residual, scale)
     found = np.asarray(found)  # [devices, calls, 2, rows, hidden]
@@ -191,10 +194,10 @@ def _time(mesh: Any, adds: str, rows: int, hidden: int, state: tuple, runs: int)
     residual, up, down, scale = jax.device_put((residual, up, down, scale), NamedSharding(mesh, PartitionSpec()))
 
     def body(state: tuple, residual: Any, up: Any, down: Any, scale: Any) -> tuple:
-        normed = residual
+        normed, state = residual, _begin(adds, mesh.size, state)
         for _ in range(CALLS):
             state, residual, normed = _reduce(adds, mesh.size, state, normed @ up @ down, residual * 0.5, scale)
-        return state, normed[None]
+        return state[:2], normed[None]
 
     program = _sharded(mesh, body, state, whole=4, split=0)
     best, same = float("inf"), True
@@ -209,6 +212,15 @@ def _time(mesh: Any, adds: str, rows: int, hidden: int, state: tuple, runs: int)
     return state, best, same
 
 
+def _begin(adds: str, size: int, state: tuple) -> tuple:
+    """What the sums of a program pass on: the state, and where the peers have theirs."""
+    if adds != "kernel":
+        return state
+    from jpaged.pallas_kernels import all_reduce_peers
+
+    return *state, all_reduce_peers(*state, axis="model", num_devices=size, backend="mosaic")
+
+
 def _reduce(adds: str, size: int, state: tuple, part: Any, residual: Any, scale: Any) -> tuple:
     """state, the new residual, its norm."""
     from jax import lax
@@ -216,30 +228,27 @@ def _reduce(adds: str, size: int, state: tuple, part: Any, residual: Any, scale:
     from jpaged.pallas_kernels.reference import rms_norm
 
     if adds == "kernel":
-        from jpaged.pallas_kernels.all_reduce_mosaic import all_reduce_add_norm
+        from jpaged.pallas_kernels import all_reduce_add_norm
 
-        *state, residual, normed = all_reduce_add_norm(
-            *state, part, residual, scale, axis="model", num_devices=size, norm_eps=NORM_EPS
+        how = {"axis": "model", "num_devices": size, "backend": "mosaic"}
+        inbox, signals, residual, normed = all_reduce_add_norm(
+            *state, part, residual, scale=scale, norm_eps=NORM_EPS, **how
         )
-        return tuple(state), residual, normed
+        return (inbox, signals, state[2]), residual, normed
     residual = residual + (lax.psum(part, "model") if adds == "psum" else part)
     return state, residual, rms_norm(residual, scale, NORM_EPS)
 
 
 def _sharded(mesh: Any, body: Callable[..., tuple], state: tuple, *, whole: int, split: int) -> Any:
-    """A jitted program over the mesh. Its state is donated, and a device's part of it comes without the first axis."""
+    """A jitted program over the mesh. Its state is donated."""
     import jax
     from jax.sharding import PartitionSpec
 
     own, same = PartitionSpec("model"), PartitionSpec()
     specs = (own,) * len(state)
 
-    def program(state: tuple, *arguments: Any) -> tuple:
-        state, result = body(tuple(leaf[0] for leaf in state), *arguments)
-        return tuple(leaf[None] for leaf in state), result
-
     mapped = jax.shard_map(
-        program,
+        body,
         mesh=mesh,
         in_specs=(specs, *(own,) * split, *(same,) * whole),
         out_specs=(specs, own),
@@ -248,29 +257,26 @@ def _sharded(mesh: Any, body: Callable[..., tuple], state: tuple, *, whole: int,
     return jax.jit(mapped, donate_argnums=0)
 
 
-def _initial_state(mesh: Any, hidden: int) -> tuple:
+def _initial_state(mesh: Any, max_rows: int, hidden: int) -> tuple:
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from jpaged.pallas_kernels.all_reduce_mosaic import initial_state
+    from jpaged.pallas_kernels import initial_all_reduce_state
 
     sharding = NamedSharding(mesh, PartitionSpec("model"))
     state = tuple(
-        jax.jit(partial(jnp.zeros, (mesh.size, *leaf.shape), leaf.dtype), out_shardings=sharding)()
-        for leaf in initial_state(mesh.size, hidden, jnp.bfloat16)
+        jax.jit(partial(jnp.zeros, (mesh.size * leaf.shape[0], *leaf.shape[1:]), leaf.dtype), out_shardings=sharding)()
+        for leaf in initial_all_reduce_state(mesh.size, max_rows, hidden, jnp.bfloat16)
     )
-    return jax.block_until_ready(state)  # see initial_state
+    return jax.block_until_ready(state)  # see initial_all_reduce_state
 
 
-def _unsupported(rows: int, hidden: int, size: int) -> str | None:
-    from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing
+def _unsupported(hidden: int, size: int) -> str | None:
+    from jpaged.pallas_kernels import all_reduce_unsupported
+    from jpaged.pallas_kernels.backends import device_runs_mosaic
 
-    if (reason := mosaic_missing()) is not None:
-        return reason
-    from jpaged.pallas_kernels.all_reduce_mosaic import unsupported
-
-    return unsupported((rows, hidden), "bfloat16", size) if device_runs_mosaic() else "this is no Hopper GPU"
+    return all_reduce_unsupported(hidden, "bfloat16", size) if device_runs_mosaic() else "this is no Hopper GPU"
 
 
 def table(cases: list[dict[str, Any]]) -> str:

@@ -4,12 +4,17 @@
 #     OUT=benchmarks/results bash benchmarks/parallel.sh STEP...
 #
 #     step          GPUs  expected   what
-#     all-reduce-2  2     3-4 min    sums of few rows: XLA's by its flags, the one-shot kernel
-#     tp2-8b        2     3-4 min    8B, TP 2: one request, ShareGPT-like, 16 k prefill
-#     all-reduce-4  4     3-4 min    as all-reduce-2
+#     one-shot-2    2     2 min      whether models say the same with the one-shot all-reduce; first, it checks the rest
+#     all-reduce-2  2     2 min      sums of 1 to 2,048 rows: XLA's, the one-shot kernel
+#     tp2-8b        2     80 s       8B, TP 2: one request, ShareGPT-like, 16 k prefill
+#     tp2-8b-1024   2     70 s       the same with the one-shot kernel in steps of up to 1,024 rows; no prefill
+#     tp2-8b-nccl   2     70 s       the same without it
+#     one-shot-4    4     2 min      as one-shot-2
+#     all-reduce-4  4     2 min      as all-reduce-2
 #     scoring       4     4-5 min    8B, 2,000 rows of 1,024 tokens: one GPU (500 rows), then DP 4
 #     dp4-8b        4     2-3 min    8B, DP 4: ShareGPT-like
 #     tp4-8b        4     3 min      8B, TP 4: one request, ShareGPT-like
+#     tp4-8b-nccl   4     3 min      the same without the one-shot kernel
 #     tp4-70b       4     4-6 min    70B, TP 4: one request, 32 requests
 #
 # XLA_FLAGS are passed on, so a step can be repeated with what all-reduce-* found best; TAG names its file then.
@@ -42,16 +47,28 @@ scoring() { # NAME LIMIT_S OPTIONS...
         --runs 1 --json "$OUT/scoring-llama-3.1-8b-$name$SUFFIX" "$@"
 }
 
+one_shot_rows() { # STEP: what its name ends with
+    [[ $1 == *-nccl ]] && echo 0 || echo "${1##*-}"
+}
+
 for name in "$@"; do
     case $name in
+        one-shot-2 | one-shot-4)
+            step "$name" 220 "$PYTHON" tools/one_shot_drill.py --devices "${name##*-}" ;;
         all-reduce-2 | all-reduce-4)
-            step "$name" 280 "$PYTHON" benchmarks/all_reduce.py --devices "${name##*-}" --json "$OUT/$name$SUFFIX" ;;
+            step "$name" 180 "$PYTHON" benchmarks/all_reduce.py --devices "${name##*-}" --json "$OUT/$name$SUFFIX" ;;
         tp2-8b)
             throughput tp2 290 llama-3.1-8b --tensor-parallel-size 2 --max-model-len 17000 \
                 --workload single --workload sharegpt --workload prefill-16k ;;
+        tp2-8b-*)
+            throughput "${name/-8b/}" 200 llama-3.1-8b --tensor-parallel-size 2 --max-model-len 17000 \
+                --one-shot-rows "$(one_shot_rows "$name")" --runs 1 --workload single --workload sharegpt ;;
         tp4-8b)
             throughput tp4 290 llama-3.1-8b --tensor-parallel-size 4 --max-model-len 17000 \
                 --workload single --workload sharegpt ;;
+        tp4-8b-nccl)
+            throughput tp4-nccl 290 llama-3.1-8b --tensor-parallel-size 4 --max-model-len 17000 \
+                --one-shot-rows 0 --workload single --workload sharegpt ;;
         dp4-8b)
             throughput dp4 290 llama-3.1-8b --data-parallel-size 4 --max-model-len 4096 --workload sharegpt ;;
         tp4-70b) # few shapes, which compile in less time

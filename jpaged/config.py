@@ -122,6 +122,8 @@ class EngineArgs:
         kernel_backend: implementation of attention and cache writes: "mosaic" (kernels for Hopper), "xla" (anywhere);
             by default the kernels where the device and the model's shapes allow.
         tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
+        one_shot_rows: rows of a step up to which sums over devices take the one-shot all-reduce kernel, instead of
+            NCCL; 0 for none. By default 64 where GPUs and the model's shapes allow.
         data_parallel_size: replicas of the model, each on devices and in a process of its own (`LLM` only).
         coordinator_address, num_processes, process_id: of a model over several hosts, `docs/parallel.md`; by default
             what JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say.
@@ -157,6 +159,7 @@ class EngineArgs:
     seed: int = 0
     kernel_backend: KernelBackend | None = None
     tensor_parallel_size: int = 1
+    one_shot_rows: int | None = None
     data_parallel_size: int = 1
     coordinator_address: str | None = None
     num_processes: int | None = None
@@ -197,6 +200,7 @@ class EngineArgs:
             ("max_num_batched_tokens", 1, 2**20),
             ("num_processes", 1, 2**16),
             ("process_id", 0, 2**16),
+            ("one_shot_rows", 0, 2**16),
         ):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), least, most)
@@ -206,6 +210,10 @@ class EngineArgs:
             )
         _check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, _MAX_DEVICES)
         _check_integer("data_parallel_size", self.data_parallel_size, 1, _MAX_DEVICES)
+        if self.one_shot_rows and self.tensor_parallel_size == 1:
+            raise InvalidParameterError(
+                f"one_shot_rows={self.one_shot_rows} needs a tensor_parallel_size above 1: one device adds nothing up."
+            )
         _check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
         _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)

@@ -23,6 +23,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
     parser.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--one-shot-rows", type=int, help="steps up to this size sum by the one-shot kernel")
     parser.add_argument("--data-parallel-size", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
 
@@ -45,6 +46,7 @@ def make_llm(args: argparse.Namespace) -> LLM:
         kernel_backend=args.kernel_backend,
         skip_tokenizer_init=True,
         tensor_parallel_size=args.tensor_parallel_size,
+        one_shot_rows=args.one_shot_rows,
         data_parallel_size=args.data_parallel_size,
         seed=args.seed,
     )

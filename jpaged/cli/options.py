@@ -34,6 +34,7 @@ _ENGINE_OPTIONS = (
     ("--max-num-batched-tokens", int, "N", "most tokens computed in a step"),
     ("--swap-space", float, "GIB", "host memory for the blocks of preempted sequences"),
     ("--tensor-parallel-size", int, "N", "devices to split the model over"),
+    ("--one-shot-rows", int, "N", "largest step whose sums over devices take the one-shot kernel, 0 for none"),
     ("--data-parallel-size", int, "N", "replicas, each on devices of its own"),
     ("--coordinator-address", str, "HOST:PORT", "of process 0, for a model over several hosts"),
     ("--num-processes", int, "N", "processes of such a model; the others are `jpaged worker`"),

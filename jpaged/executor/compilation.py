@@ -31,11 +31,13 @@ from jpaged.executor.compile_processes import CompileProcesses, Key, are_many
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.copies import copy_blocks_step, copy_layout
 from jpaged.executor.executable_cache import KEPT_PLATFORMS, ExecutableCache
-from jpaged.executor.mesh import POOL, STAGING, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
+from jpaged.executor.mesh import EXCHANGE, POOL, STAGING, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.state import initial_slot_state
 from jpaged.executor.swap import abstract_staging, gather_step, scatter_step
 from jpaged.executor.worker_threads import WorkerThreads
 from jpaged.models import Model
+from jpaged.models.collectives import ExchangeState
+from jpaged.pallas_kernels import initial_all_reduce_state
 
 _Takes = Literal["weights", "head", None]
 Origin = Literal["compiled", "shared", "kept"]
@@ -124,6 +126,14 @@ def abstract_pools(config: ExecutorConfig, model: Model, dtype: Any) -> tuple[ja
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for _ in range(model.config.num_layers))
 
 
+def abstract_exchange(config: ExecutorConfig, model: Model, mesh: DeviceMesh) -> ExchangeState | None:
+    """Shapes of the one-shot all-reduce's state on all devices; None where no body takes it."""
+    if not config.one_shot_rows:
+        return None
+    state = initial_all_reduce_state(mesh.size, config.one_shot_rows, model.config.hidden_size, model.dtype)
+    return jax.tree.map(partial(mesh.split, spec=EXCHANGE), ExchangeState(*state))
+
+
 @dataclass(frozen=True)
 class _Task:
     """A program to compile. path: where it is kept, if anywhere. autotuned: whether XLA tries algorithms out for it."""
@@ -202,6 +212,7 @@ class Compiler:
         self._pools = tuple(mesh.split(pool, POOL) for pool in pools)
         self._staging = mesh.split(abstract_staging(pools), STAGING)
         self._state = jax.eval_shape(partial(initial_slot_state, config))
+        self._exchange = abstract_exchange(config, model, mesh)
         self._weights = mesh.weights(model)
         self._sampling = jax.eval_shape(partial(sampling_state.init_state, config.max_num_seqs))
         self._full_of_shard = jax.eval_shape(self._init_full_state)
@@ -217,9 +228,12 @@ class Compiler:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the slot state, the sampling state and the full sampling state together, on one device."""
+        """Bytes of the slot state, both sampling states and the all-reduce's state together, on one device."""
         leaves = jax.tree.leaves((self._state, self._sampling, self._full_of_shard))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        split = jax.tree.leaves(self._exchange)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) + sum(
+            leaf.size * leaf.dtype.itemsize // self._mesh.size for leaf in split
+        )
 
     def submit_all(self) -> None:
         """Every program the runner may need."""
@@ -360,10 +374,14 @@ class Compiler:
     def _decode(self, batch: int, shares_prefix: bool = False) -> _Task:
         step = partial(programs.decode_step, self._model, self._config, batch, shares_prefix)
         packed = _int32(programs.decode_layout(batch, shares_prefix).size)
-        args = (self._pools, self._state, packed)
-        results = (POOL, WHOLE, WHOLE, WHOLE)
+        args = (self._pools, self._state, self._exchange_for(batch), packed)
+        results = (POOL, WHOLE, EXCHANGE, WHOLE, WHOLE)
         key = ("shared_decode" if shares_prefix else "decode", batch)
-        return self._task(key, step, *args, donate=(1, 2), takes="weights", rows=batch, results=results)
+        return self._task(key, step, *args, donate=(1, 2, 3), takes="weights", rows=batch, results=results)
+
+    def _exchange_for(self, rows: int) -> ExchangeState | None:
+        """What a body of so many rows gets."""
+        return self._exchange if rows <= self._config.one_shot_rows else None
 
     def _steps(self) -> list[_Task]:
         """The bodies that compute a step's tokens."""
@@ -377,9 +395,10 @@ class Compiler:
     def _mixed(self, tokens: int) -> _Task:
         step = partial(programs.mixed_step, self._model, self._config, tokens)
         packed = _int32(programs.mixed_layout(self._config, tokens).size)
-        args = (self._pools, self._state, packed)
-        results = (POOL, WHOLE, WHOLE, WHOLE, WHOLE)
-        return self._task(("mixed", tokens), step, *args, donate=(1, 2), takes="weights", rows=tokens, results=results)
+        args = (self._pools, self._state, self._exchange_for(tokens), packed)
+        results = (POOL, WHOLE, EXCHANGE, WHOLE, WHOLE, WHOLE)
+        key = ("mixed", tokens)
+        return self._task(key, step, *args, donate=(1, 2, 3), takes="weights", rows=tokens, results=results)
 
     def submit_sample(self, batch: int, variant: SamplingVariant) -> None:
         self._start(self._sample(batch, variant), ("sample", batch, variant))

@@ -27,6 +27,7 @@ class ExecutorConfig:
     token_buckets: ascending token counts that mixed programs exist for; the last is the step's token budget.
     kernel_backend: which implementation of the attention and cache ops; None picks by device.
     shared_prefix_attention: have decode programs that read a prefix once for all rows that share it.
+    one_shot_rows: bodies of up to so many rows sum over shards by the one-shot all-reduce, larger ones by XLA's.
     """
 
     max_num_seqs: int
@@ -37,6 +38,7 @@ class ExecutorConfig:
     token_buckets: tuple[int, ...]
     kernel_backend: str | None = None
     shared_prefix_attention: bool = False
+    one_shot_rows: int = 0
 
     @property
     def null_slot(self) -> int:

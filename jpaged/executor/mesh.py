@@ -6,6 +6,7 @@
                    weights            split as `models.sharding` says
                    KV pool            over the key-value heads: a shard has its heads' part of every block
                    token counts       over the vocabulary
+                   inbox, signals     each device's own (`pallas_kernels.all_reduce`)
                    everything else    whole on each: slot state, block tables, sampling parameters, packed buffers
 
 Every shard computes the same slot state from the same sampled tokens, so one block table and one packed buffer serve
@@ -35,6 +36,8 @@ POOL = PartitionSpec(None, None, MODEL_AXIS)
 """[num_blocks, 2, kv_heads, block_size, head_dim]"""
 STAGING = PartitionSpec(None, None, None, MODEL_AXIS)
 """[layers, blocks, 2, kv_heads, block_size, head_dim]"""
+EXCHANGE = PartitionSpec(MODEL_AXIS)
+"""Inbox and signals of the one-shot all-reduce, each device's own, side by side."""
 TOKEN_COUNTS = PartitionSpec(None, MODEL_AXIS)
 """[slots, vocab]"""
 

@@ -9,8 +9,8 @@
     score[T]          log-probabilities of given tokens after some of a mixed step's, and nothing else
 
 The body and the head are programs apart so that their counts add up: bodies are large and there is one per bucket;
-heads are small and there is one per bucket and variant. The KV pool, the slot state and the sampling state are
-donated to whichever program writes them and live in place for ever.
+heads are small and there is one per bucket and variant. The KV pool, the slot state, the sampling state and the
+all-reduce's inbox are donated to whichever program writes them and live in place for ever.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ from jpaged.executor.logprobs import TargetScores, TokenLogprobs, logprobs_of, t
 from jpaged.executor.packing import PackedLayout
 from jpaged.executor.state import SlotState, append_blocks, end_slots, slot_mapping, start_slots
 from jpaged.models import Model
+from jpaged.models.collectives import Exchange, ExchangeState
 from jpaged.pallas_kernels import decode_attention, ragged_attention, rope_and_write, shared_prefix_attention
 from jpaged.sampling_params import MAX_LOGPROBS
 
@@ -148,11 +149,13 @@ def decode_step(
     weights: Sequence[Array],
     pools: Pools,
     state: SlotState,
+    exchange_state: ExchangeState | None,
     packed: Int[Array, " n"],
-) -> tuple[Pools, SlotState, Float[Array, "rows hidden"], Rows]:
+) -> tuple[Pools, SlotState, ExchangeState | None, Float[Array, "rows hidden"], Rows]:
     """One token for each of `batch` slots. A slot that stopped, like a padded row, writes to the null block.
 
     shares_prefix: whether what the first rows share is read once for all of them.
+    exchange_state: given to shards whose sums take the one-shot all-reduce (`ExecutorConfig.one_shot_rows`).
     """
     host = decode_layout(batch, shares_prefix).unpack(packed)
     slots = host["slots"]
@@ -166,9 +169,12 @@ def decode_step(
     shared = (host["num_sharing"], host["shared_len"]) if shares_prefix else None
     layers = [PagedAttention(pool, mapping, tables, kv_lens, None, shared, config.kernel_backend) for pool in pools]
 
-    hidden = model.forward(weights, state.last_token[slots], positions, layers)
+    exchange = _begin(model, config, exchange_state)
+    hidden = model.forward(weights, state.last_token[slots], positions, layers, exchange)
     state = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)), block_tables=block_tables)
-    return tuple(layer.pool for layer in layers), state, hidden, Rows(slots, jnp.ones((batch,), bool))
+    exchange_state = None if exchange is None else exchange.state
+    rows = Rows(slots, jnp.ones((batch,), bool))
+    return tuple(layer.pool for layer in layers), state, exchange_state, hidden, rows
 
 
 def mixed_step(
@@ -178,8 +184,9 @@ def mixed_step(
     weights: Sequence[Array],
     pools: Pools,
     state: SlotState,
+    exchange_state: ExchangeState | None,
     packed: Int[Array, " n"],
-) -> tuple[Pools, SlotState, Float[Array, "rows hidden"], Rows, Float[Array, "tokens hidden"]]:
+) -> tuple[Pools, SlotState, ExchangeState | None, Float[Array, "rows hidden"], Rows, Float[Array, "tokens hidden"]]:
     """Decode rows and prefill chunks side by side, each a run of consecutive tokens of its sequence.
 
     Also returns the hidden states of all tokens, for those who want log-probabilities of the prompt.
@@ -207,14 +214,21 @@ def mixed_step(
 
     is_decode = (kinds & RowKind.DECODE) != 0
     tokens = jnp.where(is_decode[row], state.last_token[slots][row], host["tokens"])
-    hidden = model.forward(weights, tokens, positions, layers)
+    exchange = _begin(model, config, exchange_state)
+    hidden = model.forward(weights, tokens, positions, layers, exchange)
     state = state._replace(
         seq_len=state.seq_len.at[slots].add(jnp.where(active, query_lens, 0)), block_tables=block_tables
     )
     last = jnp.maximum(ends - 1, 0)
     # A row without queries that samples was forked from the row before it, whose last hidden state is thus its own.
     samples = (kinds & RowKind.SAMPLES) != 0
-    return tuple(layer.pool for layer in layers), state, hidden[last], Rows(slots, samples), hidden
+    pools = tuple(layer.pool for layer in layers)
+    exchange_state = None if exchange is None else exchange.state
+    return pools, state, exchange_state, hidden[last], Rows(slots, samples), hidden
+
+
+def _begin(model: Model, config: ExecutorConfig, state: ExchangeState | None) -> Exchange | None:
+    return None if state is None else Exchange.begin(state, model.collectives, config.kernel_backend)
 
 
 def sample_step(

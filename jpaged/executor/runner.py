@@ -39,6 +39,7 @@ from jpaged.executor.logprobs import TokenLogprobs
 from jpaged.executor.programs import STARTS_PER_UPDATE, TABLE_UPDATES_PER_UPDATE, Pools, RowKind
 from jpaged.executor.state import SlotState
 from jpaged.executor.swap import HostChunks
+from jpaged.models.collectives import ExchangeState
 
 
 class Step:
@@ -105,7 +106,7 @@ class Runner:
     Args:
         programs: every executable, by key, as `Compiler.results` gives them.
         weights, head: the model's flat tuple, and the part of it that `Model.head_logits` reads.
-        pools, state, sampling: device arrays; the runner takes them over and donates them to each program.
+        pools, state, sampling, exchange: device arrays; the runner takes them over and donates them to each program.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Runner:
         pools: Pools,
         state: SlotState,
         sampling: sampling_state.SamplingState,
+        exchange: ExchangeState | None = None,
     ) -> None:
         self._config = config
         self._programs = programs
@@ -125,6 +127,7 @@ class Runner:
         self._pools = pools
         self._state = state
         self._sampling = sampling
+        self._exchange = exchange
         self._full: sampling_state.FullSamplingState | None = None
         self._vocab_size = vocab_size
         self._host_chunks = HostChunks()
@@ -161,7 +164,11 @@ class Runner:
         return Step(plan.num_rows, sampled, prompt_scores, target_scores, shared_bucket is not None)
 
     def warm_up(self) -> None:
-        """Runs every program once on padding, so that modules are loaded and graphs built before the first request."""
+        """Runs every program once on padding, so that modules are loaded and graphs built before the first request.
+
+        With the one-shot all-reduce one body at a time: what a first run still has to load may take a lock or an idle
+        device, and no sum of another program should wait for a peer meanwhile.
+        """
         nothing = StepPlan(step_id=-1, variant=SamplingVariant.GREEDY)
         self._update(np.zeros((0,), np.int32), (), nothing.table_updates)
         self._ensure_full_state()
@@ -177,18 +184,25 @@ class Runner:
         self._swap_in(empty)
         for batch in self._config.decode_buckets:
             hidden, rows = self._run_decode(nothing, batch)
+            self._wait_for_exchange()
             for variant in SamplingVariant:
                 self._run_sample(hidden, rows, variant)
         for batch in self._config.shared_prefix_buckets:
             self._run_decode(nothing, batch, shares_prefix=True)
+            self._wait_for_exchange()
         for tokens in self._config.token_buckets:
             _, _, all_hidden = self._run_mixed(nothing, tokens)
+            self._wait_for_exchange()
             all_hidden = self._widened_tokens(all_hidden)
             if (size := all_hidden.shape[0]) == tokens:
                 self._call(("prompt_logprobs", size), all_hidden, np.zeros((size,), np.int32))
                 self._call(("score", size), all_hidden, programs.score_layout(size).new(tokens=0, targets=0)[0])
         jax.block_until_ready((self._pools, self._state, self._full))
         self._full = None
+
+    def _wait_for_exchange(self) -> None:
+        if self._exchange is not None:
+            jax.block_until_ready((self._pools, self._exchange))
 
     # ----------------------------------------------------------------------------------------- what changed
 
@@ -290,8 +304,7 @@ class Runner:
             host["num_sharing"][...], host["shared_len"][...] = plan.num_sharing, plan.shared_len
         updates = self._table_updates_that_fit(plan.table_updates, len(host["table_updates"]))
         _fill_table_updates(host["table_updates"], updates, null)
-        key = ("shared_decode" if shares_prefix else "decode", batch)
-        self._pools, self._state, hidden, rows = self._call(key, self._pools, self._state, buffer)
+        hidden, rows = self._run_body("shared_decode" if shares_prefix else "decode", batch, buffer)
         return hidden, rows
 
     def _run_mixed(self, plan: StepPlan, bucket: int | None = None) -> tuple[jax.Array, programs.Rows, jax.Array]:
@@ -312,10 +325,16 @@ class Runner:
             first += len(chunk.token_ids)
         updates = self._table_updates_that_fit(plan.table_updates, len(host["table_updates"]))
         _fill_table_updates(host["table_updates"], updates, null)
-        self._pools, self._state, hidden, rows, all_hidden = self._call(
-            ("mixed", tokens), self._pools, self._state, buffer
-        )
+        hidden, rows, all_hidden = self._run_body("mixed", tokens, buffer)
         return hidden, rows, all_hidden
+
+    def _run_body(self, kind: str, rows: int, buffer: np.ndarray) -> list[Any]:
+        """Runs a body and keeps what it was donated. Returns its other results."""
+        exchange = self._exchange if rows <= self._config.one_shot_rows else None
+        donated = (self._pools, self._state, exchange)
+        self._pools, self._state, exchange, *results = self._call((kind, rows), *donated, buffer)
+        self._exchange = exchange or self._exchange
+        return results
 
     def _run_sample(self, hidden: jax.Array, rows: programs.Rows, variant: SamplingVariant) -> programs.SampleResult:
         hidden, rows = self._widened_rows(hidden, rows, variant)

@@ -23,6 +23,7 @@ from jpaged.executor.compilation import (
     Compiler,
     Origin,
     Program,
+    abstract_exchange,
     abstract_pools,
     cache_directory,
     enable_persistent_cache,
@@ -45,6 +46,7 @@ from jpaged.executor.memory import (
     unreserved_device_memory,
 )
 from jpaged.executor.mesh import POOL, DeviceMesh, fewest_anywhere, pick_devices
+from jpaged.executor.one_shot import one_shot_rows
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
 from jpaged.executor.worker_threads import WorkerThreads
@@ -93,6 +95,8 @@ class Startup:
             ("programs", f"{_whence(self.origins)}{reserved}"),
             ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
         ]
+        if self.config.one_shot_rows:
+            rows.insert(-1, ("all-reduce", f"one-shot in steps of up to {self.config.one_shot_rows} rows"))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows)
 
@@ -130,6 +134,7 @@ def _start_on(
     limits = [free_device_memory(one, args.gpu_memory_utilization) for one in mesh.local_devices]
     limit = min((one for one in limits if one is not None), default=None)
     config = executor_config(args, model_config, limit)
+    config = replace(config, one_shot_rows=one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh))
 
     cores = len(os.sched_getaffinity(0))
     with WorkerThreads(1) as loader, WorkerThreads(cores) as threads, _helpers(mesh, model, config) as helpers:
@@ -169,6 +174,8 @@ def _start_on(
             pools,
             mesh.whole(initial_slot_state(config)),
             mesh.whole(sampling_state.init_state(config.max_num_seqs)),
+            # Zeros everywhere before any program runs: peers write to it as soon as they do.
+            jax.block_until_ready(jax.tree.map(mesh.zeros, abstract_exchange(config, shard, mesh))),
         )
         runner.warm_up()
     kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"

@@ -2,15 +2,19 @@
 
     alone          ALONE: one device holds the whole model; every function here is the identity and traces nothing
     sharded        inside `shard_map` over a mesh axis; each function is one collective of the compiled program
+    few rows       an `Exchange`: sums over shards by the one-shot kernel, through state that the program's caller keeps
 
-All of a model's and a sampler's communication goes through one `Collectives`, so what carries it can be changed here.
+All of a model's and a sampler's communication goes through these, so what carries it can be changed here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jpaged.pallas_kernels import all_reduce_add_norm, all_reduce_peers
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,77 @@ class Collectives:
 ALONE = Collectives()
 
 
-def embed(table: jax.Array, tokens: jax.Array, collectives: Collectives) -> jax.Array:
+class ExchangeState(NamedTuple):
+    """What the one-shot all-reduce keeps on each device from call to call: `initial_all_reduce_state`."""
+
+    inbox: Any
+    signals: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Exchange:
+    """The one-shot all-reduce within a program. A sum replaces `state` by the written one.
+
+    state: donated to the program, and to be returned by it. peers: `all_reduce_peers`, of this program's own.
+    backend: of the op.
+    """
+
+    state: ExchangeState
+    peers: jax.Array
+    collectives: Collectives = field(metadata={"static": True})
+    backend: str | None = field(metadata={"static": True})
+
+    @classmethod
+    def begin(cls, state: ExchangeState, collectives: Collectives, backend: str | None) -> Self:
+        """At the beginning of a program."""
+        assert collectives.axis is not None
+        peers = all_reduce_peers(*state, axis=collectives.axis, num_devices=collectives.size, backend=backend)
+        return cls(state, peers, collectives, backend)
+
+    def takes(self, part: jax.Array) -> bool:
+        """Whether it can sum [T, width] over shards: rows of the width it was made for, and no more than it holds."""
+        _, _, max_rows, hidden = self.state.inbox.shape
+        return part.shape[0] <= max_rows and part.shape[1] == hidden
+
+    def add(
+        self,
+        x: jax.Array,
+        part: jax.Array,
+        bias: jax.Array | None = None,
+        scale: jax.Array | None = None,
+        norm_eps: float = 0.0,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """x [T, hidden], the sum of all shards' parts and the bias together; and their RMS norm, given its scale."""
+        assert self.collectives.axis is not None
+        inbox, signals, x, normed = all_reduce_add_norm(
+            *self.state,
+            self.peers,
+            part,
+            x,
+            bias=bias,
+            scale=scale,
+            norm_eps=norm_eps,
+            axis=self.collectives.axis,
+            num_devices=self.collectives.size,
+            backend=self.backend,
+        )
+        self.state = ExchangeState(inbox, signals)
+        return x, normed
+
+    def become(self, other: "Exchange") -> None:
+        """Takes over what a traced function made of this exchange."""
+        self.state = other.state
+
+
+def embedding_part(table: jax.Array, tokens: jax.Array, collectives: Collectives) -> jax.Array:
     """Rows of a vocabulary-parallel embedding: table [vocab of this shard, width], int32 tokens [T] -> [T, width].
 
-    Each shard looks up the tokens it has and gives zeros for the others; their sum is exact.
+    Each shard looks up the tokens it has and gives zeros for the others; the sum over shards is exact.
     """
     if collectives.size == 1:
         return table[tokens]
     rows = tokens - collectives.first(table.shape[0])
     own = (rows >= 0) & (rows < table.shape[0])
     found = table[jnp.where(own, rows, 0)]
-    return collectives.all_reduce(jnp.where(own[:, None], found, jnp.zeros_like(found)))
+    return jnp.where(own[:, None], found, jnp.zeros_like(found))

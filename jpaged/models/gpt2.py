@@ -8,26 +8,25 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models import parts
-from jpaged.models.collectives import ALONE, Collectives, embed
+from jpaged.models.collectives import ALONE, Collectives, Exchange, embedding_part
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import MLP, Attend, Attention, LayerNorm, Normal, logits_of, parameter, run_layers
 from jpaged.models.parts import Part
+from jpaged.models.residual import Stream, begin
 
 
 class GPT2Block(nnx.Module):
     """One layer."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs, collectives)
+        self.attention = Attention(config, layer, dtype, rngs)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.mlp = MLP(config, dtype, rngs, collectives)
+        self.mlp = MLP(config, dtype, rngs)
 
-    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, stream: Stream, attend: Attend) -> None:
+        stream.add(*self.attention(stream.normed(self.attention_norm), attend))
+        stream.add(*self.mlp(stream.normed(self.mlp_norm)))
 
 
 class GPT2LMHeadModel(nnx.Module):
@@ -45,15 +44,23 @@ class GPT2LMHeadModel(nnx.Module):
         table = (config.vocab_size, hidden)
         self.embedding = parameter(rngs, Normal(std), table, dtype, shard_axis=0)
         self.positions = parameter(rngs, Normal(std), (config.num_learned_positions, hidden), dtype)
-        self.layers = nnx.List(GPT2Block(config, layer, dtype, rngs, collectives) for layer in range(config.num_layers))
+        self.layers = nnx.List(GPT2Block(config, layer, dtype, rngs) for layer in range(config.num_layers))
         self.norm = LayerNorm(hidden, config.norm_eps, dtype, rngs)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else parameter(rngs, Normal(std), table, dtype, shard_axis=0)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any]) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend | list[Any],
+        exchange: Exchange | None = None,
+    ) -> jax.Array:
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm."""
-        x = embed(self.embedding[...], tokens, self.collectives) + self.positions[...][positions]
-        return self.norm(run_layers(self.layers, x, (), attend))
+        part = embedding_part(self.embedding[...], tokens, self.collectives)
+        stream = begin(part, self.collectives, exchange, self.positions[...][positions])
+        run_layers(self.layers, stream, (), attend)
+        return stream.normed(self.norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, hidden] -> float32 [R, vocab]."""

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.pallas_kernels.reference import rms_norm
 
@@ -35,8 +34,15 @@ class Attend(Protocol):
     ) -> jax.Array: ...
 
 
-def run_layers(layers: Iterable[nnx.Module], x: jax.Array, shared: tuple, attend: Attend | list[Any]) -> jax.Array:
-    """Passes x through a stack of layers: x = layer(x, *shared, attend).
+class Carried(Protocol):
+    """What goes through a stack of layers, a pytree that they change: `residual.Stream`."""
+
+    def become(self, other: Any) -> None:
+        """Takes over what a traced function made of it."""
+
+
+def run_layers(layers: Iterable[nnx.Module], stream: Carried, shared: tuple, attend: Attend | list[Any]) -> None:
+    """Passes the stream through a stack of layers: layer(stream, *shared, attend).
 
     attend: one for all of them; or a list of one a layer, each a pytree, which then holds what the calls made of them.
         Layers of equal structure and shapes are then traced and lowered once between them, which halves the time that
@@ -45,15 +51,16 @@ def run_layers(layers: Iterable[nnx.Module], x: jax.Array, shared: tuple, attend
     for index, layer in enumerate(layers):
         if isinstance(attend, list):
             graph, weights = nnx.split(layer)
-            x, attend[index] = _run_layer(graph, weights, x, shared, attend[index])
+            after, attend[index] = _run_layer(graph, weights, stream, shared, attend[index])
+            stream.become(after)
         else:
-            x = layer(x, *shared, attend)
-    return x
+            layer(stream, *shared, attend)
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(graph: nnx.GraphDef, weights: nnx.State, x: jax.Array, shared: tuple, attend: Any) -> tuple:
-    return nnx.merge(graph, weights)(x, *shared, attend), attend
+def _run_layer(graph: nnx.GraphDef, weights: nnx.State, stream: Carried, shared: tuple, attend: Any) -> tuple:
+    nnx.merge(graph, weights)(stream, *shared, attend)
+    return stream, attend
 
 
 @dataclass(frozen=True)
@@ -100,12 +107,13 @@ def product(pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | Non
     return y if bias is None else y + bias[...]
 
 
-def _row_parallel(
-    pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, collectives: Collectives
-) -> jax.Array:
-    """A product whose inputs are split over shards: their partial results are summed, then the bias is added once."""
-    y = collectives.all_reduce(product(pattern, x, kernel))
-    return y if bias is None else y + bias[...]
+Part = tuple[jax.Array, jax.Array | None]
+"""[T, hidden], this shard's part of a product whose inputs are split over shards, and a bias [hidden] to be added once
+to the sum of all parts."""
+
+
+def _row_parallel(pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> Part:
+    return product(pattern, x, kernel), None if bias is None else bias[...]
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
@@ -158,19 +166,11 @@ class Attention(nnx.Module):
                                 '-- 1: its value
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
-        collectives: Collectives = ALONE,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         hidden, kv_heads, dim = config.hidden_size, config.num_kv_heads, config.head_dim
         slots = config.group_size + 2
         self.config = config
         self.scale, self.sliding_window = config.attention_scales[layer], config.sliding_windows[layer]
-        self.collectives = collectives
         self.qkv = parameter(rngs, Normal(hidden**-0.5), (hidden, kv_heads, slots, dim), dtype, shard_axis=1)
         bias_shape = (kv_heads, slots, dim)
         self.qkv_bias = parameter(rngs, Constant(0.0), bias_shape, dtype, shard_axis=0) if config.qkv_bias else None
@@ -184,8 +184,11 @@ class Attention(nnx.Module):
         attend: Attend,
         rotation: tuple[jax.Array, jax.Array] | None = None,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
-    ) -> jax.Array:
-        """[T, hidden] -> [T, hidden]. rotation: cos and sin (`Rope.table`). norms: of each query and of each key."""
+    ) -> Part:
+        """[T, hidden] -> [T, hidden], in parts.
+
+        rotation: cos and sin (`Rope.table`). norms: of each query and of each key.
+        """
         y = attend(
             product("th,hksd->tksd", x, self.qkv, self.qkv_bias),
             rotation=rotation,
@@ -194,34 +197,33 @@ class Attention(nnx.Module):
             scale=self.scale,
             sliding_window=self.sliding_window,
         )
-        return _row_parallel("tnd,ndh->th", y, self.out, self.out_bias, self.collectives)
+        return _row_parallel("tnd,ndh->th", y, self.out, self.out_bias)
 
 
 class MLP(nnx.Module):
     """Two products with an activation in between (OPT, GPT-2)."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives = ALONE) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.activation = config.activation
-        self.collectives = collectives
         self.up = parameter(rngs, Normal(hidden**-0.5), (hidden, inner), dtype, shard_axis=1)
         self.up_bias = parameter(rngs, Constant(0.0), (inner,), dtype, shard_axis=0) if config.mlp_bias else None
         down_start = Normal((inner * 2 * config.num_layers) ** -0.5)
         self.down = parameter(rngs, down_start, (inner, hidden), dtype, shard_axis=0)
         self.down_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.mlp_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Part:
+        """[T, hidden] -> [T, hidden], in parts."""
         inner = activation(self.activation)(product("th,hi->ti", x, self.up, self.up_bias))
-        return _row_parallel("ti,ih->th", inner, self.down, self.down_bias, self.collectives)
+        return _row_parallel("ti,ih->th", inner, self.down, self.down_bias)
 
 
 class GatedMLP(nnx.Module):
     """The Llama family's MLP; gate and up are one kernel, gate_up [hidden, 2, intermediate], gate first."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives = ALONE) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.activation = config.activation
-        self.collectives = collectives
         self.gate_up = parameter(rngs, Normal(hidden**-0.5), (hidden, 2, inner), dtype, shard_axis=2)
         bias_shape = (2, inner)
         self.gate_up_bias = parameter(rngs, Constant(0.0), bias_shape, dtype, shard_axis=1) if config.mlp_bias else None
@@ -229,10 +231,11 @@ class GatedMLP(nnx.Module):
         self.down = parameter(rngs, down_start, (inner, hidden), dtype, shard_axis=0)
         self.down_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.mlp_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Part:
+        """[T, hidden] -> [T, hidden], in parts."""
         gate_up = product("th,hci->tci", x, self.gate_up, self.gate_up_bias)
         inner = activation(self.activation)(gate_up[:, 0]) * gate_up[:, 1]
-        return _row_parallel("ti,ih->th", inner, self.down, self.down_bias, self.collectives)
+        return _row_parallel("ti,ih->th", inner, self.down, self.down_bias)
 
 
 def logits_of(hidden: jax.Array, embedding: jax.Array) -> jax.Array:

@@ -11,30 +11,29 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models import parts
-from jpaged.models.collectives import ALONE, Collectives, embed
+from jpaged.models.collectives import ALONE, Collectives, Exchange, embedding_part
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Attend, Attention, GatedMLP, Normal, RMSNorm, logits_of, parameter, run_layers
 from jpaged.models.parts import Part
+from jpaged.models.residual import Stream, begin
 
 
 class LlamaBlock(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         eps = config.norm_eps
         self.attention_norm = RMSNorm(config.hidden_size, eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs, collectives)
+        self.attention = Attention(config, layer, dtype, rngs)
         self.query_norm = RMSNorm(config.head_dim, eps, dtype, rngs) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, eps, dtype, rngs) if config.qk_norm else None
         self.mlp_norm = RMSNorm(config.hidden_size, eps, dtype, rngs)
-        self.mlp = GatedMLP(config, dtype, rngs, collectives)
+        self.mlp = GatedMLP(config, dtype, rngs)
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(self, stream: Stream, cos: jax.Array, sin: jax.Array, attend: Attend) -> None:
         norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-        x = x + self.attention(self.attention_norm(x), attend, (cos, sin), norms)
-        return x + self.mlp(self.mlp_norm(x))
+        stream.add(*self.attention(stream.normed(self.attention_norm), attend, (cos, sin), norms))
+        stream.add(*self.mlp(stream.normed(self.mlp_norm)))
 
 
 class LlamaForCausalLM(nnx.Module):
@@ -52,18 +51,24 @@ class LlamaForCausalLM(nnx.Module):
         self.rope = config.rope
         self.collectives = collectives
         self.embedding = parameter(rngs, Normal(std), table, dtype, shard_axis=0)
-        self.layers = nnx.List(
-            LlamaBlock(config, layer, dtype, rngs, collectives) for layer in range(config.num_layers)
-        )
+        self.layers = nnx.List(LlamaBlock(config, layer, dtype, rngs) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, rngs)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else parameter(rngs, Normal(std), table, dtype, shard_axis=0)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any]) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend | list[Any],
+        exchange: Exchange | None = None,
+    ) -> jax.Array:
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm."""
         cos, sin = self.rope.table(positions)
-        x = embed(self.embedding[...], tokens, self.collectives)
-        return self.norm(run_layers(self.layers, x, (cos, sin), attend))
+        part = embedding_part(self.embedding[...], tokens, self.collectives)
+        stream = begin(part, self.collectives, exchange)
+        run_layers(self.layers, stream, (cos, sin), attend)
+        return stream.normed(self.norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, hidden] -> float32 [R, vocab]."""

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from jpaged.errors import InvalidParameterError, UnsupportedModelError
-from jpaged.models.collectives import ALONE, Collectives
+from jpaged.models.collectives import ALONE, Collectives, Exchange
 from jpaged.models.config import ModelConfig
 from jpaged.models.gpt2 import GPT2LMHeadModel
 from jpaged.models.layers import Attend, Constant, Normal
@@ -37,7 +37,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 class CausalLM(Protocol):
     """What every family's module does; see `LlamaForCausalLM`."""
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any]) -> jax.Array: ...
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend | list[Any],
+        exchange: Exchange | None = None,
+    ) -> jax.Array: ...
 
     def logits(self, hidden: jax.Array) -> jax.Array: ...
 
@@ -116,14 +122,16 @@ class Model:
         tokens: jax.Array,
         positions: jax.Array,
         attend: Attend | list[Any],
+        exchange: Exchange | None = None,
     ) -> jax.Array:
         """The model's body.
 
         tokens, positions: int32 [T]; the sequences' tokens flat, in any mixture that `attend` understands.
         attend: one for all layers, or a list of pytrees, one a layer, which is updated; see `run_layers`.
+        exchange: of shards, for sums of few rows, which update its state; the compiler's all-reduces without one.
         Returns hidden states [T, hidden], after the final norm, in the model's type.
         """
-        return self.module(weights)(tokens, positions, attend)
+        return self.module(weights)(tokens, positions, attend, exchange)
 
     def logits(self, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
         """hidden [R, hidden], rows of what `forward` returned -> float32 [R, vocab].

@@ -9,30 +9,32 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models import parts
-from jpaged.models.collectives import ALONE, Collectives, embed
+from jpaged.models.collectives import ALONE, Collectives, Exchange, embedding_part
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import MLP, Attend, Attention, LayerNorm, Normal, logits_of, parameter, product, run_layers
 from jpaged.models.parts import Part
+from jpaged.models.residual import Stream, begin
 
 
 class OPTBlock(nnx.Module):
     """One layer."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.pre_norm = config.pre_norm
         self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs, collectives)
+        self.attention = Attention(config, layer, dtype, rngs)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.mlp = MLP(config, dtype, rngs, collectives)
+        self.mlp = MLP(config, dtype, rngs)
 
-    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(self, stream: Stream, attend: Attend) -> None:
         if self.pre_norm:
-            x = x + self.attention(self.attention_norm(x), attend)
-            return x + self.mlp(self.mlp_norm(x))
-        x = self.attention_norm(x + self.attention(x, attend))
-        return self.mlp_norm(x + self.mlp(x))
+            stream.add(*self.attention(stream.normed(self.attention_norm), attend))
+            stream.add(*self.mlp(stream.normed(self.mlp_norm)))
+            return
+        stream.add(*self.attention(stream.value(), attend))
+        stream.x = stream.normed(self.attention_norm)
+        stream.add(*self.mlp(stream.value()))
+        stream.x = stream.normed(self.mlp_norm)
 
 
 class OPTForCausalLM(nnx.Module):
@@ -54,19 +56,25 @@ class OPTForCausalLM(nnx.Module):
         projected = width != hidden
         self.project_in = parameter(rngs, Normal(width**-0.5), (width, hidden), dtype) if projected else None
         self.project_out = parameter(rngs, Normal(hidden**-0.5), (hidden, width), dtype) if projected else None
-        self.layers = nnx.List(OPTBlock(config, layer, dtype, rngs, collectives) for layer in range(config.num_layers))
+        self.layers = nnx.List(OPTBlock(config, layer, dtype, rngs) for layer in range(config.num_layers))
         self.norm = LayerNorm(hidden, config.norm_eps, dtype, rngs) if config.final_norm else None
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else parameter(rngs, Normal(std), table, dtype, shard_axis=0)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any]) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend | list[Any],
+        exchange: Exchange | None = None,
+    ) -> jax.Array:
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm if any."""
-        x = embed(self.embedding[...], tokens, self.collectives)
-        if self.project_in is not None:
-            x = product("tw,wh->th", x, self.project_in)
-        x = x + self.positions[...][positions + self.position_offset]
-        x = run_layers(self.layers, x, (), attend)
-        return x if self.norm is None else self.norm(x)
+        part = embedding_part(self.embedding[...], tokens, self.collectives)
+        if self.project_in is not None:  # linear, so that the parts' products add up as well
+            part = product("tw,wh->th", part, self.project_in)
+        stream = begin(part, self.collectives, exchange, self.positions[...][positions + self.position_offset])
+        run_layers(self.layers, stream, (), attend)
+        return stream.value() if self.norm is None else stream.normed(self.norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, hidden] -> float32 [R, vocab]."""

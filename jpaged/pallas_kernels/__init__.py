@@ -1,4 +1,5 @@
-"""Attention over a paged KV cache, what moves tokens and blocks in and out of it, and the draw of tokens, on GPUs.
+"""Attention over a paged KV cache, what moves tokens and blocks in and out of it, the draw of tokens, and sums over
+devices, on GPUs.
 
 One function a job, each a pure function to be called under `jax.jit`; the package depends on JAX alone. The pool
 of one layer, and how a sequence finds its tokens in it:
@@ -15,6 +16,12 @@ Functions that return pools update them in place when the caller's jit donates t
 `docs/kernels.md` describes the kernels, their sources and their measured speed.
 """
 
+from jpaged.pallas_kernels.all_reduce import (
+    all_reduce_add_norm,
+    all_reduce_peers,
+    all_reduce_unsupported,
+    initial_all_reduce_state,
+)
 from jpaged.pallas_kernels.ops import (
     copy_blocks,
     decode_attention,
@@ -30,9 +37,13 @@ from jpaged.pallas_kernels.ops import (
 from jpaged.pallas_kernels.shared_prefix import merge_attention, shared_prefix_attention
 
 __all__ = [
+    "all_reduce_add_norm",
+    "all_reduce_peers",
+    "all_reduce_unsupported",
     "copy_blocks",
     "decode_attention",
     "gather_blocks",
+    "initial_all_reduce_state",
     "merge_attention",
     "ragged_attention",
     "rope_and_write",

@@ -1,19 +1,27 @@
 """One-shot all-reduce of few rows, added to the residual stream and normed, in one Mosaic GPU kernel (Hopper, NVLink).
 
-    device d, CTA r, generation g
-        1. partial[r] --stores--> inbox[g % 2, d, r] of every device, its own too
-        2. fence; signals[d, r] = g of every other device
-        3. wait until signals[p, r] of this device has reached g, for every p
+    device d, CTA c, generation g; its rows are r = c, c + 264, ...
+        1. parts[r] --stores--> inbox[g % 2, d, r] of every device, its own too
+        2. fence; signals[d, c] = g of every other device
+        3. wait until signals[p, c] of this device has reached g, for every p
         4. residual[r] + sum over p of inbox[g % 2, p, r] --> residual[r], norm --> normed[r]
 
 One trip over NVLink: data is pushed, then the signal behind it. The sum goes over devices in their order, in float32,
 so every device comes to the same bits. Nobody waits at the end: device p can write generation g + 2 over what a device
 reads in generation g only after it got that device's signal of g + 1, hence after that one's kernel of g had ended.
-CTA r meets CTAs r of the other devices only, so calls of any number of rows follow one another as they like.
+CTA c meets CTAs c of the other devices only, and a row is always the same CTA's, so calls of any numbers of rows follow
+one another as they like. No CTA waits for another of its own device, and all of a call fit there at once, so that each
+gets to run whatever order they start in.
 
 Inbox and signals are state of the caller: zeros at first, the same arrays in all calls of all programs, and all devices
 make the same calls in the same order. Peers write to them at any time, also before this device's call begins, so they
 must stay where they are: programs take them donated, and never a copy. Plain loads and stores; no multicast.
+
+Addresses: XLA tells a kernel that asks for it where the peers' copies of its arguments are ("collective metadata"). It
+exchanges them between the devices' threads before each run of the program, kernel by kernel, so one small kernel a
+program asks (`all_reduce_peers`) and hands what it learns to the sums. What else this brings: before the program starts
+anywhere, each of its kernels has been loaded on every device, which takes a lock that a waiting kernel would hold up
+for ever.
 """
 
 from functools import partial
@@ -22,173 +30,214 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
+from jpaged.pallas_kernels.all_reduce import MAX_CTAS
 from jpaged.pallas_kernels.inline_mosaic import constant, instruction, offset, scalar
 
-MAX_ROWS = 64
-"""Rows of a call: above, bandwidth counts, and a ring or a tree moves fewer bytes."""
-
 _THREADS = 128
+_INBOX, _SIGNALS = 0, 2
+"""Columns of `peers` where the halves of an address begin. Its last row begins with this device's own number."""
 
 
-def unsupported(shape: tuple[int, ...], dtype: Any, num_devices: int) -> str | None:
-    """Why the kernel cannot reduce arrays of this shape; None if it can."""
-    rows, hidden = shape
-    vector = 16 // jnp.dtype(dtype).itemsize
+def unsupported(hidden: int, dtype: Any, num_devices: int) -> str | None:
+    """Why the kernel cannot reduce rows of this size; None if it can."""
     if num_devices < 2:
         return f"there is nothing to reduce over {num_devices} device"
-    if rows > MAX_ROWS:
-        return f"{rows} rows are more than {MAX_ROWS}"
-    if hidden % (_THREADS * vector):
-        return f"rows of {hidden} do not divide into {_THREADS} threads with vectors of {vector}"
+    if jnp.dtype(dtype).itemsize != 2:
+        return f"{jnp.dtype(dtype)} is not of 16 bits"
+    if hidden % (_THREADS * 2):
+        return f"rows of {hidden} do not divide into {_THREADS} threads with words of two"
     if hidden > 8192:
         return f"rows of {hidden} do not fit one warpgroup's registers"
     return None
 
 
-def initial_state(num_devices: int, hidden: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Shapes of a device's inbox and signals, which begin as zeros.
-
-    They have to be zeros on every device before the first call is dispatched (`jax.block_until_ready`): a device that
-    filled them after a faster peer's first signal would wipe it out, and wait for ever.
-
-    inbox [2, devices, rows, hidden]. signals int32 [devices + 1, rows]: each sender's last generation, and behind them
-    this device's own.
-    """
-    inbox = jax.ShapeDtypeStruct((2, num_devices, MAX_ROWS, hidden), dtype)
-    return inbox, jax.ShapeDtypeStruct((num_devices + 1, MAX_ROWS), jnp.int32)
+def _layout(hidden: int) -> Any:
+    """How a row lies in a warpgroup's registers: by the widest vectors that it divides into."""
+    wide = next(size for size in (8, 4, 2) if hidden % (_THREADS * size) == 0)
+    return plgpu.Layout.WG_STRIDED((hidden,), vec_size=wide)
 
 
-@partial(jax.jit, static_argnames=("axis", "num_devices", "norm_eps"))
+@partial(jax.jit, static_argnames=("axis", "num_devices"))
+def all_reduce_peers(inbox: jax.Array, signals: jax.Array, *, axis: str, num_devices: int) -> jax.Array:
+    """`all_reduce_peers` of the package, checked."""
+
+    def body(inbox_ref: Any, signals_ref: Any, out_ref: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, plgpu.Layout.WG_SPLAT))
+        def find(ctx: Any, inbox: Any, signals: Any, out: Any, me: Any) -> None:
+            own = scalar(me)
+            zero = constant(0)
+            i64 = ir.IntegerType.get_signless(64)
+            with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
+                for device in range(num_devices):
+                    peer = constant(device)
+                    for column, first in ((_INBOX, _part(inbox, zero, zero, zero)), (_SIGNALS, _part(signals, zero))):
+                        there = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ctx.to_remote(first, peer)))
+                        high = arith.shrui(there, constant(32, 64))
+                        for half, value in enumerate((there, high)):
+                            _store(arith.trunci(own.type, value), out, device, column + half)
+                _store(own, out, num_devices, 0)
+
+        find(inbox_ref, signals_ref, out_ref, lax.axis_index(axis))
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_devices + 1, 4), jnp.int32),
+        compiler_params=plgpu.CompilerParams(skip_device_barrier=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="all_reduce_peers",
+    )(inbox, signals)
+
+
+@partial(jax.jit, static_argnames=("num_devices", "norm_eps"))
 def all_reduce_add_norm(
     inbox: jax.Array,
     signals: jax.Array,
-    partial_sums: jax.Array,
+    peers: jax.Array,
+    parts: jax.Array,
     residual: jax.Array,
-    scale: jax.Array,
+    bias: jax.Array | None,
+    scale: jax.Array | None,
     *,
-    axis: str,
     num_devices: int,
     norm_eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Inside `shard_map` over the one axis of the mesh, whose devices are JAX's first, in order, and of one process.
-
-    inbox, signals: `initial_state`. partial_sums, residual: [rows, hidden]. scale: [hidden], of the RMS norm.
-    Returns: inbox, signals, the new residual, and its norm.
-    """
-    rows, hidden = partial_sums.shape
-    inbox_ref, signals_ref = jax.new_ref(inbox), jax.new_ref(signals)
-    shape = jax.ShapeDtypeStruct((rows, hidden), partial_sums.dtype)
-    summed, normed = plgpu.kernel(
-        partial(_kernel, axis, num_devices, norm_eps),
-        out_type=(shape, shape),
-        grid=(rows,),
-        grid_names=("row",),
-        # The barrier over devices that would come before each call: the signals do its work.
-        compiler_params=plgpu.CompilerParams(skip_device_barrier=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name="all_reduce_add_norm",
-    )(inbox_ref, signals_ref, partial_sums, residual, scale)
-    return inbox_ref[...], signals_ref[...], summed, normed
-
-
-def _kernel(
-    axis: str,
-    num_devices: int,
-    norm_eps: float,
-    inbox_ref: Any,
-    signals_ref: Any,
-    partial_ref: Any,
-    residual_ref: Any,
-    scale_ref: Any,
-    summed_ref: Any,
-    normed_ref: Any,
-) -> None:
-    """One row, by one warpgroup."""
-    _, hidden = partial_ref.shape
-    dtype = partial_ref.dtype
-    layout = plgpu.Layout.WG_STRIDED((hidden,), vec_size=16 // dtype.itemsize)
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """`all_reduce_add_norm` of the package, checked."""
+    rows, hidden = parts.shape
+    max_rows = inbox.shape[2]
+    dtype = parts.dtype
+    layout = _layout(hidden)
+    ctas = min(rows, MAX_CTAS)
+    vectors = [one for one in (bias, scale) if one is not None]
 
     def read(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False)
 
-    plgpu.griddepcontrol_wait()  # the grid starts while the kernel before it ends
-    row = lax.axis_index("row")
-    me = lax.axis_index(axis)
-    generation = signals_ref[num_devices, row] + 1
-    parity = generation & 1
-    _push(inbox_ref, read(partial_ref.at[row]), layout, parity, me, row, num_devices)
-    before, weight = read(residual_ref.at[row]), read(scale_ref)  # on their way while the peers' rows are
-    _tell_peers(signals_ref, row, me, generation, num_devices)
-    _wait_for_peers(signals_ref, row, me, generation, num_devices)
-    total = jnp.zeros((hidden,), jnp.float32)
-    for device in range(num_devices):
-        total = total + read(inbox_ref.at[parity, device, row]).astype(jnp.float32)
-    after = (before.astype(jnp.float32) + total).astype(dtype)
-    summed_ref.at[row][...] = after
-    wide = after.astype(jnp.float32)
-    mean = jnp.sum(wide * wide) * (1.0 / hidden)
-    normed_ref.at[row][...] = (wide * lax.rsqrt(mean + norm_eps)).astype(dtype) * weight
-    signals_ref[num_devices, row] = generation
+    def body(inbox_ref: Any, signals_ref: Any, peers_ref: Any, x_ref: Any, in_ref: Any, *refs: Any) -> None:
+        plgpu.griddepcontrol_wait()
+        cta = lax.axis_index("cta")
+        me = peers_ref[num_devices, 0]
+        generation = signals_ref[num_devices, cta] + 1
+        parity = generation & 1
+        others = [lax.rem(me + ahead, num_devices) for ahead in range(1, num_devices)]  # which spreads them over links
+
+        def for_own_rows(do: Any) -> None:
+            if rows <= MAX_CTAS:
+                do(cta)
+            else:
+                pl.loop(0, lax.div(rows - 1 - cta, MAX_CTAS) + 1)(lambda turn: do(cta + turn * MAX_CTAS))
+
+        def push(row: Any) -> None:
+            first = ((parity * num_devices + me) * max_rows + row) * hidden
+            addresses = [_address(peers_ref, device, _INBOX) for device in others]
+            _push(read(x_ref.at[row]), layout, first, inbox_ref, addresses)
+
+        for_own_rows(push)
+        given = iter(refs)
+        bias_row = None if bias is None else read(next(given)).astype(jnp.float32)
+        scale_row = None if scale is None else read(next(given))
+        out_ref = next(given)
+        early = read(in_ref.at[cta]) if rows <= MAX_CTAS else None  # on its way while the peers' rows are
+        first = me * signals.shape[1] + cta
+        _tell_peers(generation, first, [_address(peers_ref, device, _SIGNALS) for device in others])
+        _wait_for_peers(signals_ref, cta, generation, others)
+
+        def add(row: Any) -> None:
+            before = read(in_ref.at[row]) if early is None else early
+            total = jnp.zeros((hidden,), jnp.float32)
+            for device in range(num_devices):
+                total = total + read(inbox_ref.at[parity, device, row]).astype(jnp.float32)
+            total = before.astype(jnp.float32) + total
+            if bias_row is not None:
+                total = total + bias_row
+            after = total.astype(dtype)
+            out_ref.at[row][...] = after
+            if scale_row is not None:
+                wide = after.astype(jnp.float32)
+                mean = jnp.sum(wide * wide) * (1.0 / hidden)
+                refs[-1].at[row][...] = (wide * lax.rsqrt(mean + norm_eps)).astype(dtype) * scale_row
+
+        for_own_rows(add)
+        signals_ref[num_devices, cta] = generation
+
+    inbox_ref, signals_ref = jax.new_ref(inbox), jax.new_ref(signals)
+    shape = jax.ShapeDtypeStruct((rows, hidden), dtype)
+    results = plgpu.kernel(
+        body,
+        out_type=(shape,) if scale is None else (shape, shape),
+        grid=(ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="all_reduce_add_norm" if scale is not None else "all_reduce_add",
+    )(inbox_ref, signals_ref, peers, parts, residual, *vectors)
+    return inbox_ref[...], signals_ref[...], results[0], None if scale is None else results[1]
 
 
-def _push(inbox_ref: Any, x: Any, layout: Any, parity: Any, me: Any, row: Any, num_devices: int) -> None:
-    """Stores a row in every device's inbox. (A store through `plgpu.remote_ref` is one of 2 bytes: the compiler knows
-    nothing of a remote address's alignment.)
-    """
+def _address(peers_ref: Any, device: Any, column: int) -> tuple[Any, Any]:
+    """The halves of an address, low and high."""
+    return peers_ref[device, column], peers_ref[device, column + 1]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[plgpu.Layout.WG_SPLAT] * 3))
-    def push(ctx: Any, inbox: Any, x: Any, parity: Any, me: Any, row: Any) -> None:
-        words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
-        own = scalar(me)
-        for ahead in range(num_devices):  # each begins with itself, so that links are used evenly
-            slot = _part(inbox, scalar(parity), own, scalar(row))
-            there = mgpu.utils.memref_ptr(ctx.to_remote(slot, _device(own, ahead, num_devices)))
-            for element, register in zip(x.layout.linear_thread_idxs(), x.registers.flat, strict=True):
+
+def _push(x: Any, layout: Any, first: Any, inbox_ref: Any, inboxes: list[tuple[Any, Any]]) -> None:
+    """Stores a row in this device's inbox and in the others', from its element `first` on."""
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * (1 + 2 * len(inboxes))))
+    def push(ctx: Any, x: Any, inbox: Any, first: Any, *halves: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        width = ir.VectorType(x.registers.flat[0].type).shape[0] // 2
+        words = ir.VectorType.get((width,), i32)
+        places = ", ".join(f"${i + 1}" for i in range(width))
+        store = f"st.global.v{width}.b32 [$0], {{{places}}};" if width > 1 else f"st.global.b32 [$0], {places};"
+        remote = [_pointer(low, high) for low, high in zip(halves[::2], halves[1::2], strict=True)]
+        for begin in (*remote, mgpu.utils.memref_ptr(inbox)):
+            there = offset(begin, scalar(first), x.mlir_dtype)
+            for place, register in zip(x.layout.linear_thread_idxs(), x.registers.flat, strict=True):
                 values = vector.bitcast(words, register)
                 instruction(
-                    "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
-                    offset(there, arith.index_cast(own.type, element), x.mlir_dtype),
-                    *(vector.extract(values, dynamic_position=[], static_position=[i]) for i in range(4)),
+                    store,
+                    offset(there, arith.index_cast(i32, place), x.mlir_dtype),
+                    *(vector.extract(values, dynamic_position=[], static_position=[i]) for i in range(width)),
                 )
 
-    push(inbox_ref, x, parity, me, row)
+    push(x, inbox_ref, first, *(half for address in inboxes for half in address))
 
 
-def _tell_peers(signals_ref: Any, row: Any, me: Any, generation: Any, num_devices: int) -> None:
-    """After all threads' stores: sets this device's signal on every peer."""
+def _tell_peers(generation: Any, first: Any, signals: list[tuple[Any, Any]]) -> None:
+    """After all threads' stores: sets this device's signal, which is their integer `first`, on every peer."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3))
-    def tell(ctx: Any, signals: Any, row: Any, me: Any, generation: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,) * (2 + 2 * len(signals)))
+    def tell(ctx: Any, generation: Any, first: Any, *halves: Any) -> None:
+        del ctx
         mgpu.warpgroup_barrier()
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
             # All threads' stores come before the signals: by the barrier before the fence, which is cumulative.
             instruction("fence.acq_rel.sys;")
-            own = scalar(me)
-            for ahead in range(1, num_devices):
-                there = ctx.to_remote(_part(signals, own, scalar(row)), _device(own, ahead, num_devices))
-                instruction("st.relaxed.sys.global.b32 [$0], $1;", mgpu.utils.memref_ptr(there), scalar(generation))
+            reached = scalar(generation)
+            for low, high in zip(halves[::2], halves[1::2], strict=True):
+                there = offset(_pointer(low, high), scalar(first), reached.type)
+                instruction("st.relaxed.sys.global.b32 [$0], $1;", there, reached)
 
-    tell(signals_ref, row, me, generation)
+    tell(generation, first, *(half for address in signals for half in address))
 
 
-def _wait_for_peers(signals_ref: Any, row: Any, me: Any, generation: Any, num_devices: int) -> None:
+def _wait_for_peers(signals_ref: Any, cta: Any, generation: Any, senders: list[Any]) -> None:
     """Until every peer's signal here has reached the generation; all threads then see what came before it."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3))
-    def wait(ctx: Any, signals: Any, row: Any, me: Any, generation: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * (2 + len(senders))))
+    def wait(ctx: Any, signals: Any, cta: Any, generation: Any, *senders: Any) -> None:
         del ctx
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            own, wanted = scalar(me), scalar(generation)
-            for ahead in range(1, num_devices):
-                sender = _device(own, ahead, num_devices)
-                here = mgpu.utils.memref_ptr(_part(signals, sender, scalar(row)))
+            wanted = scalar(generation)
+            for sender in senders:
+                here = mgpu.utils.memref_ptr(_part(signals, scalar(sender), scalar(cta)))
                 loop = scf.WhileOp([], [])
                 with ir.InsertionPoint(loop.before.blocks.append()):
-                    found = instruction("ld.relaxed.sys.global.b32 $0, [$1];", here, result=own.type)
+                    found = instruction("ld.relaxed.sys.global.b32 $0, [$1];", here, result=wanted.type)
                     behind = arith.subi(found, wanted)  # a peer may be one ahead, and numbers wrap around
                     scf.condition(arith.cmpi(arith.CmpIPredicate.slt, behind, constant(0)), [])
                 with ir.InsertionPoint(loop.after.blocks.append()):
@@ -197,15 +246,21 @@ def _wait_for_peers(signals_ref: Any, row: Any, me: Any, generation: Any, num_de
             instruction("fence.acq_rel.sys;")
         mgpu.warpgroup_barrier()
 
-    wait(signals_ref, row, me, generation)
+    wait(signals_ref, cta, generation, *senders)
 
 
-def _device(own: Any, ahead: int, num_devices: int) -> Any:
-    """The device so many places after one's own."""
-    return arith.remui(arith.addi(own, constant(ahead)), constant(num_devices))
+def _pointer(low: Any, high: Any) -> Any:
+    """The pointer of an address whose halves `inline_mgpu` passes."""
+    i64 = ir.IntegerType.get_signless(64)
+    upper = arith.shli(arith.extui(i64, scalar(high)), constant(32, 64))
+    return llvm.inttoptr(llvm.PointerType.get(), arith.ori(upper, arith.extui(i64, scalar(low))))
 
 
 def _part(ref: Any, *indices: Any) -> Any:
     """ref[indices], still a reference."""
     index = ir.IndexType.get()
     return mgpu.memref_slice(ref, tuple(arith.index_cast(index, i) for i in indices))
+
+
+def _store(value: Any, ref: Any, *indices: int) -> None:
+    memref.store(value, ref, [arith.constant(ir.IndexType.get(), i) for i in indices])

@@ -90,7 +90,7 @@ def hidden_states(program: Program) -> np.ndarray:
     buffer, host = mixed_layout(CONFIG, 64).new(slots=CONFIG.null_slot, query_lens=0, kinds=0, tokens=0)
     host["tokens"][...] = np.arange(64)
     pools = tuple(jnp.zeros(pool.shape, pool.dtype) for pool in abstract_pools(CONFIG, MODEL, MODEL.dtype))
-    return np.asarray(program.executable(MODEL.init(0), pools, initial_slot_state(CONFIG), buffer)[-1])
+    return np.asarray(program.executable(MODEL.init(0), pools, initial_slot_state(CONFIG), None, buffer)[-1])
 
 
 def test_programs_of_another_process_compute_the_same_and_the_next_start_finds_all(loaded, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged import pallas_kernels as ops
-from jpaged.pallas_kernels import all_reduce_mosaic
+from jpaged.pallas_kernels import all_reduce
 
 Shape = jax.ShapeDtypeStruct
 
@@ -99,29 +99,48 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
 
 def all_reduces() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
     """(name, function, arguments, mesh): two calls in one program over several GPUs; inbox and signals are donated."""
-    for devices, rows, hidden in ((2, 1, 4096), (4, 64, 8192)):
+    for devices, rows, max_rows, hidden, biased in (
+        (2, 1, 64, 4096, False),
+        (4, 64, 64, 8192, False),
+        (2, 1000, 1024, 2560, True),
+        (8, 300, 512, 4096, True),
+    ):
         mesh = h200_mesh(devices)
         own, same = PartitionSpec("model"), PartitionSpec()
 
-        def twice(inbox: Any, signals: Any, parts: Any, residual: Any, scale: Any, size: int = devices) -> Any:
-            state, parts, normed = (inbox[0], signals[0]), parts[0], residual
-            for _ in range(2):
-                *state, residual, normed = all_reduce_mosaic.all_reduce_add_norm(
-                    *state, parts, residual, scale, axis="model", num_devices=size, norm_eps=1e-5
+        def twice(
+            inbox: Any,
+            signals: Any,
+            parts: Any,
+            residual: Any,
+            vectors: dict[str, Any],
+            how: dict[str, Any],
+        ) -> tuple:
+            peers = all_reduce.all_reduce_peers(inbox, signals, **how)
+            parts = parts[0]
+            for vector in (vectors, vectors | {"scale": None}):
+                inbox, signals, residual, normed = all_reduce.all_reduce_add_norm(
+                    inbox, signals, peers, parts, residual, norm_eps=1e-5, **vector, **how
                 )
-                parts = jnp.tanh(normed)
-            return (*(leaf[None] for leaf in state), normed[None])
+                parts = jnp.tanh(residual if normed is None else normed)
+            return inbox, signals, residual[None]
 
-        state = all_reduce_mosaic.initial_state(devices, hidden, jnp.bfloat16)
+        part = Shape((hidden,), jnp.bfloat16)
+        vectors = {"scale": part} | ({"bias": part} if biased else {})
+        state = all_reduce.initial_all_reduce_state(devices, max_rows, hidden, jnp.bfloat16)
         split = [
-            Shape((devices, *leaf.shape), leaf.dtype, sharding=NamedSharding(mesh, own))
-            for leaf in (*state, Shape((rows, hidden), jnp.bfloat16))
+            Shape((devices * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=NamedSharding(mesh, own))
+            for leaf in (*state, Shape((1, rows, hidden), jnp.bfloat16))
         ]
-        whole = (Shape((rows, hidden), jnp.bfloat16), Shape((hidden,), jnp.bfloat16))
         program = jax.shard_map(
-            twice, mesh=mesh, in_specs=(own, own, own, same, same), out_specs=(own, own, own), check_vma=False
+            partial(twice, how={"axis": "model", "num_devices": devices, "backend": "mosaic"}),
+            mesh=mesh,
+            in_specs=(own, own, own, same, same),
+            out_specs=(own, own, own),
+            check_vma=False,
         )
-        yield f"all_reduce {devices} x {rows} x {hidden}", program, (*split, *whole), mesh
+        arguments = (*split, Shape((rows, hidden), jnp.bfloat16), vectors)
+        yield f"all_reduce {devices} x {rows} x {hidden}", program, arguments, mesh
 
 
 def main() -> None:

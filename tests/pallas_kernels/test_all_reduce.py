@@ -1,34 +1,114 @@
-"""What the one-shot all-reduce takes. That it compiles is in `test_mosaic_compile`; it runs on several GPUs only."""
+"""What the one-shot all-reduce takes, and its XLA implementation. That the kernel compiles is in `test_mosaic_compile`;
+it runs on several GPUs only (`tools/one_shot_drill.py`, `benchmarks/all_reduce.py`). Over several CPU devices the XLA
+implementation runs in `tests/parallel`."""
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
+from jpaged.pallas_kernels import (
+    all_reduce_add_norm,
+    all_reduce_peers,
+    all_reduce_unsupported,
+    initial_all_reduce_state,
+)
+from jpaged.pallas_kernels.all_reduce import MAX_CTAS
 from jpaged.pallas_kernels.backends import mosaic_missing
 
-if (reason := mosaic_missing()) is not None:
-    pytest.skip(reason, allow_module_level=True)
-
-from jpaged.pallas_kernels.all_reduce_mosaic import MAX_ROWS, initial_state, unsupported
+needs_mosaic = pytest.mark.skipif(mosaic_missing() is not None, reason=str(mosaic_missing()))
+HIDDEN = 256
 
 
-@pytest.mark.parametrize("shape", [(1, 1024), (8, 4096), (64, 8192)])
-def test_rows_of_few_requests_are_taken(shape):
-    assert unsupported(shape, "bfloat16", 4) is None
+@needs_mosaic
+@pytest.mark.parametrize("hidden", [256, 768, 1024, 2560, 4096, 5120, 8192])
+def test_rows_of_common_models_are_taken(hidden):
+    assert all_reduce_unsupported(hidden, "bfloat16", 4) is None
+    assert all_reduce_unsupported(hidden, "float16", 2) is None
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "devices", "message"),
+    [
+        (4096, "bfloat16", 1, "1 device"),
+        (4096, "float32", 2, "float32 is not of 16 bits"),
+        (896, "bfloat16", 2, "rows of 896 do not divide"),
+        (16384, "bfloat16", 2, "rows of 16384 do not fit"),
+    ],
+)
+def test_what_is_not_taken_is_said(hidden, dtype, devices, message):
+    assert message in all_reduce_unsupported(hidden, dtype, devices)
+
+
+def test_every_sender_has_two_slots_for_each_row_and_a_signal_for_each_block_of_threads():
+    inbox, signals = initial_all_reduce_state(4, 2048, 4096, "bfloat16")
+    assert inbox.shape == (2, 4, 2048, 4096)
+    assert signals.shape == (4 + 1, MAX_CTAS)
+    _, signals = initial_all_reduce_state(4, 64, 4096, "bfloat16")
+    assert signals.shape == (4 + 1, 64)
+
+
+def add_norm(rows: int, max_rows: int = 512, **changes):
+    """One call over the one device there is; what changes says of arguments replaces or breaks them."""
+    state = tuple(
+        jnp.zeros(leaf.shape, leaf.dtype) for leaf in initial_all_reduce_state(1, max_rows, HIDDEN, "bfloat16")
+    )
+    rng = np.random.default_rng(rows)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    arguments = {"parts": normal(rows, HIDDEN), "residual": normal(rows, HIDDEN)}
+    arguments |= {"bias": normal(HIDDEN), "scale": normal(HIDDEN)} | changes
+
+    def program(inbox: jax.Array, signals: jax.Array, arguments: dict) -> tuple:
+        how = {"axis": "model", "num_devices": 1, "backend": "xla"}
+        peers = all_reduce_peers(inbox, signals, **how)
+        return all_reduce_add_norm(inbox, signals, peers, norm_eps=1e-5, **how, **arguments)
+
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+    spec = PartitionSpec()
+    mapped = partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(program)
+    return arguments, jax.jit(mapped)(*state, arguments)
+
+
+@pytest.mark.parametrize("changes", [{}, {"bias": None}, {"scale": None}])
+def test_the_sum_is_rounded_once_and_then_normed(changes):
+    given, (_, _, summed, normed) = add_norm(5, **changes)
+    exact = sum(
+        np.asarray(given[name], np.float64) for name in ("parts", "residual", "bias") if given[name] is not None
+    )
+    rounded = exact.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(summed, rounded)
+    if given["scale"] is None:
+        assert normed is None
+        return
+    wide = rounded.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(given["scale"], np.float64)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), expected, rtol=2**-7)
+
+
+def test_calls_are_counted_for_each_block_of_threads_that_has_rows():
+    _, (_, signals, _, _) = add_norm(5)
+    assert signals[1, :6].tolist() == [1, 1, 1, 1, 1, 0]
+    _, (_, signals, _, _) = add_norm(MAX_CTAS + 3)
+    assert signals[1].tolist() == [1] * MAX_CTAS
+    assert not signals[0].any()
 
 
 @pytest.mark.parametrize(
-    ("shape", "devices", "message"),
+    ("rows", "changes", "message"),
     [
-        ((65, 4096), 2, "65 rows"),
-        ((8, 4096), 1, "1 device"),
-        ((8, 1536), 2, "rows of 1536 do not divide"),
-        ((8, 16384), 2, "rows of 16384 do not fit"),
+        (9, {"max_rows": 8}, "parts has 9 rows, more than the 8 that inbox has room for"),
+        (4, {"residual": jnp.zeros((3, HIDDEN), jnp.bfloat16)}, "residual .* must have rows = 4"),
+        (4, {"parts": jnp.zeros((4, HIDDEN), jnp.float32)}, "parts must be bfloat16, got float32"),
+        (4, {"bias": jnp.zeros((HIDDEN + 1,), jnp.bfloat16)}, "bias .* must have hidden = 256"),
     ],
 )
-def test_what_is_not_taken_is_said(shape, devices, message):
-    assert message in unsupported(shape, "bfloat16", devices)
-
-
-def test_every_sender_has_two_slots_for_each_row():
-    inbox, signals = initial_state(4, 4096, "bfloat16")
-    assert inbox.shape == (2, 4, MAX_ROWS, 4096)
-    assert signals.shape == (4 + 1, MAX_ROWS)
+def test_arguments_that_do_not_fit_are_named(rows, changes, message):
+    with pytest.raises(ValueError, match=message):
+        add_norm(rows, **changes)

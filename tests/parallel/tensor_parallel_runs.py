@@ -31,6 +31,9 @@ NUM_REQUESTS, NUM_TOKENS = 8, 10
 FEW_BLOCKS = 44
 """Blocks of 4 tokens: the requests need about 90."""
 
+ONE_SHOT = "2, one-shot"
+"""Two devices whose bodies sum by the one-shot all-reduce; on a CPU that is the op's XLA implementation."""
+
 ARGS = EngineArgs(
     dtype="float32",
     block_size=4,
@@ -107,7 +110,9 @@ def _submit_greedy(compiler: Compiler) -> None:
 def _tokens_by_degree(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(eight_heads(name), directory, use_torch=False)
-        return {degree: _tokens(replace(ARGS, model=directory, tensor_parallel_size=degree)) for degree in (1, 2, 4, 8)}
+        args = replace(ARGS, model=directory)
+        found = {str(degree): _tokens(replace(args, tensor_parallel_size=degree)) for degree in (1, 2, 4, 8)}
+        return found | {ONE_SHOT: _tokens(replace(args, tensor_parallel_size=2, one_shot_rows=32))}
 
 
 def _tokens(args: EngineArgs) -> dict[str, Any]:
@@ -138,7 +143,7 @@ def check_tokens(by_degree: dict[str, Any]) -> None:
     """That what `tokens_by_degree` found is what tensor parallelism promises."""
     compiled = {degree: found.pop("compiled") for degree, found in by_degree.items()}
     one = by_degree["1"]
-    assert set(by_degree) == {"1", "2", "4", "8"}
+    assert set(by_degree) == {"1", "2", "4", "8", ONE_SHOT}
     assert all(found == one for found in by_degree.values())
     assert one["num_preemptions"] > 0
     assert one["preempted"] == one["from_host"] == one["plain"]
@@ -148,10 +153,16 @@ def check_tokens(by_degree: dict[str, Any]) -> None:
     assert not any(compiled.pop("1")["collectives"].values())
     for degree, found in compiled.items():
         collectives = found["collectives"]
-        sums = {"all-reduce": 2 * found["layers"] + 1}  # two a layer and the embedding's
-        assert collectives["decode_8"] == collectives["mixed_32"] == sums
+        sums = 2 * found["layers"] + 1  # two a layer and the embedding's
+        assert collectives["decode_8"] == collectives["mixed_32"] == {"all-reduce": sums}
         assert collectives["sample_8_0"] == {"all-gather": 1}
-        assert found["gathered"]["sample_8_0"] == int(degree) * NUM_REQUESTS * 2  # a logit and a token of each shard
+        assert found["gathered"]["sample_8_0"] == int(degree[0]) * NUM_REQUESTS * 2  # a logit and a token of each shard
+        counts = found["one_shot_counts"]
+        assert len(counts) == (2 if degree == ONE_SHOT else 0)
+        for calls in counts:  # of each device: a step of 8 or 32 rows is 8 or 32 blocks' work
+            assert calls == counts[0]
+            assert calls[0] == calls[7] > calls[8] == calls[31] > 0
+            assert calls[0] % sums == calls[8] % sums == 0
 
 
 SAMPLED = {
@@ -175,7 +186,8 @@ def everything_by_degree(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(eight_heads(name), directory, use_torch=False)
         args = replace(ARGS, model=directory, shared_prefix_attention=True)
-        engines = {degree: LLMEngine(replace(args, tensor_parallel_size=degree)) for degree in (1, 4)}
+        one, four = args, replace(args, tensor_parallel_size=4, one_shot_rows=NUM_REQUESTS)  # not for mixed steps
+        engines = {1: LLMEngine(one), 4: LLMEngine(four)}
         return {
             degree: {
                 "tokens": {variant: run(engine, prompts(), **params) for variant, params in SAMPLED.items()},
@@ -249,8 +261,26 @@ def _compiled(engine: LLMEngine) -> dict[str, Any]:
         "partitions": {key: "num_partitions" in executable.as_text() for key, executable in executables.items()},
         "pool_bytes_by_device": [[shard.data.nbytes for shard in pool.addressable_shards] for pool in runner.pools],
         "planned_pool_bytes": memory.pool,
+        "one_shot_counts": _one_shot_counts(runner),
+        "exchange_bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(runner._exchange)),
+        "planned_exchange_bytes": _planned_state(engine) - _planned_state(engine, one_shot_rows=0),
         "aliased_bytes": runner._programs["decode", NUM_REQUESTS].alias_bytes,
     }
+
+
+def _planned_state(engine: LLMEngine, **changes: Any) -> int:
+    """Bytes of a device's state as memory is planned with."""
+    startup = engine.startup
+    mesh = DeviceMesh(jax.devices()[: startup.args.tensor_parallel_size])
+    model = mesh.shard_of(startup.model)
+    return Compiler(model, replace(startup.config, **changes), model.dtype, mesh).state_bytes
+
+
+def _one_shot_counts(runner: Runner) -> list[list[int]]:
+    """For each device that has a one-shot all-reduce's state, the calls that each block of threads took part in."""
+    if runner._exchange is None:
+        return []
+    return [np.asarray(shard.data)[-1].tolist() for shard in runner._exchange.signals.addressable_shards]
 
 
 def _collectives(executable: Any) -> dict[str, int]:

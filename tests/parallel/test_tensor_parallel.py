@@ -103,6 +103,19 @@ def test_the_pool_is_split_over_devices_and_updated_in_place(by_degree):
 
 
 @one_process
+def test_steps_of_few_rows_sum_through_one_state_which_is_planned_and_updated_in_place(by_degree):
+    one, four = by_degree["1"], by_degree["4"]
+    assert one["exchange_bytes"] == one["planned_exchange_bytes"] == 0
+    assert four["exchange_bytes"] == four["planned_exchange_bytes"] > 0
+    pool = four["pool_bytes_by_device"][0][0] * len(four["pool_bytes_by_device"])
+    assert four["aliased_bytes"] - pool >= four["exchange_bytes"]
+    blocks = four["one_shot_counts"][0]
+    assert four["one_shot_counts"] == [blocks] * SHARDS
+    assert len(set(blocks)) == 1  # decode steps of 8 rows take it, mixed ones of 32 do not
+    assert blocks[0] % (2 * LAYERS + 1) == 0 < blocks[0]
+
+
+@one_process
 def test_the_programs_of_one_device_know_nothing_of_shards(by_degree):
     assert not any(by_degree["1"]["collectives"].values())
     assert not any(by_degree["1"]["partitions"].values())
