@@ -136,13 +136,17 @@ def abstract_exchange(config: ExecutorConfig, model: Model, mesh: DeviceMesh) ->
 
 @dataclass(frozen=True)
 class _Task:
-    """A program to compile. path: where it is kept, if anywhere. autotuned: whether XLA tries algorithms out for it."""
+    """A program to compile.
+
+    devices: what it runs on. path: where it is kept, if anywhere. autotuned: whether XLA tries algorithms out for it.
+    """
 
     key: Key
     jitted: Any
     args: tuple
     options: dict[str, Any]
     takes: _Takes
+    devices: tuple[jax.Device, ...]
     path: Path | None
     autotuned: bool
 
@@ -153,7 +157,7 @@ class _Task:
     def load(self, origin: Origin) -> Program | None:
         """None if there is none, or it cannot be used."""
         begun = time.perf_counter()
-        loaded = None if self.path is None else ExecutableCache.load(self.path)
+        loaded = None if self.path is None else ExecutableCache.load(self.path, self.devices)
         seconds = time.perf_counter() - begun
         return None if loaded is None else Program(loaded, self.takes, origin, loading_s=seconds)
 
@@ -489,7 +493,8 @@ class Compiler:
         jitted = self._mesh.jit(named, args, results, donate)
         autotuned = 0 < rows <= _AUTOTUNED_ROWS
         options = _GPU_OPTIONS if jax.default_backend() == "gpu" and rows > _AUTOTUNED_ROWS else {}
-        return _Task(key, jitted, args, options, takes, self._cache.path((key, options), args), autotuned)
+        path = self._cache.path((key, options), args)
+        return _Task(key, jitted, args, options, takes, self._mesh.devices, path, autotuned)
 
     def _start(self, task: _Task, name: Key | None = None) -> None:
         """name: by which it is asked for, beside its key."""

@@ -96,12 +96,16 @@ class ExecutableCache:
                         file.unlink(missing_ok=True)
 
     @staticmethod
-    def load(path: Path) -> jax.stages.Compiled | None:
-        """The program, or None if there is none or it cannot be used."""
+    def load(path: Path, devices: Sequence[jax.Device]) -> jax.stages.Compiled | None:
+        """The program, or None if there is none or it cannot be used.
+
+        devices: those it is for, which need not be all that there are.
+        """
         with suppress(ImportError):  # loads the runtime that programs with Mosaic kernels are linked against
             import jax.experimental.mosaic.gpu  # noqa: F401
         try:
-            return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+            program, in_tree, out_tree = pickle.loads(path.read_bytes())
+            return serialize_executable.deserialize_and_load(program, in_tree, out_tree, execution_devices=devices)
         except FileNotFoundError:
             return None
         except Exception:  # truncated, of another build, refused by the driver: whatever it is, compiling helps

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,8 +60,8 @@ def loaded(tmp_path, monkeypatch) -> Iterator[list[Path]]:
     found: list[Path] = []
     load = ExecutableCache.load
 
-    def recorded(path: Path):
-        program = load(path)
+    def recorded(path: Path, devices: Sequence[jax.Device]):
+        program = load(path, devices)
         if program is not None:
             found.append(path)
         return program

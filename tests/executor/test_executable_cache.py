@@ -11,6 +11,7 @@ import numpy as np
 
 from jpaged.executor import executable_cache
 from jpaged.executor.executable_cache import ExecutableCache
+from tests.parallel.eight_devices import call_with_eight_devices
 
 SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -29,8 +30,26 @@ def test_a_program_that_was_kept_computes_the_same(tmp_path):
     # persistent cache, which all tests share, has never seen.
     addend = secrets.randbelow(1 << 20)
     ExecutableCache.save(path, compiled(addend))
-    again = ExecutableCache.load(cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,)))
+    again = ExecutableCache.load(cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,)), jax.devices()[:1])
     np.testing.assert_array_equal(again(np.float32([1, 2, 3])), addend + np.float32([2, 4, 6]))
+
+
+def runs_on_some_devices(directory):
+    """Numbers that programs for some of eight devices give when they come from the cache."""
+    jax.config.update("jax_compilation_cache_dir", None)
+    found = []
+    for devices in (jax.devices()[:1], jax.devices()[2:4]):
+        mesh = jax.sharding.Mesh(devices, ("x",))
+        x = jax.device_put(np.float32([1, 2, 3, 4]), jax.NamedSharding(mesh, jax.P("x")))
+        path = Path(directory) / str(len(devices))
+        ExecutableCache.save(path, jax.jit(lambda x: x.sum()).lower(x).compile())
+        found.append(float(ExecutableCache.load(path, devices)(x)))
+    return found
+
+
+def test_a_program_for_some_of_a_hosts_devices_runs_on_these(tmp_path):
+    here = "tests.executor.test_executable_cache:runs_on_some_devices"
+    assert call_with_eight_devices(here, str(tmp_path)) == [10.0, 10.0]
 
 
 def test_a_program_is_found_by_all_that_it_depends_on(tmp_path):
@@ -44,7 +63,7 @@ def test_a_program_is_found_by_all_that_it_depends_on(tmp_path):
         cache_in(tmp_path, "another model").path(("decode", 8), (SHAPE,)),
     ]
     assert len({path, *others}) == 6
-    assert ExecutableCache.load(path) is None
+    assert ExecutableCache.load(path, jax.devices()) is None
 
 
 def test_a_program_depends_on_the_settings_of_jax_but_not_on_what_they_report_or_where_it_is_kept(tmp_path):
@@ -77,13 +96,13 @@ def test_a_file_that_cannot_be_read_is_no_program(tmp_path):
     path = cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,))
     ExecutableCache.save(path, compiled())
     path.write_bytes(path.read_bytes()[:1000])
-    assert ExecutableCache.load(path) is None
+    assert ExecutableCache.load(path, jax.devices()) is None
 
 
 def test_a_directory_that_cannot_be_written_does_no_harm(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     ExecutableCache.save(tmp_path / "file" / "program", compiled())
-    assert ExecutableCache.load(tmp_path / "file" / "program") is None
+    assert ExecutableCache.load(tmp_path / "file" / "program", jax.devices()) is None
 
 
 def test_there_is_room_where_files_can_be_made_and_much_is_free(tmp_path, monkeypatch):
