@@ -105,7 +105,7 @@ def _figure_rows(args: argparse.Namespace, options: Options) -> dict[str, list[R
         raise InvalidParameterError("--figure 19 is measured on a device: name a model with --model.")
     rows: dict[str, list[Row]] = {}
     for figure in chosen:
-        if figure in FIGURES and figure not in rows:
+        if figure in FIGURES:
             rows |= FIGURES[figure](options)
         if figure in _ON_DEVICE and args.model:
             from jpaged.bench.memory import device  # imports jax
@@ -118,8 +118,7 @@ def _figure_rows(args: argparse.Namespace, options: Options) -> dict[str, list[R
             name = f"{figure}, sustained"
             rows[name] = list(figures.sustained(rows[figure], partial(figures.published_curves, figure)))
             _print_table(f"figure {figure}: requests/s sustained at {figures.SUSTAINED_S} s/token", rows[name])
-    both = {"2", "13"} - set(chosen)
-    return {name: of_figure for name, of_figure in rows.items() if name not in both}
+    return rows
 
 
 def _print_table(title: str, rows: Sequence[Row]) -> None:

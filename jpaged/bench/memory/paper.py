@@ -32,6 +32,9 @@ FIGURE_2 = {
 }
 """Shares of the memory for the cache. The paper prints one number for the paged system."""
 
+FIGURE_2_RATE = 4.0
+"""Requests/s, of ShareGPT: in the experiments published with the paper, github.com/sosp-ae-39/sosp-ae-astra."""
+
 FIGURE_13 = {
     "sharegpt": {"orca-max": 7.00, "orca-pow2": 9.81, "orca-oracle": 13.62, "paged": 30.42},
     "alpaca": {"orca-max": 7.00, "orca-pow2": 43.24, "orca-oracle": 72.75, "paged": 132.44},

@@ -38,8 +38,6 @@ class Serving:
     watermark: as in `SchedulerConfig`, for the paged system; a reservation needs none.
     share_prompts: the samples of a request share its prompt's blocks, and equal prompt prefixes are found in the prefix
         cache; otherwise each sample is a request of its own.
-    prompts_alone: prompts are computed in steps of their own, before all else, and others wait: the paper's first
-        version could not mix them.
     """
 
     system: str
@@ -48,12 +46,11 @@ class Serving:
     max_num_batched_tokens: int = 2560
     watermark: float = 0.01
     share_prompts: bool = False
-    prompts_alone: bool = False
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Shares of the memory for the cache, on average over time; they add up to 1.
+    """Shares of the memory for the cache; they add up to 1.
 
     token_states: keys and values of tokens. reserved: empty now, to be used later by the sequence that holds it.
     internal: held by a sequence that will never use it. external: held by none, or lost to rounding.
@@ -66,23 +63,32 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
+class Means:
+    """What the memory held on average.
+
+    memory: None where prompts are shared: what sequences see as their own would then count several times.
+    batch: running sequences.
+    saved_blocks: of the blocks that the running sequences would take if each had its own; 0 where nothing is shared.
+    """
+
+    memory: MemoryUse | None
+    batch: float
+    saved_blocks: float
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What serving a trace came to.
 
-    Means are over time, while requests arrive. memory is None where prompts are shared: what sequences see as their
-    own would then count several times.
-
-    mean_rows: sequences that get a token in a step, on average over steps, not over time.
-    saved_blocks: of the blocks that the running sequences would take if each had its own; 0 where nothing is shared.
+    over_time: each step counts with its time. over_steps: each step counts once, so that the short steps of small
+        batches weigh more.
     normalized_latency_s: mean over requests of (finish - arrival) / output length, or, where `saturated`, what it is
         at least.
     saturated: the run was ended because the latency limit was exceeded for sure.
     """
 
-    memory: MemoryUse | None
-    mean_batch: float
-    mean_rows: float
-    saved_blocks: float
+    over_time: Means
+    over_steps: Means
     normalized_latency_s: float
     saturated: bool
     num_requests: int
@@ -151,22 +157,7 @@ def make_scheduler(setup: Setup, serving: Serving) -> Scheduler:
         watermark=serving.watermark if paged else 0.0,
         pipeline_depth=0,
     )
-    return (PromptsAlone if serving.prompts_alone else Scheduler)(config, pool=pool)
-
-
-class PromptsAlone(Scheduler):
-    """Plans steps of prompts only while there are prompts to compute or to admit, and of decode rows otherwise."""
-
-    _decodes = True
-
-    def schedule(self) -> StepPlan | None:
-        self._decodes = False
-        plan = super().schedule()
-        self._decodes = True
-        return super().schedule() if plan is None else plan
-
-    def _decodable(self) -> np.ndarray:
-        return super()._decodable() if self._decodes else np.zeros((0,), np.int64)
+    return Scheduler(config, pool=pool)
 
 
 def simulate(
@@ -176,7 +167,7 @@ def simulate(
     step_time: StepTime,
     latency_limit_s: float | None = None,
     drain: bool = True,
-    warm_up_s: float = 0.0,
+    window_s: tuple[float, float] | None = None,
 ) -> Outcome:
     """Serves a trace to its end.
 
@@ -185,7 +176,7 @@ def simulate(
         latency_limit_s: end the run once the normalized latency is sure to exceed this.
         drain: go on after the last arrival until all are served; without, requests that are unfinished then count
             with what their latency is at least.
-        warm_up_s: leave this time at the start, while the memory fills, out of the means of memory and batch.
+        window_s: the steps that begin between these times count in the means; None: all up to the last arrival.
     """
     scheduler = make_scheduler(setup, serving)
     device = SimulatedDevice(scheduler.config, step_time)
@@ -205,9 +196,10 @@ def simulate(
         plan = scheduler.schedule()
         if plan is None:
             raise EngineDeadError(f"{scheduler.num_unfinished} requests are left, but none can run.")
+        begin_s = device.clock_s
         handle = device.execute(plan)
-        if num_arrived < len(trace):
-            meter.record(plan, device.step_s if device.clock_s > warm_up_s else 0.0)
+        counts = num_arrived < len(trace) if window_s is None else window_s[0] <= begin_s <= window_s[1]
+        meter.record(plan, device.step_s, counts)
         num_steps += 1
         for update in scheduler.update(plan, handle.result()):
             index = int(update.request.request_id.split("-")[0])
@@ -220,10 +212,8 @@ def simulate(
             if saturated:
                 break
     return Outcome(
-        memory=None if serving.share_prompts else meter.memory(),
-        mean_batch=meter.mean_batch(),
-        mean_rows=meter.mean_rows(),
-        saved_blocks=meter.saved_blocks() if serving.share_prompts else 0.0,
+        over_time=meter.over_time.means(serving.share_prompts),
+        over_steps=meter.over_steps.means(serving.share_prompts),
         normalized_latency_s=latencies.at_least(device.clock_s),
         saturated=saturated,
         num_requests=len(trace),
@@ -234,44 +224,48 @@ def simulate(
 
 
 class _Meter:
-    """Averages over time of what the slots hold."""
+    """Averages, over time and over steps, of what the slots hold."""
 
     def __init__(self, scheduler: Scheduler, setup: Setup) -> None:
         self._slots = scheduler.slots
         self._pool = scheduler.pool
         self._block_size = scheduler.config.block_size
-        self._total = setup.kv_slots
         self._final_len = np.zeros((scheduler.config.max_num_seqs,), np.int64)
-        self._sums = np.zeros((4,), np.float64)  # slots allocated, to be used, used now, sequences; times seconds
-        self._seconds = 0.0
-        self._saved_seconds = 0.0
-        self._rows = self._steps = 0
+        self.over_time, self.over_steps = _Average(setup.kv_slots), _Average(setup.kv_slots)
 
-    def record(self, plan: StepPlan, seconds: float) -> None:
-        """Adds a step, planned and not yet read."""
+    def record(self, plan: StepPlan, seconds: float, counts: bool) -> None:
+        """Takes note of a step, planned and not yet read, and adds it to the averages if it counts."""
         slots = self._slots
         for start in plan.starts:
             self._final_len[start.slot] = start.max_len - 1  # the last token is never computed
+        if not counts:
+            return
         held = slots.capacity
         useful = np.minimum(held, self._final_len)
-        self._sums += seconds * np.array([held.sum(), useful.sum(), slots.num_computed.sum(), slots.num_used])
-        self._seconds += seconds
-        self._rows += plan.num_rows if seconds else 0
-        self._steps += seconds > 0
-        self._saved_seconds += seconds * (1 - self._pool.num_used * self._block_size / max(int(held.sum()), 1))
+        saved = 1 - self._pool.num_used * self._block_size / max(int(held.sum()), 1)
+        state = np.array([held.sum(), useful.sum(), slots.num_computed.sum(), slots.num_used, saved])
+        self.over_time.add(state, seconds)
+        self.over_steps.add(state, 1.0)
 
-    def saved_blocks(self) -> float:
-        return self._saved_seconds / max(self._seconds, 1e-12)
 
-    def mean_rows(self) -> float:
-        return self._rows / max(self._steps, 1)
+class _Average:
+    """Weighted sums of states: slots allocated, to be used, used now; sequences; share of blocks saved."""
 
-    def memory(self) -> MemoryUse:
-        held, useful, used = (self._sums[:3] / (self._total * max(self._seconds, 1e-12))).tolist()
-        return MemoryUse(used, useful - used, held - useful, 1 - held)
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._sums = np.zeros((5,), np.float64)
+        self._weight = 0.0
 
-    def mean_batch(self) -> float:
-        return float(self._sums[3] / max(self._seconds, 1e-12))
+    def add(self, state: np.ndarray, weight: float) -> None:
+        self._sums += weight * state
+        self._weight += weight
+
+    def means(self, shared: bool) -> Means:
+        *slots, batch, saved = (self._sums / max(self._weight, 1e-12)).tolist()
+        if shared:
+            return Means(None, batch, saved)
+        held, useful, used = (count / self._num_slots for count in slots)
+        return Means(MemoryUse(used, useful - used, held - useful, 1 - held), batch, 0.0)
 
 
 class _Latencies:
