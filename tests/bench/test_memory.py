@@ -176,7 +176,7 @@ def test_reservations_batch_as_many_requests_as_in_the_paper(sharegpt_outcomes):
 
 
 def test_the_paged_batch_is_the_papers_at_nine_tenths_of_the_load():
-    """Its Figures 12 and 13 are of systems one of which is a tenth faster than the other; see docs/paper.md."""
+    """Figure 13 looks like runs of a system a tenth faster than Figure 12's; see docs/paper.md."""
     trace = quick_trace("sharegpt", 0.9 * paper.FIGURE_13_RATES["sharegpt"], 600)
     outcome = simulate(trace, OPT_13B, Serving("paged"), STEP, drain=False, window_s=(100, 600))
     assert outcome.over_steps.batch == pytest.approx(paper.FIGURE_13["sharegpt"]["paged"], rel=0.15)

@@ -204,8 +204,8 @@ def figure_2(options: Options) -> dict[str, list[Row]]:
 
 
 AS_FIGURE_12 = (1.0, 0.83, 1.33, 1.0)
-"""Factors on the step time with which Orca's latencies of Figure 12 come out as in the paper, those of OPT-13B at
-loads it can bear: within 7 %, and within 15 % without (root mean square of eleven points, docs/paper.md)."""
+"""Factors on the step time with which Orca's latencies of Figure 12, OPT-13B at loads it can bear, come out nearer to
+the paper's: 7 % off instead of 15 % (root mean square of eleven points, docs/paper.md)."""
 
 
 def figure_13(options: Options) -> dict[str, list[Row]]:
