@@ -10,6 +10,7 @@ Nothing here waits for the device and nothing compiles; `Step.result` is the onl
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jpaged.engine.interface import (
     StepResult,
     TargetScores,
 )
+from jpaged.errors import EngineDeadError
 from jpaged.executor import programs, sampling_state
 from jpaged.executor.beams import beams_layout
 from jpaged.executor.buckets import bucket_for
@@ -107,6 +109,9 @@ class Runner:
         programs: every executable, by key, as `Compiler.results` gives them.
         weights, head: the model's flat tuple, and the part of it that `Model.head_logits` reads.
         pools, state, sampling, exchange: device arrays; the runner takes them over and donates them to each program.
+
+    Attributes:
+        closed: whether `close` was called.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class Runner:
         self._full: sampling_state.FullSamplingState | None = None
         self._vocab_size = vocab_size
         self._host_chunks = HostChunks()
+        self.closed = False
 
     @property
     def pools(self) -> Pools:
@@ -138,7 +144,9 @@ class Runner:
         return self._pools
 
     def execute(self, plan: StepPlan) -> Step:
-        """Dispatches `plan` and returns at once."""
+        """Dispatches `plan` and returns at once. Raises EngineDeadError when the runner was closed."""
+        if self.closed:
+            raise EngineDeadError("The runner was closed, by another engine on it; start a new one.")
         for out in plan.swap_outs:
             self._swap_out(out)
         self._apply_changes(plan)
@@ -162,6 +170,19 @@ class Runner:
         if len(plan.decode_slots) or any(chunk.samples for chunk in plan.chunks):
             sampled = self._run_sample(hidden, rows, plan.variant)
         return Step(plan.num_rows, sampled, prompt_scores, target_scores, shared_bucket is not None)
+
+    def close(self) -> None:
+        """Frees all that it holds on the device, and in host memory for it. The second time it does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        with suppress(Exception):  # of a step that failed: what it was to bring is freed like the rest
+            jax.block_until_ready(self._exchange)  # peers write to it until their steps are done
+        held = (self._arguments, self._pools, self._state, self._sampling, self._exchange, self._full)
+        for array in jax.tree.leaves(held):
+            array.delete()
+        self._programs = {}
+        self._host_chunks = HostChunks()
 
     def warm_up(self) -> None:
         """Runs every program once on padding, so that modules are loaded and graphs built before the first request.
