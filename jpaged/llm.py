@@ -148,9 +148,7 @@ class LLM:
             checked: deque[tuple[Request, ProcessedInput]] = deque()
             for i, prompt in enumerate(prompt_list):  # all, before any is queued: a replica begins with it at once
                 with self._between_steps, _naming(i, prompt_list):
-                    checked.append(
-                        self.engine.check_request(request_ids[i], prompt, params[i], priority=priorities[i])
-                    )
+                    checked.append(self.engine.check_request(request_ids[i], prompt, params[i], priority=priorities[i]))
                 if interrupt.requested:
                     raise KeyboardInterrupt
             try:

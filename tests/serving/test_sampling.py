@@ -27,7 +27,10 @@ def test_a_search_that_cannot_be_is_blamed_on_the_field_that_asked_for_it(fields
     ("fields", "message"),
     [
         ({"max_completion_tokens": -1}, "max_completion_tokens must be at least 1, got -1"),
-        ({"max_completion_tokens": 4, "max_tokens": 9, "min_tokens": 5}, "min_tokens=5 is above max_completion_tokens=4"),
+        (
+            {"max_completion_tokens": 4, "max_tokens": 9, "min_tokens": 5},
+            "min_tokens=5 is above max_completion_tokens=4",
+        ),
         ({"max_completion_tokens": 0, "use_beam_search": True}, "max_completion_tokens must be at least 1, got 0"),
         ({"max_tokens": -1}, "max_tokens must be at least 1, got -1"),
     ],
