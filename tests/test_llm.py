@@ -593,11 +593,11 @@ def test_a_closed_llm_has_freed_its_device_and_says_so(options):
     other.add_request("a", [3, 4], GREEDY)
     with pytest.raises(EngineDeadError, match="The runner was closed"):
         other.step()
-    with pytest.raises(InvalidParameterError, match="startup .* was closed"):
+    with pytest.raises(InvalidParameterError, match=r"startup .* was closed"):
         LLMEngine(EngineArgs(**options), startup)
 
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda function: function.__name__)
 def test_an_llm_can_be_neither_pickled_nor_copied_and_says_what_to_do(llm, duplicate):
-    with pytest.raises(JPagedError, match="An LLM cannot be pickled or copied.* make one where it is to run"):
+    with pytest.raises(JPagedError, match=r"An LLM cannot be pickled or copied.* make one where it is to run"):
         duplicate(llm)

@@ -201,7 +201,7 @@ def test_a_refusal_on_the_way_to_a_reply_is_for_step_and_replies_stay_with_their
     wait_until(lambda: echoes(engine)[1].num_answered)
     assert engine.get_metrics().num_finished == 1
     assert engine.reset_prefix_cache() is True
-    with pytest.raises(OutOfMemoryError, match="^Request 'refused': no room"):
+    with pytest.raises(OutOfMemoryError, match=r"^Request 'refused': no room"):
         engine.step()
     assert run(engine) == {"served": 3}
     assert_idle(engine)

@@ -176,14 +176,14 @@ def test_a_job_of_prompts_that_cannot_all_be_served_is_refused_in_the_words_of_i
     async def scene(played):
         jobs = JobMaker(played.engine, AppOptions())
         search = CompletionRequest(prompt=[[5], [6]], use_beam_search=True, n=1, best_of=17, max_tokens=4)
-        with pytest.raises(InvalidParameterError, match="^best_of=17 exceeds max_num_seqs=16; .* so lower best_of"):
+        with pytest.raises(InvalidParameterError, match=r"^best_of=17 exceeds max_num_seqs=16; .* so lower best_of"):
             await jobs.completion(search)
-        with pytest.raises(InvalidParameterError, match="^n=17 exceeds max_num_seqs=16"):
+        with pytest.raises(InvalidParameterError, match=r"^n=17 exceeds max_num_seqs=16"):
             await jobs.completion(CompletionRequest(prompt=[[5], [6]], n=17))
         search = ChatCompletionRequest(
             messages=[{"role": "user", "content": "a"}], use_beam_search=True, n=5, max_completion_tokens=1000
         )
-        with pytest.raises(OutOfMemoryError, match="^n=5 may need .*; lower n or max_completion_tokens or"):
+        with pytest.raises(OutOfMemoryError, match=r"^n=5 may need .*; lower n or max_completion_tokens or"):
             await jobs.chat(search)
         assert played.open() == (0, 0, 0)
 
