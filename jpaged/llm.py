@@ -94,8 +94,8 @@ class LLM:
         Returns:
             One output for each prompt, in their order.
         Raises:
-            InvalidPromptError, InvalidParameterError, OutOfMemoryError: an input cannot be served; it is named, and none
-                has run.
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError: an input cannot be served; it is named,
+                and none has run.
             EngineDeadError: the engine failed.
         """
         prompt_list = as_prompt_list(prompts)
