@@ -44,6 +44,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jpaged.pallas_kernels import decode_attention_rows_mosaic as heads_as_rows
+from jpaged.pallas_kernels import decode_plan
+from jpaged.pallas_kernels.decode_plan import Cuts, max_chunks, plan
 
 _LOG2E = math.log2(math.e)
 _NO_KEYS = -1e30  # running maxima start here, so that no inf - inf is ever formed
@@ -53,37 +55,23 @@ _FOLD_ELEMENTS = 128 * 63  # of partial results whose loads are in flight togeth
 _WARPGROUP = 128
 _REDUCTION_BYTES = _WARPGROUP * 2 * 4  # two columns a thread; of one warpgroup, since others would use the same
 _REGISTERS = {"producer": 72, "finisher": 200, "consumer": 232}  # of a thread; each starts with 168
-_LEAVES = 8  # of a sequence of up to 16 of the smallest leaves
 HEAD_DIMS = (64, 128, 256)  # rows of a wgmma are 64; others go to the kernel that has the heads as rows
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
-class Config:
-    """Shape of the kernel.
+class Config(Cuts):
+    """Shape of the kernel, beside where it cuts.
 
-    tile: tokens a stage holds, a multiple of 64.
+    chunk: besides, of no more than 128 blocks.
     stages: depth of the rings of K and V tiles.
-    leaf: tokens of the smallest unit of work, a multiple of the tile; twice and four times as many in sequences longer
-        than 8 and 16 leaves.
-    chunk: tokens of the largest unit of work, a multiple of the leaf.
-    ctas: size of the persistent grid.
     q_stages: units whose queries are held at once.
     handovers: units whose results wait for the finisher at once.
     """
 
-    tile: int
     stages: int
-    leaf: int
-    chunk: int
-    ctas: int
     q_stages: int = 2
     handovers: int = 2
-
-    @property
-    def most_leaves(self) -> int:
-        """The most that a chunk has."""
-        return min(self.chunk // self.leaf, max(_LEAVES, self.chunk // (4 * self.leaf)))
 
 
 def default_config(head_dim: int, columns: int) -> Config:
@@ -96,7 +84,7 @@ def default_config(head_dim: int, columns: int) -> Config:
     other = columns * 2 * (2 * head_dim + tile) + handovers * state + 5 * 1024
     most = {64: 6, 256: 2}.get(head_dim, 3)  # deeper rings measured slower: loads queue up behind each other
     stages = min(most, (_SMEM_BYTES - other) // (tile * head_dim * 4))
-    return Config(tile, stages, 128, 2048, ctas, handovers=handovers)
+    return Config(tile=tile, leaf=128, chunk=2048, ctas=ctas, stages=stages, handovers=handovers)
 
 
 def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
@@ -109,85 +97,6 @@ def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
     if block_size not in BLOCK_SIZES:
         return f"block size {block_size} is not one of {BLOCK_SIZES}"
     return None
-
-
-# --- the list of units -----------------------------------------------------------------------------------------------
-
-# Columns of the list, one row a unit.
-_ROW, _CHUNK, _CHUNKS, _BEGIN, _END, _LENGTH, _LEAF_TILES, _LEAF, _OF_LEAVES, _CUT = range(_FIELDS := 10)
-
-
-class Plan(NamedTuple):
-    """Work of one call, made on the device.
-
-    units: int32 [capacity, 10]; sequence, chunk of it (from the first that the window lets see) and how many it has,
-        first position, end position, length of the sequence, tiles of its leaves; and of a unit that is a leaf: its
-        number, how many the chunk has (1 for a unit that is a whole chunk), the chunk's place in the list of chunks.
-    num_units: int32 [1].
-    """
-
-    units: jax.Array
-    num_units: jax.Array
-
-
-def max_chunks(max_len: int, chunk: int, sliding_window: int | None) -> int:
-    """The most chunks that a sequence can touch."""
-    chunks = -(-max_len // chunk)
-    return chunks if sliding_window is None else min(chunks, (sliding_window - 2) // chunk + 2)
-
-
-def max_cut_chunks(batch: int, groups: int, slots: int, config: Config) -> int:
-    """The most chunks that `plan` cuts into leaves: units for half of the CTAs."""
-    return min(batch * slots, config.ctas // (2 * groups))
-
-
-def plan(kv_lens: jax.Array, max_len: int, groups: int, sliding_window: int | None, config: Config) -> Plan:
-    """Lists the chunks, longest first, or their leaves where the chunks would leave half of the CTAs idle."""
-    batch = kv_lens.shape[0]
-    chunk, tile = config.chunk, config.tile
-    slots = max_chunks(max_len, chunk, sliding_window)
-    ends = jnp.clip(kv_lens, 0, max_len)
-    if sliding_window is None:
-        begins = jnp.zeros_like(ends)
-    else:
-        begins = jnp.maximum(ends - sliding_window, 0) // tile * tile
-    first = begins // chunk
-    chunks = jnp.maximum((ends + chunk - 1) // chunk - first, 1)  # an empty sequence has its zeros written
-    doublings = (ends > _LEAVES * config.leaf).astype(jnp.int32) + (ends > 2 * _LEAVES * config.leaf)
-    leaf_tiles = (config.leaf // tile) << doublings
-
-    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    slot = jnp.arange(slots, dtype=jnp.int32)[None]
-    begin = jnp.maximum((first[:, None] + slot) * chunk, begins[:, None])
-    end = jnp.maximum(jnp.minimum((first[:, None] + slot + 1) * chunk, ends[:, None]), begin)
-    zero = jnp.zeros_like(begin)
-    columns = [rows, slot, chunks[:, None], begin, end, ends[:, None], leaf_tiles[:, None], zero, zero + 1, zero]
-    units = jnp.stack([jnp.broadcast_to(x, begin.shape) for x in columns], axis=-1).reshape(batch * slots, _FIELDS)
-    if batch * slots > 1:
-        size = jnp.where(slot < chunks[:, None], begin - end, 1)
-        units = units[jnp.argsort(size.reshape(-1), stable=True)]
-    total = jnp.sum(chunks, dtype=jnp.int32)
-    most = max_cut_chunks(batch, groups, slots, config)
-    if most == 0 or config.most_leaves == 1:
-        return Plan(units, total[None])
-
-    source = units[:most, None]
-    number = jnp.arange(config.most_leaves, dtype=jnp.int32)[None]
-    leaf = source[..., _LEAF_TILES] * tile
-    leaves = jnp.maximum((source[..., _END] - source[..., _BEGIN] + leaf - 1) // leaf, 1)
-    begin = source[..., _BEGIN] + number * leaf
-    pieces = jnp.broadcast_to(source, (most, config.most_leaves, _FIELDS))
-    pieces = pieces.at[..., _BEGIN].set(begin).at[..., _END].set(jnp.minimum(begin + leaf, source[..., _END]))
-    pieces = pieces.at[..., _LEAF].set(number).at[..., _OF_LEAVES].set(leaves)
-    pieces = pieces.at[..., _CUT].set(jnp.arange(most, dtype=jnp.int32)[:, None])
-    chunk_exists = jnp.arange(most, dtype=jnp.int32)[:, None] < total
-    live = ((number < leaves) & chunk_exists & (total <= most)).reshape(-1)
-    count = jnp.cumsum(live, dtype=jnp.int32)
-    capacity = max(batch * slots, live.shape[0])
-    units = jnp.pad(units, ((0, capacity - batch * slots), (0, 0)))
-    at = jnp.where(live, count - 1, capacity)
-    units = units.at[at].set(pieces.reshape(-1, _FIELDS), mode="drop", unique_indices=True)
-    return Plan(units, jnp.where(total <= most, count[-1], total)[None])
 
 
 # --- what Pallas has no word for -------------------------------------------------------------------------------------
@@ -446,30 +355,35 @@ def _kernel(
         """Its group of heads, and the columns of its row in the list."""
         index = seat(i) + i * config.ctas
         w = jnp.minimum(lax.div(index, jnp.int32(groups)), units_ref.shape[0] - 1)
-        return lax.rem(index, jnp.int32(groups)), *(units_ref[w, field] for field in range(_FIELDS))
+        return lax.rem(index, jnp.int32(groups)), *(units_ref[w, field] for field in range(decode_plan.FIELDS))
 
     def tiles_of(fields: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """First tile and number of tiles of a unit."""
-        begin, end = fields[1 + _BEGIN], fields[1 + _END]
+        begin, end = fields[1 + decode_plan.BEGIN], fields[1 + decode_plan.END]
         first = lax.div(begin, jnp.int32(tile))
         return first, pl.cdiv(end, jnp.int32(tile)) - first
 
     def first_head(fields: tuple[jax.Array, ...]) -> jax.Array:
-        return fields[1 + _ROW] * s.heads + fields[0] * s.rows
+        return fields[1 + decode_plan.ROW] * s.heads + fields[0] * s.rows
 
     def table_of(fields: tuple[jax.Array, ...]) -> jax.Array:
-        first = lax.div(fields[1 + _BEGIN], jnp.int32(block_size))
-        return _load_table(tables_ref, fields[1 + _ROW], first, table_s.shape[0], s.interpret)
+        first = lax.div(fields[1 + decode_plan.BEGIN], jnp.int32(block_size))
+        return _load_table(tables_ref, fields[1 + decode_plan.ROW], first, table_s.shape[0], s.interpret)
 
     def produce() -> None:
         def run_unit(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             # Under load a read takes as long as a short unit does: the table is fetched a unit ahead, and what says
             # where it is, two.
-            step, table, fields, ahead = carry[0], carry[1], carry[2 : 3 + _FIELDS], carry[3 + _FIELDS :]
-            group, end = fields[0], fields[1 + _END]
+            step, table, fields, ahead = (
+                carry[0],
+                carry[1],
+                carry[2 : 3 + decode_plan.FIELDS],
+                carry[3 + decode_plan.FIELDS :],
+            )
+            group, end = fields[0], fields[1 + decode_plan.END]
             head = lax.div(group, jnp.int32(groups_a_kv_head))
             first, tiles = tiles_of(fields)
-            first_entry = lax.div(fields[1 + _BEGIN], jnp.int32(block_size))
+            first_entry = lax.div(fields[1 + decode_plan.BEGIN], jnp.int32(block_size))
             table_s[...] = table
             plgpu.commit_smem()
             next_table = table_of(ahead)
@@ -566,7 +480,7 @@ def _kernel(
     def consume() -> None:
         def run_unit(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             step, fields = carry[0], carry[1:]
-            group, end, length = fields[0], fields[1 + _END], fields[1 + _LENGTH]
+            group, end, length = fields[0], fields[1 + decode_plan.END], fields[1 + decode_plan.LENGTH]
             first, tiles = tiles_of(fields)
             ahead = unit(i + 1)
             column = lax.rem(first_head(fields), jnp.int32(8))
@@ -633,7 +547,7 @@ def _kernel(
                 plgpu.barrier_arrive(v_free.at[stage])
                 return acc, new_top, totals
 
-            leaf_tiles = fields[1 + _LEAF_TILES]
+            leaf_tiles = fields[1 + decode_plan.LEAF_TILES]
 
             def attend_leaf(k: jax.Array, state: _State) -> _State:
                 totals = plgpu.layout_cast(jnp.zeros((tile, columns), jnp.float32), _KEYS_BY_HEADS)
@@ -786,7 +700,7 @@ def decode_attention(
         rows=rows,
         columns=columns,
         slots=slots,
-        cuts=max_cut_chunks(batch, groups, slots, config),
+        cuts=decode_plan.max_cut_chunks(batch, groups, slots, config),
         block_size=block_size,
         head_dim=head_dim,
         dtype=q.dtype,
