@@ -8,20 +8,20 @@ One query token a sequence: every key and value is read once, so the kernel is a
 
 A CTA is three warpgroups:
 
-    producer                                                consumer
-        table    read into registers a unit ahead               S^T = K Q^T             wgmma, both from shared memory
-        queries  q_free --> TMA --> q_s --> q_full              mask, online softmax    base 2, in registers
-        keys     k_free --> TMA --> k_s --> k_full              P^T --> p_s
-        values   v_free --> TMA --> v_s --> v_full              O^T = O^T shrunk + V^T P^T  wgmma, O^T in registers
-        (a copy a block; of keys and values a ring              O^T, maxima, sums: taken --> handover_s --> handed
-        of `stages` tiles)
-                                                            finisher
-                                                                whole sequence   O / sum --> output, log-sum-exp
-                                                                part of one      --> memory, and it counts itself in;
-                                                                                 the last part's CTA folds all of them
+    producer                                            consumer
+        table    read into registers a unit ahead           S^T = K Q^T             wgmma, both from shared memory
+        queries  q_free --> TMA --> q_s --> q_full          mask, online softmax    base 2, in registers; P^T --> p_s
+        keys     k_free --> TMA --> k_s --> k_full          O^T = O^T shrunk + V^T P^T    wgmma, O^T in registers
+        values   v_free --> TMA --> v_s --> v_full          taken --> O^T, maxima, sums --> handover_s --> handed
+        (a copy a block; of keys and values a ring
+        of `stages` tiles)                              finisher
+                                                            handed --> handover_s --> registers --> taken
+                                                            of a whole sequence   O / sum --> output, log-sum-exp
+                                                            of a part             --> memory, and it counts itself in;
+                                                                                  the last comer folds all parts
 
-All products have keys or head_dim as their rows and the group's query heads as their 8 (to 32) columns, so that little
-is computed for padding: wgmma insists on 64 rows. The consumer never waits for memory: that is what the finisher is for.
+The consumer never waits for memory: that is what the finisher is for. All products have keys or head_dim as their rows,
+64 of which wgmma insists on, and the group's query heads as their 8 (to 32) columns: little is computed for padding.
 
 A chunk's result is the fold of its leaves' results in order, whether one CTA computes them all or the CTA that finishes
 the chunk's last leaf collects them from memory, and a sequence's is the fold of its chunks': so its bits depend neither
@@ -45,6 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels import decode_attention_rows_mosaic as heads_as_rows
 from jpaged.pallas_kernels import decode_plan
+from jpaged.pallas_kernels.decode_attention_rows_mosaic import load
 from jpaged.pallas_kernels.decode_inline_mosaic import WARPGROUP, arrive, load_entries, store_heads
 from jpaged.pallas_kernels.decode_plan import Cuts, Plan, max_chunks, plan
 
@@ -54,13 +55,13 @@ BLOCK_SIZES = (16, 32, 64, 128)
 _LOG2E = math.log2(math.e)
 _NO_KEYS = -1e30  # running maxima start here, so that no inf - inf is ever formed
 _SMEM_BYTES = 227 * 1024 - 2048  # of a CTA, less a margin
-_ROWS = 64  # of a wgmma
-_EIGHT = 8  # query heads that one TMA copy moves, and columns of the narrowest wgmma
+_Q_TILE = 8  # query heads: columns of the narrowest wgmma, and what one TMA copy moves
 _MAX_COLUMNS = 32  # at head_dim 256 the consumer's state and its leaf's take 64 registers of a thread each then
 _FOLD_ELEMENTS = 128 * 63  # of partial results whose loads are in flight together: less than 64 registers a thread
 _REDUCTION_BYTES = WARPGROUP * 2 * 4  # two columns a thread; of the consumer alone, since others would use the same
 _CONSUMER, _PRODUCER, _FINISHER = range(3)  # warpgroups
-_REGISTERS = {_CONSUMER: 232, _PRODUCER: 72, _FINISHER: 200}  # of a thread: together what the three start with, 168 each
+# Registers of a thread: together what the three start with, 168 each.
+_REGISTERS = {_CONSUMER: 232, _PRODUCER: 72, _FINISHER: 200}
 
 
 @dataclass(frozen=True)
@@ -153,12 +154,14 @@ def decode_attention(
         interpret=interpret is not None,
     )
     work = plan(kv_lens, max_len, groups, sliding_window, config)
-    # A group's columns begin up to 7 before its first head.
-    slopes = jnp.zeros((8,), jnp.float32) if alibi_slopes is None else jnp.pad(alibi_slopes, (8, _MAX_COLUMNS))
+    if alibi_slopes is None:
+        slopes = jnp.zeros((8,), jnp.float32)
+    else:  # a group's columns may begin before the first head and end behind the last
+        slopes = jnp.pad(alibi_slopes, (_Q_TILE, _MAX_COLUMNS))
     flat = q.reshape(batch * heads, head_dim)
-    tiles = jnp.pad(flat, ((0, -(batch * heads) % 8), (0, 0))).reshape(-1, 8, head_dim)
+    tiles = jnp.pad(flat, ((0, -(batch * heads) % _Q_TILE), (0, 0))).reshape(-1, _Q_TILE, head_dim)
     pool = kv_pool.reshape(-1, s.box, head_dim)
-    out, lse = _attend(s, tiles, pool, block_tables, work, slopes, interpret)
+    out, lse = _launch(s, tiles, pool, block_tables, work, slopes, interpret)
     return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads)
 
 
@@ -170,7 +173,8 @@ def group_rows(share: int) -> tuple[int, int]:
     """
 
     def columns(rows: int) -> int:
-        return -(-(8 - math.gcd(rows, 8) + rows) // 8) * 8
+        most_before = _Q_TILE - math.gcd(rows, _Q_TILE)
+        return -(-(most_before + rows) // _Q_TILE) * _Q_TILE
 
     rows = max(r for r in range(1, share + 1) if share % r == 0 and columns(r) <= _MAX_COLUMNS)
     return rows, columns(rows)
@@ -230,7 +234,7 @@ class _Shape:
         return max(1, self.config.chunk // self.block_size) if self.interpret else WARPGROUP
 
 
-def _attend(
+def _launch(
     s: _Shape, q: jax.Array, pool: jax.Array, tables: jax.Array, work: Plan, slopes: jax.Array, interpret: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel: [batch * heads, head_dim] and its log-sum-exp, float32 [batch * heads]; arrays as in `_Arguments`."""
@@ -292,12 +296,15 @@ class _Arguments(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Shared memory, and its barriers: `full` by TMA, `free` by the consumer when it has read it."""
+    """Shared memory, and its barriers: `full` by TMA, `free` by the consumer when it has read it.
+
+    All threads of a warpgroup arrive, each after its own reads and stores, so that who waits needs no fence.
+    """
 
     q_s: Any  # [q_stages, columns, head_dim]
     k_s: Any  # [stages, tile, head_dim], as v_s
     v_s: Any
-    p_s: Any  # [columns, tile]: P, since wgmma takes its second operand from shared memory only
+    p_s: Any  # [columns, tile]: P, as wgmma takes its second operand from shared memory only; the consumer's own
     table_s: Any  # int32 [table_entries]: the producer's own
     handover_s: _State  # [handovers, ..]
     q_full: Any
@@ -320,7 +327,7 @@ def _scratch(s: _Shape) -> _Scratch:
         p_s=_swizzled((s.columns, tile), s.dtype),
         table_s=plgpu.SMEM((s.table_entries,), jnp.int32),
         handover_s=_states(s, plgpu.SMEM, handovers),
-        q_full=plgpu.Barrier(num_barriers=q_stages, num_arrivals=s.columns // 8),
+        q_full=plgpu.Barrier(num_barriers=q_stages, num_arrivals=s.columns // _Q_TILE),
         q_free=plgpu.Barrier(num_barriers=q_stages),
         k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=s.boxes),
         v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=s.boxes),
@@ -353,6 +360,13 @@ class _Unit(NamedTuple):
     cut: jax.Array
 
 
+class _Heads(NamedTuple):
+    """Where a unit's group is."""
+
+    first: jax.Array  # among the heads of all sequences
+    column: jax.Array  # of the first, in the columns of every product
+
+
 class _Cta(NamedTuple):
     """A CTA at work, as each of its warpgroups sees it."""
 
@@ -365,42 +379,36 @@ class _Cta(NamedTuple):
     def unit(self, i: jax.Array) -> _Unit:
         """The CTA's i-th; past its last, any."""
         s, gmem = self.shape, self.gmem
+        # lax.div and lax.rem, here and below: `//` and `%` would see to negative numbers, of which there are none.
         index = _seat(s, self.cta, i) + i * s.config.ctas
-        w = jnp.minimum(lax.div(index, jnp.int32(s.groups)), gmem.units.shape[0] - 1)
-        group = lax.rem(index, jnp.int32(s.groups))
+        w = jnp.minimum(lax.div(index, s.groups), gmem.units.shape[0] - 1)
+        group = lax.rem(index, s.groups)
         return _Unit(group, *(gmem.units[w, field] for field in range(decode_plan.FIELDS)))
 
     def tiles(self, u: _Unit) -> tuple[jax.Array, jax.Array]:
         """First tile and number of tiles of a unit."""
-        tile = jnp.int32(self.shape.config.tile)
+        tile = self.shape.config.tile
         first = lax.div(u.begin, tile)
         return first, pl.cdiv(u.end, tile) - first
 
-    def heads(self, u: _Unit) -> "_Heads":
+    def heads(self, u: _Unit) -> _Heads:
         first = u.row * self.shape.heads + u.group * self.shape.rows
-        return _Heads(first, lax.rem(first, jnp.int32(8)))
-
-
-class _Heads(NamedTuple):
-    """Where a unit's group is."""
-
-    first: jax.Array  # among the heads of all sequences
-    column: jax.Array  # of the first, in the columns of every product
+        return _Heads(first, lax.rem(first, _Q_TILE))
 
 
 def _seat(s: _Shape, cta: jax.Array, turn: jax.Array) -> jax.Array:
     """Units are dealt out in a snake: they come longest first, and who gets the longest of one turn gets the shortest
     of the next."""
-    return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, cta, s.config.ctas - 1 - cta)
+    return jnp.where(lax.rem(turn, 2) == 0, cta, s.config.ctas - 1 - cta)
 
 
 def _kernel(s: _Shape, *refs: Any) -> None:
     gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), _Scratch(*refs[len(_Arguments._fields) :])
     if not s.interpret:
-        plgpu.griddepcontrol_wait()  # the grid starts while the kernel before it ends
+        plgpu.griddepcontrol_wait()  # the grid starts while the kernel before it ends, whose results are read
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     total = gmem.num_units[0] * s.groups
-    full_turns = lax.div(total, jnp.int32(s.config.ctas))
+    full_turns = lax.div(total, s.config.ctas)
     one_more = _seat(s, cta, full_turns) < total - full_turns * s.config.ctas
     mine = full_turns + one_more.astype(jnp.int32)
     c = _Cta(s, gmem, smem, cta, mine)
@@ -420,13 +428,15 @@ def _produce(c: _Cta) -> None:
     Under load a read takes as long as a short unit does: a unit's part of the table is fetched a unit ahead, and what
     says where it is, two.
     """
-    s, smem, config = c.shape, c.smem, c.shape.config
+    smem, config = c.smem, c.shape.config
 
     def load_unit(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, table, u, ahead = carry
         source = _source(c, u)
+        # Every thread reads entries that others store: Pallas puts a barrier of the warpgroup before the store, and
+        # the commit ends with one.
         smem.table_s[...] = table
-        plgpu.commit_smem()  # and a barrier: every thread reads entries that others have stored
+        plgpu.commit_smem()
         next_table = _fetch_table(c, ahead)
         next_ahead = c.unit(i + 2)
         _load_queries(c, u, i)
@@ -434,6 +444,7 @@ def _produce(c: _Cta) -> None:
         return step, next_table, ahead, next_ahead
 
     u, ahead = c.unit(jnp.int32(0)), c.unit(jnp.int32(1))
+    # `step` counts the tiles of all units.
     step, *_ = lax.fori_loop(0, c.mine, load_unit, (jnp.int32(0), _fetch_table(c, u), u, ahead))
     # No barrier may have an arrival outstanding when the CTA ends.
     for stage in range(config.stages):
@@ -453,7 +464,7 @@ def _produce(c: _Cta) -> None:
 def _fetch_table(c: _Cta, u: _Unit) -> jax.Array:
     """The unit's entries of its sequence's table, and what follows them; past the table's end, its last."""
     s, tables = c.shape, c.gmem.tables
-    first = lax.div(u.begin, jnp.int32(s.block_size))
+    first = lax.div(u.begin, s.block_size)
     if not s.interpret:
         return load_entries(tables, u.row, first)
     entries = [tables[u.row, jnp.minimum(first + j, tables.shape[1] - 1)] for j in range(s.table_entries)]
@@ -463,16 +474,16 @@ def _fetch_table(c: _Cta, u: _Unit) -> jax.Array:
 def _load_queries(c: _Cta, u: _Unit, i: jax.Array) -> None:
     """The tiles of 8 heads that the i-th unit's group meets."""
     s, smem, q = c.shape, c.smem, c.gmem.q
-    q_slot = lax.rem(i, jnp.int32(s.config.q_stages))
+    q_slot = lax.rem(i, s.config.q_stages)
 
     @pl.when(i >= s.config.q_stages)
     def _wait_q() -> None:
         plgpu.barrier_wait(smem.q_free.at[q_slot])
 
-    first = lax.div(c.heads(u).first, jnp.int32(8))
-    for j in range(s.columns // 8):
+    first = lax.div(c.heads(u).first, _Q_TILE)
+    for j in range(s.columns // _Q_TILE):
         tile = q.at[jnp.minimum(first + j, q.shape[0] - 1)]  # a group may need fewer than others, and be the last
-        plgpu.copy_gmem_to_smem(tile, smem.q_s.at[q_slot, pl.ds(8 * j, 8)], smem.q_full.at[q_slot])
+        plgpu.copy_gmem_to_smem(tile, smem.q_s.at[q_slot, pl.ds(_Q_TILE * j, _Q_TILE)], smem.q_full.at[q_slot])
 
 
 class _Source(NamedTuple):
@@ -487,21 +498,21 @@ class _Source(NamedTuple):
 
 def _source(c: _Cta, u: _Unit) -> _Source:
     s = c.shape
-    kv_head = lax.div(u.group, jnp.int32(s.groups_a_kv_head))
-    return _Source(kv_head, u.end, *c.tiles(u), lax.div(u.begin, jnp.int32(s.block_size)))
+    kv_head = lax.div(u.group, s.groups_a_kv_head)
+    return _Source(kv_head, u.end, *c.tiles(u), lax.div(u.begin, s.block_size))
 
 
 def _load_tile(c: _Cta, source: _Source, nth: jax.Array, step: jax.Array) -> jax.Array:
     """The unit's nth tile of keys and values, as the producer's `step`-th. Returns the next step."""
     s, smem = c.shape, c.smem
-    stage = lax.rem(step, jnp.int32(s.config.stages))
+    stage = lax.rem(step, s.config.stages)
     start = (source.first + nth) * s.config.tile
     copies = []
     for j in range(s.boxes):
         position = start + j * s.box
-        entry = lax.div(position, jnp.int32(s.block_size)) - source.first_entry
+        entry = lax.div(position, s.block_size) - source.first_entry
         entry = jnp.minimum(entry, s.table_entries - 1)
-        part = lax.rem(lax.div(position, jnp.int32(s.box)), jnp.int32(s.boxes_a_block))
+        part = lax.rem(lax.div(position, s.box), s.boxes_a_block)
         copies.append((smem.table_s[entry] * (2 * s.kv_heads) + source.kv_head) * s.boxes_a_block + part)
     keys, values = (smem.k_s, smem.k_full, smem.k_free), (smem.v_s, smem.v_full, smem.v_free)
     for kv, (ring, full, free) in enumerate((keys, values)):
@@ -550,8 +561,7 @@ def _fold(a: _State, b: _State) -> _State:
 
 def _load_state(parts: _State, at: Any) -> _State:
     layouts = _State(_ROWS_BY_HEADS, _BY_HEAD, _BY_HEAD)
-    pairs = zip(parts, layouts, strict=True)
-    return _State(*(plgpu.load(ref.at[at], layout=layout, optimized=False) for ref, layout in pairs))
+    return _State(*(load(ref.at[at], layout) for ref, layout in zip(parts, layouts, strict=True)))
 
 
 def _store_state(parts: _State, at: Any, state: _State) -> None:
@@ -560,19 +570,19 @@ def _store_state(parts: _State, at: Any, state: _State) -> None:
 
 
 def _consume(c: _Cta) -> None:
-    """The consumer warpgroup: all that is computed of a unit, leaf by leaf as other CTAs would."""
+    """The consumer warpgroup: attention to a unit's keys, leaf by leaf, as if other CTAs computed the other leaves."""
     s, smem, config = c.shape, c.smem, c.shape.config
 
     def consume_unit(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, u = carry
         first, tiles = c.tiles(u)
         ahead = c.unit(i + 1)
-        q_slot = lax.rem(i, jnp.int32(config.q_stages))
-        slopes = _slopes(c, u) if s.alibi else None
+        own, q_slot = c.heads(u), lax.rem(i, config.q_stages)
+        slopes = _slopes(c, u, own) if s.alibi else None
         plgpu.barrier_wait(smem.q_full.at[q_slot])
 
         def attend_tile(n: jax.Array, running: _Running) -> _Running:
-            start, stage = (first + n) * config.tile, lax.rem(step + n, jnp.int32(config.stages))
+            start, stage = (first + n) * config.tile, lax.rem(step + n, config.stages)
             return _attend_tile(c, u, running, start, q_slot, stage, slopes)
 
         def attend_leaf(k: jax.Array, state: _State) -> _State:
@@ -585,7 +595,7 @@ def _consume(c: _Cta) -> None:
         state = lax.fori_loop(0, pl.cdiv(tiles, u.leaf_tiles), attend_leaf, _nothing_seen(s))
         plgpu.barrier_arrive(smem.q_free.at[q_slot])
 
-        slot = lax.rem(i, jnp.int32(config.handovers))
+        slot = lax.rem(i, config.handovers)
 
         @pl.when(i >= config.handovers)
         def _wait_taken() -> None:
@@ -612,11 +622,11 @@ class _Running(NamedTuple):
     totals: jax.Array
 
 
-def _slopes(c: _Cta, u: _Unit) -> jax.Array:
+def _slopes(c: _Cta, u: _Unit, own: _Heads) -> jax.Array:
     """Of each column, for scores in base 2."""
     s = c.shape
-    own = c.gmem.slopes.at[pl.ds(8 + u.group * s.rows - c.heads(u).column, s.columns)]
-    return plgpu.load(own, layout=_BY_HEAD, optimized=False) * _LOG2E
+    first = _Q_TILE + u.group * s.rows - own.column
+    return load(c.gmem.slopes.at[pl.ds(first, s.columns)], _BY_HEAD) * _LOG2E
 
 
 def _attend_tile(
@@ -640,7 +650,7 @@ def _attend_tile(
     totals = totals * _across(shrink, tile) + p
     acc = acc * _across(shrink, s.head_dim)
     smem.p_s.T[...] = p.astype(s.dtype)
-    plgpu.commit_smem()  # the tensor cores see plain stores after this fence alone
+    plgpu.commit_smem()  # the tensor cores read shared memory through another proxy: a fence, and a barrier
     plgpu.barrier_wait(smem.v_full.at[stage])
     _zero_unowned(c, u, start, stage)
     acc = _add_values(c, acc, stage)
@@ -676,7 +686,7 @@ def _zero_unowned(c: _Cta, u: _Unit, start: jax.Array, stage: jax.Array) -> None
             for d in range(0, s.head_dim, 64):  # in pieces, which need few registers
                 at = c.smem.v_s.at[stage, pl.ds(r, 64), pl.ds(d, 64)]
                 key = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=_ROWS_BY_HEADS) + (start + r)
-                v = plgpu.load(at, layout=_ROWS_BY_HEADS, optimized=False)
+                v = load(at, _ROWS_BY_HEADS)
                 at[...] = jnp.where((key < u.end) & (key >= first_seen), v, jnp.zeros_like(v))
         plgpu.commit_smem()
 
@@ -700,7 +710,7 @@ def _finish(c: _Cta) -> None:
 
     def finish_unit(i: jax.Array, u: _Unit) -> _Unit:
         ahead, to = c.unit(i + 1), c.heads(u)
-        slot = lax.rem(i, jnp.int32(handovers))
+        slot = lax.rem(i, handovers)
         plgpu.barrier_wait(smem.handed.at[slot])
         state = _load_state(smem.handover_s, slot)
         plgpu.barrier_arrive(smem.taken.at[slot])
@@ -721,7 +731,7 @@ def _finish_leaf(c: _Cta, u: _Unit, to: _Heads, state: _State) -> None:
     def place(n: jax.Array) -> jax.Array:
         return (u.cut * s.groups + u.group) * most + n
 
-    leaves = _Parts(c.gmem.leaf_parts, place, u.leaves, most, u.cut)
+    leaves = _Parts(c.gmem.leaf_parts, place, u.leaves, most, 0, u.cut)
     _join(c, u, leaves, u.leaf, state, lambda chunk: _finish_chunk(c, u, to, chunk))
 
 
@@ -738,18 +748,20 @@ def _finish_chunk(c: _Cta, u: _Unit, to: _Heads, state: _State) -> None:
 
     @pl.when(u.chunks > 1)
     def _together() -> None:
-        chunks = _Parts(c.gmem.chunk_parts, place, u.chunks, s.slots, s.cuts + u.row)
+        chunks = _Parts(c.gmem.chunk_parts, place, u.chunks, s.slots, s.cuts, u.row)
         _join(c, u, chunks, u.chunk, state, lambda sequence: _store(c, to, sequence))
 
 
-class _Parts(NamedTuple):
+@dataclass(frozen=True)
+class _Parts:
     """The states that make a whole: those of a chunk's leaves or a sequence's chunks."""
 
     states: _State
     place: Callable[[jax.Array], jax.Array]  # of the nth
     count: jax.Array
     most: int
-    whole: jax.Array  # its number among the cut chunks and, behind these, the sequences
+    counted_from: int  # behind so many other wholes' counters: the cut chunks' come first, then the sequences'
+    number: jax.Array  # of the whole
 
 
 def _join(c: _Cta, u: _Unit, parts: _Parts, n: jax.Array, state: _State, finish: Callable[[_State], None]) -> None:
@@ -760,7 +772,7 @@ def _join(c: _Cta, u: _Unit, parts: _Parts, n: jax.Array, state: _State, finish:
 
 def _is_last(c: _Cta, u: _Unit, parts: _Parts) -> jax.Array:
     """Counts a part in, after its state is stored: whether all are there now."""
-    counters, counter = c.gmem.counters, parts.whole * c.shape.groups + u.group
+    counters, counter = c.gmem.counters, (parts.counted_from + parts.number) * c.shape.groups + u.group
     if not c.shape.interpret:
         return arrive(counters, counter, parts.count) != 0
     # The interpreter has no atomic operation that returns a value: there one CTA does all of a sequence.
@@ -785,7 +797,7 @@ def _fold_parts(s: _Shape, parts: _Parts) -> _State:
             state = _fold(state, part)
         return state
 
-    return lax.fori_loop(0, pl.cdiv(parts.count, jnp.int32(unroll)), some, _nothing_seen(s))
+    return lax.fori_loop(0, pl.cdiv(parts.count, unroll), some, _nothing_seen(s))
 
 
 def _store(c: _Cta, to: _Heads, state: _State) -> None:
