@@ -225,8 +225,6 @@ class Runner:
         if self._exchange is not None:
             jax.block_until_ready((self._pools, self._exchange))
 
-    # ----------------------------------------------------------------------------------------- what changed
-
     def _apply_changes(self, plan: StepPlan) -> None:
         """Ends, then starts with their first blocks; the running sequences' new blocks ride with the step itself."""
         if not len(plan.ends) and not plan.starts:
@@ -310,8 +308,6 @@ class Runner:
     def _swap_in(self, copy: HostCopy) -> None:
         staging = self._host_chunks.take(copy.chunk, copy.keep)
         self._pools = self._call(("scatter_blocks",), self._pools, staging, _padded(copy.block_ids))
-
-    # ----------------------------------------------------------------------------------------- the rows
 
     def _run_decode(
         self, plan: StepPlan, bucket: int | None = None, *, shares_prefix: bool = False
@@ -410,8 +406,6 @@ class Runner:
             host["targets"][: len(all_tokens[part])] = all_targets[part]
             calls.append(self._call(("score", hidden.shape[0]), hidden, buffer))
         return calls, rows
-
-    # ----------------------------------------------------------------------------------------- plumbing
 
     def _widened_rows(self, hidden: jax.Array, rows: programs.Rows, variant: SamplingVariant) -> tuple:
         """Both, padded to a size that the variant's programs exist for."""
