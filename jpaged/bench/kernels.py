@@ -29,6 +29,8 @@ from jpaged.bench.workloads import TRACES
 
 _L2_BYTES = 256 << 20  # rotate over at least this much; the largest L2 cache is 60 MB
 _PROGRAM_S = 4e-3  # aimed length of one program, far above its dispatch
+_LAYERS = 32  # decode calls of a program at least: what a step does once, planning above all, is a layer's in part
+_BATCH_S = 0.1  # aimed length of programs enqueued together, far above the round trip that ends them
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def attention_case(
         work, rate = 4 * scores * s.heads * s.head_dim, 4e14
         call = partial(ops.ragged_attention, backend=backend, **options)
         extra = (jnp.asarray(np.concatenate([[0], np.cumsum(queries)]), jnp.int32),)
-    calls = int(np.clip(_PROGRAM_S / (work / rate + 5e-6), len(tables), 256)) // len(tables) * len(tables)
+    least = len(tables) if queries is not None else -(-_LAYERS // len(tables)) * len(tables)
+    calls = int(np.clip(_PROGRAM_S / (work / rate + 5e-6), least, 256)) // len(tables) * len(tables)
 
     @jax.jit
     def program(q: jax.Array, pool: jax.Array, tables: list[jax.Array], lens: jax.Array, *extra: Any) -> jax.Array:
@@ -390,7 +393,7 @@ def measure(
     if any(x.is_deleted() for x in jax.tree.leaves(arguments[0])):
         donates, arguments = True, (first, *arguments[1:])
     once = run(2) / 2
-    times = int(np.clip(0.03 / once, 2, 40))
+    times = int(np.clip(_BATCH_S / once, 2, 100))
     return [run(times) / times / calls for _ in range(repeats)], work
 
 

@@ -77,7 +77,8 @@ class EchoEngine:
             self.requests.pop(request_id, None)
 
     def get_metrics(self) -> EngineStats:
-        return EngineStats(**{field.name: self.num_answered for field in fields(EngineStats)})
+        counts = {field.name: self.num_answered for field in fields(EngineStats)}
+        return EngineStats(**counts | {"step_tokens": (self.num_answered,)})
 
     def reset_prefix_cache(self) -> bool:
         return True
