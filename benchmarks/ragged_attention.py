@@ -20,6 +20,7 @@ import numpy as np
 
 from jpaged.pallas_kernels import ragged_attention_mosaic as kernel
 from jpaged.pallas_kernels import reference
+from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +181,10 @@ def main() -> None:
     parser.add_argument("--no-cudnn", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     args = parser.parse_args()
+    if mosaic_missing() or not device_runs_mosaic():
+        parser.error(
+            f"needs a Hopper GPU and JAX 0.11 or newer; this is JAX {jax.__version__} on {jax.default_backend()}"
+        )
     results = []
     for name in args.cases.split(","):
         case = CASES[name]

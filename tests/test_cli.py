@@ -53,6 +53,15 @@ class TestTheCommandItself:
         assert done.stderr.strip() == "[0, 0]set()"
         assert done.stdout.startswith(f"jpaged {jpaged.__version__}\nusage: jpaged chat")
 
+    def test_help_says_the_defaults_of_the_engine_and_of_the_servers_limits(self, run):
+        _, out, _, _ = run("serve", "--help")
+        text = " ".join(out.split())
+        assert "tokens in a block of the KV cache (default: 16)" in text
+        assert "fraction of the device's memory to use (default: 0.9)" in text
+        assert "choices for a prompt (default: 64)" in text
+        assert "seconds for a chat template (default: 2.0)" in text
+        assert "None" not in text
+
     @pytest.mark.parametrize("argv", [[], ["generate"], ["chat"], ["bench"]])
     def test_help_shows_what_to_type(self, run, argv):
         code, out, _, _ = run(*argv, "--help")

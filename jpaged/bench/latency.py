@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.bench.arguments import check_least
 from jpaged.bench.engine_options import add_engine_options, end_replicas, make_llm
 from jpaged.bench.percentiles import summary, table
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import make_requests
-from jpaged.errors import InvalidParameterError
 from jpaged.llm import LLM
 from jpaged.sampling_params import SamplingParams
 
@@ -46,11 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    least = {"batch_size": 1, "input_len": 1, "output_len": 1, "warm_up": 0, "runs": 1}
-    for name, bound in least.items():
-        if getattr(args, name) < bound:
-            option = name.replace("_", "-")
-            raise InvalidParameterError(f"--{option} must be at least {bound}, got {getattr(args, name)}.")
+    check_least(args, batch_size=1, input_len=1, output_len=1, warm_up=0, runs=1)
     llm = make_llm(args)
     figures = measure(llm, args)
     end_replicas(llm)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpaged.bench.arguments import check_least
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.executor.memory import reserve_device_memory
@@ -64,6 +65,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    check_least(
+        args, runs=1, num_rows=1, row_len=1 if args.choices else 2, choices=0, choice_len=1, data_parallel_size=1
+    )
     options = {
         "model": model_directory(args.model),
         "load_format": args.load_format,

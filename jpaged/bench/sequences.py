@@ -26,12 +26,12 @@ import jax
 import numpy as np
 
 from jpaged.beam_search_params import BeamSearchParams
+from jpaged.bench.arguments import check_least
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
 from jpaged.config import EngineArgs
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, HostCopy, SamplingVariant, StepPlan
-from jpaged.errors import InvalidParameterError
 from jpaged.executor.startup import Startup
 from jpaged.llm_engine import LLMEngine
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -67,9 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    for name in ("runs", "width", "num_prompts", "swap_chunks"):
-        if getattr(args, name) < 1:
-            raise InvalidParameterError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+    check_least(args, runs=1, width=1, num_prompts=1, swap_chunks=1)
     engine_args = EngineArgs(
         model=model_directory(args.model),
         load_format=args.load_format,

@@ -22,12 +22,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from jpaged.bench.arguments import check_least
 from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.config import EngineArgs
 from jpaged.llm_engine import LLMEngine
 from jpaged.sampling_params import SamplingParams
+
+STEPS_A_GROUP = 8
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"))
     result.add_argument("--batch", action="append", type=int, help="sequences; may be repeated (1, 32, 256, 1000)")
     result.add_argument("--context", type=int, default=512, help="tokens of each sequence when timing begins")
-    result.add_argument("--steps", type=int, default=64, help="steps timed, and as many recorded")
+    result.add_argument("--steps", type=int, default=64, help="steps timed, and half as many recorded (%(default)s)")
     result.add_argument("--temperature", type=float, default=0.0)
     result.add_argument("--top-p", type=float, default=1.0)
     result.add_argument("--block-size", type=int, default=16)
@@ -58,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    check_least(args, batch=1, context=1, steps=STEPS_A_GROUP, top=0)
     engine = LLMEngine(
         EngineArgs(
             model=model_directory(args.model),
@@ -86,8 +90,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Wall time of steps, in groups of eight so that the pipeline's rhythm evens out, and the kernels of as many."""
-    group, tail = 8, 8
+    """Wall time of steps, in groups so that the pipeline's rhythm evens out, and the kernels of half as many."""
+    tail = 8
     output_len = 3 * args.steps + tail + 16
     rng = np.random.default_rng(batch)
     vocab_size = engine.startup.model.config.vocab_size
@@ -104,11 +108,11 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
     for _ in range(args.steps // 2):
         engine.step()
     groups = []
-    for _ in range(args.steps // group):
+    for _ in range(args.steps // STEPS_A_GROUP):
         begun = time.perf_counter()
-        for _ in range(group):
+        for _ in range(STEPS_A_GROUP):
             engine.step()
-        groups.append(1e3 * (time.perf_counter() - begun) / group)
+        groups.append(1e3 * (time.perf_counter() - begun) / STEPS_A_GROUP)
     trace = args.trace / f"batch-{batch}" if args.trace else Path(tempfile.mkdtemp(prefix="jpaged-trace-"))
     with jax.profiler.trace(str(trace)):
         for _ in range(args.steps // 2):

@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 
 from jpaged.assets import demo_model_path
+from jpaged.bench.arguments import check_least
 from jpaged.bench.device_trace import idle_share, read_trace
 from jpaged.bench.engine_options import add_engine_options, end_replicas, make_llm
 from jpaged.bench.models import CONFIGS
@@ -65,8 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    if args.runs < 1:
-        raise InvalidParameterError(f"--runs must be at least 1, got {args.runs}.")
+    check_least(args, runs=1, num_prompts=1, input_len=1, output_len=1, prefix_len=1)
     if args.profile and args.data_parallel_size > 1:
         raise InvalidParameterError("--profile sees this process only; use --data-parallel-size 1.")
     conversations = None if args.dataset_path is None else _Conversations(args)

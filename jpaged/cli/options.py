@@ -26,15 +26,20 @@ _SAMPLING_OPTIONS = (
 _ENGINE_OPTIONS = (
     ("--tokenizer", str, "DIR_OR_ID", "a tokenizer other than the model's own"),
     ("--revision", str, "NAME", "branch, tag or commit on the hub"),
-    ("--max-model-len", int, "N", "longest sequence, prompt and answer, in tokens"),
+    ("--max-model-len", int, "N", "longest sequence, prompt and answer, in tokens (default: what fits)"),
     ("--block-size", int, "N", "tokens in a block of the KV cache"),
     ("--gpu-memory-utilization", float, "X", "fraction of the device's memory to use"),
     ("--num-gpu-blocks-override", int, "N", "blocks in the KV cache, instead of what memory allows"),
-    ("--max-num-seqs", int, "N", "most sequences that run at once"),
-    ("--max-num-batched-tokens", int, "N", "most tokens computed in a step"),
+    ("--max-num-seqs", int, "N", "most sequences that run at once (default: by device)"),
+    ("--max-num-batched-tokens", int, "N", "most tokens computed in a step (default: by device)"),
     ("--swap-space", float, "GIB", "host memory for the blocks of preempted sequences"),
     ("--tensor-parallel-size", int, "N", "devices to split the model over"),
-    ("--one-shot-rows", int, "N", "largest step whose sums over devices take the one-shot kernel, 0 for none"),
+    (
+        "--one-shot-rows",
+        int,
+        "N",
+        "largest step whose sums over devices take the one-shot kernel; 0 for none (default: by device)",
+    ),
     ("--data-parallel-size", int, "N", "replicas, each on devices of its own"),
     ("--coordinator-address", str, "HOST:PORT", "of process 0, for a model over several hosts"),
     ("--num-processes", int, "N", "processes of such a model; the others are `jpaged worker`"),
@@ -53,9 +58,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "-m", "--model", metavar="DIR_OR_ID", help="a directory or a Hugging Face hub id (default: the embedded model)"
     )
     group = parser.add_argument_group("engine options")
-    group.add_argument("--dtype", choices=get_args(DType), help="type of weights and KV cache")
+    group.add_argument("--dtype", choices=get_args(DType), help="type of weights and KV cache (default: auto)")
     for flag, kind, metavar, what in _ENGINE_OPTIONS:
-        group.add_argument(flag, type=kind, metavar=metavar, help=what)
+        default = EngineArgs.__dataclass_fields__[flag[2:].replace("-", "_")].default
+        shown = what if default is None else f"{what} (default: {default:g})"
+        group.add_argument(flag, type=kind, metavar=metavar, help=shown)
     group.add_argument(
         "--no-enable-prefix-caching",
         dest="enable_prefix_caching",
@@ -64,7 +71,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="compute equal beginnings of prompts anew",
     )
     group.add_argument(
-        "--preemption-mode", choices=get_args(PreemptionMode), help="swap preempted sequences or compute them again"
+        "--preemption-mode",
+        choices=get_args(PreemptionMode),
+        help="swap preempted sequences or compute them again (default: auto)",
     )
     group.add_argument(
         "--host-prefix-cache",
@@ -81,7 +90,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kernel-backend", choices=get_args(KernelBackend), help="attention and cache kernels (default: by device)"
     )
-    group.add_argument("--load-format", choices=get_args(LoadFormat), help='"dummy" makes random weights')
+    group.add_argument(
+        "--load-format", choices=get_args(LoadFormat), help='"dummy" makes random weights (default: auto)'
+    )
     group.add_argument("-q", "--quiet", action="store_true", help="no start-up table, progress or timing")
     add_debug_option(group)
 

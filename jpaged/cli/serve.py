@@ -13,6 +13,7 @@ from jpaged.cli.options import add_model_options, engine_options
 from jpaged.cli.terminal import Screen
 from jpaged.config import EngineArgs, Policy
 from jpaged.errors import InvalidParameterError
+from jpaged.serving.limits import ServerLimits
 
 API_KEYS_VARIABLE = "JPAGED_API_KEY"
 
@@ -97,8 +98,10 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     group.add_argument("--scheduling-policy", choices=get_args(Policy), help="which requests run first (default: fcfs)")
     limits = parser.add_argument_group("limits", "What clients may ask for.")
+    defaults = {f"--{field.name.removesuffix('_s').replace('_', '-')}": field.default for field in fields(ServerLimits)}
     for flag, kind, metavar, what in _LIMITS:
-        limits.add_argument(flag, type=kind, metavar=metavar, help=what)
+        shown = what if defaults[flag] is None else f"{what} (default: {defaults[flag]})"
+        limits.add_argument(flag, type=kind, metavar=metavar, help=shown)
     add_model_options(parser)
     parser.set_defaults(run=run)
 
@@ -111,13 +114,12 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.model_argument
     screen = Screen(args.quiet)
     engine_args = EngineArgs(**engine_options(args, verbose=screen.shows_progress))
-    missing = [name for name in ("msgspec", "starlette", "uvicorn", "uvloop", "httptools") if find_spec(name) is None]
+    missing = [name for name in ("starlette", "uvicorn", "uvloop", "httptools") if find_spec(name) is None]
     if missing:
         raise InvalidParameterError(f"serve needs {', '.join(missing)}; install them: pip install 'jpaged[serve]'.")
 
     gc.disable()  # a Ctrl-C that meets a collection would be lost in JAX's callback; and imports make no garbage
     try:
-        from jpaged.serving.limits import ServerLimits
         from jpaged.serving.options import DEMO_MODEL_NAME, AppOptions
         from jpaged.serving.server import LOG_FORMAT, ServerOptions, serve
     finally:
