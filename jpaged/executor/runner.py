@@ -9,8 +9,9 @@ A handle's tokens are on their way to the host.
 Nothing here waits for the device and nothing compiles; `Step.result` is the only place that blocks.
 """
 
+import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import jax
@@ -42,6 +43,11 @@ from jpaged.executor.programs import STARTS_PER_UPDATE, TABLE_UPDATES_PER_UPDATE
 from jpaged.executor.state import SlotState
 from jpaged.executor.swap import HostChunks
 from jpaged.models.collectives import ExchangeState
+
+_IN_ONE_ORDER = threading.Lock()
+"""Held while a program of several devices is dispatched. Each of them runs one program at a time, and in the middle of
+it waits for its peers: two that come to the devices in different orders, from engines in threads of their own, would
+wait for each other for ever."""
 
 
 class Step:
@@ -134,6 +140,8 @@ class Runner:
         self._sampling = sampling
         self._exchange = exchange
         self._full: sampling_state.FullSamplingState | None = None
+        is_split = len(pools[0].sharding.device_set) > 1
+        self._dispatch: AbstractContextManager[object] = _IN_ONE_ORDER if is_split else nullcontext()
         self._vocab_size = vocab_size
         self._host_chunks = HostChunks()
         self.closed = False
@@ -430,9 +438,10 @@ class Runner:
 
     def _call(self, key: Key, *args: object) -> Any:
         program = self._programs[key]
-        if program.takes is None:
+        if program.takes is not None:
+            args = self._arguments[program.takes], *args
+        with self._dispatch:
             return program.executable(*args)
-        return program.executable(self._arguments[program.takes], *args)
 
 
 def _padded(block_ids: np.ndarray) -> np.ndarray:

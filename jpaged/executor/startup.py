@@ -146,7 +146,8 @@ def _start_on(
     limits = [free_device_memory(one, args.gpu_memory_utilization) for one in mesh.local_devices]
     limit = min((one for one in limits if one is not None), default=None)
     config = executor_config(args, model_config, limit)
-    config = replace(config, one_shot_rows=one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh))
+    rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
+    config = replace(config, one_shot_rows=config.largest_body(rows))
 
     cores = len(os.sched_getaffinity(0))
     with WorkerThreads(1) as loader, WorkerThreads(cores) as threads, _helpers(mesh, model, config) as helpers:
