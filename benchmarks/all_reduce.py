@@ -1,6 +1,6 @@
 """What adding rows over GPUs costs: XLA's all-reduce, and the one-shot kernel; up to how many rows the kernel wins.
 
-    python benchmarks/all_reduce.py --devices 2 --json all_reduce_2.json        # under two minutes
+    python benchmarks/all_reduce.py --devices 2 --json all_reduce_2.json        # three to four minutes
 
 A case is a program of 64 times: two small products, then the sum over devices, the residual and the norm, as in a
 decode step. Its time is that of many runs enqueued back to back; from it is taken the time of the same program that
@@ -52,6 +52,8 @@ WAYS = {
 }
 """Name -> who adds, and XLA's flags. In order of interest, should time run out."""
 
+ROWS = [1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+"""Up to the largest step that an engine takes by default."""
 CALLS = 64
 """Sums in a program: those of a model of 32 layers."""
 INNER = 256
@@ -63,7 +65,7 @@ START_S, CASE_S = 60.0, 40.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256, 512, 1024, 2048])
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["none", "kernel", "psum"])
     parser.add_argument("--runs", type=int, default=20, help="of each program")

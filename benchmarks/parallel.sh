@@ -5,12 +5,12 @@
 #
 #     step          GPUs  expected   what
 #     one-shot-2    2     2 min      whether models say the same with the one-shot all-reduce; first, it checks the rest
-#     all-reduce-2  2     2 min      sums of 1 to 2,048 rows: XLA's, the one-shot kernel
+#     all-reduce-2  2     3-4 min    sums of 1 to 8,192 rows: XLA's, the one-shot kernel
 #     tp2-8b        2     80 s       8B, TP 2: one request, ShareGPT-like, 16 k prefill
-#     tp2-8b-1024   2     70 s       the same with the one-shot kernel in steps of up to 1,024 rows; no prefill
-#     tp2-8b-nccl   2     70 s       the same without it
+#     tp2-8b-8192   2     80 s       the same with the one-shot kernel in steps of up to 8,192 rows, which are all
+#     tp2-8b-nccl   2     80 s       the same without it
 #     one-shot-4    4     2 min      as one-shot-2
-#     all-reduce-4  4     2 min      as all-reduce-2
+#     all-reduce-4  4     3-4 min    as all-reduce-2
 #     scoring       4     4-5 min    8B, 2,000 rows of 1,024 tokens: one GPU (500 rows), then DP 4
 #     dp4-8b        4     2-3 min    8B, DP 4: ShareGPT-like
 #     tp4-8b        4     3 min      8B, TP 4: one request, ShareGPT-like
@@ -56,13 +56,14 @@ for name in "$@"; do
         one-shot-2 | one-shot-4)
             step "$name" 220 "$PYTHON" tools/one_shot_drill.py --devices "${name##*-}" ;;
         all-reduce-2 | all-reduce-4)
-            step "$name" 180 "$PYTHON" benchmarks/all_reduce.py --devices "${name##*-}" --json "$OUT/$name$SUFFIX" ;;
+            step "$name" 280 "$PYTHON" benchmarks/all_reduce.py --devices "${name##*-}" --json "$OUT/$name$SUFFIX" ;;
         tp2-8b)
             throughput tp2 290 llama-3.1-8b --tensor-parallel-size 2 --max-model-len 17000 \
                 --workload single --workload sharegpt --workload prefill-16k ;;
         tp2-8b-*)
             throughput "${name/-8b/}" 200 llama-3.1-8b --tensor-parallel-size 2 --max-model-len 17000 \
-                --one-shot-rows "$(one_shot_rows "$name")" --runs 1 --workload single --workload sharegpt ;;
+                --one-shot-rows "$(one_shot_rows "$name")" \
+                --workload single --workload sharegpt --workload prefill-16k ;;
         tp4-8b)
             throughput tp4 290 llama-3.1-8b --tensor-parallel-size 4 --max-model-len 17000 \
                 --workload single --workload sharegpt ;;

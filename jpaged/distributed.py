@@ -103,6 +103,11 @@ class LeadingRunner:
         self._workers.send(plan_codec.encode(plan))
         return self.runner.execute(plan)
 
+    def close(self) -> None:
+        """As `Runner.close`; the other processes end."""
+        self.runner.close()
+        self._workers.close()
+
 
 class Workers:
     """Process 0's connections to all other processes."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.checks import is_integer, is_number
+from jpaged.engine.limits import RequestLimits
 from jpaged.engine.request import Request
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError, InvalidPromptError, shown
@@ -51,38 +52,43 @@ class ProcessedInput:
 
 
 class InputProcessor:
-    """Turns prompts into token ids and refuses what the model cannot serve.
+    """Turns prompts into token ids and refuses what the model or the engine can never serve.
 
     tokenizer: None when the engine was started without one; then only token ids are taken.
-    vocab_size: of the model's embedding. max_model_len: tokens, prompt and output.
+    vocab_size: of the model's embedding.
+    limits: of the engine that the requests will run on; of several, the least.
     eos_token_ids: the model's end-of-sequence tokens, for `request`.
+
+    Attributes:
+        limits: as given; may be set anew, when prefixes were pinned say.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int] = ()
+        self, tokenizer: Tokenizer | None, vocab_size: int, limits: RequestLimits, eos_token_ids: Sequence[int] = ()
     ) -> None:
+        self.limits = limits
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
 
     def request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | ProcessedInput,
         params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> tuple[Request, ProcessedInput]:
-        """Checks all that a caller says of a request; see `LLMEngine.add_request`. What is left to check is whether an
-        engine has room for it.
+        """Checks all that a caller says of a request; see `LLMEngine.add_request`.
+
+        prompt: also what `process` made of it, with these parameters.
 
         Returns: the request as a scheduler takes it, and its prompt.
 
         Raises:
-            InvalidPromptError, InvalidParameterError: what is wrong is named.
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError: what is wrong is named.
         """
         request_id = _checked_id(request_id)
         if arrival_time is not None:
@@ -91,25 +97,18 @@ class InputProcessor:
                     f"arrival_time must be a finite number of seconds, got {shown(arrival_time)}."
                 )
             arrival_time = float(arrival_time)
-        beam = params if isinstance(params, BeamSearchParams) else None
-        if isinstance(params, BeamSearchParams):
-            checked, sampling = self.process_search(prompt, params), params.sampling_params()
-        elif isinstance(params, SamplingParams):
-            checked, sampling = self.process(prompt, params), params
-        else:
-            raise InvalidParameterError(
-                f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}."
-            )
+        _check_kind(params)
+        checked = prompt if isinstance(prompt, ProcessedInput) else self.process(prompt, params)
         request = Request(
             request_id,
             checked.prompt_token_ids,
-            sampling,
+            params.sampling_params() if isinstance(params, BeamSearchParams) else params,
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=checked.bad_words_token_ids,
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
-            beam=beam,
+            beam=params if isinstance(params, BeamSearchParams) else None,
         )
         return request, checked
 
@@ -125,6 +124,7 @@ class InputProcessor:
         """The same for tokens to score; see `LLMEngine.add_score_request`."""
         request_id = _checked_id(request_id)
         tokens = self.check_scored(token_ids, first_scored)
+        self.limits.max_len(len(tokens) - 1, _SCORING)
         return Request(
             request_id,
             tokens[:-1],
@@ -134,24 +134,25 @@ class InputProcessor:
             score_targets=tokens[first_scored:],
         )
 
-    def process(self, prompt: Prompt, params: SamplingParams) -> ProcessedInput:
+    def process(self, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> ProcessedInput:
         """Tokenizes and checks one prompt and its parameters.
 
         Raises:
             InvalidPromptError: of the wrong type, empty, too long, or with token ids outside the vocabulary.
-            InvalidParameterError: parameters that name unknown tokens or need a tokenizer that is not there.
+            InvalidParameterError: parameters that name unknown tokens, need a tokenizer that is not there, or ask for
+                more sequences than can run.
+            OutOfMemoryError: the pool can never hold the prompt, or the beams.
         """
-        text, token_ids = self._tokens_of(prompt)
-        self._check_tokens(token_ids)
-        return ProcessedInput(text, token_ids, self._check_parameters(params))
-
-    def process_search(self, prompt: Prompt, params: BeamSearchParams) -> ProcessedInput:
-        """The same for a beam search."""
-        if params.beam_width > self._vocab_size:
+        _check_kind(params)
+        if isinstance(params, BeamSearchParams) and params.beam_width > self._vocab_size:
             raise InvalidParameterError(
                 f"beam_width={params.beam_width} exceeds the vocabulary of {self._vocab_size} tokens; lower it."
             )
-        return self.process(prompt, params.sampling_params())
+        text, token_ids = self._tokens_of(prompt)
+        self._check_tokens(token_ids)
+        self.limits.max_len(len(token_ids), params)
+        sampling = params.sampling_params() if isinstance(params, BeamSearchParams) else params
+        return ProcessedInput(text, token_ids, self._check_parameters(sampling))
 
     def check_scored(self, token_ids: Sequence[int] | np.ndarray, first_scored: int) -> np.ndarray:
         """Checks tokens to score, from index `first_scored` on; returns them as int32 [n].
@@ -170,10 +171,10 @@ class InputProcessor:
             raise InvalidPromptError(
                 f"token_ids must have at least two tokens, one to score and one before it; got {len(tokens)}."
             )
-        if len(tokens) > self._max_model_len:
+        if len(tokens) > self.limits.max_model_len:
             raise InvalidPromptError(
-                f"token_ids has {len(tokens)} tokens; with max_model_len={self._max_model_len} at most as many can be "
-                f"scored at once. Use windows (jpaged.scoring) or raise max_model_len."
+                f"token_ids has {len(tokens)} tokens; with max_model_len={self.limits.max_model_len} at most as many"
+                f" can be scored at once. Use windows (jpaged.scoring) or raise max_model_len."
             )
         wrong = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
         if len(wrong):
@@ -231,11 +232,6 @@ class InputProcessor:
                 f"prompt_token_ids[{i}] is {shown(token_ids[i])}, outside the vocabulary of {self._vocab_size} tokens "
                 f"(0 to {self._vocab_size - 1})."
             )
-        if len(token_ids) >= self._max_model_len:
-            raise InvalidPromptError(
-                f"The prompt has {len(token_ids)} tokens; with max_model_len={self._max_model_len} at most "
-                f"{self._max_model_len - 1} leave room for an answer. Shorten it or raise max_model_len."
-            )
 
     def _check_parameters(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Checks what depends on the model; returns bad_words as token sequences."""
@@ -283,6 +279,11 @@ def _checked_id(request_id: object) -> str:
     if not isinstance(request_id, str) or not request_id:
         raise InvalidParameterError(f"request_id must be a non-empty string, got {shown(request_id)}.")
     return str.__str__(request_id)
+
+
+def _check_kind(params: object) -> None:
+    if not isinstance(params, SamplingParams | BeamSearchParams):
+        raise InvalidParameterError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}.")
 
 
 def _integers(values: Any) -> list[int]:

@@ -2,19 +2,21 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from tqdm import tqdm
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
+from jpaged.engine.request import Request
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError, shown
-from jpaged.inputs import Messages, Prompt, as_prompt_list
+from jpaged.inputs import Messages, ProcessedInput, Prompt, as_prompt_list
 from jpaged.interrupt import Interruptible
 from jpaged.llm_engine import LLMEngine
 from jpaged.outputs import RequestOutput
@@ -28,6 +30,8 @@ class LLM:
         llm = LLM()                                    # the embedded demo model
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=100))
         print(outputs[0].outputs[0].text)
+
+    It has its device until `close`, or until nobody has it any more; `with LLM() as llm:` closes it at the end.
 
     Several threads may call it: their calls take turns, all but `get_metrics`, which comes between steps. For requests
     that run side by side, give one call many prompts, or use `AsyncLLMEngine`.
@@ -51,6 +55,27 @@ class LLM:
         self._turns = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever
         self._between_steps = _FairLock()  # around whatever reaches the engine
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives back what the engine has: weights, KV pool and state on the device, and the processes of replicas.
+
+        A call of another thread is waited for. From then on, calls that need the engine raise EngineDeadError. The
+        second time it does nothing.
+        """
+        with self._turn(), self._between_steps:
+            self.engine.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise JPagedError(
+            "An LLM cannot be pickled or copied: it holds a device, or processes that do. Send its arguments, and make"
+            " one where it is to run."
+        )
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -69,7 +94,8 @@ class LLM:
         Returns:
             One output for each prompt, in their order.
         Raises:
-            InvalidPromptError, InvalidParameterError: an input cannot be served; it is named, and none has run.
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError: an input cannot be served; it is named,
+                and none has run.
             EngineDeadError: the engine failed.
         """
         prompt_list = as_prompt_list(prompts)
@@ -119,15 +145,17 @@ class LLM:
                         "The engine has unfinished requests that were added to it directly, and this call would take"
                         " their outputs; call engine.step() until they have finished, or abort them."
                     )
-            request_ids: list[str] = []
+            request_ids = [next(self._request_ids) for _ in prompt_list]
+            checked: deque[tuple[Request, ProcessedInput]] = deque()
+            for i, prompt in enumerate(prompt_list):  # all, before any is queued: a replica begins with it at once
+                with self._between_steps, _naming(i, prompt_list):
+                    checked.append(self.engine.check_request(request_ids[i], prompt, params[i], priority=priorities[i]))
+                if interrupt.requested:
+                    raise KeyboardInterrupt
             try:
-                for i, prompt in enumerate(prompt_list):
-                    request_ids.append(next(self._request_ids))
-                    try:
-                        with self._between_steps:
-                            self.engine.add_request(request_ids[i], prompt, params[i], priority=priorities[i])
-                    except (InvalidPromptError, InvalidParameterError, OutOfMemoryError) as error:
-                        raise type(error)(f"prompts[{i}]: {error}" if len(prompt_list) > 1 else str(error)) from error
+                for i in range(len(prompt_list)):
+                    with self._between_steps, _naming(i, prompt_list):
+                        self.engine.queue(*checked.popleft())
                     if interrupt.requested:
                         raise KeyboardInterrupt
                 finished = self._run(request_ids, use_tqdm, interrupt)
@@ -283,6 +311,15 @@ class LLM:
                         refresh=False,
                     )
         return finished
+
+
+@contextmanager
+def _naming(i: int, prompts: Sequence[Prompt]) -> Iterator[None]:
+    """What is refused is said to be of prompts[i], unless there is no other."""
+    try:
+        yield
+    except (InvalidPromptError, InvalidParameterError, OutOfMemoryError) as error:
+        raise type(error)(f"prompts[{i}]: {error}" if len(prompts) > 1 else str(error)) from error
 
 
 class _FairLock:

@@ -16,14 +16,15 @@ from jpaged.config import EngineArgs, SchedulerConfig
 from jpaged.distributed import Cluster, LeadingRunner, lead
 from jpaged.engine.generation_config import get_default_sampling_params
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
+from jpaged.engine.limits import RequestLimits
 from jpaged.engine.loop import EngineCore
-from jpaged.engine.request import checked_salt
+from jpaged.engine.request import Request, checked_salt
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError
 from jpaged.executor.startup import Startup, start
-from jpaged.inputs import InputProcessor, Prompt, request_ids_to_abort
+from jpaged.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.models import resolve
 from jpaged.output_processor import OutputProcessor
 from jpaged.outputs import RequestOutput
@@ -93,9 +94,12 @@ class LLMEngine:
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
         self.vocab_size = model.vocab_size
-        self._inputs = InputProcessor(self.tokenizer, model.vocab_size, self.max_model_len, model.eos_token_ids)
+        self._inputs = InputProcessor(
+            self.tokenizer, model.vocab_size, self._core.scheduler.limits, model.eos_token_ids
+        )
         self._outputs = OutputProcessor(self._core, self.tokenizer)
         self._failure: BaseException | None = None
+        self._closed = False
         self._pid = os.getpid()
         if args.verbose:
             print(self.startup.table(args.model or "the embedded demo model"), file=sys.stderr, flush=True)
@@ -135,8 +139,27 @@ class LLMEngine:
                 why.
             EngineDeadError: the engine failed earlier.
         """
+        self.queue(
+            *self.check_request(
+                request_id, prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=arrival_time
+            )
+        )
+
+    def check_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> tuple[Request, ProcessedInput]:
+        """The first half of `add_request`, which leaves nothing behind: for a caller that queues all of several
+        requests or none. Returns: what `queue` takes. Arguments and errors are those of `add_request`.
+        """
         self._check_alive()
-        request, checked = self._inputs.request(
+        return self._inputs.request(
             request_id,
             prompt,
             self.default_sampling_params if params is None else params,
@@ -144,6 +167,16 @@ class LLMEngine:
             cache_salt=cache_salt,
             arrival_time=arrival_time,
         )
+
+    def queue(self, request: Request, checked: ProcessedInput) -> None:
+        """The second half of `add_request`.
+
+        Raises:
+            InvalidParameterError: its id is that of an unfinished request.
+            OutOfMemoryError: prefixes that are pinned leave too little of the pool.
+            EngineDeadError: the engine failed earlier.
+        """
+        self._check_alive()
         self._core.add_request(request)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
 
@@ -202,16 +235,22 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
-        return self._failure is None and self._core.has_unfinished()
+        return not self._closed and self._failure is None and self._core.has_unfinished()
+
+    def request_limits(self) -> RequestLimits:
+        """What a request must keep to, now."""
+        return self._core.scheduler.limits
 
     def get_metrics(self) -> EngineStats:
         """Counters and occupancy, now."""
+        self._check_open()
         return self._core.stats()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run, those
         that are preempted and swapped out included.
         """
+        self._check_open()
         return self._core.reset_prefix_cache()
 
     def pin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> int:
@@ -224,16 +263,32 @@ class LLMEngine:
             InvalidPromptError: as `add_request`. InvalidParameterError: there is no prefix cache.
             OutOfMemoryError: too little of the pool would be left.
         """
+        self._check_open()
         return self._core.pin_prefix(self._token_array(prompt), checked_salt(cache_salt))
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
+        self._check_open()
         return self._core.unpin_prefix(self._token_array(prompt), checked_salt(cache_salt))
+
+    def close(self) -> None:
+        """Frees what the engine holds on the device: weights, KV pool and state. What ran is given up, and the engine
+        is of no more use, as are others on its `startup`. Other processes of its model end. The second time it does
+        nothing.
+        """
+        if not self._closed and os.getpid() == self._pid:  # in a forked process nothing of the device is its own
+            self.startup.close()
+        self._closed = True
 
     def _token_array(self, prompt: Prompt) -> np.ndarray:
         return np.array(self._inputs.process(prompt, SamplingParams()).prompt_token_ids, np.int32)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("The engine was closed; start another one.")
+
     def _check_alive(self) -> None:
+        self._check_open()
         if self._failure is not None:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
         if os.getpid() != self._pid:  # JAX's threads are not here, and a step would wait for them for ever
@@ -283,6 +338,8 @@ def _same_start(args: EngineArgs, startup: Startup) -> Startup:
                 f"{name}={getattr(args, name)!r} differs from the {getattr(startup.args, name)!r} that the runner was "
                 f"started with; start a new one."
             )
+    if startup.runner.closed:
+        raise InvalidParameterError("startup was that of an engine that was closed; start a new one.")
     if args.shared_prefix_attention and not startup.args.shared_prefix_attention:
         raise InvalidParameterError("shared_prefix_attention=True needs a runner that was started with it.")
     return startup

@@ -30,7 +30,8 @@ def main(fd: int) -> None:
     threading.Thread(target=_read, args=(connection, inbox), name="jpaged-inbox", daemon=True).start()
     try:
         engine = LLMEngine(inbox.get())
-        connection.send(Ready(engine.max_model_len, engine.vocab_size, engine.eos_token_ids, engine.startup.device))
+        limits, device = engine.request_limits(), engine.startup.device
+        connection.send(Ready(limits, engine.vocab_size, engine.eos_token_ids, device))
         serve(engine, inbox, connection.send)
     except Exception as error:
         with suppress(OSError):  # the parent is gone

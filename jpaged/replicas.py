@@ -42,13 +42,14 @@ from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
 from jpaged.distributed import Cluster
 from jpaged.engine.generation_config import get_default_sampling_params
+from jpaged.engine.limits import RequestLimits
 from jpaged.engine.request import Request, checked_salt
 from jpaged.engine.router import Router
 from jpaged.engine.seeds import request_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError, shown
-from jpaged.inputs import InputProcessor, Prompt, request_ids_to_abort
+from jpaged.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.llm_engine import LLMEngine
 from jpaged.models import resolve
 from jpaged.outputs import RequestOutput
@@ -77,9 +78,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A replica's first word. devices: what it runs on, in words."""
+    """A replica's first word. limits: of a request. devices: what it runs on, in words."""
 
-    max_model_len: int
+    limits: RequestLimits
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     devices: str
@@ -153,13 +154,15 @@ class ReplicatedEngine:
         except BaseException:
             self.close()
             raise
-        self.max_model_len = min(hello.max_model_len for hello in ready)
+        limits = RequestLimits.least(hello.limits for hello in ready)
+        self.max_model_len = limits.max_model_len
         self.vocab_size = ready[0].vocab_size
         self.eos_token_ids = ready[0].eos_token_ids
-        self._inputs = InputProcessor(self.tokenizer, self.vocab_size, self.max_model_len, self.eos_token_ids)
+        self._inputs = InputProcessor(self.tokenizer, self.vocab_size, limits, self.eos_token_ids)
         self._router = Router(self.num_replicas, match_prefixes=args.enable_prefix_caching)
         self._arrived = 0
         self._numbers = count()
+        self._limits_are_known = True
         if args.verbose:
             seconds = time.perf_counter() - begun
             print(
@@ -179,13 +182,39 @@ class ReplicatedEngine:
         arrival_time: float | None = None,
     ) -> None:
         """Queues a request with the replica that will be done with it first; as `LLMEngine.add_request`."""
-        self._check_alive()
-        params = self.default_sampling_params if params is None else params
-        request, checked = self._inputs.request(
-            request_id, prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=arrival_time
+        self.queue(
+            *self.check_request(
+                request_id, prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=arrival_time
+            )
         )
+
+    def check_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> tuple[Request, ProcessedInput]:
+        """The first half of `add_request`; as `LLMEngine.check_request`. No replica hears of the request."""
+        self._check_alive()
+        self._learn_limits()
+        return self._inputs.request(
+            request_id,
+            prompt,
+            self.default_sampling_params if params is None else params,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=arrival_time,
+        )
+
+    def queue(self, request: Request, checked: ProcessedInput) -> None:
+        """The second half of `add_request`; as `LLMEngine.queue`. The replica may begin with it at once."""
+        self._check_alive()
         self._check_new(request.request_id)
-        params = _own_class(params)
+        params = _own_class(request.sampling if request.beam is None else request.beam)
         if isinstance(params, SamplingParams) and params.seed is None:
             seed = request_seed(None, self.args.seed, self._arrived)  # unsigned; a signed number's bits do as well
             params = replace(params, seed=seed - 2**64 if seed >= 2**63 else seed)
@@ -196,7 +225,7 @@ class ReplicatedEngine:
         if checked.prompt is not None:
             sent["prompt"] = str.__str__(checked.prompt)
         options = {"arrival_time": request.stats.arrival_time}
-        self._queue("add_request", request, checked.prompt_token_ids, new_tokens, (sent, params), options)
+        self._route("add_request", request, checked.prompt_token_ids, new_tokens, (sent, params), options)
 
     def add_score_request(
         self,
@@ -212,13 +241,14 @@ class ReplicatedEngine:
         Rows with a common prompt go where it is cached, as long as that takes less than it costs in waiting.
         """
         self._check_alive()
+        self._learn_limits()
         request = self._inputs.score_request(
             request_id, token_ids, first_scored, priority=priority, cache_salt=cache_salt
         )
         self._check_new(request.request_id)
         assert request.score_targets is not None
         tokens = [*request.prompt_token_ids.tolist(), int(request.score_targets[-1])]
-        self._queue("add_score_request", request, tokens, 0, (np.array(tokens, np.int32), int(first_scored)), {})
+        self._route("add_score_request", request, tokens, 0, (np.array(tokens, np.int32), int(first_scored)), {})
 
     def step(self) -> list[RequestOutput]:
         """Outputs that have come from any replica; waits for some for at most 50 ms.
@@ -233,7 +263,7 @@ class ReplicatedEngine:
         if self._refused:
             refused = self._refused.pop(0)
             self._open.discard(refused.request_id)
-            raise refused.error
+            raise type(refused.error)(f"Request {refused.request_id!r}: {refused.error}") from refused.error
         outputs, self._outputs = self._outputs, []
         self._open.difference_update(output.request_id for output in outputs if output.finished)
         return outputs
@@ -267,6 +297,7 @@ class ReplicatedEngine:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. Returns False where a replica had requests running and did nothing."""
         self._router.forget_prefixes()
+        self._limits_are_known = False
         return all(self._ask_all("reset_prefix_cache"))
 
     def pin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> int:
@@ -296,6 +327,7 @@ class ReplicatedEngine:
                     raise refused.error
         finally:
             self.abort_request(request_ids)  # what came of them is for nobody
+        self._limits_are_known = False
         try:
             return min(self._ask_all("pin_prefix", sent, salt))
         except JPagedError:
@@ -307,6 +339,7 @@ class ReplicatedEngine:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
         self._check_alive()
         tokens = self._inputs.process(prompt, _COMPUTE_ONLY).prompt_token_ids
+        self._limits_are_known = False
         return any(self._ask_all("unpin_prefix", {"prompt_token_ids": tokens}, checked_salt(cache_salt)))
 
     def close(self) -> None:
@@ -315,7 +348,7 @@ class ReplicatedEngine:
         self._ended = self._ended or "The engine was closed; start another one."
         self._finalizer()
 
-    def _queue(
+    def _route(
         self,
         method: str,
         request: Request,
@@ -398,6 +431,12 @@ class ReplicatedEngine:
             if isinstance(reply, JPagedError):
                 raise reply
         return replies
+
+    def _learn_limits(self) -> None:
+        """Asks the replicas what a request must keep to, where prefixes may have been pinned since."""
+        if not self._limits_are_known:
+            self._inputs.limits = RequestLimits.least(self._ask_all("request_limits"))
+            self._limits_are_known = True
 
     def _check_alive(self) -> None:
         if self._ended:

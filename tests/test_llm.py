@@ -1,11 +1,14 @@
 """The Python API on a tiny random model: what a user may pass, what comes back, and what is refused."""
 
+import copy
 import os
+import pickle
 import signal
 import threading
 import time
 from dataclasses import replace
 
+import jax
 import jax.monitoring
 import numpy as np
 import pytest
@@ -559,3 +562,42 @@ def test_an_engine_is_refused_in_a_forked_process(engine):
     os.close(write)
     with open(read, "rb") as answer:
         assert answer.read().startswith(b"EngineDeadError: The engine belongs to the process that this one was forked")
+
+
+def test_a_closed_llm_has_freed_its_device_and_says_so(options):
+    prompts, others = prompts_of(3), jax.live_arrays()
+    with LLM(**options) as llm:
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+        startup = llm.engine.startup
+        other = LLMEngine(EngineArgs(**options), startup)
+        llm.engine.add_request("a", [3, 4], GREEDY)
+        llm.engine.step()  # is under way when it closes
+        known = set(map(id, others))
+        held = [array for array in jax.live_arrays() if id(array) not in known]
+        assert sum(array.nbytes for array in held) > startup.memory.pool + startup.memory.weights
+    assert sum(array.nbytes for array in held if not array.is_deleted()) < 10_000  # what steps under way bring
+    llm.close()
+    llm.engine.abort_request("a")
+    assert not llm.engine.has_unfinished_requests()
+    for call in (
+        lambda: llm.generate(prompts, GREEDY, use_tqdm=False),
+        lambda: llm.engine.add_score_request("b", [3, 4]),
+        lambda: llm.pin_prefix([3, 4]),
+        lambda: llm.unpin_prefix([3, 4]),
+        llm.reset_prefix_cache,
+        llm.get_metrics,
+        llm.engine.step,
+    ):
+        with pytest.raises(EngineDeadError, match=r"The engine was closed; start another one\."):
+            call()
+    other.add_request("a", [3, 4], GREEDY)
+    with pytest.raises(EngineDeadError, match="The runner was closed"):
+        other.step()
+    with pytest.raises(InvalidParameterError, match=r"startup .* was closed"):
+        LLMEngine(EngineArgs(**options), startup)
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda function: function.__name__)
+def test_an_llm_can_be_neither_pickled_nor_copied_and_says_what_to_do(llm, duplicate):
+    with pytest.raises(JPagedError, match=r"An LLM cannot be pickled or copied.* make one where it is to run"):
+        duplicate(llm)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged import BeamSearchParams, EngineArgs, SamplingParams
+from jpaged.engine.limits import RequestLimits
 from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, shown
 from jpaged.inputs import InputProcessor, as_prompt_list
 from jpaged.models.config import ModelConfig
@@ -16,6 +17,7 @@ from jpaged.models.config import ModelConfig
 HUGE = 10**5000  # more digits than Python turns into text
 LONG = "a" * 10**6
 RUBBISH = [float("nan"), float("inf"), HUGE, -HUGE, LONG, b"x", object(), [HUGE], {"a": LONG}, 1 + 2j]
+LIMITS = RequestLimits(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64, block_size=4, num_blocks=16)
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 512,
@@ -78,7 +80,7 @@ def test_within_its_bounds_a_length_penalty_keeps_scores_finite_for_any_length(p
 
 @pytest.mark.parametrize("prompt", [b"abc", [b"abc"], {"prompt_token_ids": b"abc"}])
 def test_bytes_are_not_taken_for_token_ids(prompt):
-    inputs = InputProcessor(None, vocab_size=512, max_model_len=64)
+    inputs = InputProcessor(None, vocab_size=512, limits=LIMITS)
     with pytest.raises(InvalidPromptError, match="bytes"):
         [inputs.process(one, SamplingParams()) for one in as_prompt_list(prompt)]
     for name in ("stop_token_ids", "allowed_token_ids"):
@@ -88,7 +90,7 @@ def test_bytes_are_not_taken_for_token_ids(prompt):
 
 @pytest.mark.parametrize("key", ["multi_modal_data", "cache_salt", 5])
 def test_what_a_prompt_dict_has_and_is_not_supported_is_refused_and_not_ignored(key):
-    inputs = InputProcessor(None, vocab_size=512, max_model_len=64)
+    inputs = InputProcessor(None, vocab_size=512, limits=LIMITS)
     with pytest.raises(InvalidPromptError, match=f"{key}.* is not supported"):
         inputs.process({"prompt_token_ids": [1], key: "x"}, SamplingParams())
 
@@ -96,7 +98,7 @@ def test_what_a_prompt_dict_has_and_is_not_supported_is_refused_and_not_ignored(
 @pytest.mark.parametrize("tokens", [[[1], [2, 3]], None, "ab", [1.5, 2], [HUGE, 1]])
 def test_tokens_to_score_that_are_no_list_of_integers_are_refused(tokens):
     with pytest.raises(InvalidPromptError, match="token_ids must be a list of integers"):
-        InputProcessor(None, vocab_size=512, max_model_len=64).check_scored(tokens, 1)
+        InputProcessor(None, vocab_size=512, limits=LIMITS).check_scored(tokens, 1)
 
 
 @pytest.mark.parametrize(

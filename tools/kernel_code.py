@@ -28,7 +28,12 @@ from tests.pallas_kernels import compile_for_h200 as tested  # isort: skip  (fin
 import jax
 import jax.numpy as jnp
 
-from jpaged.pallas_kernels import decode_attention_rows_mosaic, ragged_attention_mosaic, sample_mosaic
+from jpaged.pallas_kernels import (
+    decode_attention_mosaic,
+    decode_attention_rows_mosaic,
+    ragged_attention_mosaic,
+    sample_mosaic,
+)
 
 Program = tuple[str, Any, tuple[Any, ...]]
 Shape, ids = jax.ShapeDtypeStruct, tested.ids
@@ -55,6 +60,28 @@ RAGGED: list[tuple[int, int, int, dict[str, Any]]] = [
     (256, 4, 16, {"sliding_window": 700, "logit_softcap": 20.0}),
 ]
 """head_dim, query heads a KV head, block size, options."""
+
+UNCUT = decode_attention_mosaic.Config(tile=64, stages=3, leaf=128, chunk=2048, ctas=1)
+ONE_LEAF = decode_attention_mosaic.Config(tile=64, stages=2, leaf=1024, chunk=1024, ctas=132, q_stages=3, handovers=1)
+DECODE: list[tuple[int, int, int, dict[str, Any]]] = [
+    *(
+        (head_dim, group, block, {})
+        for head_dim in (64, 128, 256)
+        for group, block in ((1, 16), (4, 16), (7, 64), (8, 16), (32, 64))
+    ),
+    (64, 4, 16, {"max_len": 1024}),
+    (64, 32, 16, {"alibi": True, "sliding_window": 100}),
+    (128, 4, 16, {"max_len": 1024}),
+    (128, 4, 32, {"max_len": 131_072}),
+    (128, 4, 32, {"max_len": 131_072, "sliding_window": 1500}),
+    (128, 4, 64, {"config": UNCUT}),
+    (128, 4, 64, {"config": UNCUT, "max_len": 1024}),
+    (128, 7, 16, {"config": ONE_LEAF, "alibi": True}),
+    (128, 8, 128, {"logit_softcap": 30.0}),
+    (128, 12, 32, {"dtype": jnp.float16, "alibi": True, "logit_softcap": 3.0, "sliding_window": 900}),
+    (256, 1, 64, {"alibi": True}),
+    (256, 4, 16, {"sliding_window": 700, "logit_softcap": 20.0}),
+]
 
 ONE_CONSUMER = decode_attention_rows_mosaic.Config(tile=64, stages=4, chunk=1024, ctas=132, consumers=1)
 LATE_MERGE = decode_attention_rows_mosaic.Config(tile=64, stages=3, chunk=1024, ctas=132, overlap_merge=False)
@@ -102,7 +129,7 @@ def main() -> None:
 
 def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[int, ...], Any]]:
     """(name, function, arguments, donated arguments, mesh)."""
-    for program in (*ragged(), *rows(), *sample()):
+    for program in (*ragged(), *decode(), *rows(), *sample()):
         yield *program, (), None
     for name, function, arguments, mesh in tested.all_reduces():
         yield name, function, arguments, (0, 1), mesh
@@ -121,13 +148,12 @@ def ragged() -> Iterator[Program]:
         yield name, call, (slopes, q, pool, ids(9, tables), ids(9), ids(10))
 
 
+def decode() -> Iterator[Program]:
+    yield from _decode("decode", decode_attention_mosaic.decode_attention, DECODE)
+
+
 def rows() -> Iterator[Program]:
-    for head_dim, group, block, options in ROWS:
-        name, call, (pool, tables, slopes) = _attention(
-            "rows", decode_attention_rows_mosaic.decode_attention, head_dim, group, block, options
-        )
-        q = Shape((17, KV_HEADS * group, head_dim), pool.dtype)
-        yield name, call, (slopes, q, pool, ids(17, tables), ids(17))
+    yield from _decode("rows", decode_attention_rows_mosaic.decode_attention, ROWS)
 
 
 def sample() -> Iterator[Program]:
@@ -136,6 +162,13 @@ def sample() -> Iterator[Program]:
         logits, seeds = Shape((count, vocab), jnp.float32), Shape((count, 2), jnp.uint32)
         call = partial(sample_mosaic.sample_tokens, config=sample_mosaic.Config(**fields))
         yield f"sample {count} x {vocab}{_with(fields)}", call, (logits, floats, whole, floats, floats, seeds, whole)
+
+
+def _decode(kind: str, kernel: Any, cases: list[tuple[int, int, int, dict[str, Any]]]) -> Iterator[Program]:
+    for head_dim, group, block, options in cases:
+        name, call, (pool, tables, slopes) = _attention(kind, kernel, head_dim, group, block, options)
+        q = Shape((17, KV_HEADS * group, head_dim), pool.dtype)
+        yield name, call, (slopes, q, pool, ids(17, tables), ids(17))
 
 
 def _attention(

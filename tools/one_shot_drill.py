@@ -31,8 +31,12 @@ ROWS = 256
 """Largest step: all of them take the kernel."""
 NUM_PROMPTS = 48
 SHAPES = ("qwen3-0.6b", "opt-125m")
-TOLERANCE, MEAN_TOLERANCE = 0.15, 0.02
-"""Of log-probabilities of random models in 16 bits: of any token, and of all on average."""
+MEAN_DISTANCE = 0.2
+"""Most that log-probabilities over all GPUs, added by XLA, may be from those of one GPU on average. What 16 bits do
+depends on the model: 0.04 for the embedded one on a CPU, 0.22 at most, of tokens that it gives -12."""
+
+MEAN_FACTOR, MAX_FACTOR = 2, 4
+"""How many times that the kernel's may be from XLA's and from those of one GPU: on average, and of any token."""
 
 
 def engine(directory: Path, devices: int, one_shot_rows: int | None) -> LLMEngine:
@@ -125,8 +129,11 @@ def check(name: str, directory: Path, devices: int) -> None:
             logprob_mean=float(apart.mean()),
             first_difference={"median": float(np.median(equal)), "equal": equal.count(64), "of": NUM_PROMPTS},
         )
-        assert apart.max() < TOLERANCE, (way, other)
-        assert apart.mean() < MEAN_TOLERANCE, (way, other)
+        if way == "XLA":
+            usual, most = apart.mean(), apart.max()
+            assert usual < MEAN_DISTANCE, (way, other)
+        assert apart.mean() <= MEAN_FACTOR * usual, (way, other)
+        assert apart.max() <= MAX_FACTOR * most, (way, other)
         if name == "demo":
             assert np.median(equal) == 64, (way, other)
 

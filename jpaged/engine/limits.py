@@ -1,63 +1,99 @@
-"""How long a request may become, and whether it can ever be served: decided once, before it is queued.
+"""Whether a request can ever be served, and how long it may become: decided once, before anything of it is queued.
 
-prompt_len <= ... max_tokens ... <= max_len <= max_model_len, and what the pool holds
+    prompt_len < max_len <= prompt_len + max_tokens
+                         <= max_model_len
+                         <= pool_tokens
+
+A scheduler has its limits and tells them to whoever takes requests in for it, in this process or another; so what it
+would refuse is refused at the door, with the same words.
 """
 
-from jpaged.config import SchedulerConfig
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine.request import Request
-from jpaged.errors import InvalidParameterError, InvalidPromptError, OutOfMemoryError
+from jpaged.errors import InvalidParameterError, InvalidPromptError, OutOfMemoryError, shown
+from jpaged.sampling_params import SamplingParams
 
 
-def set_max_len(request: Request, config: SchedulerConfig, capacity: int) -> None:
-    """Sets `Request.max_len`.
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What one request may ask of an engine.
 
-    Args:
-        capacity: blocks that requests can have at most.
-    Raises:
-        InvalidPromptError: its prompt leaves no room for a token within max_model_len.
-        OutOfMemoryError: its prompt leaves no room for a token within the whole pool; or beams, which must run
-            together, might not fit it.
-        InvalidParameterError: it is for more sequences than can run.
+    max_model_len: tokens of a sequence, prompt and output.
+    max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of a step, one at least for each of them.
+    block_size: tokens that a block holds. num_blocks: blocks that requests can have, those that are pinned left out.
     """
-    _check_num_sequences(request, config)
-    if request.prompt_len >= config.max_model_len:
-        raise InvalidPromptError(
-            f"The prompt of request {request.request_id!r} has {request.prompt_len} tokens; with "
-            f"max_model_len={config.max_model_len} at most {config.max_model_len - 1} leave room for a new one."
-        )
-    pool_tokens = capacity * config.block_size
-    if request.prompt_len >= pool_tokens:
-        raise OutOfMemoryError(
-            f"The prompt of request {request.request_id!r} has {request.prompt_len} tokens, but the KV pool holds "
-            f"{pool_tokens} ({capacity} blocks of {config.block_size}); shorten it or enlarge the pool."
-        )
-    request.max_len = min(config.max_model_len, pool_tokens)
-    if request.score_targets is not None:
-        request.max_len = request.prompt_len + 1  # nothing is sampled, so this is where decoding need not begin
-    elif request.sampling.max_tokens is not None:
-        request.max_len = min(request.max_len, request.prompt_len + request.sampling.max_tokens)
-    if request.beam is not None and (needed := num_blocks_alone(request, config.block_size)) > capacity:
-        raise OutOfMemoryError(
-            f"beam_width={request.num_sequences} of request {request.request_id!r} may need {needed} blocks for "
-            f"{request.max_len} tokens, but the KV pool has {capacity}; lower beam_width or max_tokens or enlarge the "
-            f"pool."
-        )
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that requests can have in the pool."""
+        return self.num_blocks * self.block_size
+
+    @staticmethod
+    def least(of_engines: "Iterable[RequestLimits]") -> "RequestLimits":
+        """Those that a request keeps to where each of these engines would serve it."""
+        each = list(of_engines)
+        return RequestLimits(*(min(getattr(one, field.name) for one in each) for field in fields(RequestLimits)))
+
+    def max_len(self, prompt_len: int, params: SamplingParams | BeamSearchParams) -> int:
+        """The length, prompt and output, at which a sequence of a request ends at the latest: tokens.
+
+        Raises:
+            InvalidPromptError: the prompt leaves no room for a token within max_model_len.
+            OutOfMemoryError: the prompt leaves no room for a token within the whole pool; or beams, which must run
+                together, might not fit it.
+            InvalidParameterError: more sequences are asked for than can run.
+        """
+        self._check_num_sequences(params)
+        if prompt_len >= self.max_model_len:
+            raise InvalidPromptError(
+                f"The prompt has {prompt_len} tokens; with max_model_len={self.max_model_len} at most "
+                f"{self.max_model_len - 1} leave room for an answer. Shorten it or raise max_model_len."
+            )
+        if prompt_len >= self.pool_tokens:
+            raise OutOfMemoryError(
+                f"The prompt has {prompt_len} tokens, but the KV pool holds {self.pool_tokens} ({self.num_blocks} "
+                f"blocks of {self.block_size}); shorten it or enlarge the pool."
+            )
+        max_len = min(self.max_model_len, self.pool_tokens)
+        if params.max_tokens is not None:
+            max_len = min(max_len, prompt_len + int(params.max_tokens))
+        if isinstance(params, BeamSearchParams):
+            needed = _num_blocks(prompt_len, max_len, params.beam_width, self.block_size)
+            if needed > self.num_blocks:
+                raise OutOfMemoryError(
+                    f"beam_width={params.beam_width} may need {needed} blocks for {max_len} tokens, but the KV pool "
+                    f"has {self.num_blocks}; lower beam_width or max_tokens or enlarge the pool."
+                )
+        return max_len
+
+    def _check_num_sequences(self, params: SamplingParams | BeamSearchParams) -> None:
+        if isinstance(params, BeamSearchParams):
+            name, count = "beam_width", params.beam_width
+        else:
+            name, count = "n" if params.best_of is None else "best_of", params.num_sequences
+        for limit in ("max_num_seqs", "max_num_batched_tokens"):
+            if count > getattr(self, limit):
+                raise InvalidParameterError(
+                    f"{name}={shown(count)} exceeds {limit}={getattr(self, limit)}; all sequences of a request run at"
+                    f" once, so lower {name} or raise {limit}."
+                )
 
 
 def num_blocks_alone(request: Request, block_size: int) -> int:
     """The most blocks that a request needs at once to finish; beams may come to share no more than the prompt."""
     together = 1 if request.beam is None else request.num_sequences
-    shared = request.prompt_len // block_size
-    return shared + together * (-(-request.max_len // block_size) - shared)
+    return _num_blocks(request.prompt_len, request.max_len, together, block_size)
 
 
-def _check_num_sequences(request: Request, config: SchedulerConfig) -> None:
-    name = "n" if request.sampling.best_of is None else "best_of"
-    name = name if request.beam is None else "beam_width"
-    for limit in ("max_num_seqs", "max_num_batched_tokens"):
-        if request.num_sequences > getattr(config, limit):
-            raise InvalidParameterError(
-                f"{name}={request.num_sequences} of request {request.request_id!r} exceeds "
-                f"{limit}={getattr(config, limit)}; all sequences of a request run at once, so lower {name} "
-                f"or raise {limit}."
-            )
+def _num_blocks(prompt_len: int, max_len: int, together: int, block_size: int) -> int:
+    shared = prompt_len // block_size
+    return shared + together * (-(-max_len // block_size) - shared)

@@ -54,7 +54,7 @@ from jpaged.engine.interface import (
     StepPlan,
     StepResult,
 )
-from jpaged.engine.limits import num_blocks_alone, set_max_len
+from jpaged.engine.limits import RequestLimits, num_blocks_alone
 from jpaged.engine.logprobs import store_logprobs, store_prompt_logprobs
 from jpaged.engine.pins import PinnedPrefixes
 from jpaged.engine.request import FinishReason, Request, RequestStatus
@@ -129,10 +129,10 @@ class Scheduler:
                 together, might not fit it.
             InvalidParameterError: its id belongs to an unfinished request; it is for more sequences than can run.
         """
-        config = self.config
         if request.request_id in self._groups:
             raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
-        set_max_len(request, config, self.capacity)
+        params = request.sampling if request.beam is None else request.beam
+        request.max_len = self.limits.max_len(request.prompt_len, params)
         request.arrival_number = self._num_arrived
         self._num_arrived += 1
         request.seed = request_seed(request.sampling.seed, self._seed, request.arrival_number)
@@ -210,6 +210,18 @@ class Scheduler:
     def unpin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix go its way again. Returns whether it was pinned."""
         return self._pins.unpin(token_ids, cache_salt)
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What a request must keep to, now: prefixes that are pinned take blocks from all others."""
+        config = self.config
+        return RequestLimits(
+            config.max_model_len,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.block_size,
+            self.capacity,
+        )
 
     @property
     def capacity(self) -> int:

@@ -27,7 +27,8 @@ class ExecutorConfig:
     token_buckets: ascending token counts that mixed programs exist for; the last is the step's token budget.
     kernel_backend: which implementation of the attention and cache ops; None picks by device.
     shared_prefix_attention: have decode programs that read a prefix once for all rows that share it.
-    one_shot_rows: bodies of up to so many rows sum over shards by the one-shot all-reduce, larger ones by XLA's.
+    one_shot_rows: bodies of up to so many rows sum over shards by the one-shot all-reduce, larger ones by XLA's. The
+        size of the largest that does (`largest_body`), or 0.
     """
 
     max_num_seqs: int
@@ -47,6 +48,10 @@ class ExecutorConfig:
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+    def largest_body(self, rows: int) -> int:
+        """Rows of the largest body that has no more than so many; 0 if there is none."""
+        return max((size for size in (*self.decode_buckets, *self.token_buckets) if size <= rows), default=0)
 
     @property
     def copy_buckets(self) -> tuple[int, ...]:

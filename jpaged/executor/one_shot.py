@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import permutations, product
 
 import jax
 
@@ -10,14 +10,20 @@ from jpaged.errors import InvalidParameterError
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.models import Model
 from jpaged.pallas_kernels import all_reduce_unsupported
-from jpaged.pallas_kernels.all_reduce import MIN_MULTIPROCESSORS
+from jpaged.pallas_kernels.all_reduce import MIN_MULTIPROCESSORS, most_rows
 from jpaged.pallas_kernels.backends import device_runs_mosaic
 
-DEFAULT_ROWS = 64
-"""On two H200s the kernel took 6 to 10 us for up to 64 rows of 4,096 columns, NCCL 11 to 18."""
+MEASURED_ROWS = {2: 1024}
+"""By number of devices, the most rows for which the kernel was measured; it was the faster one for all numbers up to
+there. Two H200s, 1 to 1,024 rows of 4,096 columns: 3 to 21 us, NCCL 13 to 60
+(`benchmarks/results/all-reduce-2-2026-11-21.json`)."""
 
-_NATIVE_ATOMICS = 3
-"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: over NVLink, not over PCIe."""
+UNMEASURED_ROWS = 64
+"""For other numbers of devices. Each sends its rows to every other one, of which NCCL's rings send less the more there
+are: where they win is not known."""
+
+_ACCESS, _NATIVE_ATOMICS = 2, 3
+"""CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, ..._NATIVE_ATOMIC_SUPPORTED: the latter over NVLink, not over PCIe."""
 
 
 def one_shot_rows(asked: int | None, kernel_backend: str | None, shard: Model, mesh: DeviceMesh) -> int:
@@ -27,7 +33,7 @@ def one_shot_rows(asked: int | None, kernel_backend: str | None, shard: Model, m
         is one-shot unless asked for, and then it is the op's XLA implementation, which adds in the same order.
     shard: what each device of the mesh runs.
     Raises:
-        InvalidParameterError: asked for where the kernel cannot run.
+        InvalidParameterError: asked for where the kernel cannot run, or more rows than it can.
     """
     if mesh.size == 1:
         return 0
@@ -36,9 +42,17 @@ def one_shot_rows(asked: int | None, kernel_backend: str | None, shard: Model, m
     reason = kernel_missing(shard, mesh)
     if asked and reason is not None:
         raise InvalidParameterError(f"one_shot_rows={asked} cannot be had: {reason}. Leave it out, or give 0.")
-    if asked is not None:
-        return asked
-    return DEFAULT_ROWS if reason is None else 0
+    if reason is not None:
+        return 0
+    most = most_rows(mesh.size, shard.config.hidden_size)
+    if asked is None:
+        return min(most, MEASURED_ROWS.get(mesh.size, UNMEASURED_ROWS))
+    if asked > most:
+        raise InvalidParameterError(
+            f"one_shot_rows={asked} exceeds the {most} rows of {shard.config.hidden_size} that the kernel can sum over"
+            f" {mesh.size} devices; lower it."
+        )
+    return asked
 
 
 def kernel_missing(shard: Model, mesh: DeviceMesh) -> str | None:
@@ -67,8 +81,8 @@ def _are_linked(gpus: Sequence[int]) -> bool:
     for handle, gpu in zip(handles, gpus, strict=True):
         if cuda.cuDeviceGet(ctypes.byref(handle), gpu):
             return False
-    for one, other in permutations(handles, 2):
+    for (one, other), attribute in product(permutations(handles, 2), (_ACCESS, _NATIVE_ATOMICS)):
         found = ctypes.c_int()
-        if cuda.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, one, other) or not found.value:
+        if cuda.cuDeviceGetP2PAttribute(ctypes.byref(found), attribute, one, other) or not found.value:
             return False
     return True

@@ -9,8 +9,9 @@
     score[T]          log-probabilities of given tokens after some of a mixed step's, and nothing else
 
 The body and the head are programs apart so that their counts add up: bodies are large and there is one per bucket;
-heads are small and there is one per bucket and variant. The KV pool, the slot state, the sampling state and the
-all-reduce's inbox are donated to whichever program writes them and live in place for ever.
+heads are small and there is one per bucket and variant. What the host tells a program is one buffer, whose layout
+stands before it (`packing.py`). The KV pool, the slot state, the sampling state and the all-reduce's inbox are donated
+to whichever program writes them and live in place for ever.
 """
 
 from collections.abc import Sequence
@@ -66,38 +67,6 @@ class SampleResult(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-# --------------------------------------------------------------------------------------------- packed buffers
-
-
-def decode_layout(batch: int, shares_prefix: bool = False) -> PackedLayout:
-    shared: dict[str, tuple[int, ...]] = {"num_sharing": (), "shared_len": ()} if shares_prefix else {}
-    return PackedLayout(slots=(batch,), table_updates=(batch, 3), **shared)
-
-
-def mixed_layout(config: ExecutorConfig, tokens: int) -> PackedLayout:
-    rows = config.mixed_rows(tokens)
-    return PackedLayout(
-        slots=(rows,),
-        query_lens=(rows,),
-        kinds=(rows,),
-        tokens=(tokens,),
-        table_updates=(rows + -(-tokens // config.block_size), 3),
-    )
-
-
-def update_layout() -> PackedLayout:
-    return PackedLayout(
-        ends=(STARTS_PER_UPDATE,),
-        slots=(STARTS_PER_UPDATE,),
-        num_computed_tokens=(STARTS_PER_UPDATE,),
-        records=(STARTS_PER_UPDATE, sampling_state.CORE_RECORD_WORDS),
-        table_updates=(TABLE_UPDATES_PER_UPDATE, 3),
-    )
-
-
-# --------------------------------------------------------------------------------------------- the step
-
-
 @jax.tree_util.register_dataclass
 @dataclass
 class PagedAttention:
@@ -141,6 +110,11 @@ class PagedAttention:
         )
 
 
+def decode_layout(batch: int, shares_prefix: bool = False) -> PackedLayout:
+    shared: dict[str, tuple[int, ...]] = {"num_sharing": (), "shared_len": ()} if shares_prefix else {}
+    return PackedLayout(slots=(batch,), table_updates=(batch, 3), **shared)
+
+
 def decode_step(
     model: Model,
     config: ExecutorConfig,
@@ -175,6 +149,17 @@ def decode_step(
     exchange_state = None if exchange is None else exchange.state
     rows = Rows(slots, jnp.ones((batch,), bool))
     return tuple(layer.pool for layer in layers), state, exchange_state, hidden, rows
+
+
+def mixed_layout(config: ExecutorConfig, tokens: int) -> PackedLayout:
+    rows = config.mixed_rows(tokens)
+    return PackedLayout(
+        slots=(rows,),
+        query_lens=(rows,),
+        kinds=(rows,),
+        tokens=(tokens,),
+        table_updates=(rows + -(-tokens // config.block_size), 3),
+    )
 
 
 def mixed_step(
@@ -308,6 +293,16 @@ def score_step(
     host = score_layout(hidden.shape[0]).unpack(packed)
     logits = model.head_logits(head, hidden[host["tokens"]])
     return target_scores(logits, host["targets"], model.collectives)
+
+
+def update_layout() -> PackedLayout:
+    return PackedLayout(
+        ends=(STARTS_PER_UPDATE,),
+        slots=(STARTS_PER_UPDATE,),
+        num_computed_tokens=(STARTS_PER_UPDATE,),
+        records=(STARTS_PER_UPDATE, sampling_state.CORE_RECORD_WORDS),
+        table_updates=(TABLE_UPDATES_PER_UPDATE, 3),
+    )
 
 
 def update_step(

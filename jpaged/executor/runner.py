@@ -9,7 +9,9 @@ A handle's tokens are on their way to the host.
 Nothing here waits for the device and nothing compiles; `Step.result` is the only place that blocks.
 """
 
+import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import jax
@@ -28,6 +30,7 @@ from jpaged.engine.interface import (
     StepResult,
     TargetScores,
 )
+from jpaged.errors import EngineDeadError
 from jpaged.executor import programs, sampling_state
 from jpaged.executor.beams import beams_layout
 from jpaged.executor.buckets import bucket_for
@@ -40,6 +43,11 @@ from jpaged.executor.programs import STARTS_PER_UPDATE, TABLE_UPDATES_PER_UPDATE
 from jpaged.executor.state import SlotState
 from jpaged.executor.swap import HostChunks
 from jpaged.models.collectives import ExchangeState
+
+_IN_ONE_ORDER = threading.Lock()
+"""Held while a program of several devices is dispatched. Each of them runs one program at a time, and in the middle of
+it waits for its peers: two that come to the devices in different orders, from engines in threads of their own, would
+wait for each other for ever."""
 
 
 class Step:
@@ -107,6 +115,9 @@ class Runner:
         programs: every executable, by key, as `Compiler.results` gives them.
         weights, head: the model's flat tuple, and the part of it that `Model.head_logits` reads.
         pools, state, sampling, exchange: device arrays; the runner takes them over and donates them to each program.
+
+    Attributes:
+        closed: whether `close` was called.
     """
 
     def __init__(
@@ -129,8 +140,11 @@ class Runner:
         self._sampling = sampling
         self._exchange = exchange
         self._full: sampling_state.FullSamplingState | None = None
+        is_split = len(pools[0].sharding.device_set) > 1
+        self._dispatch: AbstractContextManager[object] = _IN_ONE_ORDER if is_split else nullcontext()
         self._vocab_size = vocab_size
         self._host_chunks = HostChunks()
+        self.closed = False
 
     @property
     def pools(self) -> Pools:
@@ -138,7 +152,9 @@ class Runner:
         return self._pools
 
     def execute(self, plan: StepPlan) -> Step:
-        """Dispatches `plan` and returns at once."""
+        """Dispatches `plan` and returns at once. Raises EngineDeadError when the runner was closed."""
+        if self.closed:
+            raise EngineDeadError("The runner was closed, by another engine on it; start a new one.")
         for out in plan.swap_outs:
             self._swap_out(out)
         self._apply_changes(plan)
@@ -162,6 +178,19 @@ class Runner:
         if len(plan.decode_slots) or any(chunk.samples for chunk in plan.chunks):
             sampled = self._run_sample(hidden, rows, plan.variant)
         return Step(plan.num_rows, sampled, prompt_scores, target_scores, shared_bucket is not None)
+
+    def close(self) -> None:
+        """Frees all that it holds on the device, and in host memory for it. The second time it does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        with suppress(Exception):  # of a step that failed: what it was to bring is freed like the rest
+            jax.block_until_ready(self._exchange)  # peers write to it until their steps are done
+        held = (self._arguments, self._pools, self._state, self._sampling, self._exchange, self._full)
+        for array in jax.tree.leaves(held):
+            array.delete()
+        self._programs = {}
+        self._host_chunks = HostChunks()
 
     def warm_up(self) -> None:
         """Runs every program once on padding, so that modules are loaded and graphs built before the first request.
@@ -203,8 +232,6 @@ class Runner:
     def _wait_for_exchange(self) -> None:
         if self._exchange is not None:
             jax.block_until_ready((self._pools, self._exchange))
-
-    # ----------------------------------------------------------------------------------------- what changed
 
     def _apply_changes(self, plan: StepPlan) -> None:
         """Ends, then starts with their first blocks; the running sequences' new blocks ride with the step itself."""
@@ -289,8 +316,6 @@ class Runner:
     def _swap_in(self, copy: HostCopy) -> None:
         staging = self._host_chunks.take(copy.chunk, copy.keep)
         self._pools = self._call(("scatter_blocks",), self._pools, staging, _padded(copy.block_ids))
-
-    # ----------------------------------------------------------------------------------------- the rows
 
     def _run_decode(
         self, plan: StepPlan, bucket: int | None = None, *, shares_prefix: bool = False
@@ -390,8 +415,6 @@ class Runner:
             calls.append(self._call(("score", hidden.shape[0]), hidden, buffer))
         return calls, rows
 
-    # ----------------------------------------------------------------------------------------- plumbing
-
     def _widened_rows(self, hidden: jax.Array, rows: programs.Rows, variant: SamplingVariant) -> tuple:
         """Both, padded to a size that the variant's programs exist for."""
         size = bucket_for(hidden.shape[0], self._config.sample_buckets(variant))
@@ -415,9 +438,10 @@ class Runner:
 
     def _call(self, key: Key, *args: object) -> Any:
         program = self._programs[key]
-        if program.takes is None:
+        if program.takes is not None:
+            args = self._arguments[program.takes], *args
+        with self._dispatch:
             return program.executable(*args)
-        return program.executable(self._arguments[program.takes], *args)
 
 
 def _padded(block_ids: np.ndarray) -> np.ndarray:

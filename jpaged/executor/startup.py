@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -59,6 +60,13 @@ NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
 
 
+class Leader(Executor, Protocol):
+    """Runs plans here and in all other processes."""
+
+    def close(self) -> None:
+        """Ends these, and closes the runner here."""
+
+
 @dataclass
 class Startup:
     """A runner and what is known of it.
@@ -75,7 +83,11 @@ class Startup:
     origins: Mapping[Origin, int]
     device: str
     seconds: dict[str, float] = field(default_factory=dict)
-    leader: Executor | None = None
+    leader: Leader | None = None
+
+    def close(self) -> None:
+        """Frees what the runner holds on the device, and ends the other processes. The second time it does nothing."""
+        (self.leader or self.runner).close()
 
     def table(self, name: str) -> str:
         """What a user wants to know at start, in a few lines."""
@@ -134,7 +146,8 @@ def _start_on(
     limits = [free_device_memory(one, args.gpu_memory_utilization) for one in mesh.local_devices]
     limit = min((one for one in limits if one is not None), default=None)
     config = executor_config(args, model_config, limit)
-    config = replace(config, one_shot_rows=one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh))
+    rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
+    config = replace(config, one_shot_rows=config.largest_body(rows))
 
     cores = len(os.sched_getaffinity(0))
     with WorkerThreads(1) as loader, WorkerThreads(cores) as threads, _helpers(mesh, model, config) as helpers:

@@ -47,6 +47,11 @@ def initial_all_reduce_state(
     return inbox, jax.ShapeDtypeStruct((num_devices + 1, min(max_rows, MAX_CTAS)), jnp.int32)
 
 
+def most_rows(num_devices: int, hidden: int) -> int:
+    """For which the kernel, which counts the inbox's elements in 32 bits, finds its way there."""
+    return 2**31 // (2 * num_devices * hidden)
+
+
 def all_reduce_unsupported(hidden: int, dtype: Any, num_devices: int) -> str | None:
     """Why the kernel cannot sum rows of this size over so many devices; None if it can."""
     return mosaic_missing() or import_module(_MODULE).unsupported(hidden, dtype, num_devices)
@@ -97,6 +102,8 @@ def all_reduce_add_norm(
     rows = parts.shape[0]
     if rows > max_rows:
         raise ValueError(f"parts has {rows} rows, more than the {max_rows} that inbox has room for")
+    if max_rows > (most := most_rows(num_devices, hidden)):
+        raise ValueError(f"inbox has room for {max_rows} rows of {hidden}, more than the {most} that can be counted")
     check.check_array("inbox", inbox, inbox.dtype, "2, devices, max_rows, hidden", (2, num_devices, None, hidden))
     check.check_int32("signals", signals, "devices + 1, blocks", (num_devices + 1, min(max_rows, MAX_CTAS)))
     check.check_int32("peers", peers, "devices + 1, 4", (num_devices + 1, 4))

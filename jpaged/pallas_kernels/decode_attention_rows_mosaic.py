@@ -37,6 +37,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.decode_plan import max_chunks
+
 _LOG2E = math.log2(math.e)
 _NO_KEYS = -1e30
 _ROWS = 64  # of a wgmma tile; a group's query heads take the first of them
@@ -143,12 +145,6 @@ class Plan(NamedTuple):
     units: jax.Array
     num_units: jax.Array
     num_chunks: jax.Array
-
-
-def max_chunks(max_len: int, chunk: int, sliding_window: int | None) -> int:
-    """The most chunks that a sequence can touch."""
-    chunks = -(-max_len // chunk)
-    return chunks if sliding_window is None else min(chunks, (sliding_window - 2) // chunk + 2)
 
 
 def plan(kv_lens: jax.Array, max_len: int, chunk: int, tile: int, sliding_window: int | None) -> Plan:

@@ -22,6 +22,7 @@ from jpaged import errors
 from jpaged.assets import demo_model_path
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
+from jpaged.engine.limits import RequestLimits
 from jpaged.engine.pool_view import PoolView
 from jpaged.engine.request import Request
 from jpaged.engine.router import Router
@@ -30,7 +31,7 @@ from jpaged.engine.sequence_group import SequenceGroup
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError
-from jpaged.inputs import ProcessedInput, Prompt
+from jpaged.inputs import InputProcessor, ProcessedInput, Prompt
 from jpaged.models import resolve
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
@@ -121,6 +122,7 @@ class AsyncLLMEngine:
         self._router = Router(len(self._replicas), match_prefixes=args.enable_prefix_caching)
         self._is_ready: asyncio.Future[Ready] | None = None
         self._ready: Ready | None = None
+        self._inputs: InputProcessor | None = None
         self._failure: JPagedError | None = None
         self._streams: dict[int, RequestStream] = {}
         self._request_ids: set[str] = set()
@@ -205,27 +207,20 @@ class AsyncLLMEngine:
         checked = prompt if isinstance(prompt, ProcessedInput) else await self.process(prompt, params)
         self._check_alive()
         handle = next(self._handles)
-        request_id = f"request-{handle}" if request_id is None else request_id
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}.")
-        if request_id in self._request_ids:
-            raise InvalidParameterError(f"request_id={request_id!r} is in use by an unfinished request.")
-        beam = params if isinstance(params, BeamSearchParams) else None
         if len(self._replicas) > 1 and isinstance(params, SamplingParams) and params.seed is None:
             # Arrivals are counted here: each replica would begin with the same seed.
             seed = request_seed(None, self.args.seed, handle - 1)  # unsigned; a signed number's bits do as well
             params = replace(params, seed=seed - 2**64 if seed >= 2**63 else seed)
-        request = Request(
-            request_id,
-            checked.prompt_token_ids,
-            params.sampling_params() if isinstance(params, BeamSearchParams) else params,
-            eos_token_ids=ready.eos_token_ids,
-            bad_words_token_ids=checked.bad_words_token_ids,
+        request, checked = self._processor.request(
+            f"request-{handle}" if request_id is None else request_id,
+            checked,
+            params,
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
-            beam=beam,
         )
+        if request.request_id in self._request_ids:
+            raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
         SequenceGroup(request)
         stream = RequestStream(self.tokenizer, handle, request, checked, self._replica_for(handle, request))
         self._open(stream)
@@ -252,9 +247,10 @@ class AsyncLLMEngine:
         """Tokenizes and checks a prompt and its parameters, without queueing anything.
 
         Raises:
-            InvalidPromptError, InvalidParameterError: they cannot be served.
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError: they cannot be served.
         """
-        return await self._tokenizing.process(prompt, params, await self.ready())
+        await self.ready()
+        return await self._tokenizing.process(prompt, params, self._processor)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to token ids.
@@ -262,7 +258,8 @@ class AsyncLLMEngine:
         Raises:
             InvalidPromptError: no text, one that cannot fit the model, or no tokenizer.
         """
-        return await self._tokenizing.encode(text, await self.ready(), add_special_tokens=add_special_tokens)
+        limits = (await self.ready()).limits
+        return await self._tokenizing.encode(text, limits.max_model_len, add_special_tokens=add_special_tokens)
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
         """Runs something that takes long for the event loop, such as tokenizing a long text."""
@@ -318,6 +315,11 @@ class AsyncLLMEngine:
             replica.close()
         self._tokenizing.close()
 
+    @property
+    def _processor(self) -> InputProcessor:
+        assert self._inputs is not None  # set before `ready` returns
+        return self._inputs
+
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(str(self._failure)) from self._failure
@@ -327,7 +329,7 @@ class AsyncLLMEngine:
         if len(self._replicas) == 1:
             return self._replicas[0]
         assert self._ready is not None
-        room = self._ready.max_model_len - request.prompt_len
+        room = self._ready.limits.max_model_len - request.prompt_len
         most = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
         own, owed = self._router.outstanding, self._board.by_replica("owed_tokens")
         elsewhere = [math.inf if r.failure else owed[r.index] - own[r.index] for r in self._replicas]
@@ -426,9 +428,9 @@ class AsyncLLMEngine:
     def _take_ready(self, ready: list[Ready]) -> None:
         """All replicas serve. What one of them cannot take, none is sent."""
         first = ready[0]
-        first.max_model_len = min(one.max_model_len for one in ready)
-        first.pool_tokens = min(one.pool_tokens for one in ready)
+        first.limits = RequestLimits.least(one.limits for one in ready)
         self._ready = first
+        self._inputs = InputProcessor(self.tokenizer, first.vocab_size, first.limits, first.eos_token_ids)
         assert self._is_ready is not None
         if not self._is_ready.done():
             self._is_ready.set_result(first)

@@ -305,14 +305,10 @@ def main(argv: list[str]) -> int:
     except Exception as error:  # JAX and the operating system have many; whoever started this is told
         _send_last(connections, Failed(type(error).__name__, str(error)))
         return 1
-    model, config = engine.startup.model.config, engine.core.scheduler.config
     ready = Ready(
         pid=os.getpid(),
-        vocab_size=model.vocab_size,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        block_size=config.block_size,
-        pool_tokens=(config.num_blocks - 1) * config.block_size,
+        vocab_size=engine.vocab_size,
+        limits=engine.request_limits(),
         eos_token_ids=engine.eos_token_ids,
         default_sampling_params=engine.default_sampling_params,
         startup_s=engine.startup.seconds,

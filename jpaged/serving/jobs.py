@@ -27,7 +27,7 @@ from jpaged.serving.protocol import (
     TokenizeRequest,
     refuse_unsupported,
 )
-from jpaged.serving.sampling import sampling_of
+from jpaged.serving.sampling import in_words_of, sampling_of
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class JobMaker:
                     special = body.add_special_tokens in (None, True)
                     tokens = await self._engine.encode(text, add_special_tokens=special)
                 given = await self._truncated(body, tokens, params)
-            processed.append(await self._engine.process(given, params))
+            with in_words_of(body):
+                processed.append(await self._engine.process(given, params))
             await asyncio.sleep(0)  # a thousand prompts take a while; others are served meanwhile
         return self._job(body, params, processed, "prompt")
 
@@ -92,7 +93,9 @@ class JobMaker:
         params = await self._params(body)
         tokens = await self.chat_tokens(body)
         tokens = await self._truncated(body, tokens, params)
-        return self._job(body, params, [await self._engine.process(tokens, params)], "messages")
+        with in_words_of(body):
+            processed = await self._engine.process(tokens, params)
+        return self._job(body, params, [processed], "messages")
 
     async def chat_tokens(self, body: ChatCompletionRequest | TokenizeRequest) -> list[int]:
         """The token ids of a conversation's prompt. Raises ApiError, InvalidPromptError."""
@@ -151,8 +154,8 @@ class JobMaker:
         if keep is None:
             return tokens
         if keep == -1:
-            ready = await self._engine.ready()
-            keep = max(1, min(ready.max_model_len, ready.pool_tokens) - (params.max_tokens or 1))
+            limits = (await self._engine.ready()).limits
+            keep = max(1, min(limits.max_model_len, limits.pool_tokens) - (params.max_tokens or 1))
         if keep < 1:
             raise ApiError(
                 400, f"truncate_prompt_tokens must be -1 or at least 1, got {keep}.", param="truncate_prompt_tokens"

@@ -95,7 +95,8 @@ class _Handlers:
         strings = None
         if body.return_token_strs and self._engine.tokenizer is not None:
             strings = [self._engine.tokenizer.token_text(token) for token in tokens]
-        return json_response(TokenizeResponse(len(tokens), (await self._engine.ready()).max_model_len, tokens, strings))
+        limits = (await self._engine.ready()).limits
+        return json_response(TokenizeResponse(len(tokens), limits.max_model_len, tokens, strings))
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._decode(request, self._detokenize)
@@ -137,4 +138,5 @@ class _Handlers:
 
     async def _card(self, name: str) -> ModelCard:
         root = self._engine.args.model or DEMO_MODEL_NAME
-        return ModelCard(name, self._created, root, (await self._engine.ready()).max_model_len)
+        limits = (await self._engine.ready()).limits
+        return ModelCard(name, self._created, root, limits.max_model_len)

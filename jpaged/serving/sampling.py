@@ -1,10 +1,13 @@
 """What a request asks of the sampler, as `SamplingParams` or `BeamSearchParams`."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from jpaged.beam_search_params import BeamSearchParams
-from jpaged.errors import InvalidParameterError
+from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
@@ -31,6 +34,28 @@ def sampling_of(
     Raises:
         InvalidParameterError: a value out of range. ApiError: fields that contradict each other.
     """
+    with in_words_of(request):
+        return _sampling_of(request, defaults)
+
+
+@contextmanager
+def in_words_of(request: CompletionRequest | ChatCompletionRequest) -> Iterator[None]:
+    """What is refused within it is blamed on the request's fields, where parameters go by other names."""
+    names = {}
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if request.use_beam_search:
+        names["beam_width"] = "n" if request.best_of is None else "best_of"
+    try:
+        yield
+    except (InvalidParameterError, OutOfMemoryError) as error:
+        said = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+        raise type(error)(said) from error
+
+
+def _sampling_of(
+    request: CompletionRequest | ChatCompletionRequest, defaults: SamplingParams
+) -> SamplingParams | BeamSearchParams:
     fields: dict[str, Any] = {name: value for name in _FIELDS if (value := getattr(request, name)) is not None}
     if isinstance(request, ChatCompletionRequest):
         fields.setdefault("max_tokens", None)
@@ -67,11 +92,7 @@ def _beam_search(request: CompletionRequest | ChatCompletionRequest, fields: dic
     beam_width = n if request.best_of is None else request.best_of
     given = {name: fields[name] for name in _BEAM_FIELDS - {"n", "best_of"} if name in fields}
     penalty = 1.0 if request.length_penalty is None else request.length_penalty
-    try:
-        return BeamSearchParams(beam_width=beam_width, n=n, length_penalty=penalty, **given)
-    except InvalidParameterError as error:  # the width goes by other names here
-        name = "n" if request.best_of is None else "best_of"
-        raise InvalidParameterError(str(error).replace("beam_width", name)) from error
+    return BeamSearchParams(beam_width=beam_width, n=n, length_penalty=penalty, **given)
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:

@@ -16,7 +16,6 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidPromptError
 from jpaged.inputs import InputProcessor, ProcessedInput, Prompt
 from jpaged.sampling_params import SamplingParams
-from jpaged.serving.wire import Ready
 
 INLINE_CHARACTERS = 4096
 """Longer text is long."""
@@ -35,30 +34,24 @@ class AsyncTokenizer:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jpaged-tokenize")
 
-    async def process(self, prompt: Prompt, params: SamplingParams | BeamSearchParams, ready: Ready) -> ProcessedInput:
-        """Tokenizes and checks a prompt and its parameters. ready: what the model takes.
-
-        Raises:
-            InvalidPromptError, InvalidParameterError: they cannot be served.
-        """
+    async def process(
+        self, prompt: Prompt, params: SamplingParams | BeamSearchParams, inputs: InputProcessor
+    ) -> ProcessedInput:
+        """As `InputProcessor.process`, which may be in a thread."""
         text: Any
         if isinstance(prompt, dict):
             text = None if "prompt_token_ids" in prompt else prompt.get("prompt")
         else:
             text = prompt
-        inputs = InputProcessor(self._tokenizer, ready.vocab_size, min(ready.max_model_len, ready.pool_tokens))
-        if isinstance(params, BeamSearchParams):
-            search = params
-            return await self.in_thread(lambda: inputs.process_search(prompt, search))
-        encodes = isinstance(text, str) or bool(params.bad_words)
+        encodes = isinstance(text, str) or (isinstance(params, SamplingParams) and bool(params.bad_words))
         if isinstance(text, str):
-            self._check_length(text, ready)
+            self._check_length(text, inputs.limits.max_model_len)
         if encodes and self._takes_long(text):
             return await self.in_thread(lambda: inputs.process(prompt, params))
         return inputs.process(prompt, params)
 
-    async def encode(self, text: str, ready: Ready, *, add_special_tokens: bool) -> list[int]:
-        """Text to token ids.
+    async def encode(self, text: str, max_model_len: int, *, add_special_tokens: bool) -> list[int]:
+        """Text to token ids. max_model_len: tokens that the model takes.
 
         Raises:
             InvalidPromptError: no text, one that cannot fit the model, or no tokenizer.
@@ -66,7 +59,7 @@ class AsyncTokenizer:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise InvalidPromptError("The prompt is text, but the engine was started without a tokenizer.")
-        self._check_length(text, ready)
+        self._check_length(text, max_model_len)
         if not self._takes_long(text):
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await self.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -82,13 +75,13 @@ class AsyncTokenizer:
         is_long = isinstance(text, str) and len(text) > INLINE_CHARACTERS
         return is_long or (self._tokenizer is not None and self._tokenizer.is_busy)
 
-    def _check_length(self, text: str, ready: Ready) -> None:
+    def _check_length(self, text: str, max_model_len: int) -> None:
         """Refuses a long text that cannot fit before it is tokenized, which takes time and memory with its length."""
         if self._tokenizer is None or len(text) <= INLINE_CHARACTERS:
             return
         longest = self._tokenizer.max_token_characters
-        if len(text) > ready.max_model_len * longest:
+        if len(text) > max_model_len * longest:
             raise InvalidPromptError(
-                f"The prompt has {len(text)} characters; max_model_len={ready.max_model_len} tokens of at most "
+                f"The prompt has {len(text)} characters; max_model_len={max_model_len} tokens of at most "
                 f"{longest} characters cannot hold it. Shorten it or raise max_model_len."
             )

@@ -20,6 +20,7 @@ import msgspec
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
+from jpaged.engine.limits import RequestLimits
 from jpaged.engine.pool_view import PoolView
 from jpaged.engine.stats import EngineStats
 from jpaged.errors import EngineDeadError
@@ -81,14 +82,11 @@ class Shutdown(_Message):
 
 
 class Ready(_Message):
-    """The engine runs. pool_tokens: what the KV pool holds. pid: of its process."""
+    """The engine runs. pid: of its process. limits: of a request."""
 
     pid: int
     vocab_size: int
-    max_model_len: int
-    max_num_seqs: int
-    block_size: int
-    pool_tokens: int
+    limits: RequestLimits
     eos_token_ids: tuple[int, ...]
     default_sampling_params: SamplingParams
     startup_s: dict[str, float]

@@ -7,8 +7,10 @@ import pytest
 from jpaged import EngineArgs
 from jpaged.errors import InvalidParameterError
 from jpaged.executor import one_shot
-from jpaged.executor.one_shot import DEFAULT_ROWS, one_shot_rows
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.one_shot import one_shot_rows
 
+are_linked = one_shot._are_linked
 HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", core_count=132, local_hardware_id=0)
 
 
@@ -30,11 +32,48 @@ def linked_hoppers(monkeypatch):
     monkeypatch.setattr(one_shot, "_are_linked", lambda gpus: True)
 
 
-def test_linked_hopper_gpus_take_the_kernel_up_to_a_default_or_what_is_asked():
-    assert one_shot_rows(None, None, shard(), mesh()) == DEFAULT_ROWS
-    assert one_shot_rows(None, "mosaic", shard(), mesh(8)) == DEFAULT_ROWS
-    assert one_shot_rows(512, None, shard(), mesh()) == 512
-    assert one_shot_rows(0, None, shard(), mesh()) == 0
+def test_linked_hopper_gpus_take_the_kernel_up_to_what_was_measured_on_so_many_or_what_is_asked():
+    assert one_shot_rows(None, None, shard(), mesh()) == 1024
+    assert one_shot_rows(None, "mosaic", shard(), mesh(8)) == 64
+    for rows in (0, 512, 8192):
+        assert one_shot_rows(rows, None, shard(), mesh()) == rows
+
+
+def test_more_rows_than_the_kernel_can_count_are_refused_with_how_many_it_can():
+    assert one_shot_rows(16_384, None, shard(8192), mesh(8)) == 16_384
+    with pytest.raises(InvalidParameterError, match="one_shot_rows=16385 exceeds the 16384 rows of 8192"):
+        one_shot_rows(16_385, None, shard(8192), mesh(8))
+
+
+def test_the_limit_is_the_largest_step_within_it_so_that_no_memory_is_kept_for_rows_that_never_come():
+    config = ExecutorConfig(
+        max_num_seqs=48,
+        max_model_len=64,
+        block_size=16,
+        num_blocks=8,
+        decode_buckets=(8, 48),
+        token_buckets=(64, 256),
+    )
+    assert [config.largest_body(rows) for rows in (0, 7, 8, 63, 100, 1024)] == [0, 0, 8, 48, 64, 256]
+
+
+@pytest.mark.parametrize("lacks", [None, "access", "atomics"])
+def test_gpus_are_linked_if_each_two_reach_each_other_over_nvlink(monkeypatch, lacks):
+    """With a driver of four GPUs, the last two of which lack something between them."""
+    attributes = {"access": 2, "atomics": 3}
+
+    def attribute(found, which, one, other):
+        found._obj.value = not ({one.value, other.value} == {2, 3} and which == attributes.get(lacks))
+        return 0
+
+    def device(handle, gpu):
+        handle._obj.value = gpu
+        return 0
+
+    driver = SimpleNamespace(cuDeviceGet=device, cuDeviceGetP2PAttribute=attribute)
+    monkeypatch.setattr(one_shot.ctypes, "CDLL", lambda name: driver)
+    assert are_linked([0, 1, 2])
+    assert are_linked([3, 2, 0]) == (lacks is None)
 
 
 @pytest.mark.parametrize("cpu", [True, False])

@@ -1,5 +1,9 @@
 """Step programs and runner, without a scheduler."""
 
+import threading
+import time
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +12,7 @@ import pytest
 from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, HostCopy, SamplingVariant, SlotStart, StepPlan
 from jpaged.executor import sampling_state
 from jpaged.executor.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
-from jpaged.executor.compilation import Compiler, abstract_pools
+from jpaged.executor.compilation import Compiler, Program, abstract_pools
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.packing import PackedLayout
@@ -220,6 +224,30 @@ def test_warm_up_leaves_no_trace(model, weights, runner):
     step = runner.execute(plan(0, starts=(start_of(0, prompt, [1, 2]),), chunks=(Chunk(0, 0, prompt, samples=True),)))
     assert step.result().token_ids.tolist() == greedy(model, weights, prompt, 1)
     assert all(np.isnan(np.asarray(pool)[3:]).all() for pool in runner.pools)
+
+
+def test_programs_of_several_devices_are_dispatched_one_after_the_other_whichever_runner_they_are_of():
+    started, running, together = threading.Barrier(2), [], []
+
+    def executable(*arguments: object) -> None:
+        running.append(arguments)
+        together.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+
+    def run() -> None:
+        pool = SimpleNamespace(sharding=SimpleNamespace(device_set={0, 1}))
+        one = Runner(CONFIG, {("move",): Program(executable)}, VOCAB_SIZE, (), (), (pool,), None, None)
+        started.wait()
+        for _ in range(5):
+            one._call(("move",))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(together) == 1
 
 
 def test_buckets_end_exactly_at_the_largest_size():

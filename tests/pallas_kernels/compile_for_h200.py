@@ -103,6 +103,7 @@ def all_reduces() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
         (2, 1, 64, 4096, False),
         (4, 64, 64, 8192, False),
         (2, 1000, 1024, 2560, True),
+        (2, 8192, 8192, 1024, False),
         (8, 300, 512, 4096, True),
     ):
         mesh = h200_mesh(devices)

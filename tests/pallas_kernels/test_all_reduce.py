@@ -112,3 +112,11 @@ def test_calls_are_counted_for_each_block_of_threads_that_has_rows():
 def test_arguments_that_do_not_fit_are_named(rows, changes, message):
     with pytest.raises(ValueError, match=message):
         add_norm(rows, **changes)
+
+
+def test_an_inbox_with_more_elements_than_can_be_counted_is_refused():
+    state = initial_all_reduce_state(2, 2**17 + 1, 4096, "bfloat16")
+    peers, part = jax.ShapeDtypeStruct((3, 4), jnp.int32), jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
+    add = partial(all_reduce_add_norm, axis="model", num_devices=2, backend="xla")
+    with pytest.raises(ValueError, match="inbox has room for 131073 rows of 4096, more than the 131072 that"):
+        jax.eval_shape(add, *state, peers, part, part)

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jpaged.pallas_kernels import (
     decode_attention_mosaic,
     decode_attention_rows_mosaic,
+    decode_plan,
     move_blocks_mosaic,
     rope_and_write_mosaic,
     write_kv_mosaic,
@@ -69,7 +70,7 @@ def small_config(**fields):
 @pytest.fixture
 def cut(monkeypatch):
     """Has `plan` cut every chunk into leaves, as if there were many CTAs; the interpreter has one."""
-    monkeypatch.setattr(decode_attention_mosaic, "max_cut_chunks", lambda batch, groups, slots, config: batch * slots)
+    monkeypatch.setattr(decode_plan, "max_cut_chunks", lambda batch, groups, slots, cuts: batch * slots)
 
 
 @pytest.mark.parametrize(

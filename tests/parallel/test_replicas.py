@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, BeamSearchParams, EngineArgs, SamplingParams, replica_process, replicas
+from jpaged.engine.limits import RequestLimits
 from jpaged.engine.stats import EngineStats
-from jpaged.errors import EngineDeadError, InvalidParameterError, OutOfMemoryError
+from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
 from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.replicas import ReplicatedEngine
 
@@ -36,9 +37,10 @@ class EchoEngine:
     """Stands for a replica's `LLMEngine`. Each step answers the oldest request with the last token of its prompt.
 
     held: while it is set, steps answer nothing. size: how often an answer repeats its prompt.
+    num_blocks: that are left to requests; a pinned prefix takes one for each of its tokens.
     """
 
-    max_model_len, vocab_size, eos_token_ids = 8000, 100, (1,)
+    vocab_size, eos_token_ids = 100, (1,)
     startup = SimpleNamespace(device="a thread")
 
     def __init__(self) -> None:
@@ -47,7 +49,13 @@ class EchoEngine:
         self.num_answered = 0
         self.held = False
         self.size = 1
+        self.num_blocks = 2000
         self.ended = threading.Event()
+
+    def request_limits(self) -> RequestLimits:
+        return RequestLimits(
+            max_model_len=8000, max_num_seqs=16, max_num_batched_tokens=64, block_size=4, num_blocks=self.num_blocks
+        )
 
     def add_request(self, request_id: str, prompt: dict[str, Any], params: Any, **options: Any) -> None:
         self.received.append((request_id, (params, options)))
@@ -81,12 +89,15 @@ class EchoEngine:
         return EngineStats(**counts | {"step_tokens": (self.num_answered,)})
 
     def reset_prefix_cache(self) -> bool:
+        self.num_blocks = 2000
         return True
 
     def pin_prefix(self, prompt: dict[str, Any], cache_salt: str | None) -> int:
+        self.num_blocks -= len(prompt["prompt_token_ids"])
         return len(prompt["prompt_token_ids"])
 
     def unpin_prefix(self, prompt: dict[str, Any], cache_salt: str | None) -> bool:
+        self.num_blocks += len(prompt["prompt_token_ids"])
         return False
 
 
@@ -190,7 +201,7 @@ def test_a_refusal_on_the_way_to_a_reply_is_for_step_and_replies_stay_with_their
     wait_until(lambda: echoes(engine)[1].num_answered)
     assert engine.get_metrics().num_finished == 1
     assert engine.reset_prefix_cache() is True
-    with pytest.raises(OutOfMemoryError, match="no room"):
+    with pytest.raises(OutOfMemoryError, match=r"^Request 'refused': no room"):
         engine.step()
     assert run(engine) == {"served": 3}
     assert_idle(engine)
@@ -293,6 +304,9 @@ def test_a_prefix_that_a_replica_refuses_is_refused_by_pin_prefix_and_not_by_ste
         (lambda e: e.unpin_prefix([2, 3], cache_salt=7), "cache_salt"),
         (lambda e: e.add_request("a", [2], SamplingParams(stop_token_ids=range(2, 66))), "stop_token_ids"),
         (lambda e: e.add_request("a", [2], BeamSearchParams(beam_width=20, max_tokens=2)), "beam_width"),
+        (lambda e: e.add_request("a", [2], SamplingParams(n=17)), "n=17 exceeds max_num_seqs=16"),
+        (lambda e: e.add_request("a", [2], SamplingParams(n=2, best_of=17)), "best_of=17 exceeds max_num_seqs=16"),
+        (lambda e: e.add_request("a", [2], BeamSearchParams(beam_width=17, max_tokens=2)), "beam_width=17 exceeds"),
     ],
 )
 def test_what_an_engine_refuses_is_refused_here_and_nothing_is_sent_or_routed(engine, call, says):
@@ -301,6 +315,36 @@ def test_what_an_engine_refuses_is_refused_here_and_nothing_is_sent_or_routed(en
     assert_idle(engine)
     assert engine.get_metrics().num_finished == 0  # and the replicas have read all that was sent
     assert [echo.received for echo in echoes(engine)] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        ([2, 3], SamplingParams(n=17), r"prompts\[2\]: n=17 exceeds max_num_seqs=16"),
+        ([2] * 8000, PARAMS, r"prompts\[2\]: The prompt has 8000 tokens; with max_model_len=8000"),
+    ],
+    ids=["sequences", "length"],
+)
+def test_a_prompt_that_no_replica_could_serve_is_named_and_none_of_the_others_has_been_sent(llm, prompt, params, says):
+    with pytest.raises((InvalidParameterError, InvalidPromptError), match=says):
+        llm.generate([[2, 3], [2, 4], prompt], [PARAMS, PARAMS, params], use_tqdm=False)
+    assert_idle(llm.engine)
+    llm.get_metrics()  # and the replicas have read all that was sent
+    assert [echo.received for echo in echoes(llm.engine)] == [[], []]
+
+
+@pytest.mark.parametrize("forget", ["unpin_prefix", "reset_prefix_cache"])
+def test_what_pinned_prefixes_leave_of_the_least_pool_is_known_at_the_door(llm, forget):
+    search, prefix = BeamSearchParams(beam_width=4, max_tokens=1000), [5] * 1500
+    llm.beam_search([2, 3, 4, 5], search)
+    echoes(llm.engine)[1].num_blocks -= 1
+    llm.pin_prefix(prefix)
+    sent = [len(echo.received) for echo in echoes(llm.engine)]
+    with pytest.raises(OutOfMemoryError, match=r"^beam_width=4 may need 1001 blocks .* has 499; lower beam_width"):
+        llm.beam_search([2, 3, 4, 5], search)
+    assert [len(echo.received) for echo in echoes(llm.engine)] == sent
+    getattr(llm, forget)(*[prefix] if forget == "unpin_prefix" else [])
+    llm.beam_search([2, 3, 4, 5], search)
 
 
 def test_aborting_what_is_no_request_changes_nothing(engine):
@@ -440,15 +484,16 @@ def test_an_interrupt_is_never_lost_even_when_all_is_done(llm):
     assert_idle(llm.engine)
 
 
-def test_an_interrupt_while_prompts_are_added_ends_the_call_and_leaves_nothing(llm, monkeypatch):
+@pytest.mark.parametrize("half", ["check_request", "queue"])
+def test_an_interrupt_while_prompts_are_added_ends_the_call_and_leaves_nothing(llm, monkeypatch, half):
     added = []
 
-    def add(request_id: str, *args: Any, **options: Any) -> None:
-        added.append(request_id)
+    def add(*args: Any, **options: Any) -> Any:
+        added.append(args)
         os.kill(os.getpid(), signal.SIGINT)
-        ReplicatedEngine.add_request(llm.engine, request_id, *args, **options)
+        return getattr(ReplicatedEngine, half)(llm.engine, *args, **options)
 
-    monkeypatch.setattr(llm.engine, "add_request", add)
+    monkeypatch.setattr(llm.engine, half, add)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[2, 3]] * 1000, PARAMS, use_tqdm=False)
     assert len(added) == 1
@@ -480,6 +525,15 @@ def test_a_closed_engine_says_so_and_closing_it_again_does_nothing(engine, ended
     assert not engine.has_unfinished_requests()
     engine.abort_request("a")
     for call in (engine.step, engine.get_metrics, lambda: engine.add_request("b", [2], PARAMS)):
+        with pytest.raises(EngineDeadError, match="was closed"):
+            call()
+
+
+def test_a_block_with_an_llm_ends_its_replicas(ended):
+    with LLM(data_parallel_size=2, skip_tokenizer_init=True, verbose=False) as llm:
+        assert len(llm.generate([2, 3], PARAMS, use_tqdm=False)) == 1
+    wait_until(lambda: ended == [0, 0])
+    for call in (lambda: llm.generate([2, 3], PARAMS), llm.get_metrics, llm.reset_prefix_cache):
         with pytest.raises(EngineDeadError, match="was closed"):
             call()
 

@@ -30,6 +30,8 @@ options = json.loads(sys.argv[1])
 engine = LLMEngine(replace(ARGS, **options))
 found = [jax.process_count(), len(jax.devices())]
 found += [run(engine, prompts(), **params) for params in ({}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.8})]
+engine.close()
+found.append(all(pool.is_deleted() for pool in engine.startup.runner.pools))
 print(json.dumps(found))
 """
 
@@ -81,6 +83,7 @@ def test_two_processes_of_two_devices_give_the_tokens_of_one_process_of_one(tmp_
     assert one[:2] == [1, 1]
     assert two[:2] == [2, 4]
     assert two[2:] == one[2:]
+    assert one[-1] is True  # both have freed their pools
 
 
 def test_a_plan_comes_back_from_its_bytes():

@@ -8,18 +8,24 @@ from array import array
 import pytest
 
 from jpaged.assets import demo_model_path
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs
+from jpaged.engine.limits import RequestLimits
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import EngineDeadError, InvalidParameterError
+from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
 from jpaged.sampling_params import SamplingParams
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.board import Board
+from jpaged.serving.jobs import JobMaker
 from jpaged.serving.launch import Link
 from jpaged.serving.metrics import NUM_COLUMNS
+from jpaged.serving.options import AppOptions
+from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
 from jpaged.serving.tokenizing import INLINE_CHARACTERS
 from jpaged.serving.wire import Abort, Add, FrameReader, Ready, Refused, Step, ToEngine, Update, frame
 
-READY = Ready(1, 2816, 1024, 16, 16, 4096, (2,), SamplingParams(), {})
+LIMITS = RequestLimits(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=64, block_size=16, num_blocks=256)
+READY = Ready(1, 2816, LIMITS, (2,), SamplingParams(), {})
 
 
 class Played:
@@ -123,13 +129,63 @@ def test_who_stops_listening_aborts_the_request_before_or_after_its_start(num_to
 
 def test_a_request_that_the_engine_refuses_is_over_and_counts_as_none_that_ended():
     async def scene(played):
-        asked = asyncio.ensure_future(last(played.engine.generate([5], SamplingParams(n=17))))
+        asked = asyncio.ensure_future(last(played.engine.generate([5], SamplingParams(n=16))))
         add = await played.receive()
-        played.send(Refused(add.handle, "InvalidParameterError", "n=17 is too much."))
-        with pytest.raises(InvalidParameterError, match="n=17 is too much"):
+        played.send(Refused(add.handle, "InvalidParameterError", "n=16 is too much."))
+        with pytest.raises(InvalidParameterError, match="n=16 is too much"):
             await asked
         assert played.open() == (0, 0, 0)
         assert played.finished() == 0
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "options", "error", "says"),
+    [
+        ([5], SamplingParams(n=17), {}, InvalidParameterError, "^n=17 exceeds max_num_seqs=16"),
+        ([5], SamplingParams(best_of=17), {}, InvalidParameterError, "^best_of=17 exceeds max_num_seqs=16"),
+        ([5] * 500, SamplingParams(n=10**9), {}, InvalidParameterError, "^n=1000000000 exceeds"),
+        ([5] * 1024, SamplingParams(), {}, InvalidPromptError, "^The prompt has 1024 tokens; with max_model_len=1024"),
+        ([5], BeamSearchParams(beam_width=5, max_tokens=1000), {}, OutOfMemoryError, "^beam_width=5 may need 315 blo"),
+        ([5], "greedy", {}, InvalidParameterError, "^params must be"),
+        ([5], SamplingParams(), {"request_id": ""}, InvalidParameterError, "^request_id must be"),
+        ([5], SamplingParams(), {"request_id": 5}, InvalidParameterError, "^request_id must be"),
+        ([5], SamplingParams(), {"priority": "high"}, InvalidParameterError, "^priority must be"),
+        ([5], SamplingParams(), {"cache_salt": ""}, InvalidParameterError, "^cache_salt must be"),
+        ([5], BeamSearchParams(beam_width=12, max_tokens=1, stop_token_ids=range(3, 12)), {}, InvalidParameterError,
+         "^beam_width=12 and 10 stop tokens"),
+    ],
+)  # fmt: skip
+def test_what_the_engine_cannot_serve_is_refused_before_it_hears_of_it(prompt, params, options, error, says):
+    async def scene(played):
+        with pytest.raises(error, match=says):
+            await last(played.engine.generate(prompt, params, **options))
+        assert played.open() == (0, 0, 0)
+        asked = asyncio.ensure_future(last(played.engine.generate([6, 7], SamplingParams(max_tokens=1))))
+        add = await played.receive()  # the first that comes
+        assert isinstance(add, Add)
+        assert array("i", add.prompt).tolist() == [6, 7]
+        played.send(step([update(add.handle, [8], "length")], started=[add.handle]))
+        await asked
+
+    play(scene)
+
+
+def test_a_job_of_prompts_that_cannot_all_be_served_is_refused_in_the_words_of_its_request():
+    async def scene(played):
+        jobs = JobMaker(played.engine, AppOptions())
+        search = CompletionRequest(prompt=[[5], [6]], use_beam_search=True, n=1, best_of=17, max_tokens=4)
+        with pytest.raises(InvalidParameterError, match=r"^best_of=17 exceeds max_num_seqs=16; .* so lower best_of"):
+            await jobs.completion(search)
+        with pytest.raises(InvalidParameterError, match=r"^n=17 exceeds max_num_seqs=16"):
+            await jobs.completion(CompletionRequest(prompt=[[5], [6]], n=17))
+        search = ChatCompletionRequest(
+            messages=[{"role": "user", "content": "a"}], use_beam_search=True, n=5, max_completion_tokens=1000
+        )
+        with pytest.raises(OutOfMemoryError, match=r"^n=5 may need .*; lower n or max_completion_tokens or"):
+            await jobs.chat(search)
+        assert played.open() == (0, 0, 0)
 
     play(scene)
 
@@ -186,7 +242,7 @@ def test_the_event_loop_goes_on_while_another_thread_has_the_tokenizer():
 
 def test_text_is_refused_by_its_length_before_it_is_tokenized(monkeypatch):
     longest = Tokenizer.load(demo_model_path()).max_token_characters
-    text = "a" * (READY.max_model_len * longest + 1)
+    text = "a" * (LIMITS.max_model_len * longest + 1)
     assert len(text) > INLINE_CHARACTERS
 
     async def scene(played):

@@ -4,7 +4,7 @@ import pytest
 
 from jpaged.errors import InvalidParameterError
 from jpaged.sampling_params import SamplingParams
-from jpaged.serving.protocol import CompletionRequest
+from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
 from jpaged.serving.sampling import sampling_of
 
 
@@ -19,5 +19,23 @@ from jpaged.serving.sampling import sampling_of
 )
 def test_a_search_that_cannot_be_is_blamed_on_the_field_that_asked_for_it(fields, message):
     request = CompletionRequest(prompt="a", use_beam_search=True, **fields)
+    with pytest.raises(InvalidParameterError, match=f"^{message}"):
+        sampling_of(request, SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_completion_tokens": -1}, "max_completion_tokens must be at least 1, got -1"),
+        (
+            {"max_completion_tokens": 4, "max_tokens": 9, "min_tokens": 5},
+            "min_tokens=5 is above max_completion_tokens=4",
+        ),
+        ({"max_completion_tokens": 0, "use_beam_search": True}, "max_completion_tokens must be at least 1, got 0"),
+        ({"max_tokens": -1}, "max_tokens must be at least 1, got -1"),
+    ],
+)
+def test_the_limit_of_a_chat_is_blamed_by_the_name_it_was_given_under(fields, message):
+    request = ChatCompletionRequest(messages=[], **fields)
     with pytest.raises(InvalidParameterError, match=f"^{message}"):
         sampling_of(request, SamplingParams())

@@ -250,7 +250,7 @@ WRONG = [
     ("chat/completions", CHAT | {"top_logprobs": 1}, "top_logprobs"),
     ("chat/completions", CHAT | {"add_special_tokens": True}, "add_special_tokens"),
     ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, "tools"),
-    ("chat/completions", CHAT | {"max_completion_tokens": -1}, "max_tokens"),
+    ("chat/completions", CHAT | {"max_completion_tokens": -1}, "max_completion_tokens"),
     ("chat/completions", CHAT | {"chat_template": "{% if %}"}, "messages"),
     ("chat/completions", CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ("chat/completions", CHAT | {"add_generation_prompt": True, "continue_final_message": True},
