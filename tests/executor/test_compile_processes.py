@@ -54,6 +54,8 @@ def loaded(tmp_path, monkeypatch) -> Iterator[list[Path]]:
     """
     monkeypatch.setenv("JPAGED_CACHE_DIR", str(tmp_path))  # JAX's own cache would hand out what it cannot serialise
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    cache_dir = jax.config.jax_compilation_cache_dir  # which another test may have set, and processes take over
+    jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setattr(compile_processes, "LEAST_SHARED", 2)
     monkeypatch.setattr(Compiler, "submit_forks", lambda self: None)  # small programs, which are not shared out
     monkeypatch.setattr(Compiler, "submit_swaps", lambda self: None)
@@ -69,6 +71,7 @@ def loaded(tmp_path, monkeypatch) -> Iterator[list[Path]]:
     monkeypatch.setattr(ExecutableCache, "load", staticmethod(recorded))
     with jax.default_matmul_precision("float32"):
         yield found
+    jax.config.update("jax_compilation_cache_dir", cache_dir)
 
 
 def compiler(helpers: CompileProcesses | None = None) -> Compiler:
