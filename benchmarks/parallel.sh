@@ -19,19 +19,7 @@
 #
 # XLA_FLAGS are passed on, so a step can be repeated with what all-reduce-* found best; TAG names its file then.
 set -uo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python}
-OUT=${OUT:-benchmarks/results}
-SUFFIX="${TAG:+-$TAG}-$(date +%F).json"
-mkdir -p "$OUT"
-
-step() { # NAME LIMIT_S COMMAND...
-    local name=$1 limit=$2 begun=$SECONDS
-    shift 2
-    echo "== $name: $*"
-    timeout --kill-after=10 "$limit" "$@"
-    echo "== $name: exit code $? after $((SECONDS - begun)) s"
-}
+source "$(dirname "$0")/steps.bash"
 
 throughput() { # NAME LIMIT_S MODEL OPTIONS...
     local name=$1 limit=$2 model=$3
@@ -79,7 +67,6 @@ for name in "$@"; do
             scoring one 200 --num-rows 500
             scoring dp4 280 --num-rows 2000 --data-parallel-size 4 ;;
         *)
-            echo "unknown step $name; see the top of $0" >&2
-            exit 2 ;;
+            unknown_step "$name" "$0" ;;
     esac
 done

@@ -20,25 +20,13 @@
 #     TAG=max-2048 OPTIONS="--max-num-seqs 2048" bash benchmarks/single.sh throughput-8b
 # Programs are kept under JPAGED_CACHE_DIR, as always; `start` brings an empty directory of its own.
 set -uo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python}
-OUT=${OUT:-benchmarks/results}
+source "$(dirname "$0")/steps.bash"
 OPTIONS=${OPTIONS:-}
-DATE=$(date +%F)
-mkdir -p "$OUT"
-
-step() { # NAME LIMIT_S COMMAND...
-    local name=$1 limit=$2 begun=$SECONDS
-    shift 2
-    echo "== $name: $*"
-    timeout --kill-after=10 "$limit" "$@"
-    echo "== $name: exit code $? after $((SECONDS - begun)) s"
-}
 
 bench() { # NAME LIMIT_S BENCH JSON OPTIONS...
     local name=$1 limit=$2 bench=$3 json=$4
     shift 4
-    step "$name" "$limit" "$PYTHON" -m jpaged bench "$bench" --json "$OUT/$json${TAG:+-$TAG}-$DATE.json" "$@"
+    step "$name" "$limit" "$PYTHON" -m jpaged bench "$bench" --json "$OUT/$json$SUFFIX" "$@"
 }
 
 throughput() { # NAME LIMIT_S JSON MODEL OPTIONS...
@@ -86,9 +74,8 @@ for name in "$@"; do
         scoring)
             bench "$name" 150 scoring scoring-llama-3.1-8b --model llama-3.1-8b --load-format dummy --num-rows 300 ;;
         serving)
-            PYTHON=$PYTHON step "$name" 540 bash benchmarks/serving.sh "$OUT" ;;
+            step "$name" 540 bash benchmarks/serving.sh "$OUT" ;;
         *)
-            echo "unknown step $name; see the top of $0" >&2
-            exit 2 ;;
+            unknown_step "$name" "$0" ;;
     esac
 done

@@ -47,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_least(args, batch_size=1, input_len=1, output_len=1, warm_up=0, runs=1)
+    begun = time.perf_counter()
     llm = make_llm(args)
+    startup_s = time.perf_counter() - begun
     figures = measure(llm, args)
     end_replicas(llm)
     print(
@@ -56,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(table({"TTFT": figures["ttft_ms"], "TPOT": figures["tpot_ms"], "latency": figures["latency_ms"]}), flush=True)
     if args.json:
-        write_report(args.json, "latency", vars(args), [figures])
+        write_report(args.json, "latency", vars(args) | {"startup_s": startup_s}, [figures])
     return 0
 
 

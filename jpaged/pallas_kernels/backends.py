@@ -14,6 +14,8 @@ import jax
 
 BACKENDS = ("xla", "mosaic")
 
+_H200_MULTIPROCESSORS = 132
+
 
 @cache
 def mosaic_missing() -> str | None:
@@ -34,6 +36,13 @@ def device_runs_mosaic() -> bool:
     device = jax.devices()[0]
     capability = str(getattr(device, "compute_capability", ""))
     return getattr(device, "platform", "") == "gpu" and capability.startswith("9.")
+
+
+def num_multiprocessors() -> int:
+    """Of JAX's default device, for the grid of a persistent kernel; of an H200 where there is no GPU to ask."""
+    device = jax.devices()[0]
+    found = getattr(device, "core_count", None) if device.platform == "gpu" else None
+    return found or _H200_MULTIPROCESSORS
 
 
 def pick(op: str, backend: str | None, unsupported: Callable[[], str | None]) -> str:

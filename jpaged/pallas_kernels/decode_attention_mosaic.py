@@ -45,6 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels import decode_attention_rows_mosaic as heads_as_rows
 from jpaged.pallas_kernels import decode_plan
+from jpaged.pallas_kernels.backends import num_multiprocessors
 from jpaged.pallas_kernels.decode_attention_rows_mosaic import load
 from jpaged.pallas_kernels.decode_inline_mosaic import WARPGROUP, arrive, load_entries, store_heads
 from jpaged.pallas_kernels.decode_plan import Cuts, Plan, max_chunks, plan
@@ -80,8 +81,7 @@ class Config(Cuts):
 
 def default_config(head_dim: int, columns: int) -> Config:
     """The measured best for a head_dim and so many columns of query heads."""
-    device = jax.devices()[0]
-    ctas = getattr(device, "core_count", 132) if device.platform == "gpu" else 132
+    ctas = num_multiprocessors()
     tile = 128 if head_dim == 64 else 64
     state = columns * (head_dim + 2) * 4
     handovers = 2 if state <= 16 * 1024 else 1

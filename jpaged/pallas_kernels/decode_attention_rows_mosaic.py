@@ -37,6 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.backends import num_multiprocessors
 from jpaged.pallas_kernels.decode_plan import max_chunks
 
 _LOG2E = math.log2(math.e)
@@ -74,8 +75,7 @@ class Config:
 
 
 def default_config(head_dim: int) -> Config:
-    device = jax.devices()[0]
-    ctas = getattr(device, "core_count", 132) if device.platform == "gpu" else 132
+    ctas = num_multiprocessors()
     tile, q_stages, consumers = 64, 2, 2
     queries = q_stages * _ROWS * head_dim * 2
     results = _ROWS * (head_dim * 6 + _LSE_COLUMNS * 4 + 8)

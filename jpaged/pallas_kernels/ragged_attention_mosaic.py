@@ -35,6 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels import ragged_work_list as work_list
+from jpaged.pallas_kernels.backends import num_multiprocessors
 from jpaged.pallas_kernels.ragged_inline_mosaic import store_rows, turn_barrier, zero_rows
 from jpaged.pallas_kernels.ragged_work_list import plan_tiles
 
@@ -42,7 +43,6 @@ _LOG2E = math.log2(math.e)
 _FLOOR = -1e30  # running maxima start here, so that a row that sees no key of a tile never forms inf - inf
 _ROWS = 64  # of a consumer warpgroup: the M of a wgmma
 _MAX_HEADS = 8  # of a KV group in one tile: 64 rows / 8 tokens
-_DEFAULT_SMS = 132
 _ITEMS_HELD = 4  # rows of the work list: one is read until its tile is stored, when the producer is q_stages further
 
 
@@ -137,7 +137,7 @@ def ragged_attention(
         logit_softcap=logit_softcap,
         alibi=alibi_slopes is not None,
         causal=causal,
-        ctas=ctas or _num_ctas(),
+        ctas=ctas or num_multiprocessors(),
         interpret=interpret is not None,
     )
     # TMA boxes start at multiples of 8 tokens and reach past the end only by whole boxes of the array's tiles.
@@ -176,11 +176,6 @@ def ragged_attention(
 def _heads_per_tile(group: int) -> int:
     """Query heads of a KV group that share a tile: the most that divide the group and fit."""
     return next(n for n in range(min(group, _MAX_HEADS), 0, -1) if group % n == 0)
-
-
-def _num_ctas() -> int:
-    device = jax.devices()[0]
-    return getattr(device, "core_count", None) or _DEFAULT_SMS if device.platform == "gpu" else _DEFAULT_SMS
 
 
 def _slopes_by_row(s: "_Shape", alibi_slopes: jax.Array | None) -> jax.Array:
