@@ -59,6 +59,14 @@ class Server:
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"jpaged:{name}{{"))
 
+    def log_with(self, text: str) -> str:
+        """Its log, once this is in it: a request's line is written after the last byte of its answer."""
+        end = time.monotonic() + 60
+        while text not in (log := self.log.read_text()):
+            assert time.monotonic() < end, log
+            time.sleep(0.02)
+        return log
+
     def close(self) -> None:
         self.client.close()
         if self.process.poll() is None:
