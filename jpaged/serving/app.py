@@ -28,7 +28,7 @@ from jpaged.serving.page import page_routes
 def build_app(engine: AsyncLLMEngine, options: AppOptions) -> Starlette:
     """The ASGI application that serves an engine. `app.state.live.close()` ends the streams that never end."""
     live = LiveView(engine, options.limits.max_watchers)
-    routes = [*page_routes(), *openai_routes(engine, options), *operational_routes(engine, options, live)]
+    routes = [*openai_routes(engine, options), *operational_routes(engine, options, live), *page_routes()]
     middleware = [Middleware(RequestIds), Middleware(LastWords)]
     if options.allowed_origins:
         middleware.append(

@@ -146,6 +146,8 @@ class AsyncLLMEngine:
                 `LLMEngine`.
             EngineDeadError: its process ended.
         """
+        if self._ready is not None:
+            return self._ready
         if self._is_ready is None:
             loop = asyncio.get_running_loop()
             self._is_ready = loop.create_future()

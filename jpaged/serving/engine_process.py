@@ -50,7 +50,8 @@ from jpaged.serving.wire import (
     frame,
 )
 
-_RECEIVE_BYTES = 1 << 20
+_RECEIVE_BYTES = 1 << 16
+"""At once; Python allocates as many for each call, and gives back what did not come."""
 
 
 class _Closed(Exception):

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -83,22 +83,24 @@ def _too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"The body is larger than {max_bytes} bytes, the most this server takes.", code="too_large")
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+async def unless_disconnected(receive: Receive, work: Awaitable[_T]) -> _T:
     """What `work` returns; it is cancelled when the client goes away. Raises ClientDisconnected."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+    task, left = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left = True
+        task.cancel()
+
+    others, watcher = task.cancelling(), asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnected
+        return await work
+    except asyncio.CancelledError:
+        if left and task.uncancel() <= others:
+            raise ClientDisconnected from None
+        raise  # the server is about to end
     finally:
         watcher.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

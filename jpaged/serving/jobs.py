@@ -7,7 +7,7 @@ Nothing is queued before all checks have passed, so a request that is refused ha
 """
 
 import asyncio
-import uuid
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,7 +176,7 @@ class JobMaker:
         is_chat = isinstance(body, ChatCompletionRequest)
         if body.request_id is not None and not 1 <= len(body.request_id) <= 128:
             raise ApiError(400, "request_id must have 1 to 128 characters.", param="request_id")
-        kind, own_id = "chatcmpl" if is_chat else "cmpl", uuid.uuid4().hex
+        kind, own_id = "chatcmpl" if is_chat else "cmpl", secrets.token_hex(16)
         request_id = f"{kind}-{body.request_id or own_id}"
         model, tokenizer = self._options.served_model_names[0], self._engine.tokenizer
         answer: Answer

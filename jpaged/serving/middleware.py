@@ -5,8 +5,8 @@ import hashlib
 import hmac
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,7 +37,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = _header(scope, b"x-request-id")
-        request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         begin, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from jpaged.beam_search_params import BeamSearchParams
@@ -79,7 +78,8 @@ def _sampling_of(
     if request.length_penalty not in (None, 1.0):
         raise ApiError(400, "length_penalty needs use_beam_search: true.", param="length_penalty")
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    return replace(defaults, **fields, output_kind=kind)
+    given = vars(defaults) | fields | {"output_kind": kind}
+    return SamplingParams(**given)  # `replace` takes twice as long
 
 
 def _beam_search(request: CompletionRequest | ChatCompletionRequest, fields: dict[str, Any]) -> BeamSearchParams:

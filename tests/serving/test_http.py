@@ -1,0 +1,99 @@
+"""`unless_disconnected`: work for a client that may go away."""
+
+import asyncio
+
+import pytest
+
+from jpaged.serving.http import ClientDisconnected, unless_disconnected
+
+
+class _Client:
+    """What a server's `receive` says of one. It is there until `leave`."""
+
+    def __init__(self) -> None:
+        self._left = asyncio.Event()
+
+    def leave(self) -> None:
+        self._left.set()
+
+    async def receive(self) -> dict[str, str]:
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+
+class _Work:
+    """Work that never ends by itself. ended: whether it was cancelled, and has cleaned up."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = asyncio.Event(), False
+
+    async def run(self) -> None:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            self.ended = True
+
+
+def test_work_for_a_client_that_leaves_is_cancelled_and_has_ended_when_the_caller_hears_of_it():
+    async def run():
+        client, work = _Client(), _Work()
+        task = asyncio.ensure_future(unless_disconnected(client.receive, work.run()))
+        await work.begun.wait()
+        client.leave()
+        with pytest.raises(ClientDisconnected):
+            await task
+        assert work.ended
+
+    asyncio.run(run())
+
+
+def test_a_task_goes_on_after_its_client_has_left():
+    async def run():
+        client = _Client()
+        client.leave()
+        with pytest.raises(ClientDisconnected):
+            await unless_disconnected(client.receive, _Work().run())
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
+
+    asyncio.run(run())
+
+
+def test_a_task_that_is_cancelled_stays_cancelled_though_its_client_leaves_at_once():
+    async def run():
+        client, work = _Client(), _Work()
+        task = asyncio.ensure_future(unless_disconnected(client.receive, work.run()))
+        await work.begun.wait()
+        client.leave()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert work.ended
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [None, KeyError("k")])
+def test_what_the_work_returns_or_raises_comes_through_and_nobody_watches_the_client_any_more(error):
+    async def work() -> str:
+        await asyncio.sleep(0)
+        if error is not None:
+            raise error
+        return "done"
+
+    async def run():
+        client = _Client()
+        if error is None:
+            assert await unless_disconnected(client.receive, work()) == "done"
+        else:
+            with pytest.raises(KeyError):
+                await unless_disconnected(client.receive, work())
+        client.leave()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
