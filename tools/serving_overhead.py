@@ -7,16 +7,16 @@ measurements, and what only the server has (API processes and client) to others.
 
 latency      one request at a time, of a given output length, whole and over one kept connection, in turns with the same
              request through `LLMEngine`: the difference of the medians, and of the 10th percentiles, which others on
-             the machine disturb less
+             the machine disturb less. The client is a bare socket: what another takes is its own
 saturation   more requests at once than run together, streamed, by the client of `jpaged bench serve`, in turns with the
              same requests through `LLMEngine`: the ratio of output tokens/s, median of the rounds
 """
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -86,17 +86,39 @@ def answer_offline(args: argparse.Namespace) -> None:
         print(json.dumps(found), flush=True)
 
 
-def served_latency(args: argparse.Namespace, connection: http.client.HTTPConnection) -> list[float]:
-    body = json.dumps({"prompt": PROMPT, "max_tokens": args.tokens, "temperature": 0, "ignore_eos": True})
+class Connection:
+    """The least that a client can be: a request goes out in one packet, and the answer's body is not looked at."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=60)
+
+    def post(self, path: str, body: bytes) -> None:
+        head = f"POST {path} HTTP/1.1\r\nhost: server\r\ncontent-type: application/json\r\n"
+        self._socket.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
+        answer, end = b"", 1
+        while len(answer) < end:
+            answer += self._read()
+            if b"\r\n\r\n" in answer:
+                head_bytes = answer.index(b"\r\n\r\n") + 4
+                end = head_bytes + int(answer.split(b"content-length: ", 1)[1].split(b"\r\n", 1)[0])
+        if not answer.startswith(b"HTTP/1.1 200 "):
+            raise SystemExit(f"A request was answered {answer.decode()}")
+
+    def _read(self) -> bytes:
+        data = self._socket.recv(1 << 16)
+        if not data:
+            raise SystemExit("The server closed the connection.")
+        return data
+
+
+def served_latency(args: argparse.Namespace, connection: Connection) -> list[float]:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": args.tokens, "temperature": 0, "ignore_eos": True}).encode()
     times = []
     for _ in range(BATCH):
         begin = time.perf_counter()
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        response.read()
+        connection.post("/v1/completions", body)
         times.append(time.perf_counter() - begin)
-        if response.status != 200:
-            raise SystemExit(f"A request was answered {response.status}.")
     return times
 
 
@@ -158,7 +180,7 @@ def main() -> int:
         _bind([*engines, offline.pid], args.engine_cpus)
         apis = [pid for pid in (server.process.pid, *server.children()) if pid not in engines]
         _bind([*apis, os.getpid()], args.other_cpus)
-        connection = http.client.HTTPConnection(*server.url.removeprefix("http://").split(":"), timeout=60)
+        connection = Connection(server.url)
         for measured in [False] + [True] * -(-args.requests // BATCH):  # the first warms up
             pair = {"offline": offline.ask("latency"), "served": served_latency(args, connection)}
             for name in times if measured else ():
