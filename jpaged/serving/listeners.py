@@ -3,6 +3,9 @@
     host and port   a socket for each process, on one port: the kernel deals out connections
     Unix socket     one socket that all processes share: whoever is free takes the next connection
 
+They listen at once, and who connects while the model is loaded waits. A socket that is bound and does not listen holds
+no address: another server could bind the same port, and would take a Unix socket for that of a server which was killed.
+
 A Unix socket is a file, and outlives a server that was killed. So one that nobody answers on is replaced; one with a
 server behind it is not; and a server that ends removes its own file, not that of another which took its place.
 """
@@ -33,20 +36,19 @@ class Listeners:
     @classmethod
     def on_port(cls, host: str, port: int, num_processes: int = 1) -> Self:
         """Takes a port; 0 takes a free one. Raises OSError, which names it."""
-        if num_processes == 1:
-            return cls([_bind(host, port)])
-        with _bind(host, port) as probe:  # a port of another server could be shared, and must not be
-            port = probe.getsockname()[1]
         with contextlib.ExitStack() as taken:
-            sockets = [taken.enter_context(_bind(host, port, reuse_port=True)) for _ in range(num_processes)]
+            # The first does not share its port until it has it, so no two servers can come to share one.
+            sockets = [taken.enter_context(_bind(host, port))]
+            port = sockets[0].getsockname()[1]
+            if num_processes > 1:
+                sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sockets += [taken.enter_context(_bind(host, port, reuse_port=True)) for _ in range(1, num_processes)]
             taken.pop_all()
         return cls(sockets)
 
     @classmethod
     def on_path(cls, path: str, num_processes: int = 1) -> Self:
-        """Takes a path for a Unix socket. Who connects while the model is loaded waits: a socket that is bound and does
-        not listen looks like that of a server which was killed. Raises OSError, which names the path.
-        """
+        """Takes a path for a Unix socket. Raises OSError, which names it."""
         return cls([_bind_unix(path)] * num_processes, path)
 
     def close(self) -> None:
@@ -65,6 +67,7 @@ def _bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         if reuse_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
+        sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}; choose another") from error

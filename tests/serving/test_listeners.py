@@ -82,14 +82,44 @@ def test_what_is_wrong_with_a_path_is_said():
         ServerOptions(uds="")
 
 
+@pytest.mark.parametrize("num_others", [1, 3])
 @pytest.mark.parametrize("num_processes", [1, 3])
-def test_a_port_is_one_servers_alone_however_many_processes_share_it(num_processes):
+def test_a_port_is_one_servers_alone_from_before_it_loads_its_model(num_processes, num_others):
+    """However many processes of a server share it."""
     listeners = Listeners.on_port("127.0.0.1", 0, num_processes)
     ports = {sock.getsockname()[1] for sock in listeners.sockets}
     assert len(listeners.sockets) == num_processes
     assert len(ports) == 1
-    for sock in listeners.sockets:
-        sock.listen()
     with pytest.raises(OSError, match=r"cannot listen on 127.0.0.1 port \d+: Address already in use; choose another"):
-        Listeners.on_port("127.0.0.1", ports.pop(), num_processes)
+        Listeners.on_port("127.0.0.1", ports.pop(), num_others)
     listeners.close()
+
+
+def test_a_port_can_be_taken_again_though_connections_of_the_last_server_linger():
+    with Listeners.on_port("127.0.0.1", 0).sockets[0] as sock:
+        port = sock.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            sock.accept()[0].close()  # the side that closes first keeps the port for a while
+            assert client.recv(1) == b""
+    Listeners.on_port("127.0.0.1", port).close()
+
+
+def test_each_process_gets_some_of_the_connections_to_their_port():
+    listeners = Listeners.on_port("127.0.0.1", 0, 3)
+    clients = [socket.create_connection(listeners.sockets[0].getsockname()) for _ in range(90)]
+    accepted = [_accept_all(sock) for sock in listeners.sockets]
+    assert sum(map(len, accepted)) == 90
+    assert all(accepted)  # one of them is passed over with a probability of 1e-15
+    for sock in (*clients, *(one for some in accepted for one in some)):
+        sock.close()
+    listeners.close()
+
+
+def _accept_all(listener):
+    listener.setblocking(False)
+    found = []
+    while True:
+        try:
+            found.append(listener.accept()[0])
+        except BlockingIOError:
+            return found
