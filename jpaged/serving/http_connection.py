@@ -8,14 +8,15 @@ What is wrong with a request before the application sees it is answered here, in
 answer has begun nothing can be said without spoiling it, so the connection is only closed.
 
 A client that offers to go on in another protocol (Java's offers HTTP/2 with its first request) is answered in this one,
-as HTTP has it: its request is read as if it had not offered.
+as HTTP has it: its request is read as if it had not offered. One that speaks HTTP/1.0 gets no chunks: its answer ends
+with the connection.
 """
 
 import asyncio
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from jpaged.serving.errors import ApiError
 from jpaged.serving.limits import ServerLimits
@@ -86,6 +87,8 @@ class HttpConnection(HttpToolsProtocol):
             self._refusal = _too_large()
             raise self._refusal  # the parser makes it one of its own errors
         super().on_headers_complete()
+        if self.parser.get_http_version() < "1.1":
+            _end_with_connection(self.cycle)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -147,6 +150,22 @@ class HttpConnection(HttpToolsProtocol):
             head = f"HTTP/1.1 {error.status} -\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
+
+
+def _end_with_connection(cycle: RequestResponseCycle) -> None:
+    """Makes uvicorn send a body that has no length as it is: before HTTP/1.1 there are no chunks, and the end of the
+    connection is that of the body.
+    """
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            cycle.chunked_encoding = False
+        else:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await RequestResponseCycle.send(cycle, message)
+
+    cycle.keep_alive = False
+    cycle.send = send  # type: ignore[method-assign]
 
 
 def _too_large() -> ApiError:

@@ -33,9 +33,19 @@ async def slow(request: Request) -> Response:
     return StreamingResponse(ticks())
 
 
+async def parts(request: Request) -> Response:
+    async def letters():
+        for letter in b"parts":
+            yield bytes([letter])
+            await asyncio.sleep(0)
+
+    return StreamingResponse(letters())
+
+
 @pytest.fixture(scope="module")
 def port():
-    app = Starlette(routes=[Route("/echo", echo, methods=["GET", "POST"]), Route("/slow", slow)])
+    routes = [Route("/echo", echo, methods=["GET", "POST"]), Route("/slow", slow), Route("/parts", parts)]
+    app = Starlette(routes=routes)
     limits = ServerLimits(header_timeout_s=0.4, max_header_bytes=1000)
     protocol = limited_protocol(limits)
     config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
@@ -106,6 +116,19 @@ def test_an_offer_of_another_protocol_is_passed_over_and_the_body_read(port):
 def test_an_offer_of_a_websocket_is_passed_over(port):
     offer = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: a\r\nsec-websocket-version: 13\r\n"
     assert statuses(talk(port, request(b"/echo", headers=offer) + request(b"/echo", headers=CLOSE))) == [200, 200]
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"0.9"])
+@pytest.mark.parametrize("offer", [b"", b"connection: keep-alive\r\n"])
+def test_an_answer_without_a_length_ends_with_the_connection_for_clients_that_know_no_chunks(port, version, offer):
+    ask = b"GET %s HTTP/" + version + b"\r\n" + offer + b"\r\n"
+    head, _, body = talk(port, ask % b"/parts").partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"parts"
+    head, _, body = talk(port, ask % b"/echo").partition(b"\r\n\r\n")
+    assert b"content-length: 0" in head
+    assert body == b""
 
 
 def test_headers_are_bounded_whether_they_end_or_not(port):
