@@ -59,7 +59,7 @@ class TestTheCommandItself:
         assert "tokens in a block of the KV cache (default: 16)" in text
         assert "fraction of the device's memory to use (default: 0.9)" in text
         assert "choices for a prompt (default: 64)" in text
-        assert "seconds for a chat template (default: 2.0)" in text
+        assert "seconds for a chat template to render (default: 2.0)" in text
         assert "None" not in text
 
     @pytest.mark.parametrize("argv", [[], ["generate"], ["chat"], ["bench"]])

@@ -1,8 +1,22 @@
-"""What benchmarks check of their options before they load anything."""
+"""The options of benchmarks: how help shows them, and what is checked of them before anything is loaded."""
 
 import argparse
 
 from jpaged.errors import InvalidParameterError
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Text above and below the options stays as it is. An option that does not say its default itself is made to,
+    unless it has none or is off.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or "(default: " in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return {int: "N", float: "X"}.get(action.type) or action.dest.upper()  # type: ignore[call-overload]
 
 
 def check_least(args: argparse.Namespace, **least: int) -> None:

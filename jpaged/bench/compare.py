@@ -9,17 +9,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jpaged.bench.arguments import HelpFormatter
 from jpaged.errors import InvalidParameterError
 
 _NAMES = ("name", "case", "workload", "dataset", "batch", "batch_size", "input_len", "output_len", "variant", "system")
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="jpaged bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = argparse.ArgumentParser(prog="jpaged bench compare", description=__doc__, formatter_class=HelpFormatter)
     result.add_argument("a", type=Path, metavar="A.json", help="the report to compare with")
-    result.add_argument("b", type=Path, metavar="B.json")
+    result.add_argument("b", type=Path, metavar="B.json", help="the report to compare")
     return result
 
 

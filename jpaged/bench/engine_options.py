@@ -1,31 +1,52 @@
 """The options of an `LLM` that the offline benchmarks share."""
 
 import argparse
+from typing import get_args
 
 from jpaged.bench.models import CONFIGS, model_directory
+from jpaged.config import DType
 from jpaged.llm import LLM
 from jpaged.replicas import ReplicatedEngine
+
+LOAD_FORMAT = '"dummy" makes random weights'
+DTYPE = "type of weights and KV cache"
+BLOCK_SIZE = "tokens in a block of the KV cache"
+MAX_NUM_SEQS = "most sequences that run at once (default: by device)"
+MAX_NUM_BATCHED_TOKENS = "most tokens computed in a step (default: by device)"
+GPU_MEMORY_UTILIZATION = "fraction of the device's memory to use"
+PIPELINE_DEPTH = "steps dispatched before the first one's tokens are read"
+KERNEL_BACKEND = "attention and cache kernels (default: by device)"
+TENSOR_PARALLEL_SIZE = "devices to split the model over"
+"""What options mean that benchmarks have in common."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(CONFIGS)
-    parser.add_argument("--model", help=f"a directory, a hub id, or one of {names}; the embedded model by default")
-    parser.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"))
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--max-model-len", type=int, default=None)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--max-num-seqs", type=int, default=None)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=None)
-    for name in ("--decode-buckets", "--token-buckets"):
-        parser.add_argument(name, type=_sizes, help="ascending, as 8,64,1024; the last one is the limit above")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--pipeline-depth", type=int, default=2)
+    parser.add_argument("--model", help=f"a directory, a hub id, or one of {names} (default: the embedded model)")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help=LOAD_FORMAT)
+    parser.add_argument("--dtype", choices=get_args(DType), default="auto", help=DTYPE)
+    parser.add_argument("--max-model-len", type=int, help="tokens of the longest sequence (default: what fits)")
+    parser.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
+    parser.add_argument("--max-num-seqs", type=int, help=MAX_NUM_SEQS)
+    parser.add_argument("--max-num-batched-tokens", type=int, help=MAX_NUM_BATCHED_TOKENS)
+    for name, what in (("--decode-buckets", "sequences"), ("--token-buckets", "tokens")):
+        parser.add_argument(
+            name,
+            type=_sizes,
+            metavar="N,N,...",
+            help=f"{what} in a step that programs are compiled for, ascending; the last is the limit above (default: by"
+            " device)",
+        )
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help=GPU_MEMORY_UTILIZATION)
+    parser.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
-    parser.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--one-shot-rows", type=int, help="steps up to this size sum by the one-shot kernel")
-    parser.add_argument("--data-parallel-size", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kernel-backend", choices=("mosaic", "xla"), help=KERNEL_BACKEND)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help=TENSOR_PARALLEL_SIZE)
+    parser.add_argument(
+        "--one-shot-rows", type=int, help="steps up to this size sum by the one-shot kernel (default: by device)"
+    )
+    parser.add_argument("--data-parallel-size", type=int, default=1, help="replicas, each on devices of its own")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")
 
 
 def make_llm(args: argparse.Namespace) -> LLM:

@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from jpaged import pallas_kernels as ops
+from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import TRACES
 
@@ -399,10 +400,19 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the cases whose name contains `--only`, prints a table and writes the figures as JSON."""
-    parser = argparse.ArgumentParser(prog="jpaged bench kernels", description=main.__doc__)
-    parser.add_argument("--only", default="", help="run only the cases whose name contains this text")
-    parser.add_argument("--backend", choices=["xla", "mosaic"], help="force one backend; by device otherwise")
-    parser.add_argument("--json", type=Path, help="where to write JSON (benchmarks/results/kernels-<date>.json)")
+    parser = argparse.ArgumentParser(
+        prog="jpaged bench kernels", description=main.__doc__, formatter_class=HelpFormatter
+    )
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="run only the cases whose name contains this (default: all)"
+    )
+    parser.add_argument("--backend", choices=["xla", "mosaic"], help="force one backend (default: by device)")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="where to write JSON (default: benchmarks/results/kernels-<date>.json)",
+    )
     parser.add_argument("--repeats", type=int, default=7, help="batches of programs that the median is taken of")
     options = parser.parse_args(argv)
     device = jax.devices()[0]

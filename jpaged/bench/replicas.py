@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
+from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.scheduler import Case, measure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark from the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="jpaged bench replicas", description="Steps/s of several engine loops.")
+    parser = argparse.ArgumentParser(
+        prog="jpaged bench replicas", description="Steps/s of several engine loops.", formatter_class=HelpFormatter
+    )
     parser.add_argument("--replicas", type=int, default=2, help="loops at a time")
     parser.add_argument("--running", type=int, default=256, help="running sequences of each")
     parser.add_argument("--finishing", type=int, default=4, help="sequences that end in each step")

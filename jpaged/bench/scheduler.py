@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jpaged.bench.arguments import HelpFormatter
 from jpaged.config import SchedulerConfig
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.block_pool import BlockPool
@@ -204,10 +205,22 @@ def _request(i: int, case: Case, max_tokens: int) -> Request:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark from the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="jpaged bench scheduler", description="Host time of a step, in microseconds.")
-    parser.add_argument("--running", type=int, nargs="+", default=[100, 1000, 4000], help="running sequences")
+    parser = argparse.ArgumentParser(
+        prog="jpaged bench scheduler",
+        description="Host time of a step, in microseconds.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "--running",
+        type=int,
+        nargs="+",
+        default=[100, 1000, 4000],
+        help="running sequences, a line each (default: 100 1000 4000)",
+    )
     parser.add_argument("--steps", type=int, default=1000, help="steps measured for each line")
-    parser.add_argument("--finishing", type=int, default=4, help="sequences that end in a step, in that line")
+    parser.add_argument(
+        "--finishing", type=int, default=4, help="sequences that end in a step, in the line of those that end"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     args = parser.parse_args(argv)
     if min(args.running) < 1 or args.steps < 1 or args.finishing < 1:

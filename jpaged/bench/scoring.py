@@ -12,16 +12,28 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpaged.bench.arguments import check_least
+from jpaged.bench.arguments import HelpFormatter, check_least
+from jpaged.bench.engine_options import (
+    BLOCK_SIZE,
+    DTYPE,
+    GPU_MEMORY_UTILIZATION,
+    KERNEL_BACKEND,
+    LOAD_FORMAT,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    PIPELINE_DEPTH,
+    TENSOR_PARALLEL_SIZE,
+)
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
+from jpaged.config import DType
 from jpaged.executor.memory import reserve_device_memory
 from jpaged.models import Model, ModelConfig, build, resolve
 from jpaged.scoring import Scorer
@@ -37,28 +49,35 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="jpaged bench scoring",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         epilog="example: jpaged bench scoring --model llama-3.1-8b --load-format dummy --num-rows 2000",
     )
     result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {names}")
-    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"))
-    result.add_argument("--dtype", default="auto")
-    result.add_argument("--num-rows", type=int, default=512)
-    result.add_argument("--row-len", type=int, default=1024, help="tokens")
-    result.add_argument("--choices", type=int, default=0, help="score so many choices a row instead of the whole row")
+    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help=LOAD_FORMAT)
+    result.add_argument("--dtype", choices=get_args(DType), default="auto", help=DTYPE)
+    result.add_argument("--num-rows", type=int, default=512, help="rows to score")
+    result.add_argument("--row-len", type=int, default=1024, help="tokens of a row")
+    result.add_argument(
+        "--choices", type=int, default=0, help="score so many choices a row instead of the whole row; 0 for none"
+    )
     result.add_argument("--choice-len", type=int, default=16, help="tokens of a choice, after the row's tokens")
-    result.add_argument("--max-model-len", type=int, default=None, help="row and choice by default")
-    result.add_argument("--block-size", type=int, default=16)
-    result.add_argument("--max-num-seqs", type=int, default=None)
-    result.add_argument("--max-num-batched-tokens", type=int, default=None)
-    result.add_argument("--tensor-parallel-size", type=int, default=1, help="devices to split the model over")
+    result.add_argument("--max-model-len", type=int, help="tokens of the longest row (default: row and choice)")
+    result.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
+    result.add_argument("--max-num-seqs", type=int, help=MAX_NUM_SEQS)
+    result.add_argument("--max-num-batched-tokens", type=int, help=MAX_NUM_BATCHED_TOKENS)
+    result.add_argument("--tensor-parallel-size", type=int, default=1, help=TENSOR_PARALLEL_SIZE)
     result.add_argument("--data-parallel-size", type=int, default=1, help="worker processes, through shard files")
-    result.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    result.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
-    result.add_argument("--pipeline-depth", type=int, default=2)
-    result.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
+    result.add_argument("--gpu-memory-utilization", type=float, default=0.9, help=GPU_MEMORY_UTILIZATION)
+    result.add_argument(
+        "--no-enable-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="compute equal beginnings of rows anew",
+    )
+    result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
+    result.add_argument("--kernel-backend", choices=("mosaic", "xla"), help=KERNEL_BACKEND)
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
-    result.add_argument("--seed", type=int, default=0)
+    result.add_argument("--seed", type=int, default=0, help="of rows and random weights")
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result
 

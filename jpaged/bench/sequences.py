@@ -26,7 +26,8 @@ import jax
 import numpy as np
 
 from jpaged.beam_search_params import BeamSearchParams
-from jpaged.bench.arguments import check_least
+from jpaged.bench.arguments import HelpFormatter, check_least
+from jpaged.bench.engine_options import BLOCK_SIZE, LOAD_FORMAT, MAX_NUM_SEQS
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
@@ -44,22 +45,24 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="jpaged bench sequences",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         epilog="example: jpaged bench sequences --model llama-3.1-8b --load-format dummy --num-prompts 250",
     )
     result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {', '.join(CONFIGS)}")
-    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"))
-    result.add_argument("--case", action="append", choices=CASES, help="may be repeated; all by default")
-    result.add_argument("--dataset", default="sharegpt-like", choices=DATASETS)
-    result.add_argument("--num-prompts", type=int, default=250)
-    result.add_argument("--input-len", type=int, default=512, help="tokens, for random and shared-prefix")
-    result.add_argument("--output-len", type=int, default=128, help="tokens, for random and shared-prefix")
+    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help=LOAD_FORMAT)
+    result.add_argument("--case", action="append", choices=CASES, help="may be repeated (default: all)")
+    result.add_argument("--dataset", default="sharegpt-like", choices=DATASETS, help="what lengths requests have")
+    result.add_argument("--num-prompts", type=int, default=250, help="requests")
+    result.add_argument("--input-len", type=int, default=512, help="tokens of a prompt, for random and shared-prefix")
+    result.add_argument("--output-len", type=int, default=128, help="tokens of an answer, for random and shared-prefix")
     result.add_argument("--width", type=int, default=4, help="sequences for each prompt")
     result.add_argument("--swap-chunks", type=int, default=64, help="chunks of 16 blocks that go out and come back")
-    result.add_argument("--max-model-len", type=int, default=None)
-    result.add_argument("--max-num-seqs", type=int, default=None)
-    result.add_argument("--block-size", type=int, default=16)
-    result.add_argument("--num-gpu-blocks-override", type=int, default=None)
+    result.add_argument("--max-model-len", type=int, help="tokens of the longest sequence (default: what fits)")
+    result.add_argument("--max-num-seqs", type=int, help=MAX_NUM_SEQS)
+    result.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
+    result.add_argument(
+        "--num-gpu-blocks-override", type=int, help="blocks in the KV cache (default: what memory allows)"
+    )
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result

@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.percentiles import summary
 from jpaged.bench.percentiles import table as percentile_table
 from jpaged.bench.stream_client import StreamRecord, Target, send_all
@@ -53,18 +54,18 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="jpaged bench serve",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         epilog="example: jpaged bench serve --dataset sharegpt-like --request-rate 25 --num-prompts 500",
     )
-    result.add_argument("--base-url", default="http://127.0.0.1:8000", help="%(default)s by default")
-    result.add_argument("--model", help="the name to send; the first of the server's /v1/models by default")
-    result.add_argument("--api-key", help="sent as a bearer token; $OPENAI_API_KEY by default")
-    result.add_argument("--request-rate", type=float, default=math.inf, help="requests/s; inf (default): all at once")
-    result.add_argument("--num-prompts", type=int, default=1000)
-    result.add_argument("--dataset", default="sharegpt-like", choices=DATASETS, help="%(default)s by default")
-    result.add_argument("--input-len", type=int, default=512, help="tokens, for random and shared-prefix")
-    result.add_argument("--output-len", type=int, default=256, help="tokens, for random and shared-prefix")
-    result.add_argument("--prefix-len", type=int, default=2048, help="tokens, for shared-prefix")
+    result.add_argument("--base-url", default="http://127.0.0.1:8000", help="where the server listens")
+    result.add_argument("--model", help="the name to send (default: the first of the server's /v1/models)")
+    result.add_argument("--api-key", help="sent as a bearer token (default: $OPENAI_API_KEY)")
+    result.add_argument("--request-rate", type=float, default=math.inf, help="requests/s; inf: all at once")
+    result.add_argument("--num-prompts", type=int, default=1000, help="requests")
+    result.add_argument("--dataset", default="sharegpt-like", choices=DATASETS, help="what lengths they have")
+    result.add_argument("--input-len", type=int, default=512, help="tokens of a prompt, for random and shared-prefix")
+    result.add_argument("--output-len", type=int, default=256, help="tokens of an answer, for random and shared-prefix")
+    result.add_argument("--prefix-len", type=int, default=2048, help="tokens that all prompts share, for shared-prefix")
     result.add_argument(
         "--dataset-path", type=Path, help="a ShareGPT JSON file to draw conversations from, instead of --dataset"
     )
@@ -73,11 +74,11 @@ def parser() -> argparse.ArgumentParser:
         "--vocab-size",
         type=int,
         default=1000,
-        help="prompts are random token ids below this; %(default)s by default, which any common model has. With the "
-        "model's own, prompts are as varied as they can be",
+        help="prompts are random token ids below this. Any common model has the default; with the "
+        "model's own number, prompts are as varied as they can be",
     )
-    result.add_argument("--workers", type=int, help="processes that send; a quarter of the cores by default")
-    result.add_argument("--timeout", type=float, default=600.0, help="s; a request that takes longer has failed")
+    result.add_argument("--workers", type=int, help="processes that send (default: a quarter of the cores)")
+    result.add_argument("--timeout", type=float, default=600.0, help="seconds; a request that takes longer has failed")
     result.add_argument("--seed", type=int, default=0, help="of prompts, lengths and sending times")
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result

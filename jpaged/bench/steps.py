@@ -22,8 +22,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.bench.arguments import check_least
+from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.device_trace import kernel_times, read_trace
+from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, LOAD_FORMAT, PIPELINE_DEPTH
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.config import EngineArgs
@@ -37,22 +38,28 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="jpaged bench steps",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         epilog="example: jpaged bench steps --model qwen3-0.6b --load-format dummy --batch 1 --batch 256",
     )
     names = ", ".join(CONFIGS)
     result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {names}")
-    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"))
-    result.add_argument("--batch", action="append", type=int, help="sequences; may be repeated (1, 32, 256, 1000)")
+    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help=LOAD_FORMAT)
+    result.add_argument(
+        "--batch", action="append", type=int, help="sequences; may be repeated (default: 1, 32, 256, 1000)"
+    )
     result.add_argument("--context", type=int, default=512, help="tokens of each sequence when timing begins")
-    result.add_argument("--steps", type=int, default=64, help="steps timed, and half as many recorded (%(default)s)")
-    result.add_argument("--temperature", type=float, default=0.0)
-    result.add_argument("--top-p", type=float, default=1.0)
-    result.add_argument("--block-size", type=int, default=16)
-    result.add_argument("--max-model-len", type=int, default=None)
-    result.add_argument("--pipeline-depth", type=int, default=2)
-    result.add_argument("--kernel-backend", default=None, choices=("mosaic", "xla"), help="by device if not given")
-    result.add_argument("--read-gb-per-s", type=float, default=4424.0, help="the card's bandwidth, for the floor")
+    result.add_argument("--steps", type=int, default=64, help="steps timed, and half as many recorded")
+    result.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    result.add_argument("--top-p", type=float, default=1.0, help="of sampling, with a temperature; 1 keeps every token")
+    result.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
+    result.add_argument(
+        "--max-model-len", type=int, help="tokens of the longest sequence (default: what the steps need)"
+    )
+    result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
+    result.add_argument("--kernel-backend", choices=("mosaic", "xla"), help=KERNEL_BACKEND)
+    result.add_argument(
+        "--read-gb-per-s", type=float, default=4424.0, help="the card's read bandwidth in GB/s, for the floor"
+    )
     result.add_argument("--top", type=int, default=12, help="kernels to print")
     result.add_argument("--trace", type=Path, help="keep the profiler's trace here (it opens in Perfetto)")
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")

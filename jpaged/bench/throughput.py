@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 
 from jpaged.assets import demo_model_path
-from jpaged.bench.arguments import check_least
+from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.device_trace import idle_share, read_trace
 from jpaged.bench.engine_options import add_engine_options, end_replicas, make_llm
 from jpaged.bench.models import CONFIGS
@@ -36,24 +36,32 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="jpaged bench throughput",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         epilog="example: jpaged bench throughput --model qwen3-0.6b --load-format dummy --workload sharegpt",
     )
     add_engine_options(result)
     result.add_argument(
-        "--workload", action="append", choices=(*WORKLOADS, "all"), help="may be repeated; sets all that follows"
+        "--workload",
+        action="append",
+        choices=(*WORKLOADS, "all"),
+        help="by name; may be repeated; sets all that follows",
     )
-    result.add_argument("--dataset", action="append", choices=DATASETS, help="may be repeated; random by default")
+    result.add_argument(
+        "--dataset",
+        action="append",
+        choices=DATASETS,
+        help="what lengths requests have; may be repeated (default: random)",
+    )
     result.add_argument(
         "--dataset-path", type=Path, help="a ShareGPT JSON file to draw conversations from, instead of --dataset"
     )
-    result.add_argument("--tokenizer", help="for --dataset-path, a directory or hub id; the model's by default")
-    result.add_argument("--num-prompts", type=int, default=256)
-    result.add_argument("--input-len", type=int, default=512, help="tokens, for random and shared-prefix")
-    result.add_argument("--output-len", type=int, default=256, help="tokens, for random and shared-prefix")
-    result.add_argument("--prefix-len", type=int, default=2048, help="tokens, for shared-prefix")
-    result.add_argument("--temperature", type=float, default=0.0)
-    result.add_argument("--top-p", type=float, default=1.0)
+    result.add_argument("--tokenizer", help="for --dataset-path, a directory or hub id (default: the model's)")
+    result.add_argument("--num-prompts", type=int, default=256, help="requests")
+    result.add_argument("--input-len", type=int, default=512, help="tokens of a prompt, for random and shared-prefix")
+    result.add_argument("--output-len", type=int, default=256, help="tokens of an answer, for random and shared-prefix")
+    result.add_argument("--prefix-len", type=int, default=2048, help="tokens that all prompts share, for shared-prefix")
+    result.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    result.add_argument("--top-p", type=float, default=1.0, help="of sampling, with a temperature; 1 keeps every token")
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
     result.add_argument(
         "--profile",

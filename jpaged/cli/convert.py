@@ -20,7 +20,12 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("model", metavar="DIR_OR_ID", help="a directory in Hugging Face layout or a hub id")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the hub")
-    parser.add_argument("--dtype", choices=get_args(DType), default="auto", help="type to store (default: as it is)")
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(DType),
+        default="auto",
+        help="type to store; auto: the one that it has (default: auto)",
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
     add_debug_option(parser)
     parser.set_defaults(run=run)

@@ -25,7 +25,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("-i", "--input", required=True, metavar="INPUT", help="a .jsonl file of requests")
     parser.add_argument("-o", "--output", required=True, metavar="OUTPUT", help="a .jsonl file")
     parser.add_argument("--seed", type=int, metavar="N", help="of requests that have none (default: 0)")
-    add_file_options(parser, "requests")
+    add_file_options(parser, "requests", 64)
     add_model_options(parser)
     parser.set_defaults(run=run)
 

@@ -43,16 +43,20 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default="fail",
         help="a malformed row ends the run, or is left out and listed in OUTPUT.errors.jsonl (default: fail)",
     )
-    add_file_options(parser, "characters")
+    add_file_options(parser, "characters", 524288)
     add_model_options(parser)
     parser.set_defaults(run=run)
 
 
-def add_file_options(parser: argparse.ArgumentParser, unit: str) -> None:
-    """What commands that work through files have in common. unit: what a shard's size is counted in."""
+def add_file_options(parser: argparse.ArgumentParser, unit: str, default: int) -> None:
+    """What commands that work through files have in common. unit: what a shard's size is counted in.
+    default: of them.
+    """
     group = parser.add_argument_group("file options")
     group.add_argument("--overwrite", action="store_true", help="replace the output, drop unfinished work on it")
-    group.add_argument("--shard-size", type=int, metavar="N", help=f"{unit} between two commits to the disk")
+    group.add_argument(
+        "--shard-size", type=int, metavar="N", help=f"{unit} between two commits to the disk (default: {default})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,23 +18,23 @@ from jpaged.serving.limits import ServerLimits
 API_KEYS_VARIABLE = "JPAGED_API_KEY"
 
 _LIMITS = (
-    ("--max-body-bytes", int, "N", "of a request's body"),
-    ("--max-header-bytes", int, "N", "of a request's line and headers"),
+    ("--max-body-bytes", int, "N", "bytes of a request's body"),
+    ("--max-header-bytes", int, "N", "bytes of a request's line and headers"),
     ("--max-prompts", int, "N", "prompts in a completion request"),
     ("--max-prompt-tokens", int, "N", "tokens of a prompt (default: what the model takes)"),
     ("--max-n", int, "N", "choices for a prompt"),
     ("--max-stop-strings", int, "N", "stop strings of a request"),
     ("--max-stop-characters", int, "N", "characters of those together"),
-    ("--max-logprobs", int, "N", "alternatives to each token"),
+    ("--max-logprobs", int, "N", "alternatives to each token that log-probabilities are asked of"),
     ("--max-logit-bias", int, "N", "entries of logit_bias"),
     ("--max-bad-words", int, "N", "entries of bad_words"),
     ("--max-queued-requests", int, "N", "prompts that wait to run; above it clients get a 503"),
     ("--max-queued-tokens", int, "N", "tokens of those prompts"),
     ("--max-watchers", int, "N", "pages that show the live view, for each API process"),
     ("--header-timeout", float, "S", "seconds for a request's headers to come"),
-    ("--body-timeout", float, "S", "seconds for its body"),
+    ("--body-timeout", float, "S", "seconds for a request's body to come"),
     ("--keep-alive-timeout", float, "S", "seconds that a connection may wait for its next request"),
-    ("--template-timeout", float, "S", "seconds for a chat template"),
+    ("--template-timeout", float, "S", "seconds for a chat template to render"),
 )
 
 
@@ -55,8 +55,10 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="as --model")
     group = parser.add_argument_group("server options")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    group.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: 8000)")
-    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
+    group.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port to listen on; 0 takes a free one (default: 8000)"
+    )
+    group.add_argument("--uds", metavar="PATH", help="a Unix socket to listen on instead")
     group.add_argument(
         "--api-key",
         action="append",
@@ -91,8 +93,10 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     group.add_argument(
         "--api-workers", type=int, default=1, metavar="N", help="processes that speak HTTP, for one engine (default: 1)"
     )
-    group.add_argument("--metrics-prefix", default="jpaged", metavar="NAME", help="of metrics (default: jpaged)")
-    group.add_argument("--no-access-log", action="store_true", help="no line for each request")
+    group.add_argument(
+        "--metrics-prefix", default="jpaged", metavar="NAME", help="what names of metrics begin with (default: jpaged)"
+    )
+    group.add_argument("--no-access-log", action="store_true", help="write no line for each request")
     group.add_argument(
         "--trust-request-chat-template", action="store_true", help="take chat templates from requests; see the docs"
     )

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.memory import figures, plots
 from jpaged.bench.memory.figures import FIGURES, Options, Row
 from jpaged.bench.memory.setups import SETUPS
@@ -27,20 +28,20 @@ _LATENCY_FIGURES = ("12", "14", "16", "17")
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="jpaged bench memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = argparse.ArgumentParser(prog="jpaged bench memory", description=__doc__, formatter_class=HelpFormatter)
     result.add_argument(
         "--figure",
         action="append",
         choices=("2", "12", "13", "14", "15", "16", "17", "18", "19", "all"),
-        help="of the paper; may be repeated (all that need no device)",
+        help="of the paper; may be repeated (default: all that need no device)",
     )
-    result.add_argument("--step-time", default="paper", help="paper, roofline, or a file of measured steps (paper)")
-    result.add_argument("--lengths", default="paper", choices=LENGTHS, help="of requests (paper)")
-    result.add_argument("--duration", type=float, metavar="SECONDS", help="of a trace (600 to 3600, by figure)")
-    result.add_argument("--seed", type=int, default=0)
-    result.add_argument("--jobs", type=int, default=1, help="processes to simulate in (1)")
+    result.add_argument("--step-time", default="paper", help="paper, roofline, or a file of measured steps")
+    result.add_argument("--lengths", default="paper", choices=LENGTHS, help="where the lengths of requests come from")
+    result.add_argument(
+        "--duration", type=float, metavar="SECONDS", help="of a trace (default: 600 to 3600, by figure)"
+    )
+    result.add_argument("--seed", type=int, default=0, help="of lengths and arrivals")
+    result.add_argument("--jobs", type=int, default=1, help="processes to simulate in")
     result.add_argument("--quick", action="store_true", help="short traces and fewer points, for a look")
     result.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     result.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures there, as PNG and SVG")
@@ -48,14 +49,18 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines with input_len and output_len, or ShareGPT")
     own.add_argument("--rate", type=float, action="append", help="requests/s, also of figure 18; may be repeated")
     own.add_argument("--tokenizer", help="for ShareGPT's text: a directory or hub id")
-    own.add_argument("--setup", default="opt-13b", choices=SETUPS, help="model and cards (opt-13b)")
+    own.add_argument("--setup", default="opt-13b", choices=SETUPS, help="model and cards")
     device = result.add_argument_group("figures 18 and 19 on a device")
     device.add_argument("--model", help="a directory, a hub id, or a name that other benchmarks know")
-    device.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"))
-    device.add_argument("--num-prompts", type=int, default=400, help="requests of each run (400)")
-    device.add_argument("--tokens", type=int, default=1024, help="of the sequence that figure 19 swaps (1024)")
-    device.add_argument("--max-model-len", type=int, default=2048, help="longest request, in tokens (2048)")
-    device.add_argument("--num-gpu-blocks", type=int, help="blocks of 16 tokens in the pool (what memory allows)")
+    device.add_argument(
+        "--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help='"dummy" makes random weights'
+    )
+    device.add_argument("--num-prompts", type=int, default=400, help="requests of each run")
+    device.add_argument("--tokens", type=int, default=1024, help="of the sequence that figure 19 swaps")
+    device.add_argument("--max-model-len", type=int, default=2048, help="longest request, in tokens")
+    device.add_argument(
+        "--num-gpu-blocks", type=int, help="blocks of 16 tokens in the pool (default: what memory allows)"
+    )
     return result
 
 
