@@ -56,5 +56,9 @@ class OutputError(JPagedError, OSError):
     """Results cannot be written: the disk is full, or the place cannot be written to. What was finished is kept."""
 
 
+class MissingPackageError(JPagedError, ImportError):
+    """A package that an optional part of jpaged needs is not installed; the message says how to install it."""
+
+
 class EngineDeadError(JPagedError, RuntimeError):
     """The engine met an internal error and cannot go on; the original exception is its `__cause__`."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jpaged.errors import InvalidParameterError, JPagedError, shown
+from jpaged.errors import InvalidParameterError, JPagedError, MissingPackageError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +148,9 @@ def _check_columns(path: Path, names: Sequence[str]) -> None:
 
 
 def import_pyarrow() -> Any:
-    """pyarrow. Raises JPagedError that says how to install it."""
+    """pyarrow. Raises MissingPackageError."""
     try:
         import pyarrow
     except ImportError as error:
-        raise JPagedError('Parquet files need pyarrow; install it with `pip install "jpaged[score]"`.') from error
+        raise MissingPackageError("Parquet files need pyarrow: pip install 'jpaged[score]'.") from error
     return pyarrow

@@ -13,14 +13,17 @@ again that it had.
 
 from typing import Any
 
-import pyarrow as pa
-import ray
-from ray.data import ActorPoolStrategy, Dataset
-
-from jpaged.errors import InvalidParameterError, MalformedRowError
+from jpaged.errors import InvalidParameterError, MalformedRowError, MissingPackageError
 from jpaged.scoring.files import OnError, parquet_schema
 from jpaged.scoring.jobs import check_options
 from jpaged.scoring.rows import Row, RowScore, parse_row
+
+try:
+    import pyarrow as pa
+    import ray
+    from ray.data import ActorPoolStrategy, Dataset
+except ImportError as error:
+    raise MissingPackageError(f"jpaged.scoring.ray needs Ray: pip install 'jpaged[ray]'. ({error})") from error
 
 ROWS_PER_BATCH = 1024
 """Rows that an actor scores at a time; between two batches it runs dry for a moment."""

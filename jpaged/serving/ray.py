@@ -19,14 +19,19 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import msgspec
-from ray import serve
-from starlette.types import ASGIApp
 
 from jpaged.config import EngineArgs
-from jpaged.errors import InvalidParameterError
-from jpaged.serving.app import build_app
+from jpaged.errors import InvalidParameterError, MissingPackageError
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.options import AppOptions
+
+try:
+    from ray import serve
+    from starlette.types import ASGIApp
+
+    from jpaged.serving.app import build_app
+except ImportError as error:
+    raise MissingPackageError(f"jpaged.serving.ray needs Ray Serve: pip install 'jpaged[ray]'. ({error})") from error
 
 _T = TypeVar("_T")
 
