@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from shlex import split
 
@@ -259,7 +260,7 @@ class TestGenerate:
         process = command("generate", "endless", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         os.read(process.stdout.fileno(), 10)
         process.stdout.close()
-        assert process.wait(10) == 141
+        assert process.wait(60) == 141
         assert process.stderr.read() == b""
 
     @pytest.mark.parametrize("argv", [["endless"], ["--file", "-"]])
@@ -269,7 +270,7 @@ class TestGenerate:
         process.stdin.close()
         os.read(process.stdout.fileno(), 10)
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(60) == 130
         assert b"Traceback" not in process.stderr.read()
 
 
@@ -343,7 +344,7 @@ class Terminal:
     def type(self, text):
         os.write(self.fd, text.encode())
 
-    def wait_for(self, text, timeout_s=15):
+    def wait_for(self, text, timeout_s=60):
         """Reads until `text` has come since the last call; returns what came up to its end."""
         end = time.monotonic() + timeout_s
         while text not in self.text:
@@ -353,6 +354,14 @@ class Terminal:
             self.text += os.read(self.fd, 4096).decode(errors="replace")
         before, _, self.text = self.text.partition(text)
         return before + text
+
+    def wait_until_it_reads_a_line(self):
+        """Until readline takes what is typed, key by key; before that a signal is seen with the next key only."""
+        end = time.monotonic() + 60
+        while termios.tcgetattr(self.fd)[3] & termios.ICANON:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        time.sleep(0.2)  # from there until it waits for a key, which takes microseconds
 
     def exit_code(self):
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -372,11 +381,11 @@ class TestChatAtATerminal:
         terminal.wait_for("> ")
         terminal.type("silent\r")
         terminal.wait_for("silent")
-        time.sleep(0.2)
+        terminal.wait_for(10 * " ")  # the beginning of the answer
         terminal.type("\x03")
         terminal.wait_for("(interrupted)")
         terminal.wait_for("> ")
-        time.sleep(0.3)  # readline must be reading: a signal in the moment before is seen with the next key only
+        terminal.wait_until_it_reads_a_line()
         terminal.type("never sent\x03")  # and at the prompt it drops the line
         terminal.wait_for("Ctrl-D or /quit leaves")
         terminal.wait_for("> ")

@@ -1,7 +1,7 @@
 """Strided windows, against the loop of Hugging Face's guide on the perplexity of fixed-length models."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.errors import InvalidParameterError
@@ -22,14 +22,17 @@ def guide(seq_len: int, max_length: int, stride: int) -> list[tuple[int, int, in
 
 
 lengths = st.integers(2, 400)
+unhurried = settings(deadline=None)
 
 
+@unhurried
 @given(lengths, st.integers(2, 60), st.data())
 def test_a_text_gets_the_windows_of_the_guide(n, window, data):
     stride = data.draw(st.integers(1, window - 1))
     assert [tuple(w) for w in windows(n, 1, window, stride)] == guide(n, window, stride)
 
 
+@unhurried
 @given(lengths, st.integers(2, 60), st.data())
 def test_every_token_is_scored_once_with_enough_context(n, window, data):
     stride, first = data.draw(st.integers(1, window - 1)), data.draw(st.integers(1, n - 1))
@@ -42,6 +45,7 @@ def test_every_token_is_scored_once_with_enough_context(n, window, data):
     assert scored == list(range(first, n))
 
 
+@unhurried
 @given(st.integers(2, 60), st.data())
 def test_a_short_completion_is_scored_in_one_window_that_ends_with_it(window, data):
     stride = data.draw(st.integers(1, window - 1))

@@ -1,12 +1,13 @@
 """A server in a process of its own, as users start it."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import httpx
@@ -55,14 +56,40 @@ class Server:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(c) for c in children if module.encode() in Path(f"/proc/{c}/cmdline").read_bytes()]
 
+    @contextlib.contextmanager
+    def engines_standing_still(self) -> Iterator[None]:
+        """What runs and waits there goes on to, however slow this process is."""
+        pids = self.children("engine_process")
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+    def wait_until_idle(self) -> None:
+        """Until its process takes next to no time."""
+        end = time.monotonic() + 60
+        while True:
+            before = self._cpu_s()
+            time.sleep(0.2)
+            if self._cpu_s() - before < 0.04:
+                return
+            assert time.monotonic() < end, "it is busy"
+
+    def _cpu_s(self) -> float:
+        user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def metric(self, name: str) -> float:
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"jpaged:{name}{{"))
 
-    def log_with(self, text: str) -> str:
+    def log_with(self, text: str, times: int = 1) -> str:
         """Its log, once this is in it: a request's line is written after the last byte of its answer."""
         end = time.monotonic() + 60
-        while text not in (log := self.log.read_text()):
+        while (log := self.log.read_text()).count(text) < times:
             assert time.monotonic() < end, log
             time.sleep(0.02)
         return log
@@ -72,7 +99,7 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(15)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -14,6 +14,7 @@ from jpaged.serving.middleware import LastWords, RequestIds
 
 
 async def never(request: Request) -> Response:
+    request.scope["begun"].set()
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -21,6 +22,7 @@ async def never(request: Request) -> Response:
 async def never_ends(request: Request) -> Response:
     async def body():
         yield b"begun"
+        request.scope["begun"].set()
         await asyncio.Event().wait()
 
     return StreamingResponse(body())
@@ -40,12 +42,13 @@ def test_a_request_that_the_end_of_the_server_cuts_off_is_told_if_its_answer_has
         sent.append(message)
 
     async def run():
+        scope["begun"] = asyncio.Event()
         task = asyncio.ensure_future(app(scope, receive, send))
-        await asyncio.sleep(0.05)
+        await scope["begun"].wait()
         task.cancel()
         await task  # uvicorn logs what comes out of it as an error
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 60))
     assert sent[0]["status"] == status
     assert b"x-request-id" in dict(sent[0]["headers"])
     if status == 503:

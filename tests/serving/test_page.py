@@ -90,7 +90,7 @@ class Watcher:
         return {"type": "http.disconnect"}
 
     async def next(self):
-        return await asyncio.wait_for(self.messages.get(), 10)
+        return await asyncio.wait_for(self.messages.get(), 60)
 
     async def event(self):
         body = (await self.next())["body"]
@@ -100,7 +100,7 @@ class Watcher:
 
     async def leave(self):
         self._gone.set()
-        await asyncio.wait_for(self.task, 10)
+        await asyncio.wait_for(self.task, 60)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -228,13 +228,13 @@ def test_streams_end_when_the_server_does(engine):
         await watcher.next()
         await watcher.event()
         app.state.live.close()
-        await asyncio.wait_for(watcher.task, 10)
+        await asyncio.wait_for(watcher.task, 60)
         while not watcher.messages.empty():
             last = await watcher.next()
         assert last["more_body"] is False
         late = Watcher(app)
         assert (await late.next())["status"] == 503
-        await asyncio.wait_for(late.task, 10)
+        await asyncio.wait_for(late.task, 60)
 
     asyncio.run(watch())
 
@@ -250,7 +250,7 @@ def test_an_engine_that_fails_ends_the_stream_with_an_error(engine):
                 break
         assert event["error"]["code"] == "engine_dead"
         assert "out of luck" in event["error"]["message"]
-        await asyncio.wait_for(watcher.task, 10)
+        await asyncio.wait_for(watcher.task, 60)
         assert (await watcher.next())["more_body"] is False
 
     asyncio.run(watch())
