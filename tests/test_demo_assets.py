@@ -211,7 +211,7 @@ def test_packed_rows_keep_conversations_apart(example: dict[str, ModuleType]) ->
 def test_the_example_trains_a_model_that_loads(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE / "train.py"), "--output", str(tmp_path), "--tiny", "--steps", "3"]
     options = ["--rows", "1", "--length", "256", "--workers", "1", "--log-every", "1"]
-    run = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
+    run = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     assert "tokens/s" in run.stdout
     log = json.loads((tmp_path / "training.json").read_text())

@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def call_with_eight_devices(function: str, *arguments: Any, timeout_s: float = 240) -> Any:
+def call_with_eight_devices(function: str, *arguments: Any, timeout_s: float = 600) -> Any:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     flags += " --xla_backend_optimization_level=0"  # these programs take longer to compile than to run
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}

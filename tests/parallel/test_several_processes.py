@@ -55,7 +55,7 @@ def test_two_processes_of_two_devices_give_the_tokens_of_one_process_of_one(tmp_
         env=environment(1),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     cluster = {"coordinator_address": f"127.0.0.1:{free_port()}", "num_processes": 2}
     options = cluster | {"model": str(directory), "tensor_parallel_size": 4, "process_id": 0}
@@ -73,7 +73,7 @@ def test_two_processes_of_two_devices_give_the_tokens_of_one_process_of_one(tmp_
             env=environment(2),
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
         )
         _, errors = worker.communicate(timeout=60)
     assert alone.returncode == 0, alone.stderr[-2000:]

@@ -34,7 +34,7 @@ class Server:
         self._wait_until_it_serves()
 
     def _wait_until_it_serves(self) -> None:
-        end = time.monotonic() + 240
+        end = time.monotonic() + 600
         while time.monotonic() < end:
             try:
                 if self.client.get("/health").status_code == 200:

@@ -34,7 +34,7 @@ class Played:
     def __init__(self):
         ours, theirs = socket.socketpair()
         self.sock = theirs
-        theirs.settimeout(20)
+        theirs.settimeout(60)
         self.engine = AsyncLLMEngine(EngineArgs(), link=Link([ours], Board(1, 1, NUM_COLUMNS)))
         self._reader, self._messages = FrameReader(ToEngine), []
         self.send(READY)
@@ -62,7 +62,7 @@ def play(scene):
     async def run():
         played = Played()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await scene(played)
         finally:
             await played.engine.shutdown()
