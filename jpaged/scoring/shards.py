@@ -42,7 +42,7 @@ class ShardStore:
 
     Attributes:
         directory: where shards are.
-            finished: the manifest's entries, by shard number.
+        finished: the manifest's entries, by shard number.
         complete: an earlier run put the output in its place, and ended before it had cleared up.
 
     Raises:
@@ -65,7 +65,8 @@ class ShardStore:
             if self.output.is_dir():
                 raise InvalidParameterError(f"The output {self.output} is a directory; name a file.")
             self.directory.mkdir(exist_ok=True)
-            self._manifest = open(self._path, "a+b")  # noqa: SIM115  # open, and locked, for the store's life
+            # Open, and locked, for the store's life; unbuffered, or what a full disk refused would be tried again later.
+            self._manifest = open(self._path, "a+b", buffering=0)  # noqa: SIM115
         try:
             self._lock()
             if overwrite:
@@ -76,7 +77,7 @@ class ShardStore:
             raise
 
     def close(self) -> None:
-        """Lets go of the lock. What is finished stays."""
+        """Lets go of the lock. What is finished stays. The second time it does nothing."""
         self._manifest.close()
 
     def add(self, entry: Entry) -> None:
@@ -153,9 +154,14 @@ class ShardStore:
     def _append(self, entry: Entry) -> None:
         line = (json.dumps(entry) + "\n").encode()
         with writing(self._path):
-            self._manifest.write(line)
-            self._manifest.flush()
-            os.fsync(self._manifest.fileno())
+            whole = os.fstat(self._manifest.fileno()).st_size
+            try:
+                while line:
+                    line = line[self._manifest.write(line) :]
+                os.fsync(self._manifest.fileno())
+            except OSError:
+                self._manifest.truncate(whole)  # the rest of a line would spoil the one after it
+                raise
 
 
 def write_shard(directory: Path, number: int, suffix: str, data: bytes) -> Entry:
