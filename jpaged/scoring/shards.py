@@ -46,7 +46,7 @@ class ShardStore:
         complete: an earlier run put the output in its place, and ended before it had cleared up.
 
     Raises:
-        InvalidParameterError: the output exists, or the unfinished work found is another job's.
+        InvalidParameterError: the output exists, or finished shards of another job are there.
         OutputError: the place cannot be written to, or another process is at work on it.
     """
 
@@ -136,6 +136,10 @@ class ShardStore:
                 f"{self._path} is damaged ({error}); pass overwrite (--overwrite) to begin anew."
             ) from error
         if found != header:
+            if not entries:  # a run that ended before its first shard, of a mistyped model say: nothing would be lost
+                self._manifest.truncate(0)
+                self._append(header)
+                return
             raise InvalidParameterError(
                 f"{self.directory} holds unfinished work of another job: {_difference(found, header)}. Run that one to "
                 f"its end, name another output, or pass overwrite (--overwrite) to begin anew."

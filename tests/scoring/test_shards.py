@@ -147,6 +147,18 @@ def test_the_manifest_is_plain_json_lines(output):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock went with the store
 
 
+def test_a_job_that_finished_nothing_gives_way_to_another_and_one_that_did_does_not(output):
+    ShardStore(output, JOB | {"model": "mistyped"}).close()
+    store = ShardStore(output, JOB)
+    add(store, 0)
+    store.close()
+    with pytest.raises(InvalidParameterError, match="its model is 'm', this one's 'other'"):
+        ShardStore(output, JOB | {"model": "other"})
+    again = ShardStore(output, JOB)
+    assert list(again.finished) == [0]
+    again.close()
+
+
 def test_a_disk_that_is_full_for_the_manifest_is_a_typed_error_and_leaves_whole_lines(output):
     store = ShardStore(output, JOB)
     add(store, 0)
