@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from jpaged.checks import LARGEST_FLOAT32, is_integer, is_number
+from jpaged.checks import LARGEST_FLOAT32, check_bool, is_integer, is_number
 from jpaged.errors import InvalidParameterError, shown
 
 MAX_LOGPROBS = 20
@@ -164,8 +164,7 @@ class SamplingParams:
             value = getattr(self, name)
             self._set(name, None if value is None else _integer(name, value))
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParameterError(f"{name} must be True or False, got {shown(getattr(self, name))}.")
+            check_bool(name, getattr(self, name))
         self._set("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         self._set("bad_words", _strings("bad_words", self.bad_words))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids) or ())

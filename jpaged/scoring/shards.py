@@ -65,7 +65,7 @@ class ShardStore:
             if self.output.is_dir():
                 raise InvalidParameterError(f"The output {self.output} is a directory; name a file.")
             self.directory.mkdir(exist_ok=True)
-            # Open, and locked, for the store's life; unbuffered, or what a full disk refused would be tried again later.
+            # Open, and locked, for the store's life. Unbuffered, or closing it would try a write that failed again.
             self._manifest = open(self._path, "a+b", buffering=0)  # noqa: SIM115
         try:
             self._lock()
