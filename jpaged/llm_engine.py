@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from jpaged.assets import demo_model_path
-from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs, SchedulerConfig
 from jpaged.distributed import Cluster, LeadingRunner, lead
 from jpaged.engine.generation_config import get_default_sampling_params
@@ -25,13 +24,14 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError
 from jpaged.executor.startup import Startup, start
 from jpaged.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
+from jpaged.intake import RequestIntake
 from jpaged.models import resolve
 from jpaged.output_processor import OutputProcessor
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 
 
-class LLMEngine:
+class LLMEngine(RequestIntake):
     """A model on a device, serving requests that come and go.
 
         engine = LLMEngine(EngineArgs(model="path/to/model"))
@@ -114,68 +114,8 @@ class LLMEngine:
         """The model's end-of-sequence tokens."""
         return tuple(self._eos_token_ids)
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
-    ) -> None:
-        """Queues a request. One that is refused leaves nothing behind.
-
-        Args:
-            request_id: not that of an unfinished request.
-            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            params: how to sample, or to search; the model's sampling defaults if None. A search reports once, when it
-                has finished.
-            priority: with scheduling_policy "priority", lower runs first.
-            cache_salt: prefixes are shared only among requests of equal salt.
-            arrival_time: seconds of `time.monotonic()`, for the output's metrics; now by default.
-        Raises:
-            InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served; the message says
-                why.
-            EngineDeadError: the engine failed earlier.
-        """
-        self.queue(
-            *self.check_request(
-                request_id, prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=arrival_time
-            )
-        )
-
-    def check_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
-    ) -> tuple[Request, ProcessedInput]:
-        """The first half of `add_request`, which leaves nothing behind: for a caller that queues all of several
-        requests or none. Returns: what `queue` takes. Arguments and errors are those of `add_request`.
-        """
-        self._check_alive()
-        return self._inputs.request(
-            request_id,
-            prompt,
-            self.default_sampling_params if params is None else params,
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=arrival_time,
-        )
-
     def queue(self, request: Request, checked: ProcessedInput) -> None:
-        """The second half of `add_request`.
-
-        Raises:
-            InvalidParameterError: its id is that of an unfinished request.
-            OutOfMemoryError: prefixes that are pinned leave too little of the pool.
-            EngineDeadError: the engine failed earlier.
-        """
+        """The second half of `add_request`; as `RequestIntake.queue`."""
         self._check_alive()
         self._core.add_request(request)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
@@ -286,6 +226,9 @@ class LLMEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDeadError("The engine was closed; start another one.")
+
+    def _check_ready(self) -> None:
+        self._check_alive()
 
     def _check_alive(self) -> None:
         self._check_open()
