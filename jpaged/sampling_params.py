@@ -271,8 +271,8 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         raise InvalidParameterError(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are supported.")
     result = {}
     for key, value in bias.items():
-        is_number = isinstance(key, str) and key.isdecimal() and len(key) < 20  # JSON's keys are strings
-        token = int(key) if is_number else _integer("a key of logit_bias", key)
+        is_spelt = isinstance(key, str) and key.isdecimal() and len(key) < 20  # JSON's keys are strings
+        token = int(key) if is_spelt else _integer("a key of logit_bias", key)
         if token < 0:
             raise InvalidParameterError(f"a key of logit_bias must be a token id from 0 up, got {token}.")
         result[token] = min(100.0, max(-100.0, _number(f"logit_bias[{token}]", value)))

@@ -4,12 +4,12 @@ import time
 from collections.abc import Sequence
 from copy import copy
 from enum import IntEnum
-from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from jpaged.beam_search_params import BeamSearchParams
+from jpaged.checks import is_integer
 from jpaged.engine.interface import SamplingVariant, TargetScores
 from jpaged.errors import InvalidParameterError, InvalidPromptError, shown
 from jpaged.outputs import PositionLogprobs, RequestStateStats
@@ -215,7 +215,7 @@ class Request:
 
 
 def _checked_priority(priority: object) -> int:
-    if isinstance(priority, bool) or not isinstance(priority, Integral) or not -(2**63) <= int(priority) < 2**63:
+    if not is_integer(priority) or not -(2**63) <= priority < 2**63:
         raise InvalidParameterError(f"priority must be a 64-bit integer, got {shown(priority)}.")
     return int(priority)
 
