@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jpaged.checks import is_integer, is_number
+from jpaged.checks import check_bool, check_integer, is_number, plain
 from jpaged.errors import InvalidParameterError, shown
 
 Policy = Literal["fcfs", "priority"]
@@ -192,7 +192,7 @@ class EngineArgs:
             raise InvalidParameterError(
                 f"kernel_backend must be None or one of {choices}, got {shown(self.kernel_backend)}."
             )
-        _check_integer("block_size", self.block_size, 1)
+        check_integer("block_size", self.block_size, 1)
         for name, least, most in (
             ("max_model_len", 2, 2**30),
             ("num_gpu_blocks_override", 2, 2**31 // self.block_size - 1),
@@ -203,19 +203,19 @@ class EngineArgs:
             ("one_shot_rows", 0, 2**16),
         ):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), least, most)
+                check_integer(name, getattr(self, name), least, most)
         if self.block_size > 256 or self.block_size & (self.block_size - 1):
             raise InvalidParameterError(
                 f"block_size must be a power of two from 1 to 256, got {shown(self.block_size)}."
             )
-        _check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, _MAX_DEVICES)
-        _check_integer("data_parallel_size", self.data_parallel_size, 1, _MAX_DEVICES)
+        check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, _MAX_DEVICES)
+        check_integer("data_parallel_size", self.data_parallel_size, 1, _MAX_DEVICES)
         if self.one_shot_rows and self.tensor_parallel_size == 1:
             raise InvalidParameterError(
                 f"one_shot_rows={self.one_shot_rows} needs a tensor_parallel_size above 1: one device adds nothing up."
             )
-        _check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
-        _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
+        check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
         _check_fraction("watermark", self.watermark, zero_allowed=True)
         _check_swap_space(self.swap_space)
@@ -226,8 +226,7 @@ class EngineArgs:
             "skip_tokenizer_init",
             "verbose",
         ):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParameterError(f"{name} must be True or False, got {shown(getattr(self, name))}.")
+            check_bool(name, getattr(self, name))
         if self.host_prefix_cache and not (self.enable_prefix_caching and self.swap_space):
             raise InvalidParameterError(
                 f"host_prefix_cache=True needs enable_prefix_caching=True and a swap_space above 0, got "
@@ -239,20 +238,13 @@ class EngineArgs:
             )
         for name in ("decode_buckets", "token_buckets"):
             _check_buckets(name, getattr(self, name))
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
 
 def host_memory() -> int:
     """Bytes of memory that this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
-    if not is_integer(value):
-        raise InvalidParameterError(f"{name} must be an integer, got {shown(value)}.")
-    if value < least:
-        raise InvalidParameterError(f"{name} must be at least {least}, got {shown(value)}.")
-    if most is not None and int(value) > most:
-        raise InvalidParameterError(f"{name} must be at most {most}, got {shown(value)}.")
 
 
 def _check_fraction(name: str, value: object, *, zero_allowed: bool = False, one_allowed: bool = False) -> None:
@@ -280,6 +272,6 @@ def _check_buckets(name: str, buckets: object) -> None:
     if not isinstance(buckets, tuple) or not buckets:
         raise InvalidParameterError(f"{name} must be a tuple of sizes, got {shown(buckets)}.")
     for size in buckets:
-        _check_integer(name, size, 1)
+        check_integer(name, size, 1)
     if list(buckets) != sorted(set(buckets)):
         raise InvalidParameterError(f"{name} must ascend, got {buckets}.")

@@ -5,13 +5,13 @@ add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputP
 
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jpaged.assets import demo_model_path
-from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineArgs, SchedulerConfig
 from jpaged.distributed import Cluster, LeadingRunner, lead
 from jpaged.engine.generation_config import get_default_sampling_params
@@ -25,13 +25,14 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError
 from jpaged.executor.startup import Startup, start
 from jpaged.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
+from jpaged.intake import RequestIntake
 from jpaged.models import resolve
 from jpaged.output_processor import OutputProcessor
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 
 
-class LLMEngine:
+class LLMEngine(RequestIntake):
     """A model on a device, serving requests that come and go.
 
         engine = LLMEngine(EngineArgs(model="path/to/model"))
@@ -46,7 +47,8 @@ class LLMEngine:
         args: what to run and how.
         startup: what an engine that is done with was running on, to use again with other scheduling options and
             without loading and compiling anew. args may use less of its pool, slots and budget than it has; whatever
-            else it was started with must be the same.
+            else it was started with must be the same. The engines may take turns: each forgets its cached prefixes
+            when another has run since, and its requests, if it left some unfinished, are lost.
 
     Attributes:
         max_model_len: the longest a sequence may grow, prompt and output, in tokens.
@@ -101,6 +103,7 @@ class LLMEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._pid = os.getpid()
+        self._reference = weakref.ref(self)
         if args.verbose:
             print(self.startup.table(args.model or "the embedded demo model"), file=sys.stderr, flush=True)
 
@@ -114,68 +117,8 @@ class LLMEngine:
         """The model's end-of-sequence tokens."""
         return tuple(self._eos_token_ids)
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
-    ) -> None:
-        """Queues a request. One that is refused leaves nothing behind.
-
-        Args:
-            request_id: not that of an unfinished request.
-            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            params: how to sample, or to search; the model's sampling defaults if None. A search reports once, when it
-                has finished.
-            priority: with scheduling_policy "priority", lower runs first.
-            cache_salt: prefixes are shared only among requests of equal salt.
-            arrival_time: seconds of `time.monotonic()`, for the output's metrics; now by default.
-        Raises:
-            InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served; the message says
-                why.
-            EngineDeadError: the engine failed earlier.
-        """
-        self.queue(
-            *self.check_request(
-                request_id, prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=arrival_time
-            )
-        )
-
-    def check_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
-    ) -> tuple[Request, ProcessedInput]:
-        """The first half of `add_request`, which leaves nothing behind: for a caller that queues all of several
-        requests or none. Returns: what `queue` takes. Arguments and errors are those of `add_request`.
-        """
-        self._check_alive()
-        return self._inputs.request(
-            request_id,
-            prompt,
-            self.default_sampling_params if params is None else params,
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=arrival_time,
-        )
-
     def queue(self, request: Request, checked: ProcessedInput) -> None:
-        """The second half of `add_request`.
-
-        Raises:
-            InvalidParameterError: its id is that of an unfinished request.
-            OutOfMemoryError: prefixes that are pinned leave too little of the pool.
-            EngineDeadError: the engine failed earlier.
-        """
+        """The second half of `add_request`; as `RequestIntake.queue`."""
         self._check_alive()
         self._core.add_request(request)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
@@ -263,7 +206,7 @@ class LLMEngine:
             InvalidPromptError: as `add_request`. InvalidParameterError: there is no prefix cache.
             OutOfMemoryError: too little of the pool would be left.
         """
-        self._check_open()
+        self._check_alive()
         return self._core.pin_prefix(self._token_array(prompt), checked_salt(cache_salt))
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
@@ -287,12 +230,29 @@ class LLMEngine:
         if self._closed:
             raise EngineDeadError("The engine was closed; start another one.")
 
+    def _check_ready(self) -> None:
+        self._check_alive()
+
     def _check_alive(self) -> None:
         self._check_open()
         if self._failure is not None:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
         if os.getpid() != self._pid:  # JAX's threads are not here, and a step would wait for them for ever
             raise EngineDeadError("The engine belongs to the process that this one was forked from; start one here.")
+        if self.startup.user is not self._reference:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Another engine has run on the same startup since, and has written over this one's blocks."""
+        if self._core.has_unfinished():
+            raise EngineDeadError(
+                f"{self._core.scheduler.num_unfinished} unfinished requests were lost when another engine ran on this "
+                f"one's startup; let one finish before the other begins, or start each by itself."
+            )
+        self._core.drain()
+        forgotten = self._core.reset_prefix_cache()
+        assert forgotten  # nothing runs
+        self.startup.user = self._reference
 
 
 _FREE_TO_DIFFER = {

@@ -45,11 +45,12 @@ from jpaged.engine.generation_config import get_default_sampling_params
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.request import Request, checked_salt
 from jpaged.engine.router import Router
-from jpaged.engine.seeds import request_seed
+from jpaged.engine.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError, shown
 from jpaged.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
+from jpaged.intake import RequestIntake
 from jpaged.llm_engine import LLMEngine
 from jpaged.models import resolve
 from jpaged.outputs import RequestOutput
@@ -116,7 +117,7 @@ class Failed:
     error: Exception
 
 
-class ReplicatedEngine:
+class ReplicatedEngine(RequestIntake):
     """`LLMEngine` over `data_parallel_size` replicas; see there for arguments, results and errors.
 
     A request's tokens do not depend on which replica serves it: requests without a seed get theirs here, in order.
@@ -171,53 +172,14 @@ class ReplicatedEngine:
                 flush=True,
             )
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
-    ) -> None:
-        """Queues a request with the replica that will be done with it first; as `LLMEngine.add_request`."""
-        self.queue(
-            *self.check_request(
-                request_id, prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=arrival_time
-            )
-        )
-
-    def check_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
-    ) -> tuple[Request, ProcessedInput]:
-        """The first half of `add_request`; as `LLMEngine.check_request`. No replica hears of the request."""
-        self._check_alive()
-        self._learn_limits()
-        return self._inputs.request(
-            request_id,
-            prompt,
-            self.default_sampling_params if params is None else params,
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=arrival_time,
-        )
-
     def queue(self, request: Request, checked: ProcessedInput) -> None:
-        """The second half of `add_request`; as `LLMEngine.queue`. The replica may begin with it at once."""
+        """Sends a request to the replica that will be done with it first, which may begin with it at once; as
+        `RequestIntake.queue`."""
         self._check_alive()
         self._check_new(request.request_id)
         params = _own_class(request.sampling if request.beam is None else request.beam)
         if isinstance(params, SamplingParams) and params.seed is None:
-            seed = request_seed(None, self.args.seed, self._arrived)  # unsigned; a signed number's bits do as well
-            params = replace(params, seed=seed - 2**64 if seed >= 2**63 else seed)
+            params = replace(params, seed=default_seed(self.args.seed, self._arrived))
         self._arrived += 1
         room, most = self.max_model_len - request.prompt_len, request.sampling.max_tokens
         new_tokens = (room if most is None else min(room, most)) * request.num_sequences
@@ -240,8 +202,7 @@ class ReplicatedEngine:
 
         Rows with a common prompt go where it is cached, as long as that takes less than it costs in waiting.
         """
-        self._check_alive()
-        self._learn_limits()
+        self._check_ready()
         request = self._inputs.score_request(
             request_id, token_ids, first_scored, priority=priority, cache_salt=cache_salt
         )
@@ -432,8 +393,9 @@ class ReplicatedEngine:
                 raise reply
         return replies
 
-    def _learn_limits(self) -> None:
+    def _check_ready(self) -> None:
         """Asks the replicas what a request must keep to, where prefixes may have been pinned since."""
+        self._check_alive()
         if not self._limits_are_known:
             self._inputs.limits = RequestLimits.least(self._ask_all("request_limits"))
             self._limits_are_known = True

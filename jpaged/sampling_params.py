@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 
-from jpaged.checks import LARGEST_FLOAT32, is_integer, is_number
+from jpaged.checks import LARGEST_FLOAT32, check_bool, is_integer, is_number
 from jpaged.errors import InvalidParameterError, shown
 
 MAX_LOGPROBS = 20
@@ -161,8 +161,7 @@ class SamplingParams:
             if own[name] is not None:
                 own[name] = _integer(name, own[name])
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(own[name], bool):
-                raise InvalidParameterError(f"{name} must be True or False, got {shown(own[name])}.")
+            check_bool(name, own[name])
         own["stop"] = _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         own["bad_words"] = _strings("bad_words", self.bad_words)
         own["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids) or ()
@@ -269,8 +268,8 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         raise InvalidParameterError(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are supported.")
     result = {}
     for key, value in bias.items():
-        is_number = isinstance(key, str) and key.isdecimal() and len(key) < 20  # JSON's keys are strings
-        token = int(key) if is_number else _integer("a key of logit_bias", key)
+        is_spelt = isinstance(key, str) and key.isdecimal() and len(key) < 20  # JSON's keys are strings
+        token = int(key) if is_spelt else _integer("a key of logit_bias", key)
         if token < 0:
             raise InvalidParameterError(f"a key of logit_bias must be a token id from 0 up, got {token}.")
         result[token] = min(100.0, max(-100.0, _number(f"logit_bias[{token}]", value)))

@@ -42,6 +42,15 @@ def test_rubbish_in_any_field_is_accepted_or_refused_by_name_in_a_short_message(
         assert len(refusal) < 500, name
 
 
+def test_engine_arguments_keep_numbers_as_pythons_own_which_json_and_other_processes_know():
+    args = EngineArgs(
+        seed=np.int64(3), max_num_seqs=np.int32(4), swap_space=np.float32(0.5), decode_buckets=(np.int64(4),)
+    )
+    kept = (args.seed, args.max_num_seqs, args.swap_space, args.decode_buckets[0])
+    assert kept == (3, 4, 0.5, 4)
+    assert [type(value) for value in kept] == [int, int, float, int]
+
+
 def test_a_message_shows_any_value_in_short():
     class Unfriendly:
         def __repr__(self) -> str:

@@ -15,9 +15,7 @@ A client that is not installed is left out, and said to be. Exits with 1 if a ch
 
 import argparse
 import asyncio
-import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -27,22 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from lm_eval_stories import OPENINGS, StoriesTask, questions
 
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "A story about a brave snail"}]
 SAMPLING = {"seed": 11, "max_tokens": 24}
-TASK = """\
-task: served_stories
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{prompt}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: label
-target_delimiter: ""
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
 LOGLIKELIHOOD_TOLERANCE = 1e-3
 
 
@@ -122,18 +109,13 @@ def check_langchain(served: Served) -> str:
 
 
 def check_lm_eval(served: Served) -> str:
-    import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.openai_completions import LocalCompletionsAPI
-    from lm_eval.tasks import TaskManager
 
     if served.args.model_dir is None:
         raise SystemExit("lm_eval needs --model-dir, the checkpoint that is served.")
     directory = Path(tempfile.mkdtemp(prefix="client-checks-"))
-    source = directory / "questions.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in _questions(served, served.args.questions)))
-    (directory / "stories.yaml").write_text(TASK.format(file=json.dumps(str(source))))
-    manager = TaskManager(include_path=str(directory), include_defaults=False)
+    task = StoriesTask(directory, questions(_stories(served, served.args.questions), seed=0))
     model_dir = str(served.args.model_dir)
     models = {
         "local-completions": LocalCompletionsAPI(
@@ -150,11 +132,8 @@ def check_lm_eval(served: Served) -> str:
     }
     accuracies, sums = {}, {}
     for name, model in models.items():
-        found = lm_eval.simple_evaluate(model, tasks=["served_stories"], task_manager=manager, bootstrap_iters=0)
-        figures = found["results"]["served_stories"]
-        accuracies[name] = {metric: figures[f"{metric},none"] for metric in ("acc", "acc_norm")}
-        samples = sorted(found["samples"]["served_stories"], key=lambda sample: sample["doc_id"])
-        sums[name] = [float(answer[0]) for sample in samples for answer in sample["filtered_resps"]]
+        accuracies[name], of_rows = task.evaluate(model)
+        sums[name] = [logprob for of_choices in of_rows for logprob in of_choices]
     print(f"  {accuracies}")
     pairs = list(zip(sums["local-completions"], sums["hf"], strict=True))
     worst = max(abs(a - b) / max(1, abs(b)) for a, b in pairs)
@@ -196,22 +175,14 @@ def version(package: str) -> str:
     return installed(package)
 
 
-def _questions(served: Served, count: int) -> list[dict[str, Any]]:
-    """Beginnings of stories that the model tells, each with its own continuation and three of other stories."""
-    openings = ["Once upon a time", "One day, a little", "There was a", "In a small house"]
-    words = []
+def _stories(served: Served, count: int) -> list[str]:
+    """Stories that the model tells."""
+    stories = []
     for i in range(count):
-        opening = openings[i % len(openings)]
+        opening = OPENINGS[i % len(OPENINGS)]
         body = {"prompt": opening, "seed": i, "max_tokens": 60, "temperature": 0.8, "ignore_eos": True}
-        words.append((opening + served.post("/v1/completions", **body)["choices"][0]["text"]).split())
-    draw = random.Random(0)
-    rows = []
-    for i, story in enumerate(words):
-        others = draw.sample([j for j in range(count) if j != i], 3)
-        choices = [" " + " ".join(words[j][20 : 20 + draw.randint(2, 8)]) for j in (i, *others)]
-        order = draw.sample(range(4), 4)
-        rows.append({"prompt": " ".join(story[:20]), "choices": [choices[j] for j in order], "label": order.index(0)})
-    return rows
+        stories.append(opening + served.post("/v1/completions", **body)["choices"][0]["text"])
+    return stories
 
 
 def main() -> int:

@@ -19,6 +19,12 @@ def request_seed(seed: int | None, engine_seed: int, arrival_number: int) -> int
     return _derive(engine_seed % _UINT64, arrival_number)
 
 
+def default_seed(engine_seed: int, arrival_number: int) -> int:
+    """`request_seed` of a request without a seed, as `SamplingParams.seed` takes it: the same 64 bits, signed."""
+    seed = request_seed(None, engine_seed, arrival_number)
+    return seed - _UINT64 if seed >= _UINT64 // 2 else seed
+
+
 def sample_seed(seed: int, index: int) -> int:
     """The seed of one of a request's samples."""
     return seed if index == 0 else _derive(seed, index)

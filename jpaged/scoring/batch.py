@@ -6,6 +6,7 @@ Some requests take longer than others, so shards overlap: the engine gets the ne
 shard is written when the last of its requests is done.
 """
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from jpaged.checks import check_bool, check_integer
 from jpaged.config import EngineArgs
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError, InvalidPromptError, OutOfMemoryError
@@ -22,12 +24,12 @@ from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.scoring.ahead import Ahead
 from jpaged.scoring.batch_requests import BadLine, BadRequest, BatchRequest, bad_line, parse_request, response_line
-from jpaged.scoring.inputs import Record, read_records
+from jpaged.scoring.inputs import Record, checked_inputs, read_records
 from jpaged.scoring.jobs import (
     Job,
     JobSummary,
-    check_files,
-    check_options,
+    checked_options,
+    checked_output,
     engine_fields,
     json_lines,
     merge_json_lines,
@@ -70,20 +72,21 @@ def run_batch(
         InvalidParameterError: an argument out of range; the output exists; unfinished work of another job is there.
         OutputError: the output cannot be written. EngineDeadError: an engine failed. Finished shards are kept.
     """
-    output = Path(output)
-    check_files([inputs], output, (".jsonl", ".ndjson"), (".jsonl",))
-    check_options(options, shard_size=shard_size, data_parallel_size=data_parallel_size)
+    paths = checked_inputs([inputs], (".jsonl", ".ndjson"))
+    check_integer("shard_size", shard_size, 1, sys.maxsize)
+    check_bool("overwrite", overwrite)
+    check_bool("use_tqdm", use_tqdm)
     job = Job(
         task="batch",
-        inputs=[inputs],
-        output=output,
+        inputs=paths,
+        output=checked_output(output, paths, (".jsonl",)),
         settings={},
-        engine={"model": model, **options},
-        shard_size=shard_size,
+        engine=checked_options({"model": model, **options}, data_parallel_size=data_parallel_size),
+        shard_size=int(shard_size),
         size_of=lambda record: 1,
         merge=merge_json_lines,
     )
-    num_rows = sum(1 for _ in read_records([inputs]))
+    num_rows = sum(1 for _ in read_records(paths))
     if not num_rows:
         raise InvalidParameterError(f"The input {inputs} has no requests.")
     return run_job(

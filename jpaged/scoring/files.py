@@ -8,6 +8,7 @@ scores depend on its rows alone, and not on which run or worker computed them.
 """
 
 import io
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,14 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from jpaged.errors import InvalidParameterError, MalformedRowError
+from jpaged.checks import check_bool, check_integer, plain
+from jpaged.errors import InvalidParameterError, MalformedRowError, shown
 from jpaged.scoring.ahead import Ahead
-from jpaged.scoring.inputs import Record, import_pyarrow, read_records
+from jpaged.scoring.inputs import Record, checked_inputs, import_pyarrow, read_records
 from jpaged.scoring.jobs import (
     Job,
     JobSummary,
-    check_files,
-    check_options,
+    checked_options,
+    checked_output,
     engine_fields,
     json_lines,
     merge_json_lines,
@@ -32,6 +34,7 @@ from jpaged.scoring.progress import Progress
 from jpaged.scoring.rows import Row, RowScore, parse_row
 from jpaged.scoring.scorer import BATCHES_AHEAD, Batch, Scorer
 from jpaged.scoring.shards import Entry, ShardStore, write_shard
+from jpaged.scoring.windows import check_sizes
 from jpaged.scoring.workers import Done, Shard
 
 OnError = Literal["fail", "skip"]
@@ -44,7 +47,7 @@ OUTPUT_FORMATS = (".jsonl", ".parquet")
 
 
 def score_files(
-    inputs: str | Path | Sequence[str | Path],
+    inputs: str | Path | Iterable[str | Path],
     output: str | Path,
     *,
     model: str | None = None,
@@ -80,24 +83,39 @@ def score_files(
         OutputError: the output cannot be written; finished shards are kept.
         EngineDeadError: an engine failed, or a worker died; finished shards are kept.
     """
-    paths = [inputs] if isinstance(inputs, str | Path) else list(inputs)
-    output = Path(output)
-    check_files(paths, output, INPUT_FORMATS, OUTPUT_FORMATS)
-    check_options(options, shard_size=shard_size, data_parallel_size=data_parallel_size)
+    paths = checked_inputs(inputs, INPUT_FORMATS)
+    target = checked_output(output, paths, OUTPUT_FORMATS)
+    engine = checked_options({"model": model, **options}, data_parallel_size=data_parallel_size)
+    check_integer("shard_size", shard_size, 1, sys.maxsize)
+    for name, value in (
+        ("logprobs", logprobs),
+        ("add_special_tokens", add_special_tokens),
+        ("overwrite", overwrite),
+        ("use_tqdm", use_tqdm),
+    ):
+        check_bool(name, value)
+    check_sizes(window, stride)  # whether they go together, the scorer says, which knows the context
     if on_error not in get_args(OnError):
-        raise InvalidParameterError(f'on_error must be "fail" or "skip", got {on_error!r}.')
-    if output.suffix == ".parquet":
+        raise InvalidParameterError(f'on_error must be "fail" or "skip", got {shown(on_error)}.')
+    if warn is not None and not callable(warn):
+        raise InvalidParameterError(f"warn must be a function of a line of text, got {shown(warn)}.")
+    if target.suffix == ".parquet":
         import_pyarrow()
-    settings = {"window": window, "stride": stride, "add_special_tokens": add_special_tokens, "logprobs": logprobs}
+    settings = {
+        "window": plain(window),
+        "stride": plain(stride),
+        "add_special_tokens": add_special_tokens,
+        "logprobs": logprobs,
+    }
     job = Job(
         task="score",
         inputs=paths,
-        output=output,
-        settings=settings | {"suffix": output.suffix},
-        engine={"model": model, **options},
-        shard_size=shard_size,
+        output=target,
+        settings=settings | {"suffix": target.suffix},
+        engine=engine,
+        shard_size=int(shard_size),
         size_of=size_of,
-        merge=_merge_parquet if output.suffix == ".parquet" else merge_json_lines,
+        merge=_merge_parquet if target.suffix == ".parquet" else merge_json_lines,
     )
     num_rows = _scan(paths, on_error)
 

@@ -11,7 +11,7 @@ import csv
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,29 @@ class Record:
         return f"{self.file}:{self.line}"
 
 
-def check_inputs(paths: Sequence[str | Path], formats: Sequence[str]) -> None:
-    """Raises InvalidParameterError unless each of the files is there and of one of these formats, by suffix."""
+def checked_inputs(inputs: str | Path | Iterable[str | Path], formats: Sequence[str]) -> list[str | Path]:
+    """One path or several, as a list.
+
+    Raises:
+        InvalidParameterError: there is none, or something else among them; or one is no file, or of another format than
+            these, by suffix.
+    """
+    if isinstance(inputs, bytes) or not isinstance(inputs, str | Path | Iterable):
+        raise InvalidParameterError(f"inputs must be a path or a list of paths, got {shown(inputs)}.")
+    paths = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     if not paths:
         raise InvalidParameterError("There is no input file; name at least one.")
-    for path in map(Path, paths):
+    for given in paths:
+        if not isinstance(given, str | Path):
+            raise InvalidParameterError(f"An input must be a path, got {shown(given)}.")
+        path = Path(given)
         if path.suffix not in formats:
             raise InvalidParameterError(
                 f"The input {path} must end in one of {', '.join(formats)}, which tells its format."
             )
         if not path.is_file():
             raise InvalidParameterError(f"The input {path} is no file; check the name.")
+    return paths
 
 
 def fingerprint(path: str | Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.config import EngineArgs
-from jpaged.errors import InvalidParameterError
-from jpaged.scoring.inputs import Record, check_inputs, fingerprint, read_records
+from jpaged.errors import InvalidParameterError, shown
+from jpaged.scoring.inputs import Record, fingerprint, read_records
 from jpaged.scoring.progress import ProgressBar
 from jpaged.scoring.shards import Entry, ShardStore, writing
 from jpaged.scoring.workers import Shard, Work, run_work
@@ -148,26 +148,29 @@ def json_lines(records: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(lines)
 
 
-def check_files(
-    paths: Sequence[str | Path], output: Path, input_formats: Sequence[str], output_formats: Sequence[str]
-) -> None:
-    """Raises InvalidParameterError for inputs or an output that cannot be those of a job."""
-    check_inputs(paths, input_formats)
-    if output.suffix not in output_formats:
-        raise InvalidParameterError(f"The output {output} must end in one of {', '.join(output_formats)}.")
-    if any(output.resolve() == Path(path).resolve() for path in paths):
-        raise InvalidParameterError(f"The output {output} is an input too; name another file.")
+def checked_output(output: str | Path, inputs: Sequence[str | Path], formats: Sequence[str]) -> Path:
+    """Where the output goes. Raises InvalidParameterError for what cannot be the output of these inputs."""
+    if not isinstance(output, str | Path) or "\0" in str(output):
+        raise InvalidParameterError(f"output must be a path, got {shown(output)}.")
+    path = Path(output)
+    if path.suffix not in formats:
+        raise InvalidParameterError(f"The output {path} must end in one of {', '.join(formats)}.")
+    if any(path.resolve() == Path(other).resolve() for other in inputs):
+        raise InvalidParameterError(f"The output {path} is an input too; name another file.")
+    return path
 
 
-def check_options(options: dict[str, Any], **sizes: int) -> None:
-    """Raises InvalidParameterError for sizes below 1 and engine options that do not exist or are out of range."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidParameterError(f"{name} must be an integer from 1 up, got {value!r}.")
+def checked_options(options: dict[str, Any], *, data_parallel_size: int = 1) -> dict[str, Any]:
+    """Engine options as `EngineArgs` has them: its numbers are of the types that JSON knows.
+
+    Raises:
+        InvalidParameterError: one that does not exist, or is out of range.
+    """
     unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
     if unknown:
         raise InvalidParameterError(f"There is no option {unknown[0]!r}; it may be any field of EngineArgs.")
-    EngineArgs(**options)
+    args = EngineArgs(**{"data_parallel_size": data_parallel_size} | options)
+    return {name: getattr(args, name) for name in options}
 
 
 def engine_fields(options: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ again that it had.
 
 from typing import Any
 
+from jpaged.checks import check_integer
 from jpaged.errors import InvalidParameterError, MalformedRowError, MissingPackageError
 from jpaged.scoring.files import OnError, parquet_schema
-from jpaged.scoring.jobs import check_options
+from jpaged.scoring.jobs import checked_options
 from jpaged.scoring.rows import Row, RowScore, parse_row
 
 try:
@@ -57,7 +58,9 @@ def score_dataset(
     Raises:
         InvalidParameterError: an argument out of range. What actors raise comes when the dataset is computed.
     """
-    check_options(options, num_actors=num_actors, batch_size=batch_size)
+    for name, value in (("num_actors", num_actors), ("batch_size", batch_size)):
+        check_integer(name, value, 1)
+    options = checked_options(options)
     if options.get("data_parallel_size", 1) != 1:
         raise InvalidParameterError(
             f"data_parallel_size={options['data_parallel_size']} is for one host; here an actor is one engine: use"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jpaged.errors import MalformedRowError
+from jpaged.errors import MalformedRowError, shown
 
 Text = str | list[int]
 """Text, or its token ids."""
@@ -230,4 +230,4 @@ def _names(data: Mapping[str, Any]) -> str:
 
 
 def _short(value: object) -> str:
-    return f"{type(value).__name__} {value!r}"[:80]
+    return f"{type(value).__name__} {shown(value)}"

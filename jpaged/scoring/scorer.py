@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jpaged.checks import check_bool
 from jpaged.config import EngineArgs
-from jpaged.errors import InvalidParameterError, MalformedRowError
+from jpaged.errors import InvalidParameterError, MalformedRowError, shown
 from jpaged.executor.buckets import fine_buckets
 from jpaged.executor.memory import reserve_device_memory
 from jpaged.interrupt import Interruptible
@@ -75,6 +76,7 @@ class Scorer:
         unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
         if unknown:
             raise InvalidParameterError(f"Scorer has no option {unknown[0]!r}.")
+        check_bool("add_special_tokens", add_special_tokens)
         args = EngineArgs(model=model, **options)
         if args.data_parallel_size != 1:
             raise InvalidParameterError(
@@ -98,8 +100,12 @@ class Scorer:
         Returns: a score for each row, in their order.
         Raises:
             MalformedRowError: a row that cannot be scored, named by its index; none has been returned.
+            InvalidParameterError: rows is no list of anything.
             EngineDeadError: the engine failed.
         """
+        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+            raise InvalidParameterError(f"rows must be a list of rows, got {shown(rows)}.")
+        check_bool("use_tqdm", use_tqdm)
         parsed = []
         for i, data in enumerate(rows):
             try:

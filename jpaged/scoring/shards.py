@@ -42,11 +42,11 @@ class ShardStore:
 
     Attributes:
         directory: where shards are.
-            finished: the manifest's entries, by shard number.
+        finished: the manifest's entries, by shard number.
         complete: an earlier run put the output in its place, and ended before it had cleared up.
 
     Raises:
-        InvalidParameterError: the output exists, or the unfinished work found is another job's.
+        InvalidParameterError: the output exists, or finished shards of another job are there.
         OutputError: the place cannot be written to, or another process is at work on it.
     """
 
@@ -65,7 +65,8 @@ class ShardStore:
             if self.output.is_dir():
                 raise InvalidParameterError(f"The output {self.output} is a directory; name a file.")
             self.directory.mkdir(exist_ok=True)
-            self._manifest = open(self._path, "a+b")  # noqa: SIM115  # open, and locked, for the store's life
+            # Open, and locked, for the store's life. Unbuffered, or closing it would try a write that failed again.
+            self._manifest = open(self._path, "a+b", buffering=0)  # noqa: SIM115
         try:
             self._lock()
             if overwrite:
@@ -76,7 +77,7 @@ class ShardStore:
             raise
 
     def close(self) -> None:
-        """Lets go of the lock. What is finished stays."""
+        """Lets go of the lock. What is finished stays. The second time it does nothing."""
         self._manifest.close()
 
     def add(self, entry: Entry) -> None:
@@ -135,6 +136,10 @@ class ShardStore:
                 f"{self._path} is damaged ({error}); pass overwrite (--overwrite) to begin anew."
             ) from error
         if found != header:
+            if not entries:  # a run that ended before its first shard, of a mistyped model say: nothing would be lost
+                self._manifest.truncate(0)
+                self._append(header)
+                return
             raise InvalidParameterError(
                 f"{self.directory} holds unfinished work of another job: {_difference(found, header)}. Run that one to "
                 f"its end, name another output, or pass overwrite (--overwrite) to begin anew."
@@ -153,9 +158,14 @@ class ShardStore:
     def _append(self, entry: Entry) -> None:
         line = (json.dumps(entry) + "\n").encode()
         with writing(self._path):
-            self._manifest.write(line)
-            self._manifest.flush()
-            os.fsync(self._manifest.fileno())
+            whole = os.fstat(self._manifest.fileno()).st_size
+            try:
+                while line:
+                    line = line[self._manifest.write(line) :]
+                os.fsync(self._manifest.fileno())
+            except OSError:
+                self._manifest.truncate(whole)  # the rest of a line would spoil the one after it
+                raise
 
 
 def write_shard(directory: Path, number: int, suffix: str, data: bytes) -> Entry:

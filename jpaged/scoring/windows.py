@@ -15,9 +15,11 @@ Where only a completion is scored, windows that would score nothing are left out
 tokens, as if the prompt had been cut off from the left.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jpaged.checks import check_integer
 from jpaged.errors import InvalidParameterError
 
 
@@ -49,15 +51,24 @@ def check_window(window: int | None, stride: int | None, max_model_len: int) -> 
     """The window and the stride to use: by default the whole context, and half of the window.
 
     Raises:
-        InvalidParameterError: a window below 2 or above the context; a stride that would leave tokens out.
+        InvalidParameterError: not an integer; a window below 2 or above the context; a stride that would leave tokens
+            out.
     """
-    size = max_model_len if window is None else window
+    check_sizes(window, stride)
+    size = max_model_len if window is None else int(window)
     if not 2 <= size <= max_model_len:
         raise InvalidParameterError(f"window must be from 2 to max_model_len={max_model_len} tokens, got {size}.")
-    step = max(1, size // 2) if stride is None else stride
+    step = max(1, size // 2) if stride is None else int(stride)
     if not 1 <= step < size:
         raise InvalidParameterError(
             f"stride must be from 1 to {size - 1}, less than the window of {size} tokens, so that every token has one "
             f"before it; got {step}."
         )
     return size, step
+
+
+def check_sizes(window: int | None, stride: int | None) -> None:
+    """Raises InvalidParameterError for what can be no window or no stride of any context."""
+    for name, value, least in (("window", window, 2), ("stride", stride, 1)):
+        if value is not None:
+            check_integer(name, value, least, sys.maxsize)

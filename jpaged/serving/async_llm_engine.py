@@ -26,7 +26,7 @@ from jpaged.engine.limits import RequestLimits
 from jpaged.engine.pool_view import PoolView
 from jpaged.engine.request import Request
 from jpaged.engine.router import Router
-from jpaged.engine.seeds import request_seed
+from jpaged.engine.seeds import default_seed
 from jpaged.engine.sequence_group import SequenceGroup
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
@@ -211,8 +211,7 @@ class AsyncLLMEngine:
         handle = next(self._handles)
         if len(self._replicas) > 1 and isinstance(params, SamplingParams) and params.seed is None:
             # Arrivals are counted here: each replica would begin with the same seed.
-            seed = request_seed(None, self.args.seed, handle - 1)  # unsigned; a signed number's bits do as well
-            params = replace(params, seed=seed - 2**64 if seed >= 2**63 else seed)
+            params = replace(params, seed=default_seed(self.args.seed, handle - 1))
         request, checked = self._processor.request(
             f"request-{handle}" if request_id is None else request_id,
             checked,

@@ -82,6 +82,17 @@ def test_a_program_depends_on_the_settings_of_jax_but_not_on_what_they_report_or
     assert path() == usual
 
 
+def test_a_program_depends_on_the_flags_of_xla(tmp_path, monkeypatch):
+    def path():
+        return cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,))
+
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    usual = path()
+    assert usual is not None
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_pdl=false")
+    assert path() != usual
+
+
 @contextmanager
 def changed(name, value):
     before = getattr(jax.config, name)

@@ -10,6 +10,7 @@ import pytest
 
 from jpaged import LLM, BeamSearchParams, SamplingParams
 from jpaged.cli import main
+from jpaged.errors import InvalidParameterError
 from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.scoring import batch
 from jpaged.scoring.inputs import Record
@@ -152,6 +153,24 @@ def test_an_input_without_requests_is_refused(tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text("\n")
     assert main(["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 2
     assert "has no requests" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": ["in.jsonl"]}, "An input must be a path"),
+        ({"output": None}, "output must be a path, got None"),
+        ({"model": 5}, "model must be"),
+        ({"shard_size": "x"}, "shard_size must be an integer, got 'x'"),
+        ({"overwrite": "yes"}, "overwrite must be True or False"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_begun(tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text(json.dumps(GOOD[0]) + "\n")
+    with pytest.raises(InvalidParameterError, match=message):
+        batch.run_batch(**({"inputs": "in.jsonl", "output": "out.jsonl"} | changes))
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 class FakeEngine:

@@ -209,6 +209,19 @@ def test_a_full_disk_is_a_typed_error_and_loses_nothing(tmp_path, fake):
         ({"data_parallel_size": 0}, "data_parallel_size must be"),
         ({"modell": "x"}, "no option 'modell'"),
         ({"block_size": 3}, "block_size must be"),
+        ({"inputs": None}, "inputs must be a path or a list of paths, got None"),
+        ({"inputs": ["in.jsonl", 5]}, "An input must be a path, got 5"),
+        ({"output": 5}, "output must be a path, got 5"),
+        ({"output": "\0.jsonl"}, "output must be a path"),
+        ({"model": Path("m")}, "model must be a directory or a hub id, as a string"),
+        ({"window": "8"}, "window must be an integer, got '8'"),
+        ({"window": 8.5}, "window must be an integer"),
+        ({"stride": 10**5000}, "stride must be at most"),
+        ({"shard_size": 10**5000}, "shard_size must be at most"),
+        ({"data_parallel_size": 10**9}, "data_parallel_size must be at most"),
+        ({"logprobs": "no"}, "logprobs must be True or False, got 'no'"),
+        ({"overwrite": 1}, "overwrite must be True or False"),
+        ({"warn": 5}, "warn must be a function"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(tmp_path, monkeypatch, changes, message):
@@ -217,6 +230,13 @@ def test_wrong_arguments_are_refused_at_once(tmp_path, monkeypatch, changes, mes
     write_rows(tmp_path / "in.jsonl", ROWS)
     with pytest.raises(InvalidParameterError, match=message):
         score_files(**({"inputs": "in.jsonl", "output": "out.jsonl", "use_tqdm": False} | changes))
+
+
+def test_numbers_of_numpy_are_as_good_as_pythons(tmp_path, fake):
+    source = write_rows(tmp_path / "in.jsonl", ROWS)
+    sizes = {"shard_size": np.int64(7), "window": np.int32(8), "seed": np.int64(3), "watermark": np.float32(0.5)}
+    score_files((source for _ in range(2)), tmp_path / "out.jsonl", use_tqdm=False, **sizes)
+    assert len(read(tmp_path / "out.jsonl")) == 6
 
 
 def test_the_command_reports_skipped_rows_and_exits_with_0(tmp_path, fake, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.errors import InvalidParameterError, JPagedError, MalformedRowError
 from jpaged.scoring.files import INPUT_FORMATS, size_of
-from jpaged.scoring.inputs import Record, check_inputs, read_records
+from jpaged.scoring.inputs import Record, checked_inputs, read_records
 from jpaged.scoring.jobs import json_lines, shards_of
 from jpaged.scoring.rows import RowScore, SequenceScore, parse_row
 
@@ -125,11 +125,11 @@ def test_parquet_rows_are_json_rows(tmp_path):
 
 def test_files_of_unknown_format_or_none_are_refused(tmp_path):
     with pytest.raises(InvalidParameterError, match="must end in one of"):
-        check_inputs([tmp_path / "rows.txt"], INPUT_FORMATS)
+        checked_inputs([tmp_path / "rows.txt"], INPUT_FORMATS)
     with pytest.raises(InvalidParameterError, match="is no file"):
-        check_inputs([tmp_path / "rows.csv"], INPUT_FORMATS)
+        checked_inputs([tmp_path / "rows.csv"], INPUT_FORMATS)
     with pytest.raises(InvalidParameterError, match="no input file"):
-        check_inputs([], INPUT_FORMATS)
+        checked_inputs([], INPUT_FORMATS)
 
 
 def test_shards_hold_all_rows_in_order_and_depend_on_the_rows_alone():

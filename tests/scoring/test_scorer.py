@@ -128,10 +128,14 @@ def test_rows_that_cannot_be_scored_are_named(tiny):
         ({"text": "words"}, "no tokenizer"),
         ({"prompt": [], "completion": [3]}, "the prompt is empty"),
         ({"prompt": [3]}, 'needs "text"'),
+        ({"text": [3, 10**5000]}, "list of token ids"),
     ):
         with pytest.raises(MalformedRowError, match=rf"rows\[1\]: .*{message}"):
             scorer.score([good, bad], use_tqdm=False)
     assert len(scorer.score([good], use_tqdm=False)) == 1
+    for no_rows in (None, 5, "words", good):
+        with pytest.raises(InvalidParameterError, match="rows must be a list of rows"):
+            scorer.score(no_rows)
 
 
 def test_the_engine_checks_what_it_is_to_score(tiny):

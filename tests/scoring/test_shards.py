@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import resource
 
 import pytest
 
@@ -144,3 +145,47 @@ def test_the_manifest_is_plain_json_lines(output):
     assert (entry["shard"], entry["bytes"]) == (0, 5)
     with open(store.directory / "manifest.jsonl") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock went with the store
+
+
+def test_a_job_that_finished_nothing_gives_way_to_another_and_one_that_did_does_not(output):
+    ShardStore(output, JOB | {"model": "mistyped"}).close()
+    store = ShardStore(output, JOB)
+    add(store, 0)
+    store.close()
+    with pytest.raises(InvalidParameterError, match="its model is 'm', this one's 'other'"):
+        ShardStore(output, JOB | {"model": "other"})
+    again = ShardStore(output, JOB)
+    assert list(again.finished) == [0]
+    again.close()
+
+
+def test_a_disk_that_is_full_for_the_manifest_is_a_typed_error_and_leaves_whole_lines(output):
+    store = ShardStore(output, JOB)
+    add(store, 0)
+    entries = [write_shard(store.directory, number, ".jsonl", b"data\n") for number in (1, 2)]
+    manifest = store.directory / "manifest.jsonl"
+    before, limits = manifest.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))  # five bytes of the next line
+    try:
+        with pytest.raises(OutputError, match="free some space"):
+            store.add(entries[0])
+        assert manifest.read_bytes() == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    store.add(entries[1])  # a worker that is still at it
+    store.close()
+    again = ShardStore(output, JOB)
+    assert sorted(again.finished) == [0, 2]
+    again.close()
+
+
+def test_closing_a_store_after_a_full_disk_raises_nothing_that_would_hide_why(output):
+    store = ShardStore(output, JOB)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OutputError):
+            store.add({"shard": 0, "file": "x", "bytes": 1, "sha256": ""})
+        store.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -62,7 +62,7 @@ def test_the_default_is_the_whole_context_and_half_of_it():
 
 @pytest.mark.parametrize(
     ("window", "stride", "message"),
-    [(1, None, "window must be from 2"), (65, None, "max_model_len=64"), (8, 8, "stride must be from 1 to 7")],
+    [(1, None, "window must be at least 2"), (65, None, "max_model_len=64"), (8, 8, "stride must be from 1 to 7")],
 )
 def test_windows_that_would_leave_tokens_out_are_refused(window, stride, message):
     with pytest.raises(InvalidParameterError, match=message):
