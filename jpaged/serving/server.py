@@ -109,7 +109,7 @@ async def run(
 
     sock: to listen on; taken by `ServerOptions.listen`.
     """
-    gc.freeze()  # what start-up made stays; a full collection would visit all of it, 300 ms in the midst of serving
+    gc.freeze()  # what start-up made stays; a full collection would visit all of it in the midst of serving
     async with engine:
         app = build_app(engine, app_options)
         config = uvicorn.Config(

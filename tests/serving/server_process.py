@@ -31,7 +31,11 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         headers = {"authorization": f"Bearer {KEY}"}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
-        self._wait_until_it_serves()
+        try:
+            self._wait_until_it_serves()
+        except BaseException:
+            self.close()
+            raise
 
     def _wait_until_it_serves(self) -> None:
         end = time.monotonic() + 600
