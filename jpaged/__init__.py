@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jpaged.llm_engine import LLMEngine
     from jpaged.serving.async_llm_engine import AsyncLLMEngine
 
-_LAZY = {  # these import jax, which takes a second or two
+_LAZY = {  # `LLM` and `LLMEngine` import jax, which takes a second or two
     "LLM": "jpaged.llm",
     "LLMEngine": "jpaged.llm_engine",
     "AsyncLLMEngine": "jpaged.serving.async_llm_engine",

@@ -31,7 +31,7 @@ from jpaged.errors import InvalidParameterError, JPagedError
 from jpaged.executor import plan_codec
 from jpaged.executor.runner import Runner, Step
 from jpaged.executor.startup import start
-from jpaged.models import resolve
+from jpaged.hub import resolve
 
 _SECRET_BYTES = 32
 _ACCEPT_S = 120.0

@@ -14,7 +14,7 @@ from jpaged.engine.limits import RequestLimits
 from jpaged.engine.request import Request
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidParameterError, InvalidPromptError, shown
-from jpaged.executor import sampling_state
+from jpaged.executor import sampling_records
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -249,8 +249,8 @@ class InputProcessor:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words and self._tokenizer is not None:
             bad_words = tuple(tuple(word) for word in self._tokenizer.encode_bad_words(params.bad_words))
-        if sampling_state.uses_extras(params):  # packing them now is the check that packing them later cannot fail
-            sampling_state.full_record(params, vocab_size=self._vocab_size, bad_words_token_ids=bad_words)
+        if sampling_records.uses_extras(params):  # packing them now is the check that packing them later cannot fail
+            sampling_records.full_record(params, vocab_size=self._vocab_size, bad_words_token_ids=bad_words)
         return bad_words
 
 

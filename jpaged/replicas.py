@@ -49,10 +49,10 @@ from jpaged.engine.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError, shown
+from jpaged.hub import resolve
 from jpaged.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.intake import RequestIntake
 from jpaged.llm_engine import LLMEngine
-from jpaged.models import resolve
 from jpaged.outputs import RequestOutput
 from jpaged.replica_devices import replica_environments
 from jpaged.sampling_params import SamplingParams

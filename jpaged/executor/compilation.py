@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, SamplingVariant
-from jpaged.executor import programs, sampler, sampling_state
+from jpaged.executor import programs, sampler, sampling_records, sampling_state
 from jpaged.executor.beams import beams_layout, move_beams_step
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.compile_processes import CompileProcesses, Key, are_many
@@ -437,7 +437,7 @@ class Compiler:
         """The programs that make and fill `FullSamplingState`, which exists once some request asks for it."""
         specs = self._full_specs
         yield self._task(("init_full",), self._init_full_state, results=specs)
-        record = _int32(sampling_state.full_record_words(self._model.vocab_size))
+        record = _int32(sampling_records.full_record_words(self._model.vocab_size))
         args = (self._full, _int32(), record)
         yield self._task(("start_full",), sampling_state.start_full_slot, *args, donate=(0,), results=specs)
         known = _int32(programs.known_tokens_layout().size)

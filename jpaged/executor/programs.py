@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.engine.interface import NO_TOKEN, NULL_BLOCK, FinishCode, SamplingVariant
-from jpaged.executor import sampler, sampling_state
+from jpaged.executor import sampler, sampling_records, sampling_state
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.logprobs import TargetScores, TokenLogprobs, logprobs_of, target_scores
 from jpaged.executor.packing import PackedLayout
@@ -300,7 +300,7 @@ def update_layout() -> PackedLayout:
         ends=(STARTS_PER_UPDATE,),
         slots=(STARTS_PER_UPDATE,),
         num_computed_tokens=(STARTS_PER_UPDATE,),
-        records=(STARTS_PER_UPDATE, sampling_state.CORE_RECORD_WORDS),
+        records=(STARTS_PER_UPDATE, sampling_records.CORE_RECORD_WORDS),
         table_updates=(TABLE_UPDATES_PER_UPDATE, 3),
     )
 

@@ -31,7 +31,7 @@ from jpaged.engine.interface import (
     TargetScores,
 )
 from jpaged.errors import EngineDeadError
-from jpaged.executor import programs, sampling_state
+from jpaged.executor import programs, sampling_records, sampling_state
 from jpaged.executor.beams import beams_layout
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.compilation import Key, Program
@@ -201,7 +201,7 @@ class Runner:
         nothing = StepPlan(step_id=-1, variant=SamplingVariant.GREEDY)
         self._update(np.zeros((0,), np.int32), (), nothing.table_updates)
         self._ensure_full_state()
-        record = np.zeros((sampling_state.full_record_words(self._vocab_size),), np.int32)
+        record = np.zeros((sampling_records.full_record_words(self._vocab_size),), np.int32)
         self._full = self._call(("start_full",), self._full, np.int32(self._config.null_slot), record)
         buffer, _ = programs.known_tokens_layout().new(slot=self._config.null_slot, start=0, prompt_len=0, token_ids=-1)
         self._full = self._call(("known_tokens",), self._full, buffer)
@@ -265,7 +265,7 @@ class Runner:
         for i, start in enumerate(starts):
             host["slots"][i] = start.slot
             host["num_computed_tokens"][i] = start.num_computed_tokens
-            host["records"][i] = sampling_state.core_record(
+            host["records"][i] = sampling_records.core_record(
                 start.sampling,
                 seed=start.seed,
                 stop_token_ids=start.stop_token_ids,
@@ -277,10 +277,10 @@ class Runner:
 
     def _start_full(self, start: SlotStart) -> None:
         """Writes the slot's row of the full sampling state, if the request asks for something kept there."""
-        if not sampling_state.uses_extras(start.sampling):
+        if not sampling_records.uses_extras(start.sampling):
             return
         self._ensure_full_state()
-        record = sampling_state.full_record(
+        record = sampling_records.full_record(
             start.sampling, vocab_size=self._vocab_size, bad_words_token_ids=start.bad_words_token_ids
         )
         self._full = self._call(("start_full",), self._full, np.int32(start.slot), record)

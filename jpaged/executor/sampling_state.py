@@ -1,13 +1,12 @@
-"""What sampling knows of each slot: on the host a record of a request, on the device a row of arrays.
+"""What sampling knows of each slot, on the device: a row of arrays.
 
-    SamplingParams --core_record, full_record--> int32 words --start_slots, start_full_slot--> a slot's rows
-                                    known and sampled tokens --add_known_tokens, add_sampled_tokens--> their counts
+    a request's record (`sampling_records.py`), int32 words --start_slots, start_full_slot--> a slot's rows
+               known and sampled tokens --add_known_tokens, add_sampled_tokens--> their counts
 
 Every array has one row a slot and one more, the **null slot**: row S of S + 1. Padded rows of a step name it. It holds
 greedy parameters, and no function here ever writes to it.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,21 +15,14 @@ import numpy as np
 from jax import lax
 
 from jpaged.engine.interface import NO_TOKEN
-from jpaged.errors import InvalidParameterError
+from jpaged.executor.sampling_records import CORE_FIELDS, mask_words
 from jpaged.models.collectives import ALONE, Collectives
 from jpaged.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
-    SamplingParams,
 )
-
-_CORE_FIELDS = ("temperature", "top_p", "min_p", "top_k", "seed_low", "seed_high", "min_len", "max_len", "uses_extras")
-CORE_RECORD_WORDS = len(_CORE_FIELDS) + MAX_STOP_TOKEN_IDS
-"""int32 words of a `core_record`."""
-
-_HIGHEST_TEMPERATURE = 1e30  # its reciprocal is still above zero in float32
 
 
 class SamplingState(NamedTuple):
@@ -109,39 +101,10 @@ def init_full_state(num_slots: int, vocab_size: int, shard_vocab_size: int | Non
         token_counts=jnp.zeros((rows, shard_vocab_size or vocab_size), jnp.int32),
         bias_ids=jnp.full((rows, MAX_LOGIT_BIAS), NO_TOKEN, jnp.int32),
         bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
-        allowed=jnp.full((rows, _mask_words(vocab_size)), 0xFFFFFFFF, jnp.uint32),
+        allowed=jnp.full((rows, mask_words(vocab_size)), 0xFFFFFFFF, jnp.uint32),
         bad_words=jnp.full((rows, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), NO_TOKEN, jnp.int32),
         recent=jnp.full((rows, MAX_BAD_WORD_TOKENS - 1), NO_TOKEN, jnp.int32),
     )
-
-
-def uses_extras(params: SamplingParams) -> bool:
-    """Whether a request needs its row of `FullSamplingState` written (logprobs and min_tokens do not)."""
-    return bool(params.uses_penalties or params.logit_bias or params.allowed_token_ids is not None or params.bad_words)
-
-
-def core_record(
-    params: SamplingParams, *, seed: int, stop_token_ids: Sequence[int], prompt_len: int, max_len: int
-) -> np.ndarray:
-    """On the host: a request's row of `SamplingState`, packed into int32 [CORE_RECORD_WORDS] for `start_slots`.
-
-    seed: any integer; its low 64 bits count. stop_token_ids, max_len: as in `SlotStart`.
-
-    Raises:
-        InvalidParameterError: more than MAX_STOP_TOKEN_IDS stop tokens.
-    """
-    stops = sorted(set(stop_token_ids))
-    if len(stops) > MAX_STOP_TOKEN_IDS:
-        raise InvalidParameterError(
-            f"the request has {len(stops)} stop tokens, its model's included; at most {MAX_STOP_TOKEN_IDS} are tested."
-        )
-    record = np.full(CORE_RECORD_WORDS, NO_TOKEN, np.int32)
-    record[:3].view(np.float32)[:] = min(params.temperature, _HIGHEST_TEMPERATURE), params.top_p, params.min_p
-    record[3] = min(max(params.top_k, 0), np.iinfo(np.int32).max)
-    record[4:6].view(np.uint32)[:] = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    record[6:9] = min(prompt_len + params.min_tokens, np.iinfo(np.int32).max), max_len, uses_extras(params)
-    record[9 : 9 + len(stops)] = stops
-    return record
 
 
 def start_slots(state: SamplingState, slots: jax.Array, records: jax.Array) -> SamplingState:
@@ -157,52 +120,9 @@ def start_slots(state: SamplingState, slots: jax.Array, records: jax.Array) -> S
         min_len=records[:, 6],
         max_len=records[:, 7],
         uses_extras=records[:, 8] != 0,
-        stop_token_ids=records[:, len(_CORE_FIELDS) :],
+        stop_token_ids=records[:, len(CORE_FIELDS) :],
     )
     return jax.tree.map(lambda old, values: old.at[rows].set(values, mode="drop"), state, new)
-
-
-def full_record_words(vocab_size: int) -> int:
-    """int32 words of a `full_record`."""
-    return 3 + 2 * MAX_LOGIT_BIAS + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS + _mask_words(vocab_size)
-
-
-def full_record(
-    params: SamplingParams, *, vocab_size: int, bad_words_token_ids: Sequence[Sequence[int]] = ()
-) -> np.ndarray:
-    """On the host: a request's row of `FullSamplingState`, packed into int32 [full_record_words(vocab_size)].
-
-    Raises:
-        InvalidParameterError: a token id outside the vocabulary, or too many or too long bad words.
-    """
-    if len(bad_words_token_ids) > MAX_BAD_WORDS:
-        raise InvalidParameterError(
-            f"bad_words come to {len(bad_words_token_ids)} token sequences; at most {MAX_BAD_WORDS} are supported."
-        )
-    bad_words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), NO_TOKEN, np.int32)
-    for row, word in zip(bad_words, bad_words_token_ids, strict=False):
-        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
-            raise InvalidParameterError(
-                f"bad_words has a word of {len(word)} tokens; it must have from 1 to {MAX_BAD_WORD_TOKENS}."
-            )
-        row[-len(word) :] = _checked_ids("bad_words", word, vocab_size)
-
-    bias = params.logit_bias or {}
-    bias_ids = np.full(MAX_LOGIT_BIAS, NO_TOKEN, np.int32)
-    bias_values = np.zeros(MAX_LOGIT_BIAS, np.float32)
-    bias_ids[: len(bias)] = _checked_ids("logit_bias", tuple(bias), vocab_size)
-    bias_values[: len(bias)] = tuple(bias.values())
-
-    if params.allowed_token_ids is None:
-        mask = np.full(_mask_words(vocab_size), 0xFFFFFFFF, np.uint32)
-    else:
-        bits = np.zeros(_mask_words(vocab_size) * 32, np.uint8)
-        bits[_checked_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)] = 1
-        mask = np.packbits(bits, bitorder="little").view(np.dtype("<u4")).astype(np.uint32)
-
-    penalties = np.array([params.presence_penalty, params.frequency_penalty, params.repetition_penalty], np.float32)
-    parts = (penalties, bias_ids, bias_values, bad_words.reshape(-1), mask)
-    return np.concatenate([part.view(np.int32) for part in parts])
 
 
 def start_full_slot(full: FullSamplingState, slot: jax.Array, record: jax.Array) -> FullSamplingState:
@@ -276,17 +196,3 @@ def add_sampled_tokens(
 def _droppable(slots: jax.Array, num_rows: int) -> jax.Array:
     """The null slot becomes an index past the end, which a scatter in "drop" mode leaves out."""
     return jnp.where(slots == num_rows - 1, num_rows, slots)
-
-
-def _mask_words(vocab_size: int) -> int:
-    return -(-vocab_size // 32)
-
-
-def _checked_ids(name: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    array = np.asarray(ids, np.int64)
-    wrong = array[(array < 0) | (array >= vocab_size)]
-    if wrong.size:
-        raise InvalidParameterError(
-            f"{name} names token {wrong[0]}, but the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})."
-        )
-    return array

@@ -31,8 +31,8 @@ from jpaged.engine.sequence_group import SequenceGroup
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError
+from jpaged.hub import resolve
 from jpaged.inputs import InputProcessor, ProcessedInput, Prompt
-from jpaged.models import resolve
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.serving.launch import EngineProcesses, Link

@@ -11,7 +11,7 @@ from scipy import stats
 
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
 from jpaged.errors import InvalidParameterError
-from jpaged.executor import logprobs, sampler, sampling_state
+from jpaged.executor import logprobs, sampler, sampling_records, sampling_state
 from jpaged.models.collectives import Collectives
 from jpaged.pallas_kernels.sample_reference import lowest_kept
 from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -41,13 +41,13 @@ class Slots:
         self.full = sampling_state.init_full_state(SLOTS, vocab)
 
     def start(self, params, slot=0, *, seed=0, prompt=(), output=(), stops=(), bad_words=(), max_len=1 << 20, chunk=8):
-        record = sampling_state.core_record(
+        record = sampling_records.core_record(
             params, seed=seed, stop_token_ids=stops, prompt_len=len(prompt), max_len=max_len
         )
         unused = np.full_like(record, 7)
         self.state = start_slots(self.state, np.array([slot, self.null], np.int32), np.stack([record, unused]))
-        if sampling_state.uses_extras(params) or bad_words:
-            record = sampling_state.full_record(params, vocab_size=self.vocab, bad_words_token_ids=bad_words)
+        if sampling_records.uses_extras(params) or bad_words:
+            record = sampling_records.full_record(params, vocab_size=self.vocab, bad_words_token_ids=bad_words)
             self.full = start_full_slot(self.full, np.int32(slot), record)
             known = [*prompt, *output]
             for start in range(0, len(known), chunk):
@@ -430,9 +430,9 @@ def test_padded_rows_change_nothing_and_get_valid_tokens():
         ids = np.asarray(slots.sample(logits, padding, np.arange(5), variant).token_ids)
         assert ((ids >= 0) & (ids < VOCAB)).all()
     full = add_sampled_tokens(slots.full, padding, ids)
-    full = start_full_slot(full, np.int32(slots.null), sampling_state.full_record(params, vocab_size=VOCAB))
+    full = start_full_slot(full, np.int32(slots.null), sampling_records.full_record(params, vocab_size=VOCAB))
     full = add_known_tokens(full, np.int32(slots.null), ids, np.int32(0), np.int32(2))
-    state = start_slots(slots.state, padding, np.full((5, sampling_state.CORE_RECORD_WORDS), 123456, np.int32))
+    state = start_slots(slots.state, padding, np.full((5, sampling_records.CORE_RECORD_WORDS), 123456, np.int32))
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, (state, full)))
 
 
@@ -705,12 +705,12 @@ def test_finish_codes_name_a_stop_before_a_length_and_heed_min_tokens():
 )
 def test_extras_that_do_not_fit_are_refused_by_name(params, bad_words, message):
     with pytest.raises(InvalidParameterError, match=message):
-        sampling_state.full_record(SamplingParams(**params), vocab_size=VOCAB, bad_words_token_ids=bad_words)
+        sampling_records.full_record(SamplingParams(**params), vocab_size=VOCAB, bad_words_token_ids=bad_words)
 
 
 def test_too_many_stop_tokens_are_refused():
     with pytest.raises(InvalidParameterError, match=f"{MAX_STOP_TOKEN_IDS + 1} stop tokens"):
-        sampling_state.core_record(
+        sampling_records.core_record(
             SamplingParams(), seed=0, stop_token_ids=range(MAX_STOP_TOKEN_IDS + 1), prompt_len=1, max_len=2
         )
 
@@ -760,7 +760,7 @@ def test_state_is_updated_in_place():
     vocab, slots = 5000, 32
     full = jax.eval_shape(partial(sampling_state.init_full_state, slots, vocab))
     scalar, chunk = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((16,), np.int32)
-    record = jax.ShapeDtypeStruct((sampling_state.full_record_words(vocab),), np.int32)
+    record = jax.ShapeDtypeStruct((sampling_records.full_record_words(vocab),), np.int32)
     for function, arguments in (
         (sampling_state.start_full_slot, (scalar, record)),
         (sampling_state.add_known_tokens, (scalar, chunk, scalar, scalar)),

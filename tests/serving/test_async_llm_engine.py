@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 from array import array
 
@@ -26,6 +28,18 @@ from jpaged.serving.wire import Abort, Add, FrameReader, Ready, Refused, Step, T
 
 LIMITS = RequestLimits(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=64, block_size=16, num_blocks=256)
 READY = Ready(1, 2816, LIMITS, (2,), SamplingParams(), {})
+
+
+def test_the_processes_of_the_api_do_without_jax():
+    """Which the engine's process has; it takes a second or two to import, and memory."""
+    code = """if True:
+        import sys
+        from jpaged.config import EngineArgs
+        from jpaged.serving import api_process
+        from jpaged.serving.async_llm_engine import load_tokenizer
+        load_tokenizer(EngineArgs()).encode("A snail")
+        print("jax" in sys.modules)"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
 class Played:

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from jpaged.errors import InvalidParameterError, ModelNotFoundError
-from jpaged.models import resolve
+from jpaged.hub import resolve
 
 REPOSITORY = [
     "README.md",
