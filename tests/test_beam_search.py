@@ -119,7 +119,7 @@ def test_searches_among_other_requests_and_under_pressure_find_the_same(models, 
     found = {}
     while engine.has_unfinished_requests():
         found.update((output.request_id, output) for output in engine.step() if output.finished)
-        engine._core.check_integrity()
+        engine.core.check_integrity()
     for i, output in enumerate(expected):
         tokens = [completion.token_ids for completion in output.outputs]
         assert [completion.token_ids for completion in found[str(i)].outputs] == tokens, i

@@ -80,7 +80,7 @@ def tokens_of(outputs) -> list[list[int]]:
 
 
 def assert_idle(llm: LLM) -> None:
-    llm.engine._core.check_integrity()
+    llm.engine.core.check_integrity()
     metrics = llm.get_metrics()
     assert (metrics.num_running, metrics.num_waiting, metrics.num_used_blocks) == (0, 0, 0)
 
@@ -216,7 +216,7 @@ def test_an_aborted_request_frees_everything_and_the_others_go_on(engine):
         finished.update((output.request_id, output) for output in engine.step())
     assert sorted(finished) == ["0", "2", "3", "5"]
     assert all(len(output.outputs[0].token_ids) == 20 for output in finished.values())
-    engine._core.check_integrity()
+    engine.core.check_integrity()
     assert engine.get_metrics().num_used_blocks == 0
 
 
@@ -568,13 +568,13 @@ def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on(engine
 
 def test_an_engine_whose_device_fails_says_so_from_then_on(engine, monkeypatch):
     engine.add_request("a", [3, 4], GREEDY)
-    monkeypatch.setattr(engine._core, "_executor", None)
+    monkeypatch.setattr(engine.core, "_executor", None)
     with pytest.raises(EngineDeadError):
         engine.step()
     assert not engine.has_unfinished_requests()
     with pytest.raises(EngineDeadError):
         engine.add_request("b", [3], GREEDY)
-    monkeypatch.setattr(engine._core, "abort", None)  # its scheduler may be in the middle of something
+    monkeypatch.setattr(engine.core, "abort", None)  # its scheduler may be in the middle of something
     engine.abort_request("a")
 
 

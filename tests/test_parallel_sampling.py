@@ -117,7 +117,7 @@ def test_streamed_samples_join_to_the_whole_and_best_of_comes_once(llm, options,
     assert all(len(output.outputs) == 3 for output in outputs["CUMULATIVE"])
     assert outputs["best"][0].outputs[0].token_ids in whole
     assert [output.finished for output in outputs["CUMULATIVE"]] == [False] * 9 + [True]
-    engine._core.check_integrity()
+    engine.core.check_integrity()
 
 
 @pytest.mark.parametrize("depth", [0, 2])

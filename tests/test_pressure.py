@@ -62,8 +62,8 @@ def run(engine: LLMEngine, count: int = NUM_REQUESTS) -> tuple[dict[str, list[li
         step += 1
         peak = max(peak, engine.get_metrics().num_used_blocks)
         if step % 50 == 0:
-            engine._core.check_integrity()
-    engine._core.check_integrity()
+            engine.core.check_integrity()
+    engine.core.check_integrity()
     return found, peak
 
 

@@ -95,13 +95,13 @@ def test_each_of_several_samples_is_cut_at_its_own_stop_string(llm):
     for before, after in zip(free.outputs, stopped.outputs, strict=True):
         assert after.text == before.text.split(" the")[0]
         assert after.stop_reason == (" the" if " the" in before.text else None)
-    llm.engine._core.check_integrity()
+    llm.engine.core.check_integrity()
     assert llm.get_metrics().num_used_blocks == 0
 
 
 def test_after_a_stop_string_everything_is_free_again(llm):
     llm.chat([REQUEST] * 5, replace(GREEDY, stop="the"), use_tqdm=False)
-    llm.engine._core.check_integrity()
+    llm.engine.core.check_integrity()
     assert llm.get_metrics().num_used_blocks == 0
     assert not llm.engine.has_unfinished_requests()
 

@@ -17,7 +17,7 @@ import msgspec
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InvalidPromptError, JPagedError, UnsupportedParameterError
+from jpaged.errors import InvalidPromptError, JPagedError, UnsupportedParameterError, shown
 from jpaged.inputs import ProcessedInput, Prompt, as_prompt_list
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
@@ -75,12 +75,12 @@ def parse_request(line: Any, tokenizer: Tokenizer, defaults: SamplingParams) -> 
         raise BadLine("the line must be an object with custom_id, method, url and body.")
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        raise BadLine(f"custom_id must be a non-empty string, got {custom_id!r:.80}.")
+        raise BadLine(f"custom_id must be a non-empty string, got {shown(custom_id)}.")
     if line.get("method", "POST") != "POST":
-        raise BadLine(f'method must be "POST", got {line["method"]!r:.80}.', custom_id)
+        raise BadLine(f'method must be "POST", got {shown(line["method"])}.', custom_id)
     url, given = line.get("url"), line.get("body")
     if url not in (COMPLETIONS, CHAT):
-        raise BadLine(f"url must be {COMPLETIONS} or {CHAT}, got {url!r:.80}.", custom_id)
+        raise BadLine(f"url must be {COMPLETIONS} or {CHAT}, got {shown(url)}.", custom_id)
     if not isinstance(given, Mapping):
         raise BadLine(f"body must be an object, got {type(given).__name__}.", custom_id)
     kind: type[CompletionRequest] | type[ChatCompletionRequest]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import MalformedRowError
+from jpaged.errors import MalformedRowError, shown
 from jpaged.scoring.rows import Row, Text
 
 
@@ -86,7 +86,7 @@ class Encoder:
         else:
             tokens, first = [*_ids(context), *continuation], len(context)
         if first >= len(tokens):
-            raise MalformedRowError(f"{continuation!r:.40} adds no token to its prompt; there is nothing to score.")
+            raise MalformedRowError(f"{shown(continuation)} adds no token to its prompt; there is nothing to score.")
         return self._checked(tokens, max(first, 1))
 
     def _checked(self, tokens: list[int], first_scored: int) -> TokenSequence:
