@@ -5,21 +5,23 @@
     slot 2      \\- ox --x \\--- sleeps   a beam without such a candidate is dropped (x), and its slot goes to another
 
 A step of a search: its beams compute their last tokens; the device returns for each the most likely next tokens with
-their log-probabilities; `BeamSearch.advance` picks from them; the block tables of the beams are forked and freed
-accordingly; and the next plan tells the device which slot goes on from which, and with which token.
+their log-probabilities; `rankings` sorts those of all searches at once, and `BeamSearch.advance` picks from them; the
+block tables of the beams are forked and freed accordingly; and the next plan tells the device which slot goes on from
+which, and with which token.
 
 The algorithm is that of transformers (`_beam_search` of `generation/utils.py`, version 5): of the candidates that end,
 those among the best `beam_width` of all are finished sequences; the best `beam_width` of these are kept; the search
 ends by `early_stopping`, or when the live beams have reached the greatest length.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from jpaged.beam_search_params import BeamSearchParams
+from jpaged.engine.interface import Logprobs
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.sequence_group import SequenceGroup
 
@@ -39,13 +41,24 @@ class Hypothesis:
 
 
 class Choice(NamedTuple):
-    """How the beams go on. parents, token_ids: int [beam_width]; beam i goes on from beam parents[i] with its token.
+    """How the beams go on. parents, token_ids: of each beam; beam i goes on from beam parents[i] with its token.
 
     A beam that goes on at all goes on from itself once, so only beams that are dropped get another parent.
     """
 
-    parents: np.ndarray
-    token_ids: np.ndarray
+    parents: list[int]
+    token_ids: list[int]
+
+
+class Ranking(NamedTuple):
+    """The best candidates of all beams of a search together, best first.
+
+    parents: their beams. token_ids: their tokens. totals: float32 values; their cumulative log-probabilities.
+    """
+
+    parents: list[int]
+    token_ids: list[int]
+    totals: list[float]
 
 
 class BeamSearch:
@@ -58,7 +71,7 @@ class BeamSearch:
 
     Attributes:
         num_live: beams that have tokens to compute: one until the first choice, as all would be equal.
-        scores: float32 [num_live]; cumulative log-probabilities.
+        scores: float32 values, one for each live beam; cumulative log-probabilities.
         hypotheses: finished sequences, best first, at most beam_width.
     """
 
@@ -66,36 +79,30 @@ class BeamSearch:
         self.params = params
         self.num_candidates = params.beam_width + len(stop_token_ids)
         self.num_live = 1
-        self.scores = np.zeros((1,), np.float32)
+        self.scores = [0.0]
         self.hypotheses: list[Hypothesis] = []
         self._max_tokens = max_tokens
         self._stop_token_ids = frozenset(stop_token_ids)
         self._early_stopping = True if params.beam_width == 1 else params.early_stopping
 
-    def advance(
-        self,
-        token_ids: np.ndarray,
-        logprobs: np.ndarray,
-        num_generated: int,
-        history: Callable[[int], list[int]],
-    ) -> Choice | None:
-        """Takes in the candidates for the next token and picks among them.
+    @property
+    def num_ranked(self) -> int:
+        """How many of its candidates may matter: enough that `beam_width` do not end, whichever end."""
+        return self.params.beam_width + self.num_live * len(self._stop_token_ids)
+
+    def advance(self, ranking: Ranking, num_generated: int, history: Callable[[int], list[int]]) -> Choice | None:
+        """Picks among the candidates for the next token.
 
         Args:
-            token_ids, logprobs: int32, float32 [num_live, num_candidates]; of each beam the most likely tokens. More
-                are not needed: the best beam_width that do not end are among these, and so is whatever can finish.
+            ranking: the best `num_ranked` of them (`rank`).
             num_generated: tokens that each beam has generated, without the candidates.
             history: gives the tokens that a beam has generated.
         Returns:
             How the beams go on; None when the search is over, and `hypotheses` are its result.
         """
         # Lists, not arrays: of a few numbers, they cost a third.
-        width = self.params.beam_width
-        sums = (logprobs + self.scores[:, None]).reshape(-1)
-        order = np.argsort(-sums, kind="stable")[: width + self.num_live * len(self._stop_token_ids)]
-        totals = sums[order]
-        tokens, parents = token_ids.reshape(-1)[order].tolist(), (order // token_ids.shape[1]).tolist()
-        length = num_generated + 1
+        width, length = self.params.beam_width, num_generated + 1
+        parents, tokens, totals = ranking
         stops = [token in self._stop_token_ids for token in tokens]
         is_last = length >= self._max_tokens
         for i in range(width):
@@ -105,15 +112,16 @@ class BeamSearch:
         if not going_on or self._is_over(totals[going_on[0]], length):
             return None
         self.num_live = width
-        return self._assign([parents[i] for i in going_on], [tokens[i] for i in going_on], totals[going_on])
+        best = Ranking([parents[i] for i in going_on], [tokens[i] for i in going_on], [totals[i] for i in going_on])
+        return self._assign(best)
 
-    def _finish(self, token_ids: list[int], total: np.float32, stopped: bool) -> None:
-        score = float(total / np.float32(len(token_ids) ** self.params.length_penalty))
-        self.hypotheses.append(Hypothesis(token_ids, float(total), score, stopped))
+    def _finish(self, token_ids: list[int], total: float, stopped: bool) -> None:
+        score = float(np.float32(total) / np.float32(len(token_ids) ** self.params.length_penalty))
+        self.hypotheses.append(Hypothesis(token_ids, total, score, stopped))
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[self.params.beam_width :]
 
-    def _is_over(self, best_total: np.float32, length: int) -> bool:
+    def _is_over(self, best_total: float, length: int) -> bool:
         """Whether live beams cannot improve on what is finished, by the rule that `early_stopping` names."""
         if len(self.hypotheses) < self.params.beam_width:
             return False
@@ -122,20 +130,36 @@ class BeamSearch:
         penalty = self.params.length_penalty
         if self._early_stopping == "never" and penalty > 0:
             length = self._max_tokens
-        return bool(best_total / np.float32(length**penalty) <= np.float32(self.hypotheses[-1].score))
+        return bool(np.float32(best_total) / np.float32(length**penalty) <= np.float32(self.hypotheses[-1].score))
 
-    def _assign(self, parents: list[int], tokens: list[int], totals: np.ndarray) -> Choice:
+    def _assign(self, best: Ranking) -> Choice:
         """Lets each parent's first child take its place, and the others the places of those that have none."""
-        width = len(parents)
-        vacant = iter(sorted(set(range(width)).difference(parents)))
-        taken: set[int] = set()
-        choice = Choice(np.empty((width,), np.int64), np.empty((width,), np.int32))
-        self.scores = np.empty((width,), np.float32)
-        for i, parent in enumerate(parents):
-            place = next(vacant) if parent in taken else parent
-            taken.add(parent)
-            choice.parents[place], choice.token_ids[place], self.scores[place] = parent, tokens[i], totals[i]
-        return choice
+        parents, tokens, totals = best
+        places: list[int] = []
+        firsts: set[int] = set()
+        vacant = iter(sorted(set(range(len(parents))).difference(parents)))
+        for parent in parents:
+            places.append(next(vacant) if parent in firsts else parent)
+            firsts.add(parent)
+        children = sorted(range(len(parents)), key=places.__getitem__)
+        self.scores = [totals[child] for child in children]
+        return Choice([parents[child] for child in children], [tokens[child] for child in children])
+
+
+def rank(searches: Sequence[BeamSearch], token_ids: np.ndarray, logprobs: np.ndarray) -> Iterator[Ranking]:
+    """Ranks the candidates of searches, all at once.
+
+    searches: with equally many live beams, candidates of each, and candidates that may matter.
+    token_ids, logprobs: int32, float32 [searches, num_live, num_candidates]; of each beam the most likely next tokens.
+        More are not needed: the best beam_width that do not end are among these, and so is whatever can finish.
+    """
+    scores = np.array([search.scores for search in searches], np.float32)
+    totals = (logprobs + scores[:, :, None]).reshape(len(searches), -1)
+    order = np.argsort(-totals, axis=1, kind="stable")[:, : searches[0].num_ranked]
+    best_ids = np.take_along_axis(token_ids.reshape(len(searches), -1), order, axis=1)
+    best_totals = np.take_along_axis(totals, order, axis=1)
+    parents = order // token_ids.shape[2]
+    return map(Ranking, parents.tolist(), best_ids.tolist(), best_totals.tolist())
 
 
 class BeamGroup(SequenceGroup):
@@ -165,7 +189,7 @@ class BeamGroup(SequenceGroup):
         self.num_due = 0
         self.pending_starts: list[Request] = []
         self.pending_moves: list[tuple[int, int, int]] = []
-        self._candidates: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._candidates: dict[int, tuple[Logprobs, int]] = {}
 
     @property
     def can_be_stored(self) -> bool:
@@ -179,15 +203,29 @@ class BeamGroup(SequenceGroup):
         if self.leader.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             yield self.leader
 
-    def take_candidates(self, beam: int, token_ids: np.ndarray, logprobs: np.ndarray) -> bool:
+    def take_candidates(self, beam: int, found: Logprobs, row: int) -> bool:
         """Keeps what the device found for a beam. Returns whether those of all live beams are there."""
-        count = self.search.num_candidates
-        self._candidates[beam] = token_ids[:count].copy(), logprobs[:count].copy()
+        self._candidates[beam] = found, row
         return len(self._candidates) == self.search.num_live
 
-    def choose(self, num_generated: int, history: Callable[[int], list[int]]) -> Choice | None:
-        """Lets the search advance by the candidates of all beams; as `BeamSearch.advance`."""
+    def pop_candidates(self) -> list[tuple[Logprobs, int]]:
+        """What was found for the live beams: for each a step's log-probabilities and its row among them."""
         found = [self._candidates[beam] for beam in range(self.search.num_live)]
         self._candidates.clear()
-        token_ids, logprobs = np.stack([ids for ids, _ in found]), np.stack([values for _, values in found])
-        return self.search.advance(token_ids, logprobs, num_generated, history)
+        return found
+
+
+def rankings(groups: Sequence[BeamGroup]) -> list[Ranking]:
+    """Ranks what was found for the live beams of searches, which then is forgotten."""
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    for index, group in enumerate(groups):
+        search = group.search
+        alike.setdefault((search.num_live, search.num_candidates, search.num_ranked), []).append(index)
+    result: dict[int, Ranking] = {}
+    for (num_live, count, _), indices in alike.items():
+        found = [candidates for index in indices for candidates in groups[index].pop_candidates()]
+        shape = (len(indices), num_live, count)
+        token_ids = np.concatenate([step.top_ids[row, :count] for step, row in found]).reshape(shape)
+        logprobs = np.concatenate([step.top_logprobs[row, :count] for step, row in found]).reshape(shape)
+        result.update(zip(indices, rank([groups[index].search for index in indices], token_ids, logprobs), strict=True))
+    return [result[index] for index in range(len(groups))]

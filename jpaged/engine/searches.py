@@ -8,7 +8,7 @@ plan i+3    moves and starts of the beams, then their rows
 
 import numpy as np
 
-from jpaged.engine.beam_search import BeamGroup
+from jpaged.engine.beam_search import BeamGroup, Ranking, rankings
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.interface import StepResult
 from jpaged.engine.request import Request
@@ -82,19 +82,33 @@ class Searches:
         if step_id == self._step_in_flight:
             self._step_in_flight = None
         complete: list[BeamGroup] = []
+        requests, found = self._slots.requests, result.logprobs
         for row, slot in zip(rows.tolist(), slots[rows].tolist(), strict=True):
-            request, found = self._slots.requests[slot], result.logprobs
+            request = requests[slot]
             if request is None or found is None or not isinstance(request.group, BeamGroup):
                 raise EngineDeadError(f"Slot {slot} ran as a beam's, but is not, or came back without candidates.")
-            if request.group.take_candidates(request.index, found.top_ids[row], found.top_logprobs[row]):
+            if request.group.take_candidates(request.index, found, row):
                 complete.append(request.group)
-        return [group for group in complete if not self._choose(group)]
+        known = self._slots.num_known[[group.leader.slot for group in complete]].tolist()
+        going_on: list[BeamGroup] = []
+        over: list[BeamGroup] = []
+        for group, ranking, num_known in zip(complete, rankings(complete), known, strict=True):
+            goes_on = self._choose(group, ranking, num_known - group.leader.prompt_len)
+            (going_on if goes_on else over).append(group)
+        moves = np.array([move for group in going_on for move in group.pending_moves], np.intp).reshape(-1, 3)
+        chosen = moves[:, 0]
+        self._slots.token_ids[chosen, self._slots.num_known[chosen]] = moves[:, 2]
+        self._slots.num_known[chosen] += 1
+        return over
 
-    def _choose(self, group: BeamGroup) -> bool:
-        """Chooses how the beams go on, and forks and frees their block tables accordingly. False: it is over."""
+    def _choose(self, group: BeamGroup, ranking: Ranking, num_generated: int) -> bool:
+        """Chooses how the beams go on, and forks and frees their block tables accordingly; `pending_moves` has their
+        new tokens. False: the search is over.
+        """
         slots, members, prompt_len = self._slots, group.members, group.leader.prompt_len
-        num_generated = int(slots.num_known[group.leader.slot]) - prompt_len
-        choice = group.choose(num_generated, lambda beam: slots.known(members[beam].slot)[prompt_len:].tolist())
+        choice = group.search.advance(
+            ranking, num_generated, lambda beam: slots.known(members[beam].slot)[prompt_len:].tolist()
+        )
         if choice is None:
             return False
         if not group.forked:
@@ -102,7 +116,7 @@ class Searches:
             group.pending_starts = members[1:]
         own_slots = [member.slot for member in members]
         children: dict[int, list[int]] = {}
-        for beam, parent in enumerate(choice.parents.tolist()):
+        for beam, parent in enumerate(choice.parents):
             if parent != beam:
                 self._blocks.free(own_slots[beam])
                 children.setdefault(own_slots[parent], []).append(own_slots[beam])
@@ -110,9 +124,7 @@ class Searches:
                 members[beam].num_registered_blocks = members[parent].num_registered_blocks
         for parent, forked in children.items():
             self._blocks.fork(parent, forked)
-        slots.token_ids[own_slots, slots.num_known[own_slots]] = choice.token_ids
-        slots.num_known[own_slots] += 1
-        parents = [own_slots[parent] for parent in choice.parents.tolist()]
-        group.pending_moves = list(zip(own_slots, parents, choice.token_ids.tolist(), strict=True))
+        parents = [own_slots[parent] for parent in choice.parents]
+        group.pending_moves = list(zip(own_slots, parents, choice.token_ids, strict=True))
         group.is_ready = True
         return True

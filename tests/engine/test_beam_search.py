@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jpaged.beam_search_params import BeamSearchParams
-from jpaged.engine.beam_search import BeamSearch
+from jpaged.engine.beam_search import BeamSearch, rank
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from tests.engine.fake_executor import TOP_K
@@ -320,6 +320,7 @@ def test_a_beam_that_goes_on_keeps_its_place():
     for step in range(60):
         ids = np.stack([rng.choice(1000, 5, replace=False) for _ in range(search.num_live)])
         scores = -np.sort(rng.exponential(3.0, ids.shape).astype(np.float32), axis=1)
-        choice = search.advance(ids, scores, step, lambda beam: [])
-        for parent in set(choice.parents.tolist()) if step else ():
+        (ranking,) = rank([search], ids[None], scores[None])
+        choice = search.advance(ranking, step, lambda beam: [])
+        for parent in set(choice.parents) if step else ():
             assert choice.parents[parent] == parent
