@@ -75,7 +75,7 @@ def test_two_processes_of_two_devices_give_the_tokens_of_one_process_of_one(tmp_
             text=True,
             timeout=600,
         )
-        _, errors = worker.communicate(timeout=60)
+        _, errors = worker.communicate(timeout=300)
     assert alone.returncode == 0, alone.stderr[-2000:]
     assert leader.returncode == 0, leader.stderr[-2000:] + errors[-2000:]
     assert worker.returncode == 0, errors[-2000:]

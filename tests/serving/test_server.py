@@ -415,7 +415,7 @@ def test_the_live_view_shows_who_holds_what(server):
 def test_who_asks_only_for_the_headers_of_the_live_view_is_not_kept(server):
     """The next request on its connection is answered: there the body would have been."""
     options = {"headers": server.client.headers, "limits": httpx.Limits(max_connections=1), "trust_env": False}
-    with httpx.Client(base_url=server.url, timeout=10, **options) as client:
+    with httpx.Client(base_url=server.url, timeout=60, **options) as client:
         response = client.head("/live")
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
