@@ -119,7 +119,7 @@ class LLMEngine(RequestIntake):
 
     def queue(self, request: Request, checked: ProcessedInput) -> None:
         """The second half of `add_request`; as `RequestIntake.queue`."""
-        self._check_alive()
+        self._check_ready()
         self._core.add_request(request)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
 
@@ -146,7 +146,7 @@ class LLMEngine(RequestIntake):
                 why.
             EngineDeadError: the engine failed earlier.
         """
-        self._check_alive()
+        self._check_ready()
         request = self._inputs.score_request(
             request_id, token_ids, first_scored, priority=priority, cache_salt=cache_salt
         )
@@ -159,7 +159,7 @@ class LLMEngine(RequestIntake):
         Raises:
             EngineDeadError: something inside failed; the engine is of no more use.
         """
-        self._check_alive()
+        self._check_ready()
         try:
             return self._outputs.process(self._core.step())
         except BaseException as error:
@@ -206,7 +206,7 @@ class LLMEngine(RequestIntake):
             InvalidPromptError: as `add_request`. InvalidParameterError: there is no prefix cache.
             OutOfMemoryError: too little of the pool would be left.
         """
-        self._check_alive()
+        self._check_ready()
         return self._core.pin_prefix(self._token_array(prompt), checked_salt(cache_salt))
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
@@ -231,9 +231,6 @@ class LLMEngine(RequestIntake):
             raise EngineDeadError("The engine was closed; start another one.")
 
     def _check_ready(self) -> None:
-        self._check_alive()
-
-    def _check_alive(self) -> None:
         self._check_open()
         if self._failure is not None:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure

@@ -49,6 +49,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")
 
 
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of sampling, with a temperature; 1 keeps every token")
+
+
 def make_llm(args: argparse.Namespace) -> LLM:
     """An `LLM` without a tokenizer: prompts are token ids."""
     return LLM(

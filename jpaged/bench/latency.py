@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.bench.arguments import HelpFormatter, check_least
-from jpaged.bench.engine_options import add_engine_options, end_replicas, make_llm
+from jpaged.bench.engine_options import add_engine_options, add_sampling_options, end_replicas, make_llm
 from jpaged.bench.percentiles import summary, table
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import make_requests
@@ -36,8 +36,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--batch-size", type=int, default=8, help="requests of a batch")
     result.add_argument("--input-len", type=int, default=32, help="tokens of a prompt")
     result.add_argument("--output-len", type=int, default=128, help="tokens of an answer")
-    result.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
-    result.add_argument("--top-p", type=float, default=1.0, help="of sampling, with a temperature; 1 keeps every token")
+    add_sampling_options(result)
     result.add_argument("--warm-up", type=int, default=3, help="batches that are not timed")
     result.add_argument("--runs", type=int, default=30, help="batches that are timed")
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")

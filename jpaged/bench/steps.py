@@ -24,7 +24,7 @@ import numpy as np
 
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.device_trace import kernel_times, read_trace
-from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, LOAD_FORMAT, PIPELINE_DEPTH
+from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, LOAD_FORMAT, PIPELINE_DEPTH, add_sampling_options
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.config import EngineArgs
@@ -49,8 +49,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--context", type=int, default=512, help="tokens of each sequence when timing begins")
     result.add_argument("--steps", type=int, default=64, help="steps timed, and half as many recorded")
-    result.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
-    result.add_argument("--top-p", type=float, default=1.0, help="of sampling, with a temperature; 1 keeps every token")
+    add_sampling_options(result)
     result.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
     result.add_argument(
         "--max-model-len", type=int, help="tokens of the longest sequence (default: what the steps need)"

@@ -21,7 +21,7 @@ import jax
 from jpaged.assets import demo_model_path
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.device_trace import idle_share, read_trace
-from jpaged.bench.engine_options import add_engine_options, end_replicas, make_llm
+from jpaged.bench.engine_options import add_engine_options, add_sampling_options, end_replicas, make_llm
 from jpaged.bench.models import CONFIGS
 from jpaged.bench.report import write_report
 from jpaged.bench.sharegpt import read_turns, sharegpt_requests
@@ -60,8 +60,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--input-len", type=int, default=512, help="tokens of a prompt, for random and shared-prefix")
     result.add_argument("--output-len", type=int, default=256, help="tokens of an answer, for random and shared-prefix")
     result.add_argument("--prefix-len", type=int, default=2048, help="tokens that all prompts share, for shared-prefix")
-    result.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
-    result.add_argument("--top-p", type=float, default=1.0, help="of sampling, with a temperature; 1 keeps every token")
+    add_sampling_options(result)
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
     result.add_argument(
         "--profile",

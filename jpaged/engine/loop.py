@@ -76,14 +76,12 @@ class EngineCore:
             if self.has_unfinished():
                 raise EngineDeadError(f"{self.scheduler.num_unfinished} requests are left, but none can run.")
             return []
-        oldest, handle = self._in_flight.popleft()
-        return self.scheduler.update(oldest, handle.result())
+        return self._read_oldest()
 
     def drain(self) -> None:
         """Reads the steps that outlived their requests, which hold slots until then."""
         while self._in_flight and not self.has_unfinished():
-            oldest, handle = self._in_flight.popleft()
-            self.scheduler.update(oldest, handle.result())
+            self._read_oldest()
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs. Steps that outlived their requests may still be in flight."""
@@ -108,3 +106,7 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raises EngineDeadError if blocks, tables, slots and queue disagree."""
         self.scheduler.check_integrity()
+
+    def _read_oldest(self) -> list[RequestUpdate]:
+        plan, handle = self._in_flight.popleft()
+        return self.scheduler.update(plan, handle.result())
