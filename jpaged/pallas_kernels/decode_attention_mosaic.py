@@ -49,11 +49,11 @@ from jpaged.pallas_kernels.backends import num_multiprocessors
 from jpaged.pallas_kernels.decode_attention_rows_mosaic import load
 from jpaged.pallas_kernels.decode_inline_mosaic import WARPGROUP, arrive, load_entries, store_heads
 from jpaged.pallas_kernels.decode_plan import Cuts, Plan, max_chunks, plan
+from jpaged.pallas_kernels.decode_shape import LOG2E, DecodeShape
 
 HEAD_DIMS = (64, 128, 256)  # rows of a wgmma are 64; others go to the kernel that has the heads as rows
 BLOCK_SIZES = (16, 32, 64, 128)
 
-_LOG2E = math.log2(math.e)
 _NO_KEYS = -1e30  # running maxima start here, so that no inf - inf is ever formed
 _SMEM_BYTES = 227 * 1024 - 2048  # of a CTA, less a margin
 _Q_TILE = 8  # query heads: columns of the narrowest wgmma, and what one TMA copy moves
@@ -181,43 +181,17 @@ def group_rows(share: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """What the kernel is specialised for; `rows` query heads of one KV head make a group."""
+class _Shape(DecodeShape):
+    """columns: of a tile of scores, heads padded. cuts: the most chunks that are cut into leaves."""
 
-    batch: int
-    heads: int
-    kv_heads: int
-    rows: int
-    columns: int
-    slots: int  # the most chunks that a sequence can touch
-    cuts: int  # the most chunks that are cut into leaves
-    block_size: int
-    head_dim: int
-    dtype: Any
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
-    alibi: bool
     config: Config
-    interpret: bool
-
-    @property
-    def groups(self) -> int:
-        return self.heads // self.rows
-
-    @property
-    def groups_a_kv_head(self) -> int:
-        return self.groups // self.kv_heads
+    columns: int
+    cuts: int
 
     @property
     def has_leaves(self) -> bool:
         """Whether a unit may be a part of a chunk."""
         return self.cuts > 0 and self.config.most_leaves > 1
-
-    @property
-    def box(self) -> int:
-        """Tokens of one TMA copy of keys or values."""
-        return min(self.block_size, self.config.tile)
 
     @property
     def boxes(self) -> int:
@@ -626,7 +600,7 @@ def _slopes(c: _Cta, u: _Unit, own: _Heads) -> jax.Array:
     """Of each column, for scores in base 2."""
     s = c.shape
     first = _Q_TILE + u.group * s.rows - own.column
-    return load(c.gmem.slopes.at[pl.ds(first, s.columns)], _BY_HEAD) * _LOG2E
+    return load(c.gmem.slopes.at[pl.ds(first, s.columns)], _BY_HEAD) * LOG2E
 
 
 def _attend_tile(
@@ -661,11 +635,7 @@ def _attend_tile(
 def _mask(s: _Shape, u: _Unit, scores: jax.Array, start: jax.Array, slopes: jax.Array | None) -> jax.Array:
     """Scores of the keys from position `start` on, from their products, in base 2; those not seen are -1e30."""
     tile = s.config.tile
-    if s.logit_softcap is None:
-        scores = scores * (s.scale * _LOG2E)
-    else:  # tanh(x) = 1 - 2 / (1 + exp(2 x)); the hardware's tanh is too coarse
-        e = jnp.exp2(scores * (2 * _LOG2E * s.scale / s.logit_softcap))
-        scores = (s.logit_softcap * _LOG2E) - (2 * s.logit_softcap * _LOG2E) / (1.0 + e)
+    scores = s.in_base_2(scores)
     keys = plgpu.broadcasted_iota(jnp.int32, (tile, s.columns), 0, layout=_ROWS_BY_HEADS) + start
     if slopes is not None:
         scores = scores + _across(slopes, tile) * (keys - (u.length - 1)).astype(jnp.float32)
@@ -806,7 +776,7 @@ def _store(c: _Cta, to: _Heads, state: _State) -> None:
     seen = state.total > 0
     total = jnp.where(seen, state.total, jnp.full_like(state.total, 1.0))
     out = (state.acc / _across(total, s.head_dim)).astype(s.dtype)
-    lse = (state.top + jnp.log2(total)) * (1 / _LOG2E)
+    lse = (state.top + jnp.log2(total)) * (1 / LOG2E)
     lse = jnp.where(seen, lse, jnp.full_like(lse, -jnp.inf))
     if not s.interpret:
         store_heads(gmem.out, gmem.lse, out, lse, to.first, to.column, s.rows)

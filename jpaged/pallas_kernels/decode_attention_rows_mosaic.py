@@ -26,7 +26,6 @@ Sources: Flash-Decoding (pytorch.org/blog/flash-decoding), FlashAttention-2 and 
 PagedAttention (arXiv:2309.06180).
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,8 +38,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.backends import num_multiprocessors
 from jpaged.pallas_kernels.decode_plan import max_chunks
+from jpaged.pallas_kernels.decode_shape import LOG2E, DecodeShape
 
-_LOG2E = math.log2(math.e)
 _NO_KEYS = -1e30
 _ROWS = 64  # of a wgmma tile; a group's query heads take the first of them
 _LSE_COLUMNS = 8  # a log-sum-exp is stored this many times over: the narrowest tile of the wgmma layout, 32 bytes
@@ -130,7 +129,7 @@ def decode_attention(
     if s.slots > 1:
         parts, lse = _merge_chunks(s, parts, lse, work.num_chunks, interpret)
     lse = lse[:, 0].reshape(batch, heads)
-    return parts.reshape(batch, heads, head_dim), jnp.where(lse > _NO_KEYS / 2, lse / _LOG2E, -jnp.inf)
+    return parts.reshape(batch, heads, head_dim), jnp.where(lse > _NO_KEYS / 2, lse / LOG2E, -jnp.inf)
 
 
 class Plan(NamedTuple):
@@ -170,31 +169,10 @@ def plan(kv_lens: jax.Array, max_len: int, chunk: int, tile: int, sliding_window
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """What both kernels are specialised for; `rows` query heads of one KV head make a group."""
+class _Shape(DecodeShape):
+    """Of both kernels here."""
 
-    batch: int
-    heads: int
-    kv_heads: int
-    rows: int
-    slots: int  # result slots a sequence: the most chunks it can touch
-    block_size: int
-    head_dim: int
-    dtype: Any
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
-    alibi: bool
     config: Config
-    interpret: bool
-
-    @property
-    def groups(self) -> int:
-        return self.heads // self.rows
-
-    @property
-    def groups_a_kv_head(self) -> int:
-        return self.groups // self.kv_heads
 
     @property
     def q_rows(self) -> int:
@@ -205,11 +183,6 @@ class _Shape:
     def tile_each(self) -> bool:
         """Whether each group has a tile of queries of its own; see `_tile_queries`."""
         return self.rows != 4 or self.batch * self.groups == 1
-
-    @property
-    def box(self) -> int:
-        """Tokens of one TMA copy of keys or values."""
-        return min(self.block_size, self.config.tile)
 
     @property
     def o_dtype(self) -> Any:
@@ -495,7 +468,7 @@ def _consume(c: _Cta) -> None:
         q_slot = lax.rem(i, jnp.int32(config.q_stages))
         slope = None
         if s.alibi:
-            slope = load(c.gmem.slopes.at[pl.ds(8 + u.group * s.rows - q_at, _ROWS)], _BY_HEAD) * _LOG2E
+            slope = load(c.gmem.slopes.at[pl.ds(8 + u.group * s.rows - q_at, _ROWS)], _BY_HEAD) * LOG2E
         plgpu.barrier_wait(smem.q_full.at[q_slot])
 
         def attend(n: jax.Array, state: _State) -> _State:
@@ -556,11 +529,7 @@ def _attend_tile(
 
 def _mask(s: _Shape, u: _Unit, scores: jax.Array, start: jax.Array, slope: jax.Array | None) -> jax.Array:
     """Scores of the keys from position `start` on, from their products, in base 2; those not seen are -1e30."""
-    if s.logit_softcap is None:
-        scores = scores * (s.scale * _LOG2E)
-    else:  # tanh(x) = 1 - 2 / (1 + exp(2 x)); the hardware's tanh is too coarse
-        e = jnp.exp2(scores * (2 * _LOG2E * s.scale / s.logit_softcap))
-        scores = (s.logit_softcap * _LOG2E) - (2 * s.logit_softcap * _LOG2E) / (1.0 + e)
+    scores = s.in_base_2(scores)
     keys = plgpu.broadcasted_iota(jnp.int32, (_ROWS, s.config.tile), 1, layout=_HEADS_BY_KEYS) + start
     if slope is not None:
         distance = (keys - (u.length - 1)).astype(jnp.float32)
