@@ -76,6 +76,7 @@ class EngineCore:
         """
         if self._has_enough(just_in_time):
             return self._read_oldest()
+        self._pace.begins()
         plan = self.scheduler.schedule()
         if plan is not None:
             self._in_flight.append((plan, self._executor.execute(plan)))
@@ -125,7 +126,7 @@ class EngineCore:
         """Whether a step should be read before another is dispatched."""
         if len(self._in_flight) > self._depth:
             return True
-        return just_in_time and len(self._in_flight) > 1 and self._pace.spare_s() > 0
+        return just_in_time and self._pace.has_enough()
 
     def _read_oldest(self) -> list[RequestUpdate]:
         plan, handle = self._in_flight.popleft()

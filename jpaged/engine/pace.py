@@ -3,14 +3,19 @@
 A step is planned when it is dispatched, so a request that comes while steps are queued on the device waits for all of
 them. Dispatched late, only just before the device needs it, a step takes in what has come until then:
 
-    device    |======= step 1 =======|======= step 2 =======|
-    host            ^ read 0              ^ dispatch 2, then read 1
-                    |--- spare time ---|-lead-|
+    device    ... step 0 |========== step 1 ==========|========== step 2 ==========|
+    host           read 0 |-told-|-spare-|-2-|  read 1 |-told-|-spare-|-3-|  read 2
+                          the tokens of 0  |
+                                           '- planned and dispatched
 
 For that the end of step 1 must be foreseen. Decode steps follow each other with nearly the same rows and context, so
 one takes about as long as those before it, and a step with prompt chunks takes longer than one without. The shortest
 of the last few is what is expected: where that is too little, the next step is dispatched sooner than need be, and the
 device still never waits. Of a step unlike those before nothing is expected.
+
+And the host must be done in time with its own part, telling tokens, planning and dispatching. The longest of the last
+few turns is what is allowed for, twice over. Where steps are too short for that, as many are queued as the pipeline
+is deep.
 """
 
 import time
@@ -20,14 +25,17 @@ from dataclasses import dataclass
 
 from jpaged.engine.interface import StepPlan
 
-LEAD_S = 0.003
-"""How long before the device runs out of work a step is dispatched, at least: for planning it, for dispatching its
-programs (about a millisecond), and for whatever else keeps the host."""
+LEAD_S = 0.002
+"""How long before the device runs out of work a step should have been dispatched, at least: for what keeps the host."""
 
 LEAD_SHARE = 0.25
-"""The same as a share of the expected step, since what the host has to do grows with it as well."""
+"""The same as a share of the expected step."""
 
-_REMEMBERED = 4
+HOST_FACTOR = 2
+"""How many times the longest of the last turns of the host is allowed for."""
+
+_REMEMBERED_STEPS = 4
+_REMEMBERED_TURNS = 16
 _ALIKE = 0.75
 """Share of the rows of a remembered step that another must have to be expected to take as long."""
 
@@ -39,35 +47,64 @@ class _InFlight:
 
 
 class Pace:
-    """Times the steps of a loop that reads them in order. `clock`: seconds, of any origin."""
+    """Times the turns of a loop that reads its steps in order. `clock`: seconds, of any origin.
+
+    The host's part of a turn is from `read` to `spare_s` or `begins`, and from `begins` to `dispatched`.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._in_flight: deque[_InFlight] = deque()
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
-        self._read_at = clock()
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED_STEPS)  # rows, seconds
+        self._turns: deque[float] = deque(maxlen=_REMEMBERED_TURNS)
+        self._read_at = self._begun_at = clock()
+        self._telling = False
+        self._told_s = 0.0
+
+    def begins(self) -> None:
+        """A step is about to be planned."""
+        self._begun_at = self._clock()
+        self._tell_until(self._begun_at)
 
     def dispatched(self, plan: StepPlan) -> None:
         """`plan` has joined the device's queue."""
-        self._in_flight.append(_InFlight(plan, self._clock()))
+        now = self._clock()
+        self._turns.append(self._told_s + now - self._begun_at)
+        self._told_s = 0.0
+        self._in_flight.append(_InFlight(plan, now))
 
     def read(self) -> None:
         """The oldest step's results have just come."""
         step, now = self._in_flight.popleft(), self._clock()
         rows = len(step.plan.decode_slots)
         if rows and not step.plan.chunks:
-            self._recent.append((rows, now - max(step.dispatched_at, self._read_at)))
-        self._read_at = now
+            self._steps.append((rows, now - max(step.dispatched_at, self._read_at)))
+        self._read_at, self._telling = now, True
+
+    def has_enough(self) -> bool:
+        """Whether what is in flight behind the oldest step lasts for a turn of the host."""
+        behind = [self._expected_s(step.plan) for step in list(self._in_flight)[1:]]
+        return bool(behind) and sum(behind) > self._lead_s(behind[-1])
 
     def spare_s(self) -> float:
         """Seconds from now for which the device has enough to do; zero or less if it is time for another step."""
+        now = self._clock()
+        self._tell_until(now)
         end, expected = self._read_at, 0.0
         for step in self._in_flight:
             expected = self._expected_s(step.plan)
             end = max(end, step.dispatched_at) + expected
-        return end - max(LEAD_S, LEAD_SHARE * expected) - self._clock()
+        return end - self._lead_s(expected) - now
+
+    def _tell_until(self, now: float) -> None:
+        if self._telling:
+            self._telling = False
+            self._told_s += now - self._read_at
+
+    def _lead_s(self, expected_s: float) -> float:
+        return max(LEAD_S, LEAD_SHARE * expected_s) + HOST_FACTOR * max(self._turns, default=0.0)
 
     def _expected_s(self, plan: StepPlan) -> float:
         rows = len(plan.decode_slots)
-        alike = [seconds for others, seconds in self._recent if rows >= _ALIKE * others] if rows else []
+        alike = [seconds for others, seconds in self._steps if rows >= _ALIKE * others] if rows else []
         return min(alike, default=0.0)
