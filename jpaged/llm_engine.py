@@ -24,6 +24,7 @@ from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError
 from jpaged.executor.startup import Startup, start
+from jpaged.garbage import set_objects_apart
 from jpaged.hub import resolve
 from jpaged.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.intake import RequestIntake
@@ -72,6 +73,7 @@ class LLMEngine(RequestIntake):
         self.tokenizer = None
         if not args.skip_tokenizer_init:
             self.tokenizer = Tokenizer.load(args.tokenizer or directory)
+            set_objects_apart()
         self.default_sampling_params = get_default_sampling_params(directory)
         config, model = self.startup.config, self.startup.model.config
         self._eos_token_ids = model.eos_token_ids

@@ -49,6 +49,7 @@ from jpaged.engine.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError, shown
+from jpaged.garbage import set_objects_apart
 from jpaged.hub import resolve
 from jpaged.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.intake import RequestIntake
@@ -141,6 +142,7 @@ class ReplicatedEngine(RequestIntake):
         self.tokenizer = None
         if not args.skip_tokenizer_init:
             self.tokenizer = Tokenizer.load(args.tokenizer or directory)
+            set_objects_apart()
         self.default_sampling_params = get_default_sampling_params(directory)
         begun = time.perf_counter()
         own = replace(args, model=str(directory), data_parallel_size=1)

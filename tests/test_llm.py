@@ -1,6 +1,7 @@
 """The Python API on a tiny random model: what a user may pass, what comes back, and what is refused."""
 
 import copy
+import gc
 import os
 import pickle
 import signal
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged.assets import demo_model_path
 from jpaged.errors import (
     CheckpointError,
     EngineDeadError,
@@ -68,6 +70,13 @@ def llm(options):
 def engine(llm, options):
     """An engine of its own on the module's runner."""
     return LLMEngine(EngineArgs(**options), llm.engine.startup)
+
+
+def test_a_full_collection_does_not_visit_what_the_tokenizer_imported(options, llm):
+    args = replace(EngineArgs(**options), skip_tokenizer_init=False, tokenizer=str(demo_model_path()))
+    engine = LLMEngine(args, llm.engine.startup)
+    assert engine.tokenizer is not None
+    assert len(gc.get_objects()) < 10_000
 
 
 def prompts_of(count: int, seed: int = 0) -> list[list[int]]:

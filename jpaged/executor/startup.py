@@ -52,6 +52,7 @@ from jpaged.executor.one_shot import one_shot_rows
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
 from jpaged.executor.worker_threads import WorkerThreads
+from jpaged.garbage import set_objects_apart
 from jpaged.models import Model, ModelConfig, Weights, build, load
 from jpaged.models.sharding import load_sharded
 
@@ -309,17 +310,12 @@ def _refusals_of(kernel_backend: str | None) -> Iterator[None]:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Leaves garbage lie: lowering makes millions of objects, and looking through them took a fifth of its time.
-
-    What start-up made stays until the end, so it is then set apart. A full collection would visit all of it: 200 ms in
-    the middle of serving.
-    """
+    """Leaves garbage lie: lowering makes millions of objects, and looking through them took a fifth of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        gc.collect()
-        gc.freeze()
+        set_objects_apart()
     finally:
         if was_enabled:
             gc.enable()

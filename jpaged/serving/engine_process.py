@@ -308,7 +308,8 @@ def main(argv: list[str]) -> int:
     connections = [Connection(sock) for sock in sockets]
     try:
         check_one_host(start.args)
-        engine = LLMEngine(replace(start.args, data_parallel_size=1))  # one replica; others have processes of their own
+        # One replica; others have processes of their own. And text is the API processes' business.
+        engine = LLMEngine(replace(start.args, data_parallel_size=1, skip_tokenizer_init=True))
     except Exception as error:  # JAX and the operating system have many; whoever started this is told
         _send_last(connections, Failed(type(error).__name__, str(error)))
         return 1

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import math
 import signal
@@ -15,6 +14,7 @@ import uvicorn
 
 from jpaged.config import EngineArgs
 from jpaged.errors import InvalidParameterError
+from jpaged.garbage import set_objects_apart
 from jpaged.serving.app import build_app
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.http_connection import limited_protocol
@@ -109,7 +109,7 @@ async def run(
 
     sock: to listen on; taken by `ServerOptions.listen`.
     """
-    gc.freeze()  # what start-up made stays; a full collection would visit all of it in the midst of serving
+    set_objects_apart()
     async with engine:
         app = build_app(engine, app_options)
         config = uvicorn.Config(

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import openai
@@ -434,6 +435,12 @@ def test_the_openapi_document_has_every_route(server):
     document = server.client.get("/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"} <= set(document["paths"])
     assert "prompt" in document["components"]["schemas"]["CompletionRequest"]["required"]
+
+
+def test_the_engine_has_no_tokenizer_and_no_library_for_one(server):
+    loaded = Path(f"/proc/{server.engine_pid}/maps").read_text()
+    assert "jaxlib" in loaded
+    assert "tokenizers" not in loaded
 
 
 def test_an_engine_that_is_killed_turns_health_to_503_and_ends_streams_with_an_error(server):
