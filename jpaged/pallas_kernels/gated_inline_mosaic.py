@@ -17,6 +17,7 @@ from jpaged.pallas_kernels.inline_mosaic import constant, offset, scalar, warp_a
 
 ROWS = 64  # of a wgmma
 DEPTH = 64  # elements of a line of 128 bytes, in which the swizzle permutes pieces of 16
+STORED = 32  # columns that four threads store of a row at once
 LINES = (plgpu.SwizzleTransform(128),)
 """Of operands in shared memory: [rows, 64], [64, 64]."""
 
@@ -111,8 +112,8 @@ def reciprocal(x: jax.Array) -> jax.Array:
 def store_rows(out_ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array) -> None:
     """Stores float32 tile [64, columns] from (row, column) of out_ref [M, I] on, in its 16-bit type.
 
-    What would lie past an end is left out; I and columns are multiples of 8. The four threads that share a row exchange
-    what they have, so that each stores 16 bytes, and the four 64 in a row.
+    What would lie past an end is left out; I and columns are multiples of 8, columns at most 32. The four threads that
+    share a row exchange what they have, so that each stores 16 bytes, behind one another.
     """
     rows, width = out_ref.shape
     octets = tile.shape[1] // 8
@@ -124,29 +125,26 @@ def store_rows(out_ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array)
         element = ir.MemRefType(out.type).element_type
         base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(out))
         warp, lane = warp_and_lane()
-        quad_lane = arith.remui(lane, constant(4))
+        octet = arith.remui(lane, constant(4))  # that this thread stores
+        at = arith.addi(scalar(column), arith.muli(octet, constant(8)))
+        there = arith.andi(_less(at, width), _less(octet, octets))
         mine = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
         pairs = tile.registers.reshape(octets, 2, 2)  # of every eight columns: two rows, two columns
         for half in range(2):
+            words = [_packed(pairs[i, half], element) for i in range(octets)]
+            words = _transposed([*words, *[constant(0)] * (4 - octets)], octet)
             where = arith.addi(scalar(row), arith.addi(mine, constant(8 * half)))
-            inside = arith.cmpi(arith.CmpIPredicate.slt, where, constant(rows))
-            start = arith.muli(arith.extsi(i64, where), constant(width, 64))
-            packed = [_packed(pairs[i, half], element) for i in range(octets)]
-            for i in range(0, octets, 4):
-                some = packed[i : i + 4]
-                words = _transposed([*some, *[constant(0)] * (4 - len(some))], quad_lane)
-                octet = arith.addi(quad_lane, constant(i))
-                at = arith.addi(scalar(column), arith.muli(octet, constant(8)))
-                there = arith.andi(
-                    arith.cmpi(arith.CmpIPredicate.slt, at, constant(width)),
-                    arith.cmpi(arith.CmpIPredicate.slt, octet, constant(octets)),
-                )
-                with mgpu.utils.when(arith.andi(inside, there)):
-                    target = offset(base, arith.addi(start, arith.extsi(i64, at)), element)
-                    quad = vector.from_elements(ir.VectorType.get((4,), i32), words)
-                    llvm.store(quad, target, alignment=16)
+            with mgpu.utils.when(arith.andi(_less(where, rows), there)):
+                start = arith.muli(arith.extsi(i64, where), constant(width, 64))
+                target = offset(base, arith.addi(start, arith.extsi(i64, at)), element)
+                quad = vector.from_elements(ir.VectorType.get((4,), i32), words)
+                llvm.store(quad, target, alignment=16)
 
     store(out_ref, tile, row, column)
+
+
+def _less(x: Any, bound: int) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.slt, x, constant(bound))
 
 
 def _accumulators(columns: int) -> tuple[Any, Any]:

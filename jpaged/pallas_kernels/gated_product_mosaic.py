@@ -355,9 +355,9 @@ def _consume(c: _Cta) -> None:
         step, sums = lax.fori_loop(1, s.steps, next_step, (step + 1, sums))
         gate, up = sums if c.interpret else inline.await_products(*sums)
         plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
-        if s.biased:
-            gate, up = (y + _bias(c, half, column) for half, y in enumerate((gate, up)))
-        _store(c, _activated(c, gate) * up, row + c.wg * ROWS, column)
+        for first in range(0, t.columns, inline.STORED):
+            part = slice(first, min(first + inline.STORED, t.columns))
+            _finish(c, gate[:, part], up[:, part], row + c.wg * ROWS, column + first)
         return step
 
     lax.fori_loop(0, c.turns, consume_tile, jnp.int32(0))
@@ -386,12 +386,23 @@ def _add_products(c: _Cta, sums: tuple[jax.Array, jax.Array], slot: jax.Array) -
     return sums[0] + products[0], sums[1] + products[1]
 
 
-def _bias(c: _Cta, half: int, column: jax.Array) -> jax.Array:
-    """[64, columns]: the same for every row."""
-    columns = c.shape.tiling.columns
-    part = c.gmem.bias.at[half, pl.ds(column, columns)]
+def _finish(c: _Cta, gate: jax.Array, up: jax.Array, row: jax.Array, column: jax.Array) -> None:
+    """From sums [64, up to 32] to the output, as far as that reaches."""
+    if c.shape.biased:
+        gate, up = gate + _bias(c, 0, column, gate.shape), up + _bias(c, 1, column, up.shape)
+    tile = _activated(c, gate) * up
+    if not c.interpret:
+        inline.store_rows(c.gmem.out, tile, row, column)
+        return
+    c.gmem.out[pl.ds(row, ROWS), pl.ds(column, tile.shape[1])] = tile.astype(c.shape.dtype)
+
+
+def _bias(c: _Cta, half: int, column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The same for every row."""
+    part = c.gmem.bias.at[half, pl.ds(column, shape[1])]
     row = part[...] if c.interpret else plgpu.load(part, layout=inline.ACCUMULATOR.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(row, (ROWS, columns), [1])
+    spread = lax.broadcast_in_dim(row, shape, [1])
+    return spread if c.interpret else plgpu.layout_cast(spread, inline.ACCUMULATOR)
 
 
 def _activated(c: _Cta, x: jax.Array) -> jax.Array:
@@ -409,12 +420,3 @@ def _activated(c: _Cta, x: jax.Array) -> jax.Array:
 def _sigmoid(c: _Cta, x: jax.Array) -> jax.Array:
     shifted = 1.0 + jnp.exp(-x)
     return 1.0 / shifted if c.interpret else inline.reciprocal(shifted)
-
-
-def _store(c: _Cta, tile: jax.Array, row: jax.Array, column: jax.Array) -> None:
-    """What of a tile [64, columns] is inside the output."""
-    if c.interpret:
-        rows, columns = pl.ds(row, ROWS), pl.ds(column, c.shape.tiling.columns)
-        c.gmem.out[rows, columns] = tile.astype(c.shape.dtype)
-    else:
-        inline.store_rows(c.gmem.out, tile, row, column)
