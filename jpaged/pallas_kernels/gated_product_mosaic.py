@@ -26,6 +26,7 @@ A row's sums are added in one order whatever the tiling, so its bits do not depe
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -54,11 +55,14 @@ class Tiling:
         columns: of a tile, a multiple of 16 up to 128.
         consumers: warpgroups that compute, 64 rows of the tile each; 2 or 3.
         cluster: CTAs, of neighbouring rows, that share what they load of w; 1 or 2.
+        lag: steps by which the second of two consumers begins a tile after the first, up to 2, so that the products of
+            one meet the activation of the other; none where a tile has no more steps than the ring has stages.
     """
 
     columns: int = 128
     consumers: int = 2
     cluster: int = 1
+    lag: int = 0
 
     def __post_init__(self) -> None:
         if self.columns % 16 or not 16 <= self.columns <= 128:
@@ -69,6 +73,8 @@ class Tiling:
             raise ValueError(f"columns must be at most 112 for the registers of 3 consumers, got {self.columns}")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
+        if self.lag not in (0, 1, 2) or (self.lag and self.consumers != 2):
+            raise ValueError(f"lag must be 0, or 1 or 2 with 2 consumers, got {self.lag} with {self.consumers}")
 
     @property
     def rows(self) -> int:
@@ -97,19 +103,20 @@ class Tiling:
         return -(-rows // (self.rows * self.cluster)), -(-columns // self.columns)
 
 
-def tilings() -> Iterator[Tiling]:
-    """All that `pick_tiling` picks from."""
-    for cluster in (1, 2):
-        for consumers in (2, 3):
-            for columns in (128, 112, 96, 80, 64, 48, 32):
-                if consumers == 2 or columns <= 112:
-                    yield Tiling(columns, consumers, cluster)
+def tilings(rows: int) -> Iterator[Tiling]:
+    """All that `pick_tiling` picks from, for an output of so many rows."""
+    for cluster, consumers, columns in itertools.product((1, 2), (2, 3), (128, 112, 96, 64)):
+        if consumers == 2 or columns <= 112:
+            tiling = Tiling(columns, consumers, cluster)
+            if cluster == 1 or rows > tiling.rows:
+                yield tiling
 
 
 _L2_BYTES = 38.0
-"""Bytes a cycle that the L2 cache can give each of 132 multiprocessors that all ask: 5,120 in all."""
+"""Bytes a cycle that the L2 cache can give each of 132 multiprocessors that all ask: 5,120 in all, as NVIDIA states of
+the A100; Hopper's rate is not published."""
 _TURN_CYCLES = 4000.0
-"""Of a tile, beside its products: the first loads of a CTA, the activation, the store."""
+"""Of a tile, beside its products: the activation, with two special functions an output, 16 a cycle; and the store."""
 
 
 def estimated_cycles(tiling: Tiling, rows: int, depth: int, columns: int, ctas: int) -> float:
@@ -133,7 +140,7 @@ def estimated_cycles(tiling: Tiling, rows: int, depth: int, columns: int, ctas: 
 @functools.cache
 def pick_tiling(rows: int, depth: int, columns: int, ctas: int) -> Tiling:
     """The tiling of the least `estimated_cycles`; of equals, the first of `tilings`."""
-    return min(tilings(), key=lambda t: estimated_cycles(t, rows, depth, columns, ctas))
+    return min(tilings(rows), key=lambda t: estimated_cycles(t, rows, depth, columns, ctas))
 
 
 def unsupported(x: jax.Array, w: jax.Array) -> str | None:
@@ -143,11 +150,7 @@ def unsupported(x: jax.Array, w: jax.Array) -> str | None:
     depth, _, columns = w.shape
     if depth % 8 or columns % 8:
         return f"w must have multiples of 8 for K and I, as TMA needs, got {depth} and {columns}"
-    if depth == 0:
-        return "w must have K > 0"
-    if max(x.shape[0] * columns, depth * columns) >= 2**31:  # rows and columns are counted in 32 bits
-        return f"{x.shape[0]} rows of {columns} are too many"
-    return None
+    return "w must have K > 0" if depth == 0 else None
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "tiling", "ctas", "interpret"))
@@ -218,6 +221,11 @@ class _Shape:
         return -(-self.depth // DEPTH)
 
     @property
+    def lag(self) -> int:
+        """Steps between the consumers. In a ring longer than a tile, the first could get two tiles ahead."""
+        return self.tiling.lag if self.steps > self.tiling.stages else 0
+
+    @property
     def group(self) -> int:
         """Row tiles whose x stays in the L2 cache."""
         return max(1, _GROUP_BYTES // (self.tiling.rows * self.tiling.cluster * self.depth * 2))
@@ -235,13 +243,15 @@ class _Arguments(NamedTuple):
 class _Scratch(NamedTuple):
     """Shared memory, and its barriers.
 
-    full: by every copy into the stage. free: by each consumer of all CTAs that get what is copied there.
+    full: by every copy into the stage. free: by each consumer of all CTAs that get what is copied there. turn: by the
+    first consumer, for the second to begin its tile.
     """
 
     x: Any  # [stages, rows, 64]
     w: Any  # [stages, 2, blocks, 64, 64]
     full: Any
     free: Any
+    turn: Any
 
 
 def _scratch(s: _Shape) -> _Scratch:
@@ -251,6 +261,7 @@ def _scratch(s: _Shape) -> _Scratch:
         w=plgpu.SMEM((t.stages, 2, t.blocks, DEPTH, DEPTH), s.dtype, transforms=LINES),
         full=plgpu.Barrier(num_barriers=t.stages, num_arrivals=1 + 2 * t.blocks),
         free=plgpu.ClusterBarrier(collective_axes=(_RANK,), num_barriers=t.stages, num_arrivals=t.consumers),
+        turn=plgpu.Barrier(),
     )
 
 
@@ -351,8 +362,13 @@ def _consume(c: _Cta) -> None:
             plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
             return step + 1, sums
 
-        sums = add(step, _zeros(c))
-        step, sums = lax.fori_loop(1, s.steps, next_step, (step + 1, sums))
+        if s.lag:
+            pl.when(c.wg == 1)(lambda: plgpu.barrier_wait(smem.turn))
+        carry = (step + 1, add(step, _zeros(c)))
+        if s.lag:
+            carry = lax.fori_loop(1, s.lag, next_step, carry)
+            pl.when(c.wg == 0)(lambda: plgpu.barrier_arrive(smem.turn))
+        step, sums = lax.fori_loop(max(1, s.lag), s.steps, next_step, carry)
         gate, up = sums if c.interpret else inline.await_products(*sums)
         plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
         for first in range(0, t.columns, inline.STORED):
