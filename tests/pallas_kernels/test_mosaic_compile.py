@@ -39,4 +39,5 @@ def test_the_kernels_compile_for_an_h200_without_spills_or_pool_copies():
     assert spills, "the compiler's report is missing"
     for line in spills:
         assert " 0 bytes spill stores, 0 bytes spill loads" in line, line
-    assert not [line for line in printed if "wgmma" in line], "the compiler serialises products"
+    serialised = [line for line in printed if "(C75" in line]  # what the assembler says when it makes wgmmas wait
+    assert not serialised, serialised[0]
