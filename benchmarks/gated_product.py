@@ -160,7 +160,7 @@ def square_case(plan: Plan) -> Case:
 
 def kernel_cases(plan: Plan, part: str) -> list[Case]:
     """XLA first (without clusters), then tilings, the likeliest of all rows before the next."""
-    cluster = 2 if part == "clusters" else 1
+    clusters = part == "clusters"
     in_xla = partial(gated_product, backend="xla")
     cases: list[tuple[int, Case]] = []
     for name, model in plan.models.items():
@@ -168,28 +168,28 @@ def kernel_cases(plan: Plan, part: str) -> list[Case]:
             flops = 4.0 * rows * model.hidden * model.inner
             shape = (rows, (model.hidden, 2, model.inner), flops)
             record = {"model": name, "rows": rows}
-            if cluster == 1:
+            if not clusters:
                 cases.append((0, Case(record | {"what": "xla"}, in_xla, *shape)))
             if mosaic_missing() or not device_runs_mosaic():
                 continue
             ctas = num_multiprocessors()
             picked = gated_product_mosaic.pick_tiling(rows, model.hidden, model.inner, ctas)
-            for rank, tiling in enumerate(_tilings(rows, model, cluster, ctas)):
+            for rank, tiling in enumerate(_tilings(rows, model, clusters, ctas)):
                 call = partial(gated_product_mosaic.gated_product, bias=None, activation="silu", tiling=tiling)
                 described = record | {"what": "kernel", "tiling": asdict(tiling), "picked": tiling == picked}
                 cases.append((1 + rank, Case(described, call, *shape, reference=in_xla)))
     return [case for _, case in sorted(cases, key=lambda ranked: ranked[0])]
 
 
-def _tilings(rows: int, model: Model, cluster: int, ctas: int) -> list[gated_product_mosaic.Tiling]:
+def _tilings(rows: int, model: Model, clusters: bool, ctas: int) -> list[gated_product_mosaic.Tiling]:
     """The likeliest first; and the largest in any case, also with consumers that follow each other."""
 
     def cycles(tiling: gated_product_mosaic.Tiling) -> float:
         return gated_product_mosaic.estimated_cycles(tiling, rows, model.hidden, model.inner, ctas)
 
-    ranked = sorted((t for t in gated_product_mosaic.tilings(rows) if t.cluster == cluster), key=cycles)
-    lags = [gated_product_mosaic.Tiling(cluster=cluster, lag=lag) for lag in (0, 1, 2)]
-    return list(dict.fromkeys([*ranked[:LIKELIEST], *lags])) if ranked else []
+    ranked = sorted((t for t in gated_product_mosaic.tilings(rows) if (t.shared is not None) == clusters), key=cycles)
+    lags = [gated_product_mosaic.Tiling(shared=ranked[0].shared, lag=lag) for lag in (0, 1, 2)]
+    return list(dict.fromkeys([*ranked[:LIKELIEST], *lags]))
 
 
 def product_cases(plan: Plan) -> list[Case]:
@@ -295,11 +295,11 @@ def tables(records: list[dict[str, Any]]) -> Iterator[str]:
 def _kernel_table(name: str, records: list[dict[str, Any]]) -> Iterator[str]:
     if not records:
         return
-    yield f"\n{name}: us (TFLOP/s); tilings as columns x consumers x cluster x lag; * is what the op takes"
+    yield f"\n{name}: us (TFLOP/s); tilings: columns x consumers x what clusters share x lag; * is what the op takes"
     for rows in dict.fromkeys(r["rows"] for r in records):
         cells = []
         for r in sorted((r for r in records if r["rows"] == rows), key=lambda r: r["us"]):
-            what = "xla" if r["what"] == "xla" else "x".join(str(v) for v in r["tiling"].values())
+            what = "xla" if r["what"] == "xla" else "x".join(str(v or 0) for v in r["tiling"].values())
             wrong = " WRONG" if r.get("error", 0.0) > 0.02 else ""
             cells.append(f"{what}{'*' * r.get('picked', False)} {r['us']:.1f} ({r['tflops']:.0f}){wrong}")
         yield f"{rows:>6}  " + "   ".join(cells)

@@ -13,9 +13,9 @@ activation.
 
     stages of a ring, filled ahead also while consumers finish a tile:    | x, w | x, w | x, w | x, w |
 
-    tiles of one group of rows (x of a group fits the L2 cache)         of a cluster of two CTAs, one row apart:
-           strips of columns ->                                           each loads its x, and half of w for both
-      rows  0  4  8  ..
+    tiles of one group of rows (x of a group fits the L2 cache)         a cluster of two CTAs: tiles below one another
+           strips of columns ->                                         share w, tiles side by side x; each loads half
+      rows  0  4  8  ..                                                 of that for both, the rest for itself
        |    1  5  9
        v    2  6  10
             3  7  11
@@ -54,14 +54,15 @@ class Tiling:
     Attributes:
         columns: of a tile, a multiple of 16 up to 128.
         consumers: warpgroups that compute, 64 rows of the tile each; 2 or 3.
-        cluster: CTAs, of neighbouring rows, that share what they load of w; 1 or 2.
+        shared: what the two CTAs of a cluster load for each other: "w", if their tiles lie below one another; "x", if
+            they lie side by side; or None, without clusters.
         lag: steps by which the second of two consumers begins a tile after the first, up to 2, so that the products of
             one meet the activation of the other; none where a tile has no more steps than the ring has stages.
     """
 
     columns: int = 128
     consumers: int = 2
-    cluster: int = 1
+    shared: str | None = None
     lag: int = 0
 
     def __post_init__(self) -> None:
@@ -71,14 +72,19 @@ class Tiling:
             raise ValueError(f"consumers must be 2 or 3, got {self.consumers}")
         if self.consumers == 3 and self.columns > 112:
             raise ValueError(f"columns must be at most 112 for the registers of 3 consumers, got {self.columns}")
-        if self.cluster not in (1, 2):
-            raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
+        if self.shared not in (None, "w", "x"):
+            raise ValueError(f"shared must be None, 'w' or 'x', got {self.shared!r}")
         if self.lag not in (0, 1, 2) or (self.lag and self.consumers != 2):
             raise ValueError(f"lag must be 0, or 1 or 2 with 2 consumers, got {self.lag} with {self.consumers}")
 
     @property
     def rows(self) -> int:
         return ROWS * self.consumers
+
+    @property
+    def cluster(self) -> tuple[int, int]:
+        """CTAs of a cluster: down and across."""
+        return 1 + (self.shared == "w"), 1 + (self.shared == "x")
 
     @property
     def blocks(self) -> int:
@@ -98,17 +104,18 @@ class Tiling:
         """Of a consumer's thread and of the producer's."""
         return (232, 40) if self.consumers == 2 else (160, 32)
 
-    def tiles(self, rows: int, columns: int) -> tuple[int, int]:
-        """(row tiles, strips of columns) of an output, those of a cluster counted as one."""
-        return -(-rows // (self.rows * self.cluster)), -(-columns // self.columns)
+    def clusters(self, rows: int, columns: int) -> tuple[int, int]:
+        """How many clusters, down and across, an output has tiles for."""
+        down, across = self.cluster
+        return -(-rows // (self.rows * down)), -(-columns // (self.columns * across))
 
 
 def tilings(rows: int) -> Iterator[Tiling]:
     """All that `pick_tiling` picks from, for an output of so many rows."""
-    for cluster, consumers, columns in itertools.product((1, 2), (2, 3), (128, 112, 96, 64)):
+    for shared, consumers, columns in itertools.product((None, "w", "x"), (2, 3), (128, 112, 96, 64)):
         if consumers == 2 or columns <= 112:
-            tiling = Tiling(columns, consumers, cluster)
-            if cluster == 1 or rows > tiling.rows:
+            tiling = Tiling(columns, consumers, shared)
+            if shared != "w" or rows > tiling.rows:
                 yield tiling
 
 
@@ -131,9 +138,9 @@ def estimated_cycles(tiling: Tiling, rows: int, depth: int, columns: int, ctas: 
     whole = t.columns == DEPTH * t.blocks  # then x is read once for both, see `inline.add_products`
     lines = t.consumers * ((1 if whole else 2) * ROWS + 2 * t.columns)
     shared = 2 * DEPTH * (lines + t.rows + 2 * t.blocks * DEPTH) / 128
-    loads = 2 * DEPTH * (t.rows + 2 * t.blocks * DEPTH / t.cluster) / _L2_BYTES
-    row_tiles, strips = t.tiles(rows, columns)
-    turns = -(-row_tiles * strips // (ctas // t.cluster))
+    down, across = t.cluster
+    loads = 2 * DEPTH * (t.rows / across + 2 * t.blocks * DEPTH / down) / _L2_BYTES
+    turns = -(-math.prod(t.clusters(rows, columns)) // (ctas // (down * across)))
     return turns * (max(products, shared, loads) * -(-depth // DEPTH) + _TURN_CYCLES)
 
 
@@ -174,23 +181,21 @@ def gated_product(
     columns = w.shape[2]
     ctas = ctas or num_multiprocessors()
     tiling = tiling or pick_tiling(rows, depth, columns, ctas)
-    row_tiles, strips = tiling.tiles(rows, columns)
-    clusters = min(ctas // tiling.cluster, row_tiles * strips)
-    s = _Shape(tiling, rows, depth, columns, row_tiles, strips, clusters, x.dtype, activation, bias is not None)
+    s = shape_of(tiling, ctas, rows, depth, columns, x.dtype, activation, bias is not None)
     if bias is None:
         bias = jnp.zeros((2, 8), jnp.float32)
     else:  # a strip's end may lie past it
-        bias = jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, strips * tiling.columns - columns)))
+        bias = jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, s.padded[1] - columns)))
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
     if interpret is not None:  # it has no store that leaves out what is past an end
-        out = jax.ShapeDtypeStruct((row_tiles * tiling.cluster * tiling.rows, strips * tiling.columns), x.dtype)
+        out = jax.ShapeDtypeStruct(s.padded, x.dtype)
     kernel = plgpu.kernel(
         functools.partial(_kernel, s, interpret is not None),
         out_type=out,
         scratch_types=_scratch(s),
-        grid=(clusters,),
+        grid=(s.clusters,),
         grid_names=("cta",),
-        cluster=(tiling.cluster,),
+        cluster=(math.prod(tiling.cluster),),
         cluster_names=(_RANK,),
         num_threads=tiling.consumers + 1,
         thread_name="wg",
@@ -209,12 +214,18 @@ class _Shape:
     rows: int
     depth: int
     columns: int
-    row_tiles: int  # those of a cluster counted as one
+    row_tiles: int  # those of a cluster counted as one, and so of strips of columns
     strips: int
     clusters: int
     dtype: jnp.dtype
     activation: str
     biased: bool
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Rows and columns of all tiles."""
+        down, across = self.tiling.cluster
+        return self.row_tiles * down * self.tiling.rows, self.strips * across * self.tiling.columns
 
     @property
     def steps(self) -> int:
@@ -227,8 +238,15 @@ class _Shape:
 
     @property
     def group(self) -> int:
-        """Row tiles whose x stays in the L2 cache."""
-        return max(1, _GROUP_BYTES // (self.tiling.rows * self.tiling.cluster * self.depth * 2))
+        """Row tiles, as they are counted here, whose x stays in the L2 cache."""
+        return max(1, _GROUP_BYTES // (self.tiling.rows * self.tiling.cluster[0] * self.depth * 2))
+
+
+def shape_of(tiling: Tiling, ctas: int, rows: int, depth: int, columns: int, *others: Any) -> _Shape:
+    """What the kernel is specialised for, with its tiles counted; `others` are the rest of `_Shape`."""
+    row_tiles, strips = tiling.clusters(rows, columns)
+    clusters = min(ctas // math.prod(tiling.cluster), row_tiles * strips)
+    return _Shape(tiling, rows, depth, columns, row_tiles, strips, clusters, *others)
 
 
 class _Arguments(NamedTuple):
@@ -236,7 +254,7 @@ class _Arguments(NamedTuple):
 
     x: Any  # [M, K]
     w: Any  # [K, 2, I]
-    bias: Any  # float32 [2, strips * columns], unless there is none
+    bias: Any  # float32 [2, columns of all tiles], unless there is none
     out: Any  # [M, I]
 
 
@@ -284,8 +302,10 @@ class _Cta(NamedTuple):
         group = lax.div(number, s.group * s.strips)
         within = lax.rem(number, s.group * s.strips)
         tall = jnp.minimum(s.row_tiles - group * s.group, s.group)
-        row_tile = group * s.group + lax.rem(within, tall)
-        return (row_tile * t.cluster + self.rank) * t.rows, lax.div(within, tall) * t.columns
+        down, across = t.cluster  # one of them is 1
+        row_tile = (group * s.group + lax.rem(within, tall)) * down + (self.rank if down > 1 else 0)
+        strip = lax.div(within, tall) * across + (self.rank if across > 1 else 0)
+        return row_tile * t.rows, strip * t.columns
 
     def slot(self, step: jax.Array) -> jax.Array:
         """Where the operands of a step, counted over all tiles, are."""
@@ -317,6 +337,10 @@ def _load(c: _Cta) -> None:
     """Brings the operands of all tiles into shared memory."""
     s, t, gmem, smem = c.shape, c.shape.tiling, c.gmem, c.smem
 
+    def load(what: str, source: Any, target: Any, full: Any) -> None:
+        # A copy that both CTAs of a cluster ask for is made by halves, each of which goes to both.
+        plgpu.copy_gmem_to_smem(source, target, full, collective_axes=_RANK if t.shared == what else None)
+
     def load_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
         row, column = c.tile(turn)
 
@@ -325,12 +349,11 @@ def _load(c: _Cta) -> None:
             pl.when(step >= t.stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
             depth = pl.ds(k * DEPTH, DEPTH)
             full = smem.full.at[slot]
-            plgpu.copy_gmem_to_smem(gmem.x.at[pl.ds(row, t.rows), depth], smem.x.at[slot], full)
+            load("x", gmem.x.at[pl.ds(row, t.rows), depth], smem.x.at[slot], full)
             for half in range(2):
                 for block in range(t.blocks):
                     part = gmem.w.at[depth, half, pl.ds(column + block * DEPTH, DEPTH)]
-                    together = {"collective_axes": _RANK} if t.cluster > 1 else {}
-                    plgpu.copy_gmem_to_smem(part, smem.w.at[slot, half, block], full, **together)
+                    load("w", part, smem.w.at[slot, half, block], full)
             return step + 1
 
         return lax.fori_loop(0, s.steps, load_step, step)

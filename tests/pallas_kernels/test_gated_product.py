@@ -110,7 +110,7 @@ def test_what_the_kernel_refuses_it_names():
         ({"columns": 144}, "columns"),
         ({"consumers": 4}, "consumers"),
         ({"columns": 128, "consumers": 3}, "columns"),
-        ({"cluster": 4}, "cluster"),
+        ({"shared": "out"}, "shared"),
         ({"lag": 3}, "lag"),
         ({"columns": 64, "consumers": 3, "lag": 1}, "lag"),
     ],
@@ -133,16 +133,15 @@ def test_every_tiling_fits_a_multiprocessor():
     rows=st.integers(1, 5000),
     columns=st.integers(1, 600).map(lambda n: 8 * n),
     depth=st.sampled_from([64, 4096, 1 << 16]),  # the deeper, the fewer rows in a group
-    tiling=st.sampled_from([*TILINGS, kernel.Tiling(48, 3, 2)]),
+    tiling=st.sampled_from([*TILINGS, kernel.Tiling(48, 3, "w")]),
     ctas=st.sampled_from([2, 7, 132]),
 )
 def test_every_output_is_of_one_tile(rows, columns, depth, tiling, ctas):
-    row_tiles, strips = tiling.tiles(rows, columns)
-    clusters = min(ctas // tiling.cluster, row_tiles * strips)
-    shape = kernel._Shape(tiling, rows, depth, columns, row_tiles, strips, clusters, jnp.bfloat16, "silu", False)
-    turns = -(-row_tiles * strips // clusters)
-    each = np.indices((turns, clusters, tiling.cluster), np.int32).reshape(3, -1)
-    each = each[:, each[0] * clusters + each[1] < row_tiles * strips]
+    shape = kernel.shape_of(tiling, ctas, rows, depth, columns, jnp.bfloat16, "silu", False)
+    total = shape.row_tiles * shape.strips
+    turns = -(-total // shape.clusters)
+    each = np.indices((turns, shape.clusters, math.prod(tiling.cluster)), np.int32).reshape(3, -1)
+    each = each[:, each[0] * shape.clusters + each[1] < total]
     turn, cluster, rank = np.pad(each, ((0, 0), (0, 8192 - each.shape[1])))  # of one shape, to be compiled once
     cta = kernel._Cta(shape, None, None, True, cluster, rank, None, None)
     starts = np.stack(cta.tile(turn), axis=1)[: each.shape[1]]
@@ -156,8 +155,8 @@ def test_every_output_is_of_one_tile(rows, columns, depth, tiling, ctas):
 @pytest.mark.parametrize(
     ("shape", "tiling", "ctas", "activation"),
     [
-        ((400, 200, 136), (48, 3, 2), 2, "silu"),  # a cluster of two; rows, depth and columns end inside tiles
-        ((200, 280, 136), (80, 2, 1, 2), 1, "gelu_tanh"),  # more steps than stages, so that lag matters
+        ((400, 200, 136), (48, 3, "w"), 2, "silu"),  # clusters; rows, depth and columns end inside tiles
+        ((200, 280, 136), (80, 2, "x", 2), 2, "gelu_tanh"),  # more steps than stages, so that lag matters
     ],
 )
 def test_the_interpreter_agrees_and_finds_no_race(shape, tiling, ctas, activation):
@@ -187,10 +186,10 @@ def run_between_guards(arguments, **options):
     "tiling",
     [
         *TILINGS,
-        kernel.Tiling(48, 2, 2),
+        kernel.Tiling(48, 2, "w"),
         kernel.Tiling(lag=1),
-        kernel.Tiling(cluster=2, lag=2),
-        kernel.Tiling(80, 3, 2),
+        kernel.Tiling(shared="w", lag=2),
+        kernel.Tiling(80, 3, "x"),
     ],
     ids=str,
 )
