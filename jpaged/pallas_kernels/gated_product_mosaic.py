@@ -181,7 +181,7 @@ def gated_product(
     columns = w.shape[2]
     ctas = ctas or num_multiprocessors()
     tiling = tiling or pick_tiling(rows, depth, columns, ctas)
-    s = shape_of(tiling, ctas, rows, depth, columns, x.dtype, activation, bias is not None)
+    s = _shape(tiling, ctas, rows, depth, columns, x.dtype, activation, bias is not None)
     if bias is None:
         bias = jnp.zeros((2, 8), jnp.float32)
     else:  # a strip's end may lie past it
@@ -242,11 +242,13 @@ class _Shape:
         return max(1, _GROUP_BYTES // (self.tiling.rows * self.tiling.cluster[0] * self.depth * 2))
 
 
-def shape_of(tiling: Tiling, ctas: int, rows: int, depth: int, columns: int, *others: Any) -> _Shape:
-    """What the kernel is specialised for, with its tiles counted; `others` are the rest of `_Shape`."""
+def _shape(
+    tiling: Tiling, ctas: int, rows: int, depth: int, columns: int, dtype: Any, activation: str, biased: bool
+) -> _Shape:
+    """With the tiles counted, and those who do them."""
     row_tiles, strips = tiling.clusters(rows, columns)
     clusters = min(ctas // math.prod(tiling.cluster), row_tiles * strips)
-    return _Shape(tiling, rows, depth, columns, row_tiles, strips, clusters, *others)
+    return _Shape(tiling, rows, depth, columns, row_tiles, strips, clusters, dtype, activation, biased)
 
 
 class _Arguments(NamedTuple):

@@ -137,7 +137,7 @@ def test_every_tiling_fits_a_multiprocessor():
     ctas=st.sampled_from([2, 7, 132]),
 )
 def test_every_output_is_of_one_tile(rows, columns, depth, tiling, ctas):
-    shape = kernel.shape_of(tiling, ctas, rows, depth, columns, jnp.bfloat16, "silu", False)
+    shape = kernel._shape(tiling, ctas, rows, depth, columns, jnp.bfloat16, "silu", False)
     total = shape.row_tiles * shape.strips
     turns = -(-total // shape.clusters)
     each = np.indices((turns, shape.clusters, math.prod(tiling.cluster)), np.int32).reshape(3, -1)
