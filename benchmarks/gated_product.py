@@ -295,12 +295,12 @@ def tables(records: list[dict[str, Any]]) -> Iterator[str]:
 def _kernel_table(name: str, records: list[dict[str, Any]]) -> Iterator[str]:
     if not records:
         return
-    yield f"\n{name}: us (TFLOP/s); tilings: columns x consumers x what clusters share x lag; * is what the op takes"
+    yield f"\n{name}: us (TFLOP/s); tilings: columns/consumers/what clusters share/lag; * is what the op takes"
     for rows in dict.fromkeys(r["rows"] for r in records):
         cells = []
         for r in sorted((r for r in records if r["rows"] == rows), key=lambda r: r["us"]):
-            what = "xla" if r["what"] == "xla" else "x".join(str(v or 0) for v in r["tiling"].values())
-            wrong = " WRONG" if r.get("error", 0.0) > 0.02 else ""
+            what = "xla" if r["what"] == "xla" else "/".join(str(v or "-") for v in r["tiling"].values())
+            wrong = "" if r.get("error", 0.0) <= 0.02 else " WRONG"  # NaN too
             cells.append(f"{what}{'*' * r.get('picked', False)} {r['us']:.1f} ({r['tflops']:.0f}){wrong}")
         yield f"{rows:>6}  " + "   ".join(cells)
 
