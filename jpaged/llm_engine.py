@@ -5,6 +5,7 @@ add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputP
 
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -46,7 +47,8 @@ class LLMEngine:
         args: what to run and how.
         startup: what an engine that is done with was running on, to use again with other scheduling options and
             without loading and compiling anew. args may use less of its pool, slots and budget than it has; whatever
-            else it was started with must be the same.
+            else it was started with must be the same. The engines may take turns: each forgets its cached prefixes
+            when another has run since, and its requests, if it left some unfinished, are lost.
 
     Attributes:
         max_model_len: the longest a sequence may grow, prompt and output, in tokens.
@@ -101,6 +103,7 @@ class LLMEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._pid = os.getpid()
+        self._reference = weakref.ref(self)
         if args.verbose:
             print(self.startup.table(args.model or "the embedded demo model"), file=sys.stderr, flush=True)
 
@@ -263,7 +266,7 @@ class LLMEngine:
             InvalidPromptError: as `add_request`. InvalidParameterError: there is no prefix cache.
             OutOfMemoryError: too little of the pool would be left.
         """
-        self._check_open()
+        self._check_alive()
         return self._core.pin_prefix(self._token_array(prompt), checked_salt(cache_salt))
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
@@ -293,6 +296,20 @@ class LLMEngine:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
         if os.getpid() != self._pid:  # JAX's threads are not here, and a step would wait for them for ever
             raise EngineDeadError("The engine belongs to the process that this one was forked from; start one here.")
+        if self.startup.user is not self._reference:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Another engine has run on the same startup since, and has written over this one's blocks."""
+        if self._core.has_unfinished():
+            raise EngineDeadError(
+                f"{self._core.scheduler.num_unfinished} unfinished requests were lost when another engine ran on this "
+                f"one's startup; let one finish before the other begins, or start each by itself."
+            )
+        self._core.drain()
+        forgotten = self._core.reset_prefix_cache()
+        assert forgotten  # nothing runs
+        self.startup.user = self._reference
 
 
 _FREE_TO_DIFFER = {

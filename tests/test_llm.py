@@ -524,6 +524,36 @@ def test_an_engine_on_a_used_runner_must_ask_for_the_same(llm, options):
             LLMEngine(EngineArgs(**options | changes), llm.engine.startup)
 
 
+def run(engine: LLMEngine, prompts: list[list[int]], output_len: int) -> dict[str, list[int]]:
+    """Greedy tokens by request."""
+    params = replace(GREEDY, max_tokens=output_len, output_kind=RequestOutputKind.FINAL_ONLY)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    tokens = {}
+    while engine.has_unfinished_requests():
+        tokens |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+    return tokens
+
+
+def test_engines_that_take_turns_on_one_runner_know_nothing_of_each_others_blocks(llm, options):
+    one, other = (LLMEngine(EngineArgs(**options), llm.engine.startup) for _ in range(2))
+    prompt = list(range(3, 43))
+    expected = run(one, [prompt], 8)
+    one.add_request("left", prompt, GREEDY)
+    for _ in range(3):
+        one.step()
+    one.abort_request("left")  # steps are in flight for it
+    run(other, prompts_of(8, seed=3), 40)
+    assert run(one, [prompt], 8) == expected
+    one.add_request("lost", prompt, GREEDY)
+    run(other, [prompt], 8)
+    with pytest.raises(EngineDeadError, match="1 unfinished requests were lost when another engine ran"):
+        one.step()
+    one.abort_request("lost")
+    assert run(one, [prompt], 8) == expected
+    one.core.check_integrity()
+
+
 def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on(engine):
     engine.add_request("a", [3, 4], GREEDY)
     with pytest.raises(InvalidParameterError, match="'a'"):

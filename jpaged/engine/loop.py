@@ -6,6 +6,7 @@
         .abort(request_ids) -> [Request] in any state; unknown or finished ids are passed over
         .finish(request_id, stop_reason, index)  a stop string was found: drop what is in flight for the sequence
         .has_unfinished()                whether `step` has anything left to do
+        .drain()                         read what is in flight for requests that have ended
         .stats() .reset_prefix_cache() .pin_prefix(...) .unpin_prefix(...) .check_integrity()
 
 With `pipeline_depth` d a step's results are read when d later ones have been dispatched, so that planning, reading
@@ -77,6 +78,12 @@ class EngineCore:
             return []
         oldest, handle = self._in_flight.popleft()
         return self.scheduler.update(oldest, handle.result())
+
+    def drain(self) -> None:
+        """Reads the steps that outlived their requests, which hold slots until then."""
+        while self._in_flight and not self.has_unfinished():
+            oldest, handle = self._in_flight.popleft()
+            self.scheduler.update(oldest, handle.result())
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs. Steps that outlived their requests may still be in flight."""

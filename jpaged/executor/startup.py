@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import ReferenceType
 
 import jax
 import numpy as np
@@ -73,6 +74,7 @@ class Startup:
 
     memory: of each device. seconds: by phase; loading and compiling overlap. origins: how many programs of each.
     leader: what runs plans here and in all other processes, where there are several.
+    user: the engine whose keys and values the pool holds: the last one that ran on it.
     """
 
     args: EngineArgs
@@ -84,6 +86,7 @@ class Startup:
     device: str
     seconds: dict[str, float] = field(default_factory=dict)
     leader: Leader | None = None
+    user: ReferenceType[Any] | None = None
 
     def close(self) -> None:
         """Frees what the runner holds on the device, and ends the other processes. The second time it does nothing."""
