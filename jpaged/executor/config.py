@@ -48,8 +48,8 @@ class ExecutorConfig:
 
     @property
     def product_backend(self) -> str | None:
-        """Of products that have kernels. Where kernels may run, each product picks by its rows and shapes: "mosaic"
-        refuses what attention cannot do, and there is nothing that products cannot.
+        """Which implementation of products that have kernels: None lets each pick by device, rows and shapes, even
+        where "mosaic" is asked for: few rows are XLA's, and so is what the kernels cannot do.
         """
         return "xla" if self.kernel_backend == "xla" else None
 

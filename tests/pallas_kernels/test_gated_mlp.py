@@ -1,6 +1,5 @@
 """Gate and up of a model's MLP through the kernel: where it is taken, and where it must not be."""
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,12 @@ from jpaged import models
 from jpaged.executor.mesh import WHOLE
 from jpaged.models.sharding import MODEL_AXIS, shard_of
 from jpaged.pallas_kernels import backends, gated_product_mosaic
-from jpaged.pallas_kernels.backends import mosaic_missing
+from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing
+from jpaged.pallas_kernels.gated_product import LEAST_ROWS as ROWS
 from tests.tiny_models import tiny_model
 
+on_gpu = pytest.mark.skipif(not device_runs_mosaic(), reason="needs a Hopper GPU")
 needs_mosaic = pytest.mark.skipif(mosaic_missing() is not None, reason=str(mosaic_missing()))
-
-ROWS = sys.modules["jpaged.pallas_kernels.gated_product"].LEAST_ROWS
 
 
 def build(dtype: str = "bfloat16", **changes: object) -> models.Model:
@@ -84,16 +83,29 @@ def test_trainers_get_gradients_on_any_device(on_hopper: None) -> None:
         assert (gradient != 0).any()
 
 
+def difference_of_backends(model: models.Model, rows: int) -> float:
+    """Of hidden states, beside their size."""
+    weights = model.init(0)
+    got, want = (
+        np.asarray(jax.jit(partial(hidden_states, model, rows, backend=backend))(weights), np.float32)
+        for backend in (None, "xla")
+    )
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
 @needs_mosaic
 def test_a_model_gives_the_same_through_the_kernel(monkeypatch: pytest.MonkeyPatch, on_hopper: None) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     interpreted = partial(gated_product_mosaic.gated_product, interpret=plgpu.InterpretGPUParams(), ctas=2)
     monkeypatch.setattr(gated_product_mosaic, "gated_product", interpreted)
-    model = build()
-    weights = model.init(0)
-    got, want = (
-        np.asarray(jax.jit(partial(hidden_states, model, ROWS, backend=backend))(weights), np.float32)
-        for backend in (None, "xla")
-    )
-    assert 0 < np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-2  # 0 would be the same implementation
+    assert 0 < difference_of_backends(build(), ROWS) < 2e-2  # 0 would be the same implementation
+
+
+@pytest.mark.gpu
+@on_gpu
+@needs_mosaic
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_the_gpu_a_model_gives_the_same_through_the_kernel(dtype: str) -> None:
+    model = build(dtype, hidden_size=512, intermediate_size=1416)
+    assert 0 < difference_of_backends(model, ROWS + 77) < 2e-2
