@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 
 from jpaged.models.config import ModelConfig
 from jpaged.pallas_kernels import gated_product
@@ -234,7 +235,8 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> Part:
         """[T, hidden] -> [T, hidden], in parts."""
         bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
-        inner = gated_product(x, self.gate_up[...], bias, activation=self.activation, backend=self.backend)
+        operands = promote_dtype((x, self.gate_up[...], bias))  # who trains a model may keep some weights in float32
+        inner = gated_product(*operands, activation=self.activation, backend=self.backend)
         return _row_parallel("ti,ih->th", inner, self.down, self.down_bias)
 
 

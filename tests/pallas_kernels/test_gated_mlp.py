@@ -83,6 +83,15 @@ def test_trainers_get_gradients_on_any_device(on_hopper: None) -> None:
         assert (gradient != 0).any()
 
 
+def test_norms_may_be_float32_beside_other_weights_in_16_bits() -> None:
+    model = build(num_hidden_layers=1)
+    named = zip(model.parameter_names, model.init(0), strict=True)
+    mixed = tuple(leaf.astype(jnp.float32) if name.endswith("norm.scale") else leaf for name, leaf in named)
+    hidden = hidden_states(model, 8, mixed)
+    assert hidden.dtype == jnp.float32
+    np.testing.assert_allclose(hidden, hidden_states(model, 8, model.init(0)).astype(jnp.float32), atol=0.1)
+
+
 def difference_of_backends(model: models.Model, rows: int) -> float:
     """Of hidden states, beside their size."""
     weights = model.init(0)
