@@ -120,7 +120,8 @@ class EngineArgs:
         decode_buckets, token_buckets: ascending sizes that programs are compiled for.
         seed: of sampling, for requests without one, and of random weights.
         kernel_backend: implementation of attention and cache writes: "mosaic" (kernels for Hopper), "xla" (anywhere);
-            by default the kernels where the device and the model's shapes allow.
+            by default the kernels where the device and the model's shapes allow. With "xla" the MLPs have no kernel
+            either; otherwise theirs is taken in steps of many rows, where device and shapes allow.
         tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
         one_shot_rows: rows of a step up to which sums over devices take the one-shot all-reduce kernel, instead of
             NCCL; 0 for none. By default, where GPUs and the model's shapes allow, 1,024 on two devices and 64 on more.

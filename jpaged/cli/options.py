@@ -88,7 +88,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="read what many prompts begin with once a step for all of them",
     )
     group.add_argument(
-        "--kernel-backend", choices=get_args(KernelBackend), help="attention and cache kernels (default: by device)"
+        "--kernel-backend",
+        choices=get_args(KernelBackend),
+        help="attention, cache and MLP kernels (default: by device)",
     )
     group.add_argument(
         "--load-format", choices=get_args(LoadFormat), help='"dummy" makes random weights (default: auto)'

@@ -144,7 +144,7 @@ def decode_step(
     layers = [PagedAttention(pool, mapping, tables, kv_lens, None, shared, config.kernel_backend) for pool in pools]
 
     exchange = _begin(model, config, exchange_state)
-    hidden = model.forward(weights, state.last_token[slots], positions, layers, exchange)
+    hidden = model.forward(weights, state.last_token[slots], positions, layers, exchange, config.product_backend)
     state = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)), block_tables=block_tables)
     exchange_state = None if exchange is None else exchange.state
     rows = Rows(slots, jnp.ones((batch,), bool))
@@ -200,7 +200,7 @@ def mixed_step(
     is_decode = (kinds & RowKind.DECODE) != 0
     tokens = jnp.where(is_decode[row], state.last_token[slots][row], host["tokens"])
     exchange = _begin(model, config, exchange_state)
-    hidden = model.forward(weights, tokens, positions, layers, exchange)
+    hidden = model.forward(weights, tokens, positions, layers, exchange, config.product_backend)
     state = state._replace(
         seq_len=state.seq_len.at[slots].add(jnp.where(active, query_lens, 0)), block_tables=block_tables
     )

@@ -1,6 +1,6 @@
 """The pieces that the model families share."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -8,8 +8,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 
 from jpaged.models.config import ModelConfig
+from jpaged.pallas_kernels import gated_product
+from jpaged.pallas_kernels.gated_product import ACTIVATIONS
 from jpaged.pallas_kernels.reference import rms_norm
 
 
@@ -116,16 +119,9 @@ def _row_parallel(pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param
     return product(pattern, x, kernel), None if bias is None else bias[...]
 
 
-def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    match name:
-        case "silu":
-            return jax.nn.silu
-        case "relu":
-            return jax.nn.relu
-        case "gelu":
-            return lambda x: jax.nn.gelu(x, approximate=False)
-        case _:
-            return lambda x: jax.nn.gelu(x, approximate=True)
+def _activation(name: str) -> str:
+    """What `pallas_kernels` calls an activation of a configuration, whose other names all mean one."""
+    return name if name in ACTIVATIONS else "gelu_tanh"
 
 
 class RMSNorm(nnx.Module):
@@ -205,7 +201,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.activation = config.activation
+        self.activation = _activation(config.activation)
         self.up = parameter(rngs, Normal(hidden**-0.5), (hidden, inner), dtype, shard_axis=1)
         self.up_bias = parameter(rngs, Constant(0.0), (inner,), dtype, shard_axis=0) if config.mlp_bias else None
         down_start = Normal((inner * 2 * config.num_layers) ** -0.5)
@@ -214,16 +210,21 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> Part:
         """[T, hidden] -> [T, hidden], in parts."""
-        inner = activation(self.activation)(product("th,hi->ti", x, self.up, self.up_bias))
+        inner = ACTIVATIONS[self.activation](product("th,hi->ti", x, self.up, self.up_bias))
         return _row_parallel("ti,ih->th", inner, self.down, self.down_bias)
 
 
 class GatedMLP(nnx.Module):
-    """The Llama family's MLP; gate and up are one kernel, gate_up [hidden, 2, intermediate], gate first."""
+    """The Llama family's MLP; gate and up are one kernel, gate_up [hidden, 2, intermediate], gate first.
+
+    backend: of `pallas_kernels.gated_product`; gradients need "xla". `Model.forward` sets it.
+    """
+
+    backend: str | None = "xla"
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.activation = config.activation
+        self.activation = _activation(config.activation)
         self.gate_up = parameter(rngs, Normal(hidden**-0.5), (hidden, 2, inner), dtype, shard_axis=2)
         bias_shape = (2, inner)
         self.gate_up_bias = parameter(rngs, Constant(0.0), bias_shape, dtype, shard_axis=1) if config.mlp_bias else None
@@ -233,8 +234,9 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> Part:
         """[T, hidden] -> [T, hidden], in parts."""
-        gate_up = product("th,hci->tci", x, self.gate_up, self.gate_up_bias)
-        inner = activation(self.activation)(gate_up[:, 0]) * gate_up[:, 1]
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
+        operands = promote_dtype((x, self.gate_up[...], bias))  # who trains a model may keep some weights in float32
+        inner = gated_product(*operands, activation=self.activation, backend=self.backend)
         return _row_parallel("ti,ih->th", inner, self.down, self.down_bias)
 
 

@@ -23,7 +23,7 @@ from jpaged.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models.collectives import ALONE, Collectives, Exchange
 from jpaged.models.config import ModelConfig
 from jpaged.models.gpt2 import GPT2LMHeadModel
-from jpaged.models.layers import Attend, Constant, Normal
+from jpaged.models.layers import Attend, Constant, GatedMLP, Normal
 from jpaged.models.llama import LlamaForCausalLM
 from jpaged.models.opt import OPTForCausalLM
 from jpaged.models.parts import Part
@@ -123,15 +123,21 @@ class Model:
         positions: jax.Array,
         attend: Attend | list[Any],
         exchange: Exchange | None = None,
+        backend: str | None = "xla",
     ) -> jax.Array:
         """The model's body.
 
         tokens, positions: int32 [T]; the sequences' tokens flat, in any mixture that `attend` understands.
         attend: one for all layers, or a list of pytrees, one a layer, which is updated; see `run_layers`.
         exchange: of shards, for sums of few rows, which update its state; the compiler's all-reduces without one.
+        backend: of products that have kernels (`GatedMLP`): "xla", through which gradients pass, or None to pick by
+            device and shapes.
         Returns hidden states [T, hidden], after the final norm, in the model's type.
         """
-        return self.module(weights)(tokens, positions, attend, exchange)
+        module = self.module(weights)
+        if backend != "xla":
+            cast(nnx.Module, module).set_attributes(GatedMLP, backend=backend, raise_if_not_found=False)
+        return module(tokens, positions, attend, exchange)
 
     def logits(self, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
         """hidden [R, hidden], rows of what `forward` returned -> float32 [R, vocab].

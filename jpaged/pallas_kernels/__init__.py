@@ -1,5 +1,5 @@
-"""Attention over a paged KV cache, what moves tokens and blocks in and out of it, the draw of tokens, and sums over
-devices, on GPUs.
+"""Attention over a paged KV cache, what moves tokens and blocks in and out of it, the first half of a gated MLP, the
+draw of tokens, and sums over devices, on GPUs.
 
 One function a job, each a pure function to be called under `jax.jit`; the package depends on JAX alone. The pool
 of one layer, and how a sequence finds its tokens in it:
@@ -22,6 +22,7 @@ from jpaged.pallas_kernels.all_reduce import (
     all_reduce_unsupported,
     initial_all_reduce_state,
 )
+from jpaged.pallas_kernels.gated_product import gated_product
 from jpaged.pallas_kernels.ops import (
     copy_blocks,
     decode_attention,
@@ -42,6 +43,7 @@ __all__ = [
     "all_reduce_unsupported",
     "copy_blocks",
     "decode_attention",
+    "gated_product",
     "gather_blocks",
     "initial_all_reduce_state",
     "merge_attention",

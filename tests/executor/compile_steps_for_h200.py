@@ -39,6 +39,7 @@ from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh, Specs
 from jpaged.models import ModelConfig, build
 from jpaged.pallas_kernels import backends
+from jpaged.pallas_kernels.gated_product import LEAST_ROWS
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -63,7 +64,7 @@ CONFIG = ExecutorConfig(
     block_size=16,
     num_blocks=4096,
     decode_buckets=(8, 64),
-    token_buckets=(512,),
+    token_buckets=(LEAST_ROWS - 8, LEAST_ROWS),  # without and with the kernel of gate and up
     shared_prefix_attention=True,
 )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jpaged.pallas_kernels.gated_product import LEAST_ROWS
 from tests.pallas_kernels.test_mosaic_compile import missing_compiler
 
 
@@ -17,13 +18,15 @@ def test_every_program_of_a_step_is_one_cuda_graph_on_an_h200(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     programs = {record["name"]: record for line in done.stdout.splitlines() if (record := json.loads(line))}
-    bodies = {"decode_8", "decode_64", "decode_16", "shared_decode_64", "mixed_512"}
+    smaller, larger = f"mixed_{LEAST_ROWS - 8}", f"mixed_{LEAST_ROWS}"
+    bodies = {"decode_8", "decode_64", "decode_16", "shared_decode_64", smaller, larger}
     heads = {name for name in programs if name.startswith("sample_64_")}
     assert programs.keys() == bodies | heads
     assert len(heads) == 4  # greedy, truncated (which draws for untruncated requests too), full, beams
     for name, program in programs.items():
         assert program["parts"] == {"kCommandBuffer": 1}, name
-        # Of three layers: two norms, QKV, RoPE and write, attention, output, gate-up, activation and down each.
-        assert program["commands"] > (3 * 8 if name in bodies else 4), name
+        # Of three layers: two norms, QKV, RoPE and write, attention, output, gate-up and down each.
+        assert program["commands"] > (3 * 7 if name in bodies else 4), name
+    assert programs[smaller]["commands"] - programs[larger]["commands"] == 3  # the activation of each layer
     for name in ("decode_64", "decode_16"):  # on one GPU and on two, where the all-reduce's state is held as well
         assert programs[name]["alias"] == programs[name]["held"], name

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, HostCopy, SamplingVariant, SlotStart, StepPlan
+from jpaged.executor import programs as step_programs
 from jpaged.executor import sampling_state
 from jpaged.executor.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
 from jpaged.executor.compilation import Compiler, Program, abstract_pools
@@ -19,6 +22,8 @@ from jpaged.executor.packing import PackedLayout
 from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
 from jpaged.models import Model, ModelConfig, build, dense_causal_attend
+from jpaged.pallas_kernels import backends
+from jpaged.pallas_kernels.gated_product import LEAST_ROWS
 from jpaged.sampling_params import SamplingParams
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -216,6 +221,29 @@ def test_an_executable_refuses_another_shape_instead_of_compiling(programs):
     update = programs[("update",)].executable
     with pytest.raises(TypeError):
         update(initial_slot_state(CONFIG), sampling_state.init_state(CONFIG.max_num_seqs), np.zeros((3,), np.int32))
+
+
+@pytest.mark.skipif(backends.mosaic_missing() is not None, reason=str(backends.mosaic_missing()))
+@pytest.mark.parametrize(("kernel_backend", "has_kernel"), [(None, True), ("mosaic", True), ("xla", False)])
+def test_bodies_of_many_rows_have_the_kernel_of_gate_and_up_unless_the_backend_is_xla(
+    monkeypatch, kernel_backend, has_kernel
+):
+    monkeypatch.setattr(backends, "device_runs_mosaic", lambda: True)
+    model = build(ModelConfig.from_dict(tiny_model("llama-gqa-d64-tied").config), "bfloat16")
+    shapes = {"block_size": 16, "decode_buckets": (4, LEAST_ROWS), "max_num_seqs": LEAST_ROWS}
+    config = replace(CONFIG, **shapes, token_buckets=(LEAST_ROWS,), kernel_backend=kernel_backend)
+    pools, state = abstract_pools(config, model, model.dtype), jax.eval_shape(partial(initial_slot_state, config))
+
+    def kernels(step, packed):
+        packed = jax.ShapeDtypeStruct((packed.size,), jnp.int32)
+        program = jax.make_jaxpr(step)(model.abstract_weights, pools, state, None, packed)
+        return str(program).count("name=gated_product")
+
+    few, many = (partial(step_programs.decode_step, model, config, rows, False) for rows in config.decode_buckets)
+    assert not kernels(few, step_programs.decode_layout(4))
+    assert bool(kernels(many, step_programs.decode_layout(LEAST_ROWS))) == has_kernel
+    mixed = partial(step_programs.mixed_step, model, config, LEAST_ROWS)
+    assert bool(kernels(mixed, step_programs.mixed_layout(config, LEAST_ROWS))) == has_kernel
 
 
 def test_warm_up_leaves_no_trace(model, weights, runner):

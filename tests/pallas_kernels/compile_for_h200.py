@@ -93,6 +93,15 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         logits, seeds = Shape((rows, vocab), jnp.float32), Shape((rows, 2), jnp.uint32)
         arguments = (logits, floats, whole, floats, floats, seeds, whole)
         yield f"sample_tokens {rows} x {vocab}", partial(ops.sample_tokens, backend="mosaic"), arguments, False
+    for rows, depth, columns, dtype, activation, biased in (
+        (1024, 4096, 14336, jnp.bfloat16, "silu", False),  # 2 consumers, 128 columns, clusters
+        (384, 4096, 14336, jnp.float16, "gelu", True),  # 3 consumers, 112 columns
+        (100, 1024, 3072, jnp.bfloat16, "gelu_tanh", True),  # 64 columns
+    ):
+        arguments = (Shape((rows, depth), dtype), Shape((depth, 2, columns), dtype))
+        arguments += (Shape((2, columns), dtype),) if biased else ()
+        call = partial(ops.gated_product, activation=activation, backend="mosaic")
+        yield f"gated_product {rows} x {depth} x {columns} {activation}", call, arguments, False
     yield "write_kv in XLA", partial(ops.write_kv, backend="xla"), (pool, new, new, ids(256)), True
     yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
 
