@@ -98,7 +98,8 @@ def main(argv: list[str] | None = None) -> int:
 def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Wall time of steps, in groups so that the pipeline's rhythm evens out, and the kernels of half as many."""
     tail = 8
-    output_len = 3 * args.steps + tail + 16
+    prompts_steps = -(-batch * args.context // engine.startup.config.token_buckets[-1])  # in which the first decode on
+    output_len = prompts_steps + 3 * args.steps + tail + 16
     rng = np.random.default_rng(batch)
     vocab_size = engine.startup.model.config.vocab_size
     params = SamplingParams(
@@ -108,9 +109,9 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
     for i in range(batch):
         prompt = rng.integers(0, vocab_size, args.context).tolist()
         engine.add_request(f"{batch}-{i}", {"prompt_token_ids": prompt}, params)
-    before = engine.get_metrics().generated_tokens
-    while engine.get_metrics().generated_tokens < before + batch:
-        engine.step()
+    decoding: set[str] = set()
+    while len(decoding) < batch:
+        decoding.update(output.request_id for output in engine.step())
     for _ in range(args.steps // 2):
         engine.step()
     groups = []

@@ -18,9 +18,10 @@ from jpaged.pallas_kernels.backends import pick
 
 _MODULE = "jpaged.pallas_kernels.gated_product_mosaic"
 
-LEAST_ROWS = 256
-"""From which on the kernel is taken by default. An H200 can multiply and add 103 times (989 TFLOP/s) while it reads a
-byte (4.8 TB/s), so up to 206 rows in 16 bits reading w takes longest, which XLA does as well (computed, not measured).
+LEAST_ROWS = 96
+"""From which on the kernel is taken by default. Measured on an H200 it wins from 128 rows on: 65 us against XLA's 113
+for Llama-3.1-8B, 11.5 against 14.3 for Qwen3-0.6B. 96 rows take the same tile, hence the same time, and XLA's product
+alone takes 65 us for them.
 """
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
