@@ -44,6 +44,9 @@ class _Handle:
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
+    def is_ready(self) -> bool:
+        return True
+
     def result(self) -> StepResult:
         return self._result
 

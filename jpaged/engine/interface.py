@@ -214,6 +214,10 @@ class StepHandle(Protocol):
         """Waits for the step's arrays and returns them."""
         ...
 
+    def is_ready(self) -> bool:
+        """Whether the step has ended, so that `result` need not wait."""
+        ...
+
 
 class Executor(Protocol):
     """Runs plans in the order given. `execute` returns as soon as the step is dispatched."""

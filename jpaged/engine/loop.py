@@ -91,7 +91,7 @@ class EngineCore:
 
     def spare_s(self) -> float:
         """Seconds that the next `step(just_in_time=True)` can wait for requests; zero or less if it cannot."""
-        return self._pace.spare_s() if len(self._in_flight) == 1 else 0.0
+        return self._pace.spare_s()
 
     def drain(self) -> None:
         """Reads the steps that outlived their requests, which hold slots until then."""
@@ -130,6 +130,7 @@ class EngineCore:
 
     def _read_oldest(self) -> list[RequestUpdate]:
         plan, handle = self._in_flight.popleft()
+        had_ended = handle.is_ready()
         result = handle.result()
-        self._pace.read()
+        self._pace.read(had_ended)
         return self.scheduler.update(plan, result)

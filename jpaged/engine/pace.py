@@ -11,7 +11,11 @@ them. Dispatched late, only just before the device needs it, a step takes in wha
 For that the end of step 1 must be foreseen. Decode steps follow each other with nearly the same rows and context, so
 one takes about as long as those before it, and a step with prompt chunks takes longer than one without. The shortest
 of the last few is what is expected: where that is too little, the next step is dispatched sooner than need be, and the
-device still never waits. Of a step unlike those before nothing is expected.
+device does not wait. Of a step unlike those before nothing is expected.
+
+Where it was too much, or the host was late, step 1 has ended before its results are asked for, and how long it took is
+not known: since then the host may have slept, for want of requests even. It counts as nothing, so steps are dispatched
+early as long as it is remembered.
 
 And the host must be done in time with its own part, telling tokens, planning and dispatching. The longest of the last
 few turns is what is allowed for, twice over. Where steps are too short for that, as many are queued as the pipeline
@@ -73,12 +77,12 @@ class Pace:
         self._told_s = 0.0
         self._in_flight.append(_InFlight(plan, now))
 
-    def read(self) -> None:
-        """The oldest step's results have just come."""
+    def read(self, had_ended: bool) -> None:
+        """The oldest step's results have just come. had_ended: it had ended before anybody asked for them."""
         step, now = self._in_flight.popleft(), self._clock()
         rows = len(step.plan.decode_slots)
         if rows and not step.plan.chunks:
-            self._steps.append((rows, now - max(step.dispatched_at, self._read_at)))
+            self._steps.append((rows, 0.0 if had_ended else now - max(step.dispatched_at, self._read_at)))
         self._read_at, self._telling = now, True
 
     def has_enough(self) -> bool:
@@ -87,14 +91,14 @@ class Pace:
         return bool(behind) and sum(behind) > self._lead_s(behind[-1])
 
     def spare_s(self) -> float:
-        """Seconds from now for which the device has enough to do; zero or less if it is time for another step."""
+        """Seconds from now for which one step in flight is enough; zero or less if it is time for another step."""
         now = self._clock()
         self._tell_until(now)
-        end, expected = self._read_at, 0.0
-        for step in self._in_flight:
-            expected = self._expected_s(step.plan)
-            end = max(end, step.dispatched_at) + expected
-        return end - self._lead_s(expected) - now
+        if len(self._in_flight) != 1:
+            return 0.0
+        step = self._in_flight[0]
+        expected = self._expected_s(step.plan)
+        return max(self._read_at, step.dispatched_at) + expected - self._lead_s(expected) - now
 
     def _tell_until(self, now: float) -> None:
         if self._telling:

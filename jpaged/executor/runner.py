@@ -70,6 +70,11 @@ class Step:
         for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
 
+    def is_ready(self) -> bool:
+        if self._sampled is None:
+            return True
+        return self._sampled.tokens_and_codes.is_ready()  # type: ignore[attr-defined]  # JAX's stubs leave it out
+
     def result(self) -> StepResult:
         tokens = np.full((self._num_rows,), NO_TOKEN, np.int32)
         codes = np.full((self._num_rows,), FinishCode.RUNNING, np.int32)

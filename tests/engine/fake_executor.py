@@ -84,6 +84,9 @@ class FakeHandle:
         self.computed: StepResult | None = None
         self._executor = executor
 
+    def is_ready(self) -> bool:
+        return self.computed is not None
+
     def result(self) -> StepResult:
         self._executor.run_until(self)
         assert self.computed is not None

@@ -41,13 +41,19 @@ class Running:
     def __init__(self, device: Device, handle: FakeHandle, end: float) -> None:
         self._device, self._handle, self._end = device, handle, end
 
+    def is_ready(self) -> bool:
+        return self._device.now >= self._end
+
     def result(self) -> StepResult:
         self._device.now = max(self._device.now, self._end)
         return self._handle.result()
 
 
 class Served:
-    """A core driven as the engine process drives it: it waits whole milliseconds for requests while it can."""
+    """A core driven as the engine process drives it: it waits whole milliseconds for requests while it can.
+
+    tell_s: what telling tokens takes. dispatch_s: what dispatching a step takes. wake_s: how late every wait ends.
+    """
 
     def __init__(
         self,
@@ -55,11 +61,12 @@ class Served:
         pipeline_depth: int = 2,
         tell_s: float = 0.0,
         dispatch_s: float = 0.0005,
+        wake_s: float = 0.0,
     ) -> None:
         config = make_config(num_blocks=512, max_model_len=256, pipeline_depth=pipeline_depth)
         self.executor = FakeExecutor(config)
         self.device = Device(self.executor, step_s, dispatch_s)
-        self.tell_s = tell_s
+        self.tell_s, self.wake_s = tell_s, wake_s
         self.core = EngineCore(Scheduler(config, 0), self.device, Pace(lambda: self.device.now))
 
     def run(self, until: float, arrivals: dict[str, float] | None = None) -> None:
@@ -70,11 +77,24 @@ class Served:
                 self.core.add_request(make_request(expected.pop(0)[0], 4, 20))
             spare_ms = int(self.core.spare_s() * 1000)
             if spare_ms > 0:
-                soon = self.device.now + spare_ms / 1000
+                soon = self.device.now + spare_ms / 1000 + self.wake_s
                 self.device.now = min(soon, expected[0][1]) if expected else soon
             else:
                 if self.core.step(just_in_time=True):
                     self.device.now += self.tell_s
+
+    def run_to_first_token(self, request_id: str) -> None:
+        """Serves one request, whose client has enough with its first token and says so a millisecond later."""
+        request = make_request(request_id, 4, 20)
+        self.core.add_request(request)
+        while not request.output_token_ids:
+            self.run(until=self.device.now + 0.001)
+        self.run(until=self.device.now + 0.001)
+        self.core.abort([request_id])
+
+    def idle(self, seconds: float) -> None:
+        self.core.spare_s()
+        self.device.now += seconds
 
     def start_of(self, request_id: str) -> int:
         """The index of the plan that a request of `arrivals` was taken into."""
@@ -126,6 +146,38 @@ def test_one_slow_step_does_not_make_the_next_late():
     served.run(until=3.0)
     assert not served.core.has_unfinished()
     assert served.device.idle_s == pytest.approx(0, abs=0.0005)
+
+
+def test_time_without_requests_is_not_taken_for_the_time_of_steps_that_outlived_theirs():
+    served = Served(lambda plan: 0.006)
+    served.core.add_request(make_request("long", 4, 50))
+    served.run(until=10.0)
+    for i in range(8):
+        served.run_to_first_token(f"short {i}")
+        assert served.core.scheduler.num_in_flight > 0
+        served.idle(10.0)
+    begun = served.device.now
+    served.core.add_request(make_request("next", 4, 30))
+    served.run(until=begun + 100)
+    assert served.device.now - begun < 31 * 0.006 + 0.010
+
+
+def test_time_without_requests_is_no_part_of_a_turn():
+    served = Served(lambda plan: 0.010)
+    for i in range(2):
+        served.device.queued.clear()
+        served.core.add_request(make_request(str(i), 4, 30))
+        served.run(until=served.device.now + 10.0)
+        served.idle(10.0)
+    assert set(served.device.queued[6:]) == {1}
+
+
+def test_a_host_that_is_woken_late_again_and_again_costs_few_steps_more_time():
+    served = Served(lambda plan: 0.008, wake_s=0.010)
+    served.core.add_request(make_request("a", 4, 200))
+    served.run(until=10.0)
+    assert not served.core.has_unfinished()
+    assert served.device.idle_s < 0.2 * 200 * 0.008  # each time would be as much as the steps themselves
 
 
 def test_of_short_steps_as_many_are_queued_as_the_pipeline_is_deep():

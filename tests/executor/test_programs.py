@@ -108,6 +108,7 @@ def test_chunks_and_decode_steps_continue_the_prompt_greedily(model, weights, ru
     assert tokens == [*greedy(model, weights, prompt, 5), NO_TOKEN, NO_TOKEN]
     codes = [FinishCode(int(result.finish_codes[0])) for result in results]
     assert codes == [FinishCode.RUNNING] * 4 + [FinishCode.LENGTH] + [FinishCode.RUNNING] * 2
+    assert all(step.is_ready() for step in steps)
 
 
 def test_a_slot_may_end_and_start_anew_in_one_plan(model, weights, runner):
