@@ -4,7 +4,8 @@
 #   benchmarks/serving.sh [OUT_DIR] [serve options ...]      e.g. benchmarks/serving.sh benchmarks/results --api-workers 4
 #
 # Writes OUT_DIR/serve-MODEL-RATE-DATE.json for Llama-3.1-8B's shape at 25 requests/s and all at once, and for
-# Qwen3-0.6B's shape all at once: random weights, ShareGPT-like lengths, greedy, streamed. PYTHON names the interpreter.
+# Qwen3-0.6B's shape all at once and at 50: random weights, ShareGPT-like lengths, greedy, streamed. PYTHON names the
+# interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
