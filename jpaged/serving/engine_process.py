@@ -131,7 +131,7 @@ class EngineProcess:
     def run(self) -> None:
         """Serves until told to end or until no API process is left."""
         while self._connections and not self._shutdown:
-            spare_s = self._core.spare_s()
+            spare_s = self._core.spare_s()  # in any case: the host's part of a turn ends with it
             self._receive(spare_s if self._core.has_unfinished() else None)
             if self._core.has_unfinished() and self._core.spare_s() < _SHORTEST_WAIT_S:
                 self._send_step(self._core.step(just_in_time=True))
