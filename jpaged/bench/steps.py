@@ -13,6 +13,7 @@ steps that it does not see.
 """
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -98,8 +99,9 @@ def main(argv: list[str] | None = None) -> int:
 def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Wall time of steps, in groups so that the pipeline's rhythm evens out, and the kernels of half as many."""
     tail = 8
-    prompts_steps = -(-batch * args.context // engine.startup.config.token_buckets[-1])  # in which the first decode on
-    output_len = prompts_steps + 3 * args.steps + tail + 16
+    budget = engine.startup.config.token_buckets[-1]
+    prompts_steps = sum(args.context / max(1, budget - done) for done in range(batch))  # those that are done decode on
+    output_len = math.ceil(prompts_steps) + 3 * args.steps + tail + 16
     rng = np.random.default_rng(batch)
     vocab_size = engine.startup.model.config.vocab_size
     params = SamplingParams(

@@ -5,7 +5,7 @@ from jpaged.bench import steps
 
 
 def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompts_take(monkeypatch, tmp_path):
-    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "decode_buckets": (16,), "token_buckets": (64,)}
+    sizes = {"max_num_seqs": 24, "max_num_batched_tokens": 24, "decode_buckets": (24,), "token_buckets": (24,)}
     engine = LLMEngine(EngineArgs(**sizes, skip_tokenizer_init=True, verbose=False))
     runner, plans, timed = engine.startup.runner, [], []
     execute, clock = runner.execute, steps.time.perf_counter
@@ -20,8 +20,8 @@ def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompt
 
     monkeypatch.setattr(runner, "execute", recording_execute)
     monkeypatch.setattr(steps.time, "perf_counter", noting_clock)
-    args = steps.parser().parse_args(["--model", "m", "--steps", "16", "--context", "100", "--trace", str(tmp_path)])
-    figure = steps.measure(engine, 16, args)  # 25 steps of prompts, in which the first sequences decode 20 tokens
+    args = steps.parser().parse_args(["--model", "m", "--steps", "16", "--context", "30", "--trace", str(tmp_path)])
+    figure = steps.measure(engine, 24, args)  # of the last prompt's steps each has room for one token
     assert figure["wall_ms"] > 0
     assert timed[-1] - timed[0] == 16
-    assert {(len(plan.decode_slots), len(plan.chunks)) for plan in plans[timed[0] : timed[-1]]} == {(16, 0)}
+    assert {(len(plan.decode_slots), len(plan.chunks)) for plan in plans[timed[0] : timed[-1]]} == {(24, 0)}
