@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 from shlex import split
 
 import pytest
@@ -356,12 +357,19 @@ class Terminal:
         return before + text
 
     def wait_until_it_reads_a_line(self):
-        """Until readline takes what is typed, key by key; before that a signal is seen with the next key only."""
+        """Until readline waits for what is typed, key by key; before that a signal is seen with the next key only."""
         end = time.monotonic() + 60
-        while termios.tcgetattr(self.fd)[3] & termios.ICANON:
+        while termios.tcgetattr(self.fd)[3] & termios.ICANON or not self._sleeps():
             assert time.monotonic() < end
             time.sleep(0.01)
-        time.sleep(0.2)  # from there until it waits for a key, which takes microseconds
+
+    def _sleeps(self):
+        """Whether it waits for something: its main thread sleeps, ten times in a row."""
+        for _ in range(10):
+            if Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+                return False
+            time.sleep(0.02)
+        return True
 
     def exit_code(self):
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
