@@ -1,5 +1,6 @@
 """The `jpaged` command, on a stand-in for the engine (`tests.fake_llm`)."""
 
+import contextlib
 import io
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 
 import jpaged
 from jpaged.cli import BENCHMARKS, main
-from jpaged.interrupt import Interruptible
+from jpaged.interrupt import Interruptible, KeptInterrupt
 from jpaged.sampling_params import SamplingParams
 from tests import fake_llm
 
@@ -284,6 +285,39 @@ class TestInterruptible:
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is before
+
+
+class TestKeptInterrupt:
+    """Of which `drop` is what a callback of C++ does to a KeyboardInterrupt."""
+
+    def drop(self):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    def test_a_ctrl_c_that_came_to_nothing_is_raised_at_the_next_check(self):
+        done = []
+
+        def work(interrupt):
+            for i in range(5):
+                interrupt.check()
+                done.append(i)
+                if i == 2:
+                    self.drop()
+
+        with pytest.raises(KeyboardInterrupt), KeptInterrupt() as interrupt:
+            work(interrupt)
+        assert done == [0, 1, 2]
+
+    def test_it_is_raised_at_the_end_at_the_latest(self):
+        with pytest.raises(KeyboardInterrupt), KeptInterrupt():
+            self.drop()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_what_else_a_program_does_on_ctrl_c_is_left_alone(self):
+        with Interruptible() as flag, KeptInterrupt() as interrupt:
+            signal.raise_signal(signal.SIGINT)
+            interrupt.check()
+        assert flag.requested
 
 
 class TestChatFromAPipe:

@@ -53,6 +53,7 @@ from jpaged.executor.runner import Runner
 from jpaged.executor.state import initial_slot_state
 from jpaged.executor.worker_threads import WorkerThreads
 from jpaged.garbage import set_objects_apart
+from jpaged.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build, load
 from jpaged.models.sharding import load_sharded
 
@@ -134,12 +135,17 @@ def start(args: EngineArgs, directory: Path) -> Startup:
     reserve_device_memory(args.gpu_memory_utilization)
     enable_persistent_cache()
     mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
-    with mesh.as_default(), _without_collections():
-        return _start_on(mesh, args, directory, seconds, progress)
+    with mesh.as_default(), _without_collections(), KeptInterrupt() as interrupt:
+        return _start_on(mesh, args, directory, seconds, progress, interrupt)
 
 
 def _start_on(
-    mesh: DeviceMesh, args: EngineArgs, directory: Path, seconds: dict[str, float], progress: bool
+    mesh: DeviceMesh,
+    args: EngineArgs,
+    directory: Path,
+    seconds: dict[str, float],
+    progress: bool,
+    interrupt: KeptInterrupt,
 ) -> Startup:
     device = mesh.local_devices[0]
     model_config = ModelConfig.from_directory(directory)
@@ -154,7 +160,11 @@ def _start_on(
     config = replace(config, one_shot_rows=config.largest_body(rows))
 
     cores = len(os.sched_getaffinity(0))
-    with WorkerThreads(1) as loader, WorkerThreads(cores) as threads, _helpers(mesh, model, config) as helpers:
+    with (
+        WorkerThreads(1) as loader,
+        WorkerThreads(cores, interrupt.check) as threads,
+        _helpers(mesh, model, config) as helpers,
+    ):
         with _timed(seconds, "plan memory"):
             loading = loader.submit(_load, mesh, model, shard, directory, args, progress)
             nominal = Compiler(shard, config, dtype, mesh, threads=threads, helpers=helpers)

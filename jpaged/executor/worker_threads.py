@@ -31,9 +31,12 @@ class WorkerThreads:
 
     Used as a context that at its end waits for what was submitted, or if an error ends it, for what has begun. On
     Ctrl-C it waits for nothing.
+
+    check: called before anything is submitted; what it raises, `submit` does.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, check: Callable[[], None] | None = None) -> None:
+        self._check = check
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=_run, args=(self._work,), daemon=True) for _ in range(count)]
         for thread in self._threads:
@@ -55,6 +58,8 @@ class WorkerThreads:
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """The future of what the function returns for these arguments."""
+        if self._check is not None:
+            self._check()
         future: Future[T] = Future()
         self._work.put((future, lambda: function(*args)))
         return future

@@ -15,6 +15,14 @@ def test_results_and_errors_reach_who_asks():
         failure.result(0)
 
 
+def test_nothing_is_submitted_where_the_check_raises():
+    def check() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), WorkerThreads(1, check) as threads:
+        threads.submit(int)
+
+
 class Work:
     """Something that one thread has begun, and something that waits for it."""
 
