@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jpaged.models.layers import precision_of
 from jpaged.pallas_kernels import split_qkv
+from jpaged.pallas_kernels.reference import precision_of
 
 
 def dense_causal_attend(

@@ -13,7 +13,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jpaged.models.config import ModelConfig
 from jpaged.pallas_kernels import gated_product
 from jpaged.pallas_kernels.gated_product import ACTIVATIONS
-from jpaged.pallas_kernels.reference import rms_norm
+from jpaged.pallas_kernels.reference import precision_of, rms_norm
 
 
 class Attend(Protocol):
@@ -97,11 +97,6 @@ def parameter(
     parallelism splits it (`shard_axis`; None: every shard has all of it).
     """
     return nnx.Param(start.draw(rngs.params(), shape, dtype), start=start, shard_axis=shard_axis)
-
-
-def precision_of(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """float32 products must be float32 throughout; GPUs would round the factors to TF32."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def product(pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:

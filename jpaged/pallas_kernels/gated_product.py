@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels import arguments as check
 from jpaged.pallas_kernels.backends import pick
+from jpaged.pallas_kernels.reference import precision_of
 
 _MODULE = "jpaged.pallas_kernels.gated_product_mosaic"
 
@@ -76,9 +77,7 @@ def gated_product(
 
 
 def _in_xla(x: jax.Array, w: jax.Array, bias: jax.Array | None, activation: str) -> jax.Array:
-    # GPUs would round the factors of float32 products to TF32.
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    both = jnp.einsum("mk,kci->mci", x, w, precision=precision)
+    both = jnp.einsum("mk,kci->mci", x, w, precision=precision_of(x.dtype))
     if bias is not None:
         both = both + bias
     return ACTIVATIONS[activation](both[:, 0]) * both[:, 1]

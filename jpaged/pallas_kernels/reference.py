@@ -28,6 +28,11 @@ _TILE_TOKENS = 128
 _MASKED = -1e30
 
 
+def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
+    """float32 products must be float32 throughout; GPUs would round the factors to TF32."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
 class _Items(NamedTuple):
     """Work of the scan. Query i of item w is token `starts[w] + i` of the flat queries, for i < `counts[w]`.
 

@@ -53,7 +53,6 @@ from jpaged.serving.wire import (
 _RECEIVE_BYTES = 1 << 16
 """At once; Python allocates as many for each call, and gives back what did not come."""
 
-
 _SHORTEST_WAIT_S = 0.001
 """Time-outs of a poll are whole milliseconds."""
 
