@@ -19,7 +19,7 @@ stop() {
 }
 trap 'stop; rm -rf "$work"' EXIT
 ulimit -n "$(ulimit -Hn)"
-export PYTHONPATH=$PWD
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 start() { # MODEL, serve options
   local model=$1

@@ -3,6 +3,7 @@
     EngineCore(scheduler, executor)
         .add_request(request)            raises what `Scheduler.add` raises; nothing is left behind
         .step() -> [RequestUpdate]       one turn; requests that finished, and tokens of those that report each
+        .spare_s() -> float              how long the next turn can wait for requests (`engine/pace.py`)
         .abort(request_ids) -> [Request] in any state; unknown or finished ids are passed over
         .finish(request_id, stop_reason, index)  a stop string was found: drop what is in flight for the sequence
         .has_unfinished()                whether `step` has anything left to do
@@ -14,6 +15,10 @@ and detokenizing happen while the device runs. Depth 0 is the plain loop, and gi
 
     depth 0   plan 0, run 0, read 0,   plan 1, run 1, read 1,   ...
     depth 2   plan 0, plan 1, plan 2, read 0,   plan 3, read 1,   ...
+
+Whoever serves requests as they come dispatches no earlier than the device needs: `step(just_in_time=True)` reads a step
+before more than one other is queued if the device has enough to do, and the caller waits `spare_s()` for requests
+before the next turn. What runs together then depends on time; without it, only on the calls.
 """
 
 from collections import deque
@@ -22,6 +27,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jpaged.engine.interface import Executor, StepHandle, StepPlan
+from jpaged.engine.pace import Pace
 from jpaged.engine.request import Request
 from jpaged.engine.scheduler import RequestUpdate, Scheduler
 from jpaged.engine.stats import EngineStats
@@ -31,9 +37,10 @@ from jpaged.errors import EngineDeadError
 class EngineCore:
     """Joins a scheduler and an executor. Not thread-safe: one thread calls it."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, pace: Pace | None = None) -> None:
         self.scheduler = scheduler
         self._executor = executor
+        self._pace = pace or Pace()
         self._depth = scheduler.config.pipeline_depth
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
 
@@ -60,23 +67,30 @@ class EngineCore:
         """
         return self.scheduler.finish(request_id, "stop", stop_reason, index)
 
-    def step(self) -> list[RequestUpdate]:
+    def step(self, *, just_in_time: bool = False) -> list[RequestUpdate]:
         """Dispatches a step if one can be planned, and reads the oldest once more than `pipeline_depth` are in
-        flight or none could be planned.
+        flight or none could be planned. With `just_in_time` it keeps no more in flight than the device needs.
 
         Raises:
             EngineDeadError: requests are left, yet nothing can run.
         """
+        if self._has_enough(just_in_time):
+            return self._read_oldest()
         plan = self.scheduler.schedule()
         if plan is not None:
             self._in_flight.append((plan, self._executor.execute(plan)))
-            if len(self._in_flight) <= self._depth:
+            self._pace.dispatched(plan)
+            if not self._has_enough(just_in_time):
                 return []
         elif not self._in_flight:
             if self.has_unfinished():
                 raise EngineDeadError(f"{self.scheduler.num_unfinished} requests are left, but none can run.")
             return []
         return self._read_oldest()
+
+    def spare_s(self) -> float:
+        """Seconds that the next `step(just_in_time=True)` can wait for requests; zero or less if it cannot."""
+        return self._pace.spare_s() if len(self._in_flight) == 1 else 0.0
 
     def drain(self) -> None:
         """Reads the steps that outlived their requests, which hold slots until then."""
@@ -107,6 +121,14 @@ class EngineCore:
         """Raises EngineDeadError if blocks, tables, slots and queue disagree."""
         self.scheduler.check_integrity()
 
+    def _has_enough(self, just_in_time: bool) -> bool:
+        """Whether a step should be read before another is dispatched."""
+        if len(self._in_flight) > self._depth:
+            return True
+        return just_in_time and len(self._in_flight) > 1 and self._pace.spare_s() > 0
+
     def _read_oldest(self) -> list[RequestUpdate]:
         plan, handle = self._in_flight.popleft()
-        return self.scheduler.update(plan, handle.result())
+        result = handle.result()
+        self._pace.read()
+        return self.scheduler.update(plan, result)

@@ -2,7 +2,7 @@
 
     API process(es)                                engine process
     ---------------                                --------------
-    tokenize, check      -- Add, Abort, ... -->    read what has come, add it
+    tokenize, check      -- Add, Abort, ... -->    read what comes until a step is due, add it
                                                    EngineCore.step()
     detokenize, JSON     <-- Step -------------    one message a step, never waiting for the reader
 
@@ -52,6 +52,10 @@ from jpaged.serving.wire import (
 
 _RECEIVE_BYTES = 1 << 16
 """At once; Python allocates as many for each call, and gives back what did not come."""
+
+
+_SHORTEST_WAIT_S = 0.001
+"""Time-outs of a poll are whole milliseconds."""
 
 
 class _Closed(Exception):
@@ -127,20 +131,22 @@ class EngineProcess:
     def run(self) -> None:
         """Serves until told to end or until no API process is left."""
         while self._connections and not self._shutdown:
-            self._receive(wait=not self._core.has_unfinished())
-            if self._core.has_unfinished():
-                self._send_step(self._core.step())
+            self._receive(self._core.spare_s() if self._core.has_unfinished() else None)
+            if self._core.has_unfinished() and self._core.spare_s() < _SHORTEST_WAIT_S:
+                self._send_step(self._core.step(just_in_time=True))
 
-    def _receive(self, wait: bool) -> None:
+    def _receive(self, wait_s: float | None) -> None:
+        """Takes what has come; if nothing has, waits for it, `wait_s` at most (None: for ever)."""
+        wait_ms = None if wait_s is None else max(0, int(wait_s * 1000))
         unsent = False
         for connection in self._connections:
             connection.flush()
             unsent |= connection.has_unsent
-        if wait:
+        if wait_ms != 0:
             mask = select.POLLIN | (select.POLLOUT if unsent else 0)
             for connection in self._connections:
                 self._poll.modify(connection.sock, mask)
-        if not self._poll.poll(None if wait else 0):
+        if not self._poll.poll(wait_ms):
             return
         for connection in list(self._connections):
             try:
