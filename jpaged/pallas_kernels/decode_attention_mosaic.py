@@ -8,13 +8,13 @@ One query token a sequence: every key and value is read once, so the kernel is a
 
 A CTA is three warpgroups:
 
-    producer                                            consumer
-        table    read into registers a unit ahead           S^T = K Q^T             wgmma, both from shared memory
-        queries  q_free --> TMA --> q_s --> q_full          mask, online softmax    base 2, in registers; P^T --> p_s
-        keys     k_free --> TMA --> k_s --> k_full          O^T = O^T shrunk + V^T P^T    wgmma, O^T in registers
-        values   v_free --> TMA --> v_s --> v_full          taken --> O^T, maxima, sums --> handover_s --> handed
-        (a copy a block; of keys and values a ring
-        of `stages` tiles)                              finisher
+    producer, a warp each for                           consumer
+        keys     k_free --> TMA --> k_s --> k_full          S^T = K Q^T             wgmma, both from shared memory
+        values   v_free --> TMA --> v_s --> v_full          mask, online softmax    base 2, in registers; P^T --> p_s
+        queries  q_free --> TMA --> q_s --> q_full          O^T = O^T shrunk + V^T P^T    wgmma, O^T in registers
+        (a copy a block; of keys and values a ring          taken --> O^T, maxima, sums --> handover_s --> handed
+        of `stages` tiles; the table is read by all
+        of them, a unit ahead)                          finisher
                                                             handed --> handover_s --> registers --> taken
                                                             of a whole sequence   O / sum --> output, log-sum-exp
                                                             of a part             --> memory, and it counts itself in;
@@ -403,6 +403,7 @@ def _produce(c: _Cta) -> None:
     says where it is, two.
     """
     smem, config = c.smem, c.shape.config
+    keys, values = _Ring(0, smem.k_s, smem.k_full, smem.k_free), _Ring(1, smem.v_s, smem.v_full, smem.v_free)
 
     def load_unit(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, table, u, ahead = carry
@@ -413,26 +414,53 @@ def _produce(c: _Cta) -> None:
         plgpu.commit_smem()
         next_table = _fetch_table(c, ahead)
         next_ahead = c.unit(i + 2)
-        _load_queries(c, u, i)
-        step = lax.fori_loop(0, source.tiles, partial(_load_tile, c, source), step)
-        return step, next_table, ahead, next_ahead
+        if c.shape.interpret:  # it has no warps; and the consumer waits for values before it takes the next keys
+            _load_queries(c, u, i)
+            _load_tiles(c, source, step, keys, values)
+        else:
+            _in_warps(
+                partial(_load_tiles, c, source, step, keys),
+                partial(_load_tiles, c, source, step, values),
+                partial(_load_queries, c, u, i),
+            )
+        return step + source.tiles, next_table, ahead, next_ahead
 
     u, ahead = c.unit(jnp.int32(0)), c.unit(jnp.int32(1))
     # `step` counts the tiles of all units.
     step, *_ = lax.fori_loop(0, c.mine, load_unit, (jnp.int32(0), _fetch_table(c, u), u, ahead))
-    # No barrier may have an arrival outstanding when the CTA ends.
-    for stage in range(config.stages):
+    # No barrier may have an arrival outstanding when the CTA ends. Each thread counts the phases of a barrier that it
+    # has waited for itself, so every warp waits for its own.
+    drains = (
+        partial(_drain, keys.free, config.stages, step),
+        partial(_drain, values.free, config.stages, step),
+        partial(_drain, smem.q_free, config.q_stages, c.mine),
+    )
+    if c.shape.interpret:
+        for drain in drains:
+            drain()
+    else:
+        _in_warps(*drains)
 
-        @pl.when(stage < step)
-        def _drain(stage: int = stage) -> None:
-            plgpu.barrier_wait(smem.k_free.at[stage])
-            plgpu.barrier_wait(smem.v_free.at[stage])
 
-    for q_slot in range(config.q_stages):
+def _in_warps(*jobs: Callable[[], None]) -> None:
+    """Runs jobs in a warp each, and waits until all are done.
 
-        @pl.when(q_slot < c.mine)
-        def _drain_q(q_slot: int = q_slot) -> None:
-            plgpu.barrier_wait(smem.q_free.at[q_slot])
+    A copy that the warpgroup asks for has all of its threads meet first, and then arrive at the copy's barrier.
+    """
+
+    @plgpu.warp_map
+    def _(warp: jax.Array) -> None:
+        for number, job in enumerate(jobs):
+            pl.when(warp == number)(job)
+
+
+def _drain(free: Any, slots: int, used: jax.Array) -> None:
+    """Waits until the last that was brought to each slot has been read; `used` times one was filled."""
+    for slot in range(slots):
+
+        @pl.when(slot < used)
+        def _wait(slot: int = slot) -> None:
+            plgpu.barrier_wait(free.at[slot])
 
 
 def _fetch_table(c: _Cta, u: _Unit) -> jax.Array:
@@ -476,34 +504,49 @@ def _source(c: _Cta, u: _Unit) -> _Source:
     return _Source(kv_head, u.end, *c.tiles(u), lax.div(u.begin, s.block_size))
 
 
-def _load_tile(c: _Cta, source: _Source, nth: jax.Array, step: jax.Array) -> jax.Array:
-    """The unit's nth tile of keys and values, as the producer's `step`-th. Returns the next step."""
-    s, smem = c.shape, c.smem
+class _Ring(NamedTuple):
+    """Where tiles of keys or of values go."""
+
+    kv: int  # 0: keys; 1: values
+    tiles: Any
+    full: Any
+    free: Any
+
+
+def _load_tiles(c: _Cta, source: _Source, step: jax.Array, *rings: _Ring) -> None:
+    """The unit's tiles, to several rings by turns; the first is the producer's `step`-th."""
+
+    @pl.loop(0, source.tiles)
+    def _(nth: jax.Array) -> None:
+        _load_tile(c, source, nth, step + nth, rings)
+
+
+def _load_tile(c: _Cta, source: _Source, nth: jax.Array, step: jax.Array, rings: tuple[_Ring, ...]) -> None:
+    """The unit's nth tile, as the producer's `step`-th."""
+    s = c.shape
     stage = lax.rem(step, s.config.stages)
     start = (source.first + nth) * s.config.tile
-    copies = []
+    boxes = []
     for j in range(s.boxes):
         position = start + j * s.box
         entry = lax.div(position, s.block_size) - source.first_entry
         entry = jnp.minimum(entry, s.table_entries - 1)
         part = lax.rem(lax.div(position, s.box), s.boxes_a_block)
-        copies.append((smem.table_s[entry] * (2 * s.kv_heads) + source.kv_head) * s.boxes_a_block + part)
-    keys, values = (smem.k_s, smem.k_full, smem.k_free), (smem.v_s, smem.v_full, smem.v_free)
-    for kv, (ring, full, free) in enumerate((keys, values)):
+        boxes.append((c.smem.table_s[entry] * (2 * s.kv_heads) + source.kv_head) * s.boxes_a_block + part)
+    for ring in rings:
 
         @pl.when(step >= s.config.stages)
-        def _wait(free: Any = free) -> None:
-            plgpu.barrier_wait(free.at[stage])
+        def _wait(ring: _Ring = ring) -> None:
+            plgpu.barrier_wait(ring.free.at[stage])
 
-        for j, index in enumerate(copies):
-            box = c.gmem.pool.at[index + kv * (s.kv_heads * s.boxes_a_block)]
-            target = ring.at[stage, pl.ds(j * s.box, s.box)]
-            copy = partial(plgpu.copy_gmem_to_smem, box, target, full.at[stage])
+        for j, index in enumerate(boxes):
+            box = c.gmem.pool.at[index + ring.kv * (s.kv_heads * s.boxes_a_block)]
+            target = ring.tiles.at[stage, pl.ds(j * s.box, s.box)]
+            copy = partial(plgpu.copy_gmem_to_smem, box, target, ring.full.at[stage])
             if j == 0:  # every tile begins with a token
                 copy()
             else:  # what is behind the last token is left as it is: its entries may be anything
-                lax.cond(start + j * s.box < source.end, copy, partial(plgpu.barrier_arrive, full.at[stage]))
-    return step + 1
+                lax.cond(start + j * s.box < source.end, copy, partial(plgpu.barrier_arrive, ring.full.at[stage]))
 
 
 _ROWS_BY_HEADS = plgpu.Layout.WGMMA  # of every product: [keys or head_dim, columns]

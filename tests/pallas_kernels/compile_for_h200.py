@@ -36,7 +36,7 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
     """(name, function, arguments, whether the pools, its first argument, are donated)."""
     for heads, kv_heads, head_dim, block_size, dtype, options in (
         (32, 8, 128, 16, jnp.bfloat16, {}),
-        (32, 32, 64, 32, jnp.float16, {"sliding_window": 1500}),
+        (32, 32, 64, 16, jnp.float16, {"sliding_window": 1500}),
         (32, 1, 128, 128, jnp.bfloat16, {}),
         (28, 4, 128, 64, jnp.bfloat16, {"alibi_slopes": jnp.ones(28)}),
         (16, 4, 256, 16, jnp.bfloat16, {}),
