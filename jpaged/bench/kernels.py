@@ -84,9 +84,15 @@ def _tables(
 
 
 def attention_case(
-    lens: np.ndarray, queries: np.ndarray | None, setting: Setting, backend: str | None, **options: Any
+    lens: np.ndarray,
+    queries: np.ndarray | None,
+    setting: Setting,
+    backend: str | None,
+    num_decodes: int | None = None,
+    **options: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
-    """Decode (queries None; work in bytes) or ragged attention (queries a row; work in operations)."""
+    """Decode (queries None; work in bytes) or ragged attention (queries a row; work in operations), with the first
+    `num_decodes` rows, if given, left to `mixed_attention`."""
     rng = np.random.default_rng(0)
     s = setting
     itemsize = jnp.dtype(s.dtype).itemsize
@@ -106,6 +112,8 @@ def attention_case(
         work, rate = 4 * scores * s.heads * s.head_dim, 4e14
         call = partial(ops.ragged_attention, backend=backend, **options)
         extra = (jnp.asarray(np.concatenate([[0], np.cumsum(queries)]), jnp.int32),)
+        if num_decodes is not None:
+            call, extra = partial(ops.mixed_attention, backend=backend, **options), (*extra, jnp.int32(num_decodes))
     least = len(tables) if queries is not None else -(-_LAYERS // len(tables)) * len(tables)
     calls = int(np.clip(_PROGRAM_S / (work / rate + 5e-6), least, 256)) // len(tables) * len(tables)
 
@@ -350,6 +358,18 @@ def cases(backend: str | None) -> Iterator[Case]:
         ("mixed: both", np.concatenate([decodes, chunk]), np.concatenate([np.ones(128, np.int64), chunk])),
     ):
         yield Case(name, "us", None, partial(attention_case, lens, queries, Setting(), backend))
+
+    for rows, length, chunks, chunk_len in (
+        (1024, 40, 16, 18),
+        (1024, 300, 4, 145),
+        (32, 300, 4, 145),
+        (8, 16_384, 1, 2048),
+    ):
+        lens = np.concatenate([same(rows, length), same(chunks, chunk_len)])
+        queries = np.concatenate([same(rows, 1), same(chunks, chunk_len)])
+        for how, options in (("together", {}), ("apart", {"num_decodes": rows})):
+            name = f"mixed: {rows:,} decode rows at {length:,}, {chunks} chunks of {chunk_len:,}, {how}"
+            yield Case(name, "us", None, partial(attention_case, lens, queries, Setting(), backend, **options))
 
     yield Case("KV write, 256 tokens", "us", 6, partial(write_case, 256, backend))
     yield Case("KV write, 16,384 tokens", "GB/s", None, partial(write_case, 16384, backend))

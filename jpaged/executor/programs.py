@@ -30,7 +30,7 @@ from jpaged.executor.packing import PackedLayout
 from jpaged.executor.state import SlotState, append_blocks, end_slots, slot_mapping, start_slots
 from jpaged.models import Model
 from jpaged.models.collectives import Exchange, ExchangeState
-from jpaged.pallas_kernels import decode_attention, ragged_attention, rope_and_write, shared_prefix_attention
+from jpaged.pallas_kernels import decode_attention, mixed_attention, rope_and_write, shared_prefix_attention
 from jpaged.sampling_params import MAX_LOGPROBS
 
 Pools = tuple[Float[Array, "blocks 2 kv_heads block_size head_dim"], ...]
@@ -72,8 +72,8 @@ class SampleResult(NamedTuple):
 class PagedAttention:
     """The `attend` of one layer: writes K and V into the layer's pool, then attends through block tables.
 
-    A call replaces `pool` by the written one. query_starts: int32 [rows + 1] where rows have several queries
-    (`ragged_attention`), None where each has one (`decode_attention`).
+    A call replaces `pool` by the written one. queries: (query_starts, num_decodes) of `mixed_attention` where rows have
+    several, None where each has one (`decode_attention`).
     shared: (num_sharing, shared_len) of `shared_prefix_attention`, in a decode step whose rows may share a prefix; a
         layer with a sliding window does without, since it reads no more than its window.
     """
@@ -82,7 +82,7 @@ class PagedAttention:
     mapping: Int[Array, " tokens"]
     block_tables: Int[Array, "rows blocks_per_seq"]
     kv_lens: Int[Array, " rows"]
-    query_starts: Int[Array, " rows+1"] | None
+    queries: tuple[Int[Array, " rows+1"], Int[Array, ""]] | None
     shared: tuple[Int[Array, ""], Int[Array, ""]] | None
     backend: str | None = field(metadata={"static": True})
 
@@ -103,11 +103,9 @@ class PagedAttention:
         paged = (self.pool, self.block_tables, self.kv_lens)
         if self.shared is not None and sliding_window is None:
             return shared_prefix_attention(q, *paged, *self.shared, backend=backend, **features)
-        if self.query_starts is None:
+        if self.queries is None:
             return decode_attention(q, *paged, sliding_window=sliding_window, backend=backend, **features)
-        return ragged_attention(
-            q, *paged, self.query_starts, sliding_window=sliding_window, backend=backend, **features
-        )
+        return mixed_attention(q, *paged, *self.queries, sliding_window=sliding_window, backend=backend, **features)
 
 
 def decode_layout(batch: int, shares_prefix: bool = False) -> PackedLayout:
@@ -194,10 +192,11 @@ def mixed_step(
     tables = jnp.where(active[:, None], tables, NULL_BLOCK)  # a row that stopped reads what it just wrote there
     kv_lens = computed + query_lens
     query_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+    is_decode = (kinds & RowKind.DECODE) != 0  # of the first rows alone
+    queries = query_starts, is_decode.sum(dtype=jnp.int32)
     backend = config.kernel_backend
-    layers = [PagedAttention(pool, mapping, tables, kv_lens, query_starts, None, backend) for pool in pools]
+    layers = [PagedAttention(pool, mapping, tables, kv_lens, queries, None, backend) for pool in pools]
 
-    is_decode = (kinds & RowKind.DECODE) != 0
     tokens = jnp.where(is_decode[row], state.last_token[slots][row], host["tokens"])
     exchange = _begin(model, config, exchange_state)
     hidden = model.forward(weights, tokens, positions, layers, exchange, config.product_backend)

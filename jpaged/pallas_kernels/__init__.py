@@ -23,6 +23,7 @@ from jpaged.pallas_kernels.all_reduce import (
     initial_all_reduce_state,
 )
 from jpaged.pallas_kernels.gated_product import gated_product
+from jpaged.pallas_kernels.mixed_attention import mixed_attention
 from jpaged.pallas_kernels.ops import (
     copy_blocks,
     decode_attention,
@@ -47,6 +48,7 @@ __all__ = [
     "gather_blocks",
     "initial_all_reduce_state",
     "merge_attention",
+    "mixed_attention",
     "ragged_attention",
     "rope_and_write",
     "sample_tokens",

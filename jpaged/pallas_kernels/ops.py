@@ -326,6 +326,12 @@ def sample_tokens_backend(vocab_size: int) -> str:
     return _backend("sample_tokens", "sample_mosaic", None, logits)
 
 
+def runs_mosaic(backend: str | None, q: jax.Array, kv_pool: jax.Array) -> bool:
+    """Whether both attention ops would take their kernels."""
+    ops = ("decode_attention", "ragged_attention")
+    return all(_backend(op, f"{op}_mosaic", backend, q, kv_pool) == "mosaic" for op in ops)
+
+
 def _implementation(op: str, module: str, backend: str | None, *arguments: jax.Array) -> Callable[..., Any]:
     """The function that does `op` for these arguments: one named after it, in its backend's module."""
     if _backend(op, module, backend, *arguments) == "mosaic":

@@ -9,6 +9,7 @@ from jpaged.pallas_kernels import (
     decode_attention,
     gather_blocks,
     merge_attention,
+    mixed_attention,
     ragged_attention,
     rope_and_write,
     sample_tokens,
@@ -31,6 +32,7 @@ def ids(*shape, dtype=jnp.int32):
 POOL = array(10, 2, 2, 16, 32)
 DECODE = {"q": array(3, 4, 32), "kv_pool": POOL, "block_tables": ids(3, 5), "kv_lens": ids(3)}
 RAGGED = {**DECODE, "q": array(9, 4, 32), "query_starts": ids(4)}
+MIXED = {**RAGGED, "num_decodes": ids()}
 SHARED = {**DECODE, "num_sharing": ids(), "shared_len": ids()}
 MERGE = {"outs": [array(3, 4, 32, dtype=jnp.bfloat16)] * 2, "lses": [array(3, 4)] * 2}
 WRITE = {"kv_pool": POOL, "k": array(3, 2, 32), "v": array(3, 2, 32), "slot_mapping": ids(3)}
@@ -65,6 +67,11 @@ CASES = [
     (decode_attention, DECODE, "kv_lens", array(3)),
     (ragged_attention, RAGGED, "query_starts", ids(3)),
     (ragged_attention, RAGGED, "kv_lens", ids(2)),
+    (mixed_attention, MIXED, "q", array(9, 5, 32)),
+    (mixed_attention, MIXED, "kv_pool", array(10, 3, 2, 16, 32)),
+    (mixed_attention, MIXED, "query_starts", ids(3)),
+    (mixed_attention, MIXED, "num_decodes", ids(1)),
+    (mixed_attention, MIXED, "num_decodes", 2.0),
     (shared_prefix_attention, SHARED, "q", array(3, 5, 32)),
     (shared_prefix_attention, SHARED, "kv_pool", array(10, 3, 2, 16, 32)),
     (shared_prefix_attention, SHARED, "block_tables", ids(4, 5)),
@@ -156,6 +163,8 @@ def test_an_option_out_of_range_is_named(op, good, name, bad):
     ("op", "good", "name", "bad"),
     [
         (ragged_attention, RAGGED, "causal", 1),
+        (mixed_attention, MIXED, "logit_softcap", -1.0),
+        (mixed_attention, MIXED, "backend", "cuda"),
         (shared_prefix_attention, SHARED, "scale", "big"),
         (shared_prefix_attention, SHARED, "logit_softcap", -1.0),
         (shared_prefix_attention, SHARED, "alibi_slopes", jnp.ones(3)),

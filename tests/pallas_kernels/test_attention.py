@@ -7,7 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels import decode_attention, ragged_attention
+from jpaged.pallas_kernels import decode_attention, mixed_attention, ragged_attention
+from jpaged.pallas_kernels.backends import device_runs_mosaic
+from jpaged.pallas_kernels.mixed_attention import attend_apart
 from tests.pallas_kernels.paged import (
     assert_close,
     assert_lse_close,
@@ -97,6 +99,77 @@ def test_ragged_attention_is_right_for_chunks_and_decode_rows_together(data, sha
     assert_close(out, want, dtype)
     assert_lse_close(lse, want_lse, dtype)
     assert not np.asarray(out.astype(jnp.float32))[starts[-1] :].any(), "padding must come out as 0"
+
+
+@few
+@given(data=st.data(), shape=shapes, block_size=block_sizes, dtype=dtypes, seed=seeds)
+def test_a_step_of_decode_rows_and_chunks_computed_apart_is_right(data, shape, block_size, dtype, seed):
+    heads, kv_heads, head_dim = shape
+    chosen = data.draw(options(heads))
+    num_decodes = data.draw(st.integers(0, 5))
+    chunks = data.draw(st.lists(st.sampled_from([0, 1, 5, 33, 70]), min_size=5 - num_decodes, max_size=5 - num_decodes))
+    queries = [1] * num_decodes + chunks
+    cached = data.draw(st.lists(lengths(block_size, 200), min_size=5, max_size=5))
+    lens = [n + c if n else c for n, c in zip(queries, cached, strict=True)]
+    world = make_world(
+        seed,
+        lens,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        width=-(-270 // block_size),
+    )
+    starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    q = random_queries(seed, 360, heads, head_dim, dtype)
+    arguments = (q, world.pool, world.tables, world.lens, starts, jnp.int32(num_decodes))
+    want, _ = expected_ragged(world, np.asarray(q.astype(jnp.float32)), starts, **chosen)
+    assert_close(attend_apart(*arguments, backend="xla", **chosen), want, dtype)
+    assert_close(mixed_attention(*arguments, backend="xla", **chosen), want, dtype)
+
+
+def test_a_step_of_fewer_tokens_than_rows_may_be_computed_apart():
+    world = make_world(4, [3, 20, 0, 0], kv_heads=2, head_dim=16, block_size=16)
+    q = random_queries(4, 2, 4, 16, "float32")
+    starts = np.array([0, 1, 2, 2, 2], np.int32)
+    out = attend_apart(q, world.pool, world.tables, world.lens, starts, jnp.int32(2), backend="xla")
+    want, _ = expected_ragged(world, np.asarray(q), starts)
+    assert_close(out, want, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not device_runs_mosaic(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(
+    ("decodes", "chunks"),
+    [
+        ([40] * 300 + [1, 5000], [(18, 18)] * 30),
+        ([9000, 4], [(300, 300), (0, 50), (260, 900)]),
+        ([], [(600, 600)]),
+        ([77] * 520, []),
+    ],
+    ids=["short", "long", "chunks", "decodes"],
+)
+def test_on_the_gpu_a_step_computed_apart_is_right_and_its_decode_rows_are_those_of_a_decode_step(
+    decodes, chunks, head_dim, dtype
+):
+    lens = [*decodes, *(kv for _, kv in chunks)]
+    queries = [1] * len(decodes) + [count for count, _ in chunks]
+    world = make_world(5, lens, kv_heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
+    starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    q = random_queries(5, max(640, starts[-1] + 7), 8, head_dim, dtype)
+    tables = np.where((world.tables >= 0) & (world.tables < world.pool.shape[0]), world.tables, 0)
+    attend = jax.jit(mixed_attention)
+    arguments = (q, world.pool, jnp.asarray(tables), jnp.asarray(world.lens), jnp.asarray(starts))
+    out = attend(*arguments, jnp.int32(len(decodes)))
+    want, _ = expected_ragged(world, np.asarray(q.astype(jnp.float32)), starts)
+    assert_close(out, want, dtype)
+    assert (out == attend(*arguments, jnp.int32(len(decodes)))).all()
+    if decodes:
+        n = len(decodes)
+        alone = jax.jit(decode_attention)(q[:n], world.pool, jnp.asarray(tables[:n]), jnp.asarray(world.lens[:n]))
+        assert (out[:n] == alone).all()
 
 
 def test_one_very_long_sequence_among_short_ones():

@@ -1,0 +1,80 @@
+"""Attention of a step that decodes some sequences and computes prompts of others: each part in the kernel made for it.
+
+    rows     0 .. d-1           d .. R-1
+    queries  one each           a chunk each          tokens q0 .. q(d-1) | chunks .. | padding
+             decode_attention   ragged_attention
+
+`ragged_attention` takes both kinds, but a query alone costs it a tile, whatever its context. Where a step has many
+short sequences to decode, that is most of its attention; where it has few long ones, `decode_attention` cuts them over
+all multiprocessors, and a tile of `ragged_attention` reads one alone.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pallas_kernels import arguments as check
+from jpaged.pallas_kernels.ops import decode_attention, ragged_attention, runs_mosaic
+
+LEAST_TOKENS = 512
+"""From which on the parts are computed apart: two more launches and their merging take some 15 us a layer (computed,
+not measured), which smaller steps would notice.
+"""
+
+
+def mixed_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    query_starts: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    backend: str | None = None,
+    **features: Any,
+) -> jax.Array:
+    """`ragged_attention` whose first rows have one query each.
+
+    Args:
+        q, kv_pool, block_tables, kv_lens, query_starts: as in `ragged_attention`.
+        num_decodes: int32 []; rows 0 .. num_decodes - 1 have one query each, the last token's.
+        backend: None (by device), "xla" or "mosaic".
+        features: scale, sliding_window, logit_softcap, alibi_slopes, as in `ragged_attention`.
+    Returns:
+        [T, heads, head_dim] of q's dtype, as `ragged_attention` does.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pool("kv_pool", kv_pool)
+    check.check_queries(q, kv_pool)
+    check.check_scalar("num_decodes", num_decodes)
+    arguments = (q, kv_pool, block_tables, kv_lens, query_starts)
+    if q.shape[0] < LEAST_TOKENS or not runs_mosaic(backend, q, kv_pool):
+        out, _ = ragged_attention(*arguments, return_lse=True, backend=backend, **features)
+        return out
+    return attend_apart(*arguments, num_decodes, backend=backend, **features)
+
+
+def attend_apart(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    query_starts: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    backend: str | None = None,
+    **features: Any,
+) -> jax.Array:
+    """`mixed_attention` in two calls, whatever the backend."""
+    tokens, rows = q.shape[0], kv_lens.shape[0]
+    most = min(rows, tokens)
+    own_lens = jnp.where(jnp.arange(most) < num_decodes, kv_lens[:most], 0)
+    features = {**features, "backend": backend, "return_lse": True}
+    alone, _ = decode_attention(q[:most], kv_pool, block_tables[:most], own_lens, **features)
+    # Rows that decode have no queries here; nobody computes theirs.
+    starts = jnp.maximum(query_starts, num_decodes)
+    together, _ = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, **features)
+    alone = jnp.pad(alone, ((0, tokens - most), (0, 0), (0, 0)))
+    return jnp.where((jnp.arange(tokens) < num_decodes)[:, None, None], alone, together)
