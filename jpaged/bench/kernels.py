@@ -9,6 +9,7 @@ attention come from the same run.
 
 import argparse
 import datetime
+import signal
 import statistics
 import sys
 import time
@@ -419,12 +420,15 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the cases whose name contains `--only`, prints a table and writes the figures as JSON."""
+    """Runs every case, prints a table and writes the figures as JSON; if it is stopped, those so far."""
     parser = argparse.ArgumentParser(
         prog="jpaged bench kernels", description=main.__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument(
-        "--only", metavar="TEXT", default="", help="run only the cases whose name contains this (default: all)"
+        "--only",
+        metavar="TEXT",
+        action="append",
+        help="run only the cases whose name contains this; may be repeated (default: all)",
     )
     parser.add_argument("--backend", choices=["xla", "mosaic"], help="force one backend (default: by device)")
     parser.add_argument(
@@ -440,10 +444,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"jpaged bench kernels needs a GPU; JAX sees only {device.platform}", file=sys.stderr)
         return 1
     rows: list[dict[str, Any]] = []
-    print(f"{device.device_kind}, JAX {jax.__version__}, {options.backend or 'default'} backend")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends in the report too
+    try:
+        _measure_all(options, rows)
+    finally:
+        path = options.json or Path("benchmarks/results") / f"kernels-{datetime.date.today()}.json"
+        write_report(path, "kernels", {"backend": options.backend, "only": options.only}, rows)
+    return 0
+
+
+def _measure_all(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Adds each case's figures to `rows` as it prints them."""
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {options.backend or 'default'} backend")
     print(f"{'case':44s} {'median':>10s} {'spread':>7s} {'unit':8s} {'us':>9s}  aim")
     for case in cases(options.backend):
-        if options.only not in case.name:
+        if options.only and not any(text in case.name for text in options.only):
             continue
         try:
             seconds, work = measure(case.build, options.repeats)
@@ -470,9 +485,6 @@ def main(argv: list[str] | None = None) -> int:
                 "all_us": [s * 1e6 for s in seconds],
             }
         )
-    path = options.json or Path("benchmarks/results") / f"kernels-{datetime.date.today()}.json"
-    write_report(path, "kernels", {"backend": options.backend, "only": options.only}, rows)
-    return 0
 
 
 if __name__ == "__main__":
