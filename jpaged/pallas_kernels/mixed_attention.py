@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jpaged.pallas_kernels import arguments as check
 from jpaged.pallas_kernels.ops import decode_attention, ragged_attention, runs_mosaic
 
-LEAST_TOKENS = 512
-"""From which on the parts are computed apart: two more launches and their merging take some 15 us a layer (computed,
-not measured), which smaller steps would notice.
+LEAST_TOKENS = 1024
+"""From which on the parts are computed apart. Two more launches and their merging take up to 18 us a layer where there
+is little to win (32 short rows and 4 chunks, 612 tokens), which smaller steps would notice.
 """
 
 
@@ -76,5 +77,7 @@ def attend_apart(
     # Rows that decode have no queries here; nobody computes theirs.
     starts = jnp.maximum(query_starts, num_decodes)
     together, _ = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, **features)
-    alone = jnp.pad(alone, ((0, tokens - most), (0, 0), (0, 0)))
-    return jnp.where((jnp.arange(tokens) < num_decodes)[:, None, None], alone, together)
+    # Behind a barrier: XLA (JAX 0.11.2) takes a kernel and the update of a part of its result for one, and then fails.
+    alone, together = lax.optimization_barrier((alone, together))
+    decoded = (jnp.arange(most) < num_decodes)[:, None, None]
+    return together.at[:most].set(jnp.where(decoded, alone, together[:most]))  # in place: few of many tokens

@@ -47,10 +47,11 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         call = partial(ops.decode_attention, backend="mosaic", return_lse=True, **options)
         arguments = (Shape((16, heads, head_dim), dtype), pool, ids(16, 4096 // block_size), ids(16))
         yield f"decode {heads}/{kv_heads} D {head_dim} block {block_size}", call, arguments, False
-    pool = Shape((4096, 2, 8, 16, 128), jnp.bfloat16)
     call = partial(ops.mixed_attention, backend="mosaic")
-    arguments = (Shape((640, 32, 128), jnp.bfloat16), pool, ids(256, 128), ids(256), ids(257), ids())
-    yield "mixed 640 tokens, 256 rows, 32/8 D 128 block 16", call, arguments, False
+    for rows, heads, kv_heads, blocks in ((256, 32, 8, 128), (332, 8, 2, 313)):
+        pool = Shape((4096, 2, kv_heads, 16, 128), jnp.bfloat16)
+        arguments = (Shape((1024, heads, 128), jnp.bfloat16), pool, ids(rows, blocks), ids(rows), ids(rows + 1), ids())
+        yield f"mixed 1,024 tokens, {rows} rows, {heads}/{kv_heads} D 128 block 16", call, arguments, False
     for rows, heads, kv_heads, head_dim, block_size, options in (
         (64, 32, 8, 128, 16, {}),
         (512, 16, 8, 128, 16, {}),

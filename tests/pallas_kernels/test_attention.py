@@ -158,7 +158,7 @@ def test_on_the_gpu_a_step_computed_apart_is_right_and_its_decode_rows_are_those
     queries = [1] * len(decodes) + [count for count, _ in chunks]
     world = make_world(5, lens, kv_heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
     starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-    q = random_queries(5, max(640, starts[-1] + 7), 8, head_dim, dtype)
+    q = random_queries(5, max(1024, starts[-1] + 7), 8, head_dim, dtype)
     tables = np.where((world.tables >= 0) & (world.tables < world.pool.shape[0]), world.tables, 0)
     attend = jax.jit(mixed_attention)
     arguments = (q, world.pool, jnp.asarray(tables), jnp.asarray(world.lens), jnp.asarray(starts))
