@@ -79,8 +79,10 @@ class EngineCore:
         self._pace.begins()
         plan = self.scheduler.schedule()
         if plan is not None:
-            self._in_flight.append((plan, self._executor.execute(plan)))
-            self._pace.dispatched(plan)
+            handle = self._executor.execute(plan)
+            was_late = bool(self._in_flight) and self._in_flight[-1][1].is_ready()
+            self._in_flight.append((plan, handle))
+            self._pace.dispatched(plan, was_late)
             if not self._has_enough(just_in_time):
                 return []
         elif not self._in_flight:

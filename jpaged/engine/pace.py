@@ -17,26 +17,28 @@ Where it was too much, or the host was late, step 1 has ended before its results
 not known: since then the host may have slept, for want of requests even. It counts as nothing, so steps are dispatched
 early as long as it is remembered.
 
-And the host must be done in time with its own part, telling tokens, planning and dispatching. The longest of the last
-few turns is what is allowed for, twice over. Where steps are too short for that, as many are queued as the pipeline
-is deep.
+And the host must be done in time with its own part, telling tokens, planning and dispatching: as long as it took on
+average is allowed for, and some slack. How much slack is learned as TCP learns its window: it doubles whenever a step
+was dispatched after the device had run dry, and shrinks a little with every other. Where steps are too short for all
+that, as many are queued as the pipeline is deep.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 from jpaged.engine.interface import StepPlan
 
-LEAD_S = 0.002
-"""How long before the device runs out of work a step should have been dispatched, at least: for what keeps the host."""
+LEAST_SLACK_S, MOST_SLACK_S = 0.001, 0.008
+"""Between them is how long before the device runs out of work a step should have been dispatched."""
 
-LEAD_SHARE = 0.25
-"""The same as a share of the expected step."""
+SLACK_SHARE = 0.2
+"""The same as a share of the expected step, at least: for steps that vary."""
 
-HOST_FACTOR = 2
-"""How many times the longest of the last turns of the host is allowed for."""
+SHRINKING = 1 / 64
+"""Of the slack with each step in time: so about one in 50 is late, by a fraction of the slack."""
 
 _REMEMBERED_STEPS = 4
 _REMEMBERED_TURNS = 16
@@ -53,14 +55,16 @@ class _InFlight:
 class Pace:
     """Times the turns of a loop that reads its steps in order. `clock`: seconds, of any origin.
 
-    The host's part of a turn is from `read` to `spare_s` or `begins`, and from `begins` to `dispatched`.
+    The host's part of a turn is telling, from `read` to `spare_s` or `begins`, and from `begins` to `dispatched`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._in_flight: deque[_InFlight] = deque()
         self._steps: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED_STEPS)  # rows, seconds
-        self._turns: deque[float] = deque(maxlen=_REMEMBERED_TURNS)
+        self._tellings: deque[float] = deque([0.0], maxlen=_REMEMBERED_TURNS)
+        self._dispatches: deque[float] = deque([0.0], maxlen=_REMEMBERED_TURNS)
+        self._slack_s = 2 * LEAST_SLACK_S
         self._read_at = self._begun_at = clock()
         self._telling = False
         self._told_s = 0.0
@@ -70,11 +74,14 @@ class Pace:
         self._begun_at = self._clock()
         self._tell_until(self._begun_at)
 
-    def dispatched(self, plan: StepPlan) -> None:
-        """`plan` has joined the device's queue."""
+    def dispatched(self, plan: StepPlan, was_late: bool) -> None:
+        """`plan` has joined the device's queue. was_late: the device had done all that was in it before."""
         now = self._clock()
-        self._turns.append(self._told_s + now - self._begun_at)
+        self._tellings.append(self._told_s)
+        self._dispatches.append(now - self._begun_at)
         self._told_s = 0.0
+        self._slack_s = min(2 * self._slack_s, MOST_SLACK_S) if was_late else self._slack_s * (1 - SHRINKING)
+        self._slack_s = max(self._slack_s, LEAST_SLACK_S)
         self._in_flight.append(_InFlight(plan, now))
 
     def read(self, had_ended: bool) -> None:
@@ -88,7 +95,7 @@ class Pace:
     def has_enough(self) -> bool:
         """Whether what is in flight behind the oldest step lasts for a turn of the host."""
         behind = [self._expected_s(step.plan) for step in list(self._in_flight)[1:]]
-        return bool(behind) and sum(behind) > self._lead_s(behind[-1])
+        return bool(behind) and sum(behind) > fmean(self._tellings) + self._lead_s(behind[-1])
 
     def spare_s(self) -> float:
         """Seconds from now for which one step in flight is enough; zero or less if it is time for another step."""
@@ -106,7 +113,8 @@ class Pace:
             self._told_s += now - self._read_at
 
     def _lead_s(self, expected_s: float) -> float:
-        return max(LEAD_S, LEAD_SHARE * expected_s) + HOST_FACTOR * max(self._turns, default=0.0)
+        """How long before the device runs out of work planning should begin."""
+        return fmean(self._dispatches) + max(self._slack_s, SLACK_SHARE * expected_s)
 
     def _expected_s(self, plan: StepPlan) -> float:
         rows = len(plan.decode_slots)
