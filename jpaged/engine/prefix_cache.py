@@ -19,6 +19,7 @@ later, even in the same plan, reads what was written.
 """
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,6 +31,9 @@ from jpaged.errors import EngineDeadError
 _PARTS_LOOKED_AT = 8
 """Blocks with the same first half that are compared token by token: a popular one costs no more than another."""
 
+_RECENT_PROMPTS = 64
+"""With different first blocks, whose digests are kept: system prompts and documents in use at once, say."""
+
 
 def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
     """Names the block of these tokens after the blocks that `parent` names."""
@@ -39,6 +43,33 @@ def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
 def root_digest(salt: str | None) -> bytes:
     """What stands for the parent of a first block. It is as long as no digest, so that no salt is taken for a block."""
     return b"" if salt is None else b"salt" + hashlib.sha256(salt.encode()).digest()
+
+
+class _RecentPrompts:
+    """Digests of prompts that came lately: one that begins like another is hashed from where they part."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        # By salt and first block, the latest last: a prompt's tokens, int32 [n], and its digests.
+        self._latest: OrderedDict[tuple[str | None, bytes], tuple[np.ndarray, list[bytes]]] = OrderedDict()
+
+    def digests(self, token_ids: np.ndarray, num_blocks: int, salt: str | None) -> list[bytes]:
+        """Those of the first blocks of these tokens that are known, `num_blocks` at most."""
+        tokens, known = self._latest.get(self._key(token_ids, salt), (token_ids, []))
+        most = min(num_blocks, len(known))
+        differs = tokens[: most * self._block_size] != token_ids[: most * self._block_size]
+        return known[: int(differs.argmax()) // self._block_size if differs.any() else most]
+
+    def remember(self, token_ids: np.ndarray, digests: list[bytes], salt: str | None) -> None:
+        """Keeps the digests of these tokens, in place of those of another prompt with the same first block."""
+        key = self._key(token_ids, salt)
+        self._latest[key] = (token_ids[: len(digests) * self._block_size].copy(), digests[:])
+        self._latest.move_to_end(key)
+        if len(self._latest) > _RECENT_PROMPTS:
+            self._latest.popitem(last=False)
+
+    def _key(self, token_ids: np.ndarray, salt: str | None) -> tuple[str | None, bytes]:
+        return salt, token_ids[: self._block_size].astype(np.int32, copy=False).tobytes()
 
 
 class PrefixCache:
@@ -64,6 +95,7 @@ class PrefixCache:
         self._following = [NULL_BLOCK] * num_blocks  # believed if the block has this one for its parent
         self._by_half: dict[tuple[bytes, bytes], list[int]] = {}  # by parent and the first half of the tokens
         self._half_keys: list[tuple[bytes, bytes] | None] = [None] * num_blocks
+        self._prompts = _RecentPrompts(block_size)
         self.step_id = 0
         self.host: HostTier | None = None
         self.num_registrations = 0
@@ -83,6 +115,9 @@ class PrefixCache:
         """Appends to a sequence's digests until there is one for each of its first `num_blocks` blocks."""
         if len(digests) >= num_blocks:
             return
+        is_new = not digests
+        if is_new:
+            digests.extend(self._prompts.digests(token_ids, num_blocks, salt))
         parent = digests[-1] if digests else root_digest(salt)
         first = len(digests) * self._block_size
         data = token_ids[first : num_blocks * self._block_size].astype(np.int32, copy=False).tobytes()
@@ -90,6 +125,8 @@ class PrefixCache:
         for at in range(0, len(data), width):
             parent = block_digest(parent, data[at : at + width])
             digests.append(parent)
+        if is_new:
+            self._prompts.remember(token_ids, digests, salt)
 
     def match(self, digests: list[bytes], token_ids: np.ndarray, num_blocks: int, salt: str | None) -> np.ndarray:
         """Finds the longest run of blocks, from the first on, that hold these tokens.

@@ -53,6 +53,47 @@ def test_requests_of_another_salt_share_nothing():
     assert hits(pool.cache, prompt, "other") == []
 
 
+def test_a_prompt_that_begins_like_another_is_hashed_from_where_they_part(monkeypatch):
+    hashed: list[bytes] = []
+    original = prefix_cache.block_digest
+    monkeypatch.setattr(
+        prefix_cache, "block_digest", lambda parent, data: hashed.append(data) or original(parent, data)
+    )
+    cache = BlockPool(16, SIZE, True).cache
+    first, second = np.arange(40, dtype=np.int32), np.arange(48, dtype=np.int32)
+    second[22] = 99
+    hits(cache, first)
+    hashed.clear()
+    hits(cache, second)
+    assert len(hashed) == 48 // SIZE - 22 // SIZE
+    hashed.clear()
+    hits(cache, second[:32])
+    assert not hashed
+    hits(cache, second, "salt")
+    assert len(hashed) == 48 // SIZE
+
+
+def test_digests_are_the_same_whatever_prompts_came_before():
+    rng, cache = np.random.default_rng(0), BlockPool(16, SIZE, True).cache
+    stems = rng.integers(0, 3, (5, 60)).astype(np.int32)
+    for _ in range(300):
+        prompt = np.concatenate([stems[rng.integers(5)][: rng.integers(61)], rng.integers(0, 3, 20).astype(np.int32)])
+        salt = [None, "a", "b"][rng.integers(3)]
+        found, parent = list[bytes](), prefix_cache.root_digest(salt)
+        cache.extend_digests(found, prompt, int(rng.integers(1, len(prompt) // SIZE + 1)), salt)
+        for index, digest in enumerate(found):
+            parent = prefix_cache.block_digest(parent, prompt[index * SIZE : (index + 1) * SIZE].tobytes())
+            assert digest == parent
+        prompt[:60] = stems[rng.integers(5)][: len(prompt)]  # what is remembered is a copy
+
+
+def test_digests_of_few_prompts_are_kept():
+    cache = BlockPool(16, SIZE, True).cache
+    for first in range(1000):
+        hits(cache, np.arange(first, first + 8, dtype=np.int32))
+    assert len(cache._prompts._latest) == prefix_cache._RECENT_PROMPTS
+
+
 def test_a_salt_that_reads_like_a_digest_is_no_block(monkeypatch):
     """Or a prompt with that salt would be hit by what follows that block, elsewhere in another prompt."""
     digest_of = lambda parent, data: hashlib.sha256(parent + data).hexdigest()[:32].encode()  # noqa: E731
