@@ -31,14 +31,16 @@ from statistics import fmean
 
 from jpaged.engine.interface import StepPlan
 
-LEAST_SLACK_S, MOST_SLACK_S = 0.001, 0.008
+LEAST_SLACK_S, MOST_SLACK_S = 0.0005, 0.008
 """Between them is how long before the device runs out of work a step should have been dispatched."""
 
-SLACK_SHARE = 0.2
+SLACK_SHARE = 0.15
 """The same as a share of the expected step, at least: for steps that vary."""
 
-SHRINKING = 1 / 64
-"""Of the slack with each step in time: so about one in 50 is late, by a fraction of the slack."""
+SHRINKING = 1 / 32
+"""Of the slack with each step in time. So where the host's turns vary much, one step in twenty or thirty is late, by a
+fraction of the slack: in simulations 0.2 to 1 % of the device's time.
+"""
 
 _REMEMBERED_STEPS = 4
 _REMEMBERED_TURNS = 16
@@ -64,7 +66,7 @@ class Pace:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED_STEPS)  # rows, seconds
         self._tellings: deque[float] = deque([0.0], maxlen=_REMEMBERED_TURNS)
         self._dispatches: deque[float] = deque([0.0], maxlen=_REMEMBERED_TURNS)
-        self._slack_s = 2 * LEAST_SLACK_S
+        self._slack_s = 4 * LEAST_SLACK_S
         self._read_at = self._begun_at = clock()
         self._telling = False
         self._told_s = 0.0

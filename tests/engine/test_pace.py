@@ -149,7 +149,7 @@ def test_for_a_host_that_is_slow_now_and_then_the_device_waits_rarely_and_reques
         served.core.add_request(make_request(str(i), 4, 200))
         served.run(until=served.device.now + 60)
     assert len(served.device.queued) > 1900
-    assert served.device.idle_s < 0.01 * served.device.now
+    assert served.device.idle_s < 0.015 * served.device.now
     assert np.mean(np.array(served.device.queued) <= 1) > share
 
 
@@ -195,7 +195,7 @@ def test_a_host_that_is_woken_late_again_and_again_costs_few_steps_more_time():
 
 
 def test_of_short_steps_as_many_are_queued_as_the_pipeline_is_deep():
-    served = Served(lambda plan: 0.0012)
+    served = Served(lambda plan: 0.0009)
     served.core.add_request(make_request("a", 4, 200))
     served.run(until=0.15)
     assert np.median(served.device.queued[10:]) == 2
