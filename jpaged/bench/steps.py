@@ -29,6 +29,7 @@ from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, LOAD_FORMAT,
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.config import EngineArgs
+from jpaged.errors import InvalidParameterError
 from jpaged.llm_engine import LLMEngine
 from jpaged.sampling_params import SamplingParams
 
@@ -46,7 +47,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {names}")
     result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help=LOAD_FORMAT)
     result.add_argument(
-        "--batch", action="append", type=int, help="sequences; may be repeated (default: 1, 32, 256, 1000)"
+        "--batch",
+        action="append",
+        type=int,
+        help="sequences; may be repeated (default: 1, 32, 256 and 1000, as far as they decode at once)",
     )
     result.add_argument("--context", type=int, default=512, help="tokens of each sequence when timing begins")
     result.add_argument("--steps", type=int, default=64, help="steps timed, and half as many recorded")
@@ -81,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     )
     figures = []
-    for batch in args.batch or [1, 32, 256, 1000]:
+    for batch in batch_sizes(engine, args.batch):
         figure = measure(engine, batch, args)
         figures.append(figure)
         print(
@@ -94,6 +98,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         write_report(args.json, "steps", vars(args), figures)
     return 0
+
+
+def batch_sizes(engine: LLMEngine, asked: list[int] | None) -> list[int]:
+    """Those asked for, or of the usual ones those that fit. Raises InvalidParameterError: one cannot decode at once."""
+    most = engine.startup.config.decode_buckets[-1]
+    if asked and max(asked) > most:
+        raise InvalidParameterError(f"--batch {max(asked)} is more than the {most} sequences that decode at once here.")
+    return asked or [batch for batch in (1, 32, 256, 1000) if batch <= most]
 
 
 def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,12 @@
 """`jpaged bench steps` on the embedded model: which steps it times."""
 
+from types import SimpleNamespace
+
+import pytest
+
 from jpaged import EngineArgs, LLMEngine
 from jpaged.bench import steps
+from jpaged.errors import InvalidParameterError
 
 
 def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompts_take(monkeypatch, tmp_path):
@@ -25,3 +30,11 @@ def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompt
     assert figure["wall_ms"] > 0
     assert timed[-1] - timed[0] == 16
     assert {(len(plan.decode_slots), len(plan.chunks)) for plan in plans[timed[0] : timed[-1]]} == {(24, 0)}
+
+
+def test_more_sequences_than_decode_at_once_are_refused_before_anything_is_timed():
+    engine = SimpleNamespace(startup=SimpleNamespace(config=SimpleNamespace(decode_buckets=(8, 256))))
+    with pytest.raises(InvalidParameterError, match="--batch 257 is more than the 256 sequences"):
+        steps.batch_sizes(engine, [1, 257])
+    assert steps.batch_sizes(engine, [256, 3]) == [256, 3]
+    assert steps.batch_sizes(engine, None) == [1, 32, 256]
