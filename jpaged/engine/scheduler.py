@@ -475,40 +475,60 @@ class Scheduler:
         if not self._in_flight or self._in_flight.popleft() is not plan:
             raise EngineDeadError(f"The results of step {plan.step_id} do not belong to the oldest plan in flight.")
         self._counters.num_shared_prefix_steps += result.read_shared_prefix
-        slots = self.slots
-        tokens, codes, rows_slots = result.token_ids, result.finish_codes, plan.decode_slots.astype(np.intp)
+        rows_slots, owned, rows = self._sampled_rows(plan, result)
+        self._counters.count_step(len(rows))
+        now, of_chunks = time.monotonic(), owned[len(plan.decode_slots) :]
+        self._note_prompts(plan, result, of_chunks, now)
+        updates = self._take_scores(plan, result, of_chunks)
+        if self._searches.is_awaited(plan.step_id):
+            of_beams = self.slots.is_beam[rows_slots[rows]]
+            for group in self._searches.update(plan.step_id, rows_slots, rows[of_beams], result):
+                updates += self._finish_search(group)
+            rows = rows[~of_beams]
+        return updates + self._take_tokens(result, rows_slots, rows, now)
+
+    def _sampled_rows(self, plan: StepPlan, result: StepResult) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Each row's slot, whether its tenant still has it, and which rows brought their tenants a token.
+
+        Raises EngineDeadError: they are fewer or more than were due.
+        """
+        rows_slots = plan.decode_slots.astype(np.intp)
         if plan.chunks:
             rows_slots = np.concatenate([rows_slots, np.array([chunk.slot for chunk in plan.chunks], np.intp)])
-        owned = slots.start_step[rows_slots] <= plan.step_id
-        sampled = tokens != NO_TOKEN
-        rows = np.flatnonzero(owned & sampled)
+        owned = self.slots.start_step[rows_slots] <= plan.step_id
+        rows = np.flatnonzero(owned & (result.token_ids != NO_TOKEN))
         num_due = int(np.count_nonzero(owned)) - sum(
             not chunk.samples and bool(owned[len(plan.decode_slots) + i]) for i, chunk in enumerate(plan.chunks)
         )
         if len(rows) != num_due:
             raise EngineDeadError(f"Step {plan.step_id} returned {len(rows)} tokens for {num_due} running sequences.")
-        self._counters.count_step(len(rows))
-        now = time.monotonic()
-        for row, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
-            request = slots.requests[chunk.slot] if owned[row] else None
-            if request is not None and chunk.samples and request.stats.first_token_time is None:
+        return rows_slots, owned, rows
+
+    def _note_prompts(self, plan: StepPlan, result: StepResult, owned: np.ndarray, now: float) -> None:
+        """Takes in what chunks bring beside tokens. owned: bool [chunks]; as of `_take_scores`."""
+        for i, chunk in enumerate(plan.chunks):
+            request = self.slots.requests[chunk.slot] if owned[i] else None
+            if request is None:
+                continue
+            if chunk.samples and request.stats.first_token_time is None:
                 request.stats.first_token_time = now
-            if request is not None and row in result.prompt_logprobs:
+            row = len(plan.decode_slots) + i
+            if row in result.prompt_logprobs:
                 store_prompt_logprobs(request, chunk, result.prompt_logprobs[row])
-        updates = self._take_scores(plan, result, owned[len(plan.decode_slots) :])
-        if self._searches.is_awaited(plan.step_id):
-            of_beams = slots.is_beam[rows_slots[rows]]
-            for group in self._searches.update(plan.step_id, rows_slots, rows[of_beams], result):
-                updates += self._finish_search(group)
-            rows = rows[~of_beams]
+
+    def _take_tokens(
+        self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray, now: float
+    ) -> list[RequestUpdate]:
+        """Takes in the tokens of these rows, ends the sequences whose last they are, and tells of those that report."""
+        slots, tokens, codes = self.slots, result.token_ids, result.finish_codes
         live = rows_slots[rows]
         slots.token_ids[live, slots.num_known[live]] = tokens[rows]
         slots.num_known[live] += 1
-
         if result.logprobs is not None:
             for row in rows[slots.wants_logprobs[live]].tolist():
                 if (request := slots.requests[rows_slots[row]]) is not None:
                     store_logprobs(request, int(tokens[row]), result.logprobs, row)
+        updates = []
         heard = rows[slots.reports[live] | (codes[rows] != FinishCode.RUNNING)]
         for slot, token_id, code in zip(
             rows_slots[heard].tolist(), tokens[heard].tolist(), codes[heard].tolist(), strict=True
