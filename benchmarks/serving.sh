@@ -5,7 +5,7 @@
 #
 # Writes OUT_DIR/serve-MODEL-RATE-DATE.json for Llama-3.1-8B's shape at 25 requests/s and all at once, and for
 # Qwen3-0.6B's shape all at once and at 50: random weights, ShareGPT-like lengths, greedy, streamed. PYTHON names the
-# interpreter, MODELS one of the two.
+# interpreter, MODELS one of the two or both, with a space between.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
@@ -41,14 +41,20 @@ load() { # MODEL RATE NUM_PROMPTS SEED
     --seed "$4" --json "$out/serve-$1-$2-$(date +%F).json"
 }
 
+read -ra models <<<"${MODELS-llama-3.1-8b qwen3-0.6b}"
+for model in "${models[@]:-}"; do
+  [[ $model == llama-3.1-8b || $model == qwen3-0.6b ]] || {
+    echo "MODELS: llama-3.1-8b and qwen3-0.6b are known, not '$model'" >&2
+    exit 2
+  }
+done
 mkdir -p "$out"
-for model in ${MODELS:-llama-3.1-8b qwen3-0.6b}; do
+for model in "${models[@]}"; do
   start "$model" "$@"
   "$python" -m jpaged bench serve --base-url "$url" --request-rate 25 --num-prompts 50 --seed 9 # warms up
   case $model in
     llama-3.1-8b) load "$model" 25 500 1; load "$model" inf 1000 2 ;;
     qwen3-0.6b) load "$model" inf 1000 2; load "$model" 50 800 1 ;;
-    *) echo "MODELS: llama-3.1-8b and qwen3-0.6b are known, not $model" >&2; exit 2 ;;
   esac
   stop
 done

@@ -443,23 +443,31 @@ def main(argv: list[str] | None = None) -> int:
     if device.platform != "gpu":
         print(f"jpaged bench kernels needs a GPU; JAX sees only {device.platform}", file=sys.stderr)
         return 1
+    chosen = [case for case in cases(options.backend) if _is_wanted(case, options.only)]
+    if not chosen:
+        parser.error(f"--only {' --only '.join(options.only)}: no case has that in its name")
     rows: list[dict[str, Any]] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends in the report too
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends in a report too
     try:
-        _measure_all(options, rows)
+        _measure_all(chosen, options, rows)
     finally:
-        path = options.json or Path("benchmarks/results") / f"kernels-{datetime.date.today()}.json"
-        write_report(path, "kernels", {"backend": options.backend, "only": options.only}, rows)
+        signal.signal(signal.SIGTERM, before)
+        if rows:
+            path = options.json or Path("benchmarks/results") / f"kernels-{datetime.date.today()}.json"
+            settings = {"backend": options.backend, "only": options.only, "complete": len(rows) == len(chosen)}
+            write_report(path, "kernels", settings, rows)
     return 0
 
 
-def _measure_all(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+def _is_wanted(case: Case, only: list[str] | None) -> bool:
+    return not only or any(text in case.name for text in only)
+
+
+def _measure_all(chosen: list[Case], options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Adds each case's figures to `rows` as it prints them."""
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {options.backend or 'default'} backend")
     print(f"{'case':44s} {'median':>10s} {'spread':>7s} {'unit':8s} {'us':>9s}  aim")
-    for case in cases(options.backend):
-        if options.only and not any(text in case.name for text in options.only):
-            continue
+    for case in chosen:
         try:
             seconds, work = measure(case.build, options.repeats)
         except Exception as error:  # one case that fails must not cost the others

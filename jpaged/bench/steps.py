@@ -101,11 +101,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def batch_sizes(engine: LLMEngine, asked: list[int] | None) -> list[int]:
-    """Those asked for, or of the usual ones those that fit. Raises InvalidParameterError: one cannot decode at once."""
+    """Those asked for, or of the usual ones those that fit. Raises InvalidParameterError: one asked for does not."""
     most = engine.startup.config.decode_buckets[-1]
-    if asked and max(asked) > most:
-        raise InvalidParameterError(f"--batch {max(asked)} is more than the {most} sequences that decode at once here.")
-    return asked or [batch for batch in (1, 32, 256, 1000) if batch <= most]
+    if asked is None:
+        return [batch for batch in (1, 32, 256, 1000) if batch <= most]
+    if max(asked) > most:
+        raise InvalidParameterError(
+            f"--batch {max(asked)} is more than the {most} sequences that decode at once here; use at most {most}."
+        )
+    return asked
 
 
 def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -39,7 +39,7 @@ SLACK_SHARE = 0.15
 
 SHRINKING = 1 / 32
 """Of the slack with each step in time. So where the host's turns vary much, one step in twenty or thirty is late, by a
-fraction of the slack: in simulations 0.2 to 1 % of the device's time.
+fraction of the slack.
 """
 
 _REMEMBERED_STEPS = 4
@@ -82,8 +82,10 @@ class Pace:
         self._tellings.append(self._told_s)
         self._dispatches.append(now - self._begun_at)
         self._told_s = 0.0
-        self._slack_s = min(2 * self._slack_s, MOST_SLACK_S) if was_late else self._slack_s * (1 - SHRINKING)
-        self._slack_s = max(self._slack_s, LEAST_SLACK_S)
+        if was_late:
+            self._slack_s = max(self._slack_s, min(2 * self._slack(self._expected_s(plan)), MOST_SLACK_S))
+        else:
+            self._slack_s = max(self._slack_s * (1 - SHRINKING), LEAST_SLACK_S)
         self._in_flight.append(_InFlight(plan, now))
 
     def read(self, had_ended: bool) -> None:
@@ -116,7 +118,10 @@ class Pace:
 
     def _lead_s(self, expected_s: float) -> float:
         """How long before the device runs out of work planning should begin."""
-        return fmean(self._dispatches) + max(self._slack_s, SLACK_SHARE * expected_s)
+        return fmean(self._dispatches) + self._slack(expected_s)
+
+    def _slack(self, expected_s: float) -> float:
+        return max(self._slack_s, SLACK_SHARE * expected_s)
 
     def _expected_s(self, plan: StepPlan) -> float:
         rows = len(plan.decode_slots)

@@ -19,7 +19,7 @@ later, even in the same plan, reads what was written.
 """
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,8 +31,11 @@ from jpaged.errors import EngineDeadError
 _PARTS_LOOKED_AT = 8
 """Blocks with the same first half that are compared token by token: a popular one costs no more than another."""
 
-_RECENT_PROMPTS = 64
-"""With different first blocks, whose digests are kept: system prompts and documents in use at once, say."""
+_RECENT_BEGINNINGS, _RECENT_PROMPTS = 64, 4
+"""First blocks of prompts whose digests are kept, and how many prompts of each."""
+
+_LEAST_BLOCKS, _MOST_BLOCKS = 8, 1024
+"""Of a prompt whose digests are kept: a shorter one is hashed in no time, of a longer one the beginning is kept."""
 
 
 def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
@@ -46,26 +49,41 @@ def root_digest(salt: str | None) -> bytes:
 
 
 class _RecentPrompts:
-    """Digests of prompts that came lately: one that begins like another is hashed from where they part."""
+    """Digests of prompts that came lately: one that begins like another is hashed from where they part.
+
+    Of prompts with the same first block, by a chat template say, the last few are kept: where many such conversations
+    take turns, they are hashed anew.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        # By salt and first block, the latest last: a prompt's tokens, int32 [n], and its digests.
-        self._latest: OrderedDict[tuple[str | None, bytes], tuple[np.ndarray, list[bytes]]] = OrderedDict()
+        # By salt and first block, the latest last: prompts' tokens, int32 [n], and their digests, the latest last.
+        self._latest: OrderedDict[tuple[str | None, bytes], deque[tuple[np.ndarray, list[bytes]]]] = OrderedDict()
 
     def digests(self, token_ids: np.ndarray, num_blocks: int, salt: str | None) -> list[bytes]:
         """Those of the first blocks of these tokens that are known, `num_blocks` at most."""
-        tokens, known = self._latest.get(self._key(token_ids, salt), (token_ids, []))
-        most = min(num_blocks, len(known))
-        differs = tokens[: most * self._block_size] != token_ids[: most * self._block_size]
-        return known[: int(differs.argmax()) // self._block_size if differs.any() else most]
+        key = self._key(token_ids, salt)
+        found: list[bytes] = []
+        for tokens, known in self._latest.get(key, ()):
+            most = min(num_blocks, len(known))
+            differs = tokens[: most * self._block_size] != token_ids[: most * self._block_size]
+            same = int(differs.argmax()) // self._block_size if differs.any() else most
+            if same > len(found):
+                found = known[:same]
+        if found:
+            self._latest.move_to_end(key)
+        return found
 
     def remember(self, token_ids: np.ndarray, digests: list[bytes], salt: str | None) -> None:
-        """Keeps the digests of these tokens, in place of those of another prompt with the same first block."""
+        """Keeps the digests of the first of these tokens."""
+        if len(digests) < _LEAST_BLOCKS:
+            return
+        kept = digests[:_MOST_BLOCKS]
         key = self._key(token_ids, salt)
-        self._latest[key] = (token_ids[: len(digests) * self._block_size].copy(), digests[:])
+        prompts = self._latest.setdefault(key, deque(maxlen=_RECENT_PROMPTS))
+        prompts.append((token_ids[: len(kept) * self._block_size].copy(), kept))
         self._latest.move_to_end(key)
-        if len(self._latest) > _RECENT_PROMPTS:
+        if len(self._latest) > _RECENT_BEGINNINGS:
             self._latest.popitem(last=False)
 
     def _key(self, token_ids: np.ndarray, salt: str | None) -> tuple[str | None, bytes]:
@@ -118,6 +136,7 @@ class PrefixCache:
         is_new = not digests
         if is_new:
             digests.extend(self._prompts.digests(token_ids, num_blocks, salt))
+        num_known = len(digests)
         parent = digests[-1] if digests else root_digest(salt)
         first = len(digests) * self._block_size
         data = token_ids[first : num_blocks * self._block_size].astype(np.int32, copy=False).tobytes()
@@ -125,7 +144,7 @@ class PrefixCache:
         for at in range(0, len(data), width):
             parent = block_digest(parent, data[at : at + width])
             digests.append(parent)
-        if is_new:
+        if is_new and num_known < min(len(digests), _MOST_BLOCKS):
             self._prompts.remember(token_ids, digests, salt)
 
     def match(self, digests: list[bytes], token_ids: np.ndarray, num_blocks: int, salt: str | None) -> np.ndarray:

@@ -72,8 +72,8 @@ class SampleResult(NamedTuple):
 class PagedAttention:
     """The `attend` of one layer: writes K and V into the layer's pool, then attends through block tables.
 
-    A call replaces `pool` by the written one. queries: (query_starts, num_decodes) of `mixed_attention` where rows have
-    several, None where each has one (`decode_attention`).
+    A call replaces `pool` by the written one. mixed: (query_starts, num_decodes) of `mixed_attention` where rows have
+    several queries, None where each has one (`decode_attention`).
     shared: (num_sharing, shared_len) of `shared_prefix_attention`, in a decode step whose rows may share a prefix; a
         layer with a sliding window does without, since it reads no more than its window.
     """
@@ -82,7 +82,7 @@ class PagedAttention:
     mapping: Int[Array, " tokens"]
     block_tables: Int[Array, "rows blocks_per_seq"]
     kv_lens: Int[Array, " rows"]
-    queries: tuple[Int[Array, " rows+1"], Int[Array, ""]] | None
+    mixed: tuple[Int[Array, " rows+1"], Int[Array, ""]] | None
     shared: tuple[Int[Array, ""], Int[Array, ""]] | None
     backend: str | None = field(metadata={"static": True})
 
@@ -103,9 +103,9 @@ class PagedAttention:
         paged = (self.pool, self.block_tables, self.kv_lens)
         if self.shared is not None and sliding_window is None:
             return shared_prefix_attention(q, *paged, *self.shared, backend=backend, **features)
-        if self.queries is None:
+        if self.mixed is None:
             return decode_attention(q, *paged, sliding_window=sliding_window, backend=backend, **features)
-        return mixed_attention(q, *paged, *self.queries, sliding_window=sliding_window, backend=backend, **features)
+        return mixed_attention(q, *paged, *self.mixed, sliding_window=sliding_window, backend=backend, **features)
 
 
 def decode_layout(batch: int, shares_prefix: bool = False) -> PackedLayout:

@@ -19,8 +19,8 @@ from jpaged.pallas_kernels import arguments as check
 from jpaged.pallas_kernels.ops import decode_attention, ragged_attention, runs_mosaic
 
 LEAST_TOKENS = 1024
-"""From which on the parts are computed apart. Two more launches and their merging take up to 18 us a layer where there
-is little to win (32 short rows and 4 chunks, 612 tokens), which smaller steps would notice.
+"""Of q: from which on the parts are computed apart. Two more launches and their merging take up to 18 us a layer where
+there is little to win (32 short rows and 4 chunks, 612 tokens), which smaller steps would notice.
 """
 
 
@@ -32,16 +32,19 @@ def mixed_attention(
     query_starts: jax.Array,
     num_decodes: jax.Array,
     *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    alibi_slopes: jax.Array | None = None,
     backend: str | None = None,
-    **features: Any,
 ) -> jax.Array:
     """`ragged_attention` whose first rows have one query each.
 
     Args:
         q, kv_pool, block_tables, kv_lens, query_starts: as in `ragged_attention`.
         num_decodes: int32 []; rows 0 .. num_decodes - 1 have one query each, the last token's.
+        scale, sliding_window, logit_softcap, alibi_slopes: as in `ragged_attention`.
         backend: None (by device), "xla" or "mosaic".
-        features: scale, sliding_window, logit_softcap, alibi_slopes, as in `ragged_attention`.
     Returns:
         [T, heads, head_dim] of q's dtype, as `ragged_attention` does.
     Raises:
@@ -50,11 +53,25 @@ def mixed_attention(
     check.check_pool("kv_pool", kv_pool)
     check.check_queries(q, kv_pool)
     check.check_scalar("num_decodes", num_decodes)
-    arguments = (q, kv_pool, block_tables, kv_lens, query_starts)
-    if q.shape[0] < LEAST_TOKENS or not runs_mosaic(backend, q, kv_pool):
-        out, _ = ragged_attention(*arguments, return_lse=True, backend=backend, **features)
-        return out
-    return attend_apart(*arguments, num_decodes, backend=backend, **features)
+    call = attend_apart if q.shape[0] >= LEAST_TOKENS and runs_mosaic(backend, q, kv_pool) else _attend_together
+    return call(
+        q,
+        kv_pool,
+        block_tables,
+        kv_lens,
+        query_starts,
+        num_decodes,
+        scale=scale,
+        sliding_window=sliding_window,
+        logit_softcap=logit_softcap,
+        alibi_slopes=alibi_slopes,
+        backend=backend,
+    )
+
+
+def _attend_together(*arguments: jax.Array, **features: Any) -> jax.Array:
+    out, _ = ragged_attention(*arguments[:-1], return_lse=True, **features)  # which it has anyway
+    return out
 
 
 def attend_apart(
@@ -64,20 +81,18 @@ def attend_apart(
     kv_lens: jax.Array,
     query_starts: jax.Array,
     num_decodes: jax.Array,
-    *,
-    backend: str | None = None,
     **features: Any,
 ) -> jax.Array:
     """`mixed_attention` in two calls, whatever the backend."""
     tokens, rows = q.shape[0], kv_lens.shape[0]
     most = min(rows, tokens)
     own_lens = jnp.where(jnp.arange(most) < num_decodes, kv_lens[:most], 0)
-    features = {**features, "backend": backend, "return_lse": True}
-    alone, _ = decode_attention(q[:most], kv_pool, block_tables[:most], own_lens, **features)
+    alone, _ = decode_attention(q[:most], kv_pool, block_tables[:most], own_lens, return_lse=True, **features)
     # Rows that decode have no queries here; nobody computes theirs.
     starts = jnp.maximum(query_starts, num_decodes)
-    together, _ = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, **features)
-    # Behind a barrier: XLA (JAX 0.11.2) takes a kernel and the update of a part of its result for one, and then fails.
+    together, _ = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, return_lse=True, **features)
+    # Behind a barrier: XLA (JAX 0.11.2) fuses a kernel with the update of a part of its result, which it then refuses
+    # ("DynamicSliceFusion: DUS target must be a fusion parameter").
     alone, together = lax.optimization_barrier((alone, together))
     decoded = (jnp.arange(most) < num_decodes)[:, None, None]
     return together.at[:most].set(jnp.where(decoded, alone, together[:most]))  # in place: few of many tokens

@@ -86,7 +86,8 @@ def ragged_attention(
         block_tables: int32 [R, M].
         kv_lens: int32 [R]; tokens of each row in all, at least its queries, at most M * block_size.
         query_starts: int32 [R + 1]; non-decreasing, at most T. A row may have no queries. Queries from
-            query_starts[R] on are padding and come out as 0 (log-sum-exp -inf).
+            query_starts[R] on are padding and come out as 0 (log-sum-exp -inf); those before query_starts[0] are
+            nobody's, and what comes out for them is undefined.
         causal: False lets every query of a row stand at the row's last token, as if each were its one decode query:
             they all see its kv_lens[r] tokens, which may then be fewer than the queries, or none.
         scale, sliding_window, logit_softcap, alibi_slopes, return_lse, backend: as in `decode_attention`.

@@ -201,6 +201,23 @@ def test_of_short_steps_as_many_are_queued_as_the_pipeline_is_deep():
     assert np.median(served.device.queued[10:]) == 2
 
 
+def test_where_telling_tokens_takes_most_of_a_step_the_queue_is_deep():
+    served = Served(lambda plan: 0.007, tell_s=0.0062)
+    served.core.add_request(make_request("a", 4, 200))
+    served.run(until=1.0)
+    assert np.median(served.device.queued[10:]) == 2
+
+
+def test_a_host_that_was_stuck_for_a_while_is_soon_trusted_again():
+    turns = iter([0.030] * 40 + [0.0005] * 1000)
+    served = Served(lambda plan: 0.010, dispatch_s=lambda: next(turns))
+    for i in range(4):
+        served.core.add_request(make_request(str(i), 4, 250))
+    served.run(until=20.0)
+    assert len(served.device.queued) > 200
+    assert set(served.device.queued[40 + 100 :]) == {1}
+
+
 def test_of_long_steps_one_runs_when_the_next_is_dispatched():
     served = Served(lambda plan: 0.020)
     served.core.add_request(make_request("a", 4, 100))

@@ -29,6 +29,20 @@ def hits(cache: PrefixCache, token_ids: np.ndarray, salt: str | None = None) -> 
     return cache.match([], token_ids, len(token_ids) // SIZE, salt).tolist()
 
 
+@pytest.fixture
+def hashed(monkeypatch) -> list[bytes]:
+    """The tokens of each block that is hashed."""
+    found: list[bytes] = []
+    original = prefix_cache.block_digest
+    monkeypatch.setattr(prefix_cache, "block_digest", lambda parent, data: found.append(data) or original(parent, data))
+    return found
+
+
+def prompt_of(*numbers: int) -> np.ndarray:
+    """Ten blocks of each number, one behind the other."""
+    return np.repeat(np.array(numbers, np.int32), 10 * SIZE)
+
+
 def test_the_longest_common_run_of_full_blocks_is_found():
     pool = BlockPool(16, SIZE, True)
     blocks = filled(pool, np.arange(12, dtype=np.int32))
@@ -87,11 +101,37 @@ def test_digests_are_the_same_whatever_prompts_came_before():
         prompt[:60] = stems[rng.integers(5)][: len(prompt)]  # what is remembered is a copy
 
 
-def test_digests_of_few_prompts_are_kept():
+def test_prompts_with_one_first_block_may_take_turns(hashed):
     cache = BlockPool(16, SIZE, True).cache
-    for first in range(1000):
-        hits(cache, np.arange(first, first + 8, dtype=np.int32))
-    assert len(cache._prompts._latest) == prefix_cache._RECENT_PROMPTS
+    prompts = [prompt_of(1, 2), prompt_of(1, 3), prompt_of(1)[:SIZE]]
+    for prompt in prompts:
+        hits(cache, prompt)
+    hashed.clear()
+    for prompt in prompts * 10:
+        hits(cache, prompt)
+    assert not hashed
+
+
+def test_digests_of_few_prompts_are_kept_and_those_in_use_last(hashed):
+    cache = BlockPool(16, SIZE, True).cache
+    for other in range(1, 1000):
+        hits(cache, prompt_of(0))
+        hits(cache, prompt_of(other))
+        hits(cache, prompt_of(0, other))
+    assert sum(data == prompt_of(0)[:SIZE].tobytes() for data in hashed) == 10
+    latest = cache._prompts._latest
+    assert len(latest) == prefix_cache._RECENT_BEGINNINGS
+    assert max(map(len, latest.values())) == prefix_cache._RECENT_PROMPTS
+
+
+def test_of_a_very_long_prompt_the_beginning_is_kept(hashed):
+    cache, most = BlockPool(16, SIZE, True).cache, prefix_cache._MOST_BLOCKS
+    prompt = np.arange((most + 50) * SIZE, dtype=np.int32)
+    for _ in range(3):
+        hashed.clear()
+        hits(cache, prompt)
+    assert len(hashed) == 50
+    assert [len(kept) for prompts in cache._prompts._latest.values() for _, kept in prompts] == [most]
 
 
 def test_a_salt_that_reads_like_a_digest_is_no_block(monkeypatch):
