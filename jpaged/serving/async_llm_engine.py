@@ -443,17 +443,17 @@ class AsyncLLMEngine:
             if stream is not None:
                 self._started(stream)
         intervals = []
-        for handle, token_id in zip(array("q", step.handles), array("i", step.tokens), strict=True):
-            stream = streams.get(handle)
-            if stream is not None and not stream.request.finished:  # else: ended here while this was under way
-                intervals.append(now - stream.last_token_time)
-                stream.add_token(token_id, now)
-        for update in step.updates:
+        for update in step.updates:  # first: those who wait for their first token should not wait for all the others
             stream = streams.get(update.handle)
             if stream is not None and not stream.request.group.members[update.index].finished:
                 if stream.last_token_time and stream.request.reports_each_token and len(stream.pending) == 1:
                     intervals.append(now - stream.last_token_time)
                 stream.take(update, now)
+        for handle, token_id in zip(array("q", step.handles), array("i", step.tokens), strict=True):
+            stream = streams.get(handle)
+            if stream is not None and not stream.request.finished:  # else: ended here while this was under way
+                intervals.append(now - stream.last_token_time)
+                stream.add_token(token_id, now)
         self.metrics.count_intervals(replica.index, intervals)
 
     def _die(self, replica: ReplicaLink, error: JPagedError) -> None:

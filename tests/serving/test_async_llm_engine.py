@@ -118,6 +118,34 @@ def test_a_request_is_open_until_its_last_token_and_queued_until_its_start():
     play(scene)
 
 
+def test_a_first_token_is_not_kept_waiting_by_the_next_ones_of_others():
+    async def scene(played):
+        came = []
+
+        async def listen(name):
+            async for output in played.engine.generate([5, 6, 7], SamplingParams(max_tokens=9)):
+                came.append((name, len(output.outputs[0].token_ids)))
+
+        async def until(count):
+            while len(came) < count:
+                await asyncio.sleep(0.001)
+
+        tasks, handles = [], []
+        for name in "abc":
+            tasks.append(asyncio.ensure_future(listen(name)))
+            handles.append((await played.receive()).handle)
+        played.send(step([update(handle, [8]) for handle in handles[:2]], started=handles[:2]))
+        await until(2)
+        played.send(step([update(handles[2], [8])], handles[:2], [9, 9], started=handles[2:]))
+        await until(5)
+        assert came[2:] == [("c", 1), ("a", 2), ("b", 2)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    play(scene)
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_who_stops_listening_aborts_the_request_before_or_after_its_start(num_tokens):
     async def scene(played):
