@@ -90,7 +90,6 @@ def attention_case(
     setting: Setting,
     backend: str | None,
     num_decodes: int | None = None,
-    **options: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
     """Decode (queries None; work in bytes) or ragged attention (queries a row; work in operations), with the first
     `num_decodes` rows, if given, left to `mixed_attention`."""
@@ -105,16 +104,16 @@ def attention_case(
     if queries is None:
         q = _random(2, (len(lens), s.heads, s.head_dim), s.dtype)
         work, rate = kv_bytes, 3.5e12
-        call: Callable[..., Any] = partial(ops.decode_attention, backend=backend, **options)
+        call: Callable[..., Any] = partial(ops.decode_attention, backend=backend)
         extra: tuple[Any, ...] = ()
     else:
         q = _random(2, (int(queries.sum()), s.heads, s.head_dim), s.dtype)
         scores = float((queries * (lens - queries) + queries * (queries + 1) / 2).sum())
         work, rate = 4 * scores * s.heads * s.head_dim, 4e14
-        call = partial(ops.ragged_attention, backend=backend, **options)
+        call = partial(ops.ragged_attention, backend=backend)
         extra = (jnp.asarray(np.concatenate([[0], np.cumsum(queries)]), jnp.int32),)
         if num_decodes is not None:
-            call, extra = partial(ops.mixed_attention, backend=backend, **options), (*extra, jnp.int32(num_decodes))
+            call, extra = partial(ops.mixed_attention, backend=backend), (*extra, jnp.int32(num_decodes))
     least = len(tables) if queries is not None else -(-_LAYERS // len(tables)) * len(tables)
     calls = int(np.clip(_PROGRAM_S / (work / rate + 5e-6), least, 256)) // len(tables) * len(tables)
 
@@ -306,10 +305,8 @@ def cases(backend: str | None) -> Iterator[Case]:
     def same(batch: int, length: int) -> np.ndarray:
         return np.full(batch, length, np.int64)
 
-    def decode(
-        name: str, unit: str, aim: float | None, lens: np.ndarray, setting: Setting | None = None, **options: Any
-    ) -> Case:
-        build = partial(attention_case, lens, None, setting or Setting(), backend, **options)
+    def decode(name: str, unit: str, aim: float | None, lens: np.ndarray, setting: Setting | None = None) -> Case:
+        build = partial(attention_case, lens, None, setting or Setting(), backend)
         return Case("decode " + name, unit, aim, build)
 
     ragged = np.random.default_rng(5).integers(2048, 4097, 64)
@@ -368,9 +365,9 @@ def cases(backend: str | None) -> Iterator[Case]:
     ):
         lens = np.concatenate([same(rows, length), same(chunks, chunk_len)])
         queries = np.concatenate([same(rows, 1), same(chunks, chunk_len)])
-        for how, options in (("together", {}), ("apart", {"num_decodes": rows})):
+        for how, num_decodes in (("together", None), ("apart", rows)):
             name = f"mixed: {rows:,} decode rows at {length:,}, {chunks} chunks of {chunk_len:,}, {how}"
-            yield Case(name, "us", None, partial(attention_case, lens, queries, Setting(), backend, **options))
+            yield Case(name, "us", None, partial(attention_case, lens, queries, Setting(), backend, num_decodes))
 
     yield Case("KV write, 256 tokens", "us", 6, partial(write_case, 256, backend))
     yield Case("KV write, 16,384 tokens", "GB/s", None, partial(write_case, 16384, backend))
@@ -443,33 +440,30 @@ def main(argv: list[str] | None = None) -> int:
     if device.platform != "gpu":
         print(f"jpaged bench kernels needs a GPU; JAX sees only {device.platform}", file=sys.stderr)
         return 1
-    chosen = [case for case in cases(options.backend) if _is_wanted(case, options.only)]
+    only = options.only
+    chosen = [case for case in cases(options.backend) if not only or any(text in case.name for text in only)]
     if not chosen:
-        parser.error(f"--only {' --only '.join(options.only)}: no case has that in its name")
+        parser.error(f"--only {' --only '.join(only)}: no case has that in its name")
+    print(f"{device.device_kind}, JAX {jax.__version__}, {options.backend or 'default'} backend")
     rows: list[dict[str, Any]] = []
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends in a report too
     try:
-        _measure_all(chosen, options, rows)
+        _measure_all(chosen, options.repeats, rows)
     finally:
         signal.signal(signal.SIGTERM, before)
         if rows:
             path = options.json or Path("benchmarks/results") / f"kernels-{datetime.date.today()}.json"
-            settings = {"backend": options.backend, "only": options.only, "complete": len(rows) == len(chosen)}
+            settings = {"backend": options.backend, "only": only, "complete": len(rows) == len(chosen)}
             write_report(path, "kernels", settings, rows)
     return 0
 
 
-def _is_wanted(case: Case, only: list[str] | None) -> bool:
-    return not only or any(text in case.name for text in only)
-
-
-def _measure_all(chosen: list[Case], options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+def _measure_all(chosen: list[Case], repeats: int, rows: list[dict[str, Any]]) -> None:
     """Adds each case's figures to `rows` as it prints them."""
-    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {options.backend or 'default'} backend")
     print(f"{'case':44s} {'median':>10s} {'spread':>7s} {'unit':8s} {'us':>9s}  aim")
     for case in chosen:
         try:
-            seconds, work = measure(case.build, options.repeats)
+            seconds, work = measure(case.build, repeats)
         except Exception as error:  # one case that fails must not cost the others
             print(f"{case.name:44s} failed: {type(error).__name__}: {str(error)[:200]}")
             rows.append({"case": case.name, "error": f"{type(error).__name__}: {error}"[:500]})

@@ -35,6 +35,7 @@ always progress.
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -504,15 +505,18 @@ class Scheduler:
             raise EngineDeadError(f"Step {plan.step_id} returned {len(rows)} tokens for {num_due} running sequences.")
         return rows_slots, owned, rows
 
-    def _note_prompts(self, plan: StepPlan, result: StepResult, owned: np.ndarray, now: float) -> None:
-        """Takes in what chunks bring beside tokens. owned: bool [chunks]; as of `_take_scores`."""
+    def _tenants_of_chunks(self, plan: StepPlan, owned: np.ndarray) -> Iterator[tuple[int, Chunk, Request]]:
+        """Chunks whose tenants still have their slots, with their rows in the step. owned: bool [chunks]; which do."""
         for i, chunk in enumerate(plan.chunks):
             request = self.slots.requests[chunk.slot] if owned[i] else None
-            if request is None:
-                continue
+            if request is not None:
+                yield len(plan.decode_slots) + i, chunk, request
+
+    def _note_prompts(self, plan: StepPlan, result: StepResult, owned: np.ndarray, now: float) -> None:
+        """Takes in what chunks bring beside tokens. owned: as of `_tenants_of_chunks`."""
+        for row, chunk, request in self._tenants_of_chunks(plan, owned):
             if chunk.samples and request.stats.first_token_time is None:
                 request.stats.first_token_time = now
-            row = len(plan.decode_slots) + i
             if row in result.prompt_logprobs:
                 store_prompt_logprobs(request, chunk, result.prompt_logprobs[row])
 
@@ -564,17 +568,14 @@ class Scheduler:
         return updates
 
     def _take_scores(self, plan: StepPlan, result: StepResult, owned: np.ndarray) -> list[RequestUpdate]:
-        """Stores the scores of chunks, and ends the requests that have all of theirs.
-
-        owned: bool [chunks]; whether the chunk's tenant still has the slot.
-        """
+        """Stores the scores of chunks, and ends the requests that have all of theirs. owned: as of
+        `_tenants_of_chunks`."""
         updates = []
-        for i, chunk in enumerate(plan.chunks):
-            request = self.slots.requests[chunk.slot] if owned[i] else None
-            if request is None or request.score_targets is None:
+        for row, chunk, request in self._tenants_of_chunks(plan, owned):
+            if request.score_targets is None:
                 continue
             stop = chunk.start + len(chunk.token_ids)
-            scores = result.scores.get(len(plan.decode_slots) + i)
+            scores = result.scores.get(row)
             if scores is not None:
                 request.store_scores(stop, scores)
             if stop == request.prompt_len:

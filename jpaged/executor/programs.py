@@ -193,9 +193,9 @@ def mixed_step(
     kv_lens = computed + query_lens
     query_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
     is_decode = (kinds & RowKind.DECODE) != 0  # of the first rows alone
-    queries = query_starts, is_decode.sum(dtype=jnp.int32)
+    mixed = query_starts, is_decode.sum(dtype=jnp.int32)
     backend = config.kernel_backend
-    layers = [PagedAttention(pool, mapping, tables, kv_lens, queries, None, backend) for pool in pools]
+    layers = [PagedAttention(pool, mapping, tables, kv_lens, mixed, None, backend) for pool in pools]
 
     tokens = jnp.where(is_decode[row], state.last_token[slots][row], host["tokens"])
     exchange = _begin(model, config, exchange_state)

@@ -53,24 +53,17 @@ def mixed_attention(
     check.check_pool("kv_pool", kv_pool)
     check.check_queries(q, kv_pool)
     check.check_scalar("num_decodes", num_decodes)
-    call = attend_apart if q.shape[0] >= LEAST_TOKENS and runs_mosaic(backend, q, kv_pool) else _attend_together
-    return call(
-        q,
-        kv_pool,
-        block_tables,
-        kv_lens,
-        query_starts,
-        num_decodes,
-        scale=scale,
-        sliding_window=sliding_window,
-        logit_softcap=logit_softcap,
-        alibi_slopes=alibi_slopes,
-        backend=backend,
-    )
-
-
-def _attend_together(*arguments: jax.Array, **features: Any) -> jax.Array:
-    out, _ = ragged_attention(*arguments[:-1], return_lse=True, **features)  # which it has anyway
+    arguments = (q, kv_pool, block_tables, kv_lens, query_starts)
+    features: dict[str, Any] = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "logit_softcap": logit_softcap,
+        "alibi_slopes": alibi_slopes,
+        "backend": backend,
+    }
+    if q.shape[0] >= LEAST_TOKENS and runs_mosaic(backend, q, kv_pool):
+        return attend_apart(*arguments, num_decodes, **features)
+    out, _ = ragged_attention(*arguments, return_lse=True, **features)  # which it has anyway
     return out
 
 

@@ -72,25 +72,22 @@ def test_decode_attention_is_right_for_ragged_rows_in_shuffled_blocks(data, shap
     assert_lse_close(lse, want_lse, dtype)
 
 
+def world_of_a_step(data, queries, seed, kv_heads, head_dim, block_size, dtype):
+    """Rows with so many queries each behind drawn numbers of cached tokens, and where their queries start."""
+    cached = data.draw(st.lists(lengths(block_size, 200), min_size=len(queries), max_size=len(queries)))
+    lens = [n + c if n else c for n, c in zip(queries, cached, strict=True)]
+    shape = {"kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+    world = make_world(seed, lens, **shape, dtype=dtype, width=-(-270 // block_size))
+    return world, np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+
+
 @few
 @given(data=st.data(), shape=shapes, block_size=block_sizes, dtype=dtypes, seed=seeds)
 def test_ragged_attention_is_right_for_chunks_and_decode_rows_together(data, shape, block_size, dtype, seed):
     heads, kv_heads, head_dim = shape
     chosen = data.draw(options(heads))
     queries = data.draw(st.lists(st.sampled_from([0, 1, 1, 5, 31, 32, 33, 70]), min_size=4, max_size=4))
-    cached = data.draw(st.lists(lengths(block_size, 200), min_size=4, max_size=4))
-    lens = [n + c if n else c for n, c in zip(queries, cached, strict=True)]
-    world = make_world(
-        seed,
-        lens,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=dtype,
-        width=-(-270 // block_size),
-        window=None,
-    )
-    starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    world, starts = world_of_a_step(data, queries, seed, kv_heads, head_dim, block_size, dtype)
     q = random_queries(seed, 285, heads, head_dim, dtype)  # what follows the last row is padding
     out, lse = ragged_attention(
         q, world.pool, world.tables, world.lens, starts, return_lse=True, backend="xla", **chosen
@@ -109,18 +106,7 @@ def test_a_step_of_decode_rows_and_chunks_computed_apart_is_right(data, shape, b
     num_decodes = data.draw(st.integers(0, 5))
     chunks = data.draw(st.lists(st.sampled_from([0, 1, 5, 33, 70]), min_size=5 - num_decodes, max_size=5 - num_decodes))
     queries = [1] * num_decodes + chunks
-    cached = data.draw(st.lists(lengths(block_size, 200), min_size=5, max_size=5))
-    lens = [n + c if n else c for n, c in zip(queries, cached, strict=True)]
-    world = make_world(
-        seed,
-        lens,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=dtype,
-        width=-(-270 // block_size),
-    )
-    starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    world, starts = world_of_a_step(data, queries, seed, kv_heads, head_dim, block_size, dtype)
     q = random_queries(seed, 360, heads, head_dim, dtype)
     arguments = (q, world.pool, world.tables, world.lens, starts, jnp.int32(num_decodes))
     want, _ = expected_ragged(world, np.asarray(q.astype(jnp.float32)), starts, **chosen)
