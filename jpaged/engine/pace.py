@@ -37,8 +37,8 @@ LEAST_SLACK_S, MOST_SLACK_S = 0.0005, 0.008
 SLACK_SHARE = 0.15
 """The same as a share of the expected step, at least: for steps that vary."""
 
-SHRINKING = 1 / 32
-"""Of the slack with each step in time. So where the host's turns vary much, one step in twenty or thirty is late, by a
+SHRINKING = 1 / 64
+"""Of the slack with each step in time. So where the host's turns vary much, one step in fifty or so is late, by a
 fraction of the slack.
 """
 
