@@ -11,7 +11,7 @@
 The body and the head are programs apart so that their counts add up: bodies are large and there is one per bucket;
 heads are small and there is one per bucket and variant. What the host tells a program is one buffer, whose layout
 stands before it (`packing.py`). The KV pool, the slot state, the sampling state and the all-reduce's inbox are donated
-to whichever program writes them and live in place for ever.
+to whichever program writes them and live in place for ever; sampled tokens, until the host has read them.
 """
 
 from collections.abc import Sequence
