@@ -47,9 +47,9 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "jpaged", "serve", "--port", str(port), "--quiet", *options]
+        command = [sys.executable, "-m", "jpaged", "serve", "--port", str(port), "--quiet", "--api-workers", "1"]
         self.url = f"http://127.0.0.1:{port}"
-        self.process = subprocess.Popen(command)
+        self.process = subprocess.Popen([*command, *options])
         end = time.monotonic() + _START_S
         while True:
             with contextlib.suppress(httpx.TransportError):

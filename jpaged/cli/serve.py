@@ -91,7 +91,10 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="seconds for requests to end after SIGTERM (default: 30)",
     )
     group.add_argument(
-        "--api-workers", type=int, default=1, metavar="N", help="processes that speak HTTP, for one engine (default: 1)"
+        "--api-workers",
+        type=int,
+        metavar="N",
+        help="processes that speak HTTP, for one engine (default: one for every four cores, at most 4)",
     )
     group.add_argument(
         "--metrics-prefix", default="jpaged", metavar="NAME", help="what names of metrics begin with (default: jpaged)"
@@ -125,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     gc.disable()  # a Ctrl-C that meets a collection would be lost in JAX's callback; and imports make no garbage
     try:
         from jpaged.serving.options import DEMO_MODEL_NAME, AppOptions
-        from jpaged.serving.server import LOG_FORMAT, ServerOptions, serve
+        from jpaged.serving.server import LOG_FORMAT, ServerOptions, default_api_workers, serve
     finally:
         gc.enable()
 
@@ -151,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
         ssl_certfile=args.ssl_certfile,
         root_path=args.root_path,
         shutdown_timeout_s=args.shutdown_timeout,
-        api_workers=args.api_workers,
+        api_workers=default_api_workers() if args.api_workers is None else args.api_workers,
     )
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     if not args.quiet:

@@ -14,8 +14,8 @@ of the last few is what is expected: where that is too little, the next step is 
 device does not wait. Of a step unlike those before nothing is expected.
 
 Where it was too much, or the host was late, step 1 has ended before its results are asked for, and how long it took is
-not known: since then the host may have slept, for want of requests even. It counts as nothing, so steps are dispatched
-early as long as it is remembered.
+not known: since then the host may have slept, for want of requests even. It counts as expected, or as the time until
+then if that is less: so where steps have become shorter, what is expected of them follows.
 
 And the host must be done in time with its own part, telling tokens, planning and dispatching: as long as it took on
 average is allowed for, and some slack. How much slack is learned as TCP learns its window: it doubles whenever a step
@@ -37,8 +37,8 @@ LEAST_SLACK_S, MOST_SLACK_S = 0.0005, 0.008
 SLACK_SHARE = 0.15
 """The same as a share of the expected step, at least: for steps that vary."""
 
-SHRINKING = 1 / 32
-"""Of the slack with each step in time. So where the host's turns vary much, one step in twenty or thirty is late, by a
+SHRINKING = 1 / 64
+"""Of the slack with each step in time. So where the host's turns vary much, one step in fifty or so is late, by a
 fraction of the slack.
 """
 
@@ -93,7 +93,8 @@ class Pace:
         step, now = self._in_flight.popleft(), self._clock()
         rows = len(step.plan.decode_slots)
         if rows and not step.plan.chunks:
-            self._steps.append((rows, 0.0 if had_ended else now - max(step.dispatched_at, self._read_at)))
+            seconds = now - max(step.dispatched_at, self._read_at)
+            self._steps.append((rows, min(seconds, self._expected_s(step.plan)) if had_ended else seconds))
         self._read_at, self._telling = now, True
 
     def has_enough(self) -> bool:

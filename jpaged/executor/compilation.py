@@ -414,9 +414,9 @@ class Compiler:
         rows = jax.eval_shape(lambda slots: programs.Rows(slots, slots > 0), _int32(batch))
         full = self._full if variant == SamplingVariant.FULL else None
         key = ("sample", batch, variant)
-        args = (self._hidden(batch), rows, self._state, self._sampling, full)
+        args = (self._hidden(batch), rows, self._state, self._sampling, full, _int32(2, batch))
         results = (WHOLE, None if full is None else self._full_specs, WHOLE)
-        return self._task(key, step, *args, donate=(3, 5), takes="head", rows=batch, results=results)
+        return self._task(key, step, *args, donate=(3, 5, 6), takes="head", rows=batch, results=results)
 
     def _prompt_logprobs(self, tokens: int) -> _Task:
         step = partial(programs.prompt_logprobs_step, self._model)

@@ -11,7 +11,7 @@
 The body and the head are programs apart so that their counts add up: bodies are large and there is one per bucket;
 heads are small and there is one per bucket and variant. What the host tells a program is one buffer, whose layout
 stands before it (`packing.py`). The KV pool, the slot state, the sampling state and the all-reduce's inbox are donated
-to whichever program writes them and live in place for ever.
+to whichever program writes them and live in place for ever; sampled tokens, until the host has read them.
 """
 
 from collections.abc import Sequence
@@ -224,8 +224,12 @@ def sample_step(
     state: SlotState,
     sampling: sampling_state.SamplingState,
     full: sampling_state.FullSamplingState | None,
+    earlier: Int[Array, "2 rows"],
 ) -> tuple[SlotState, sampling_state.FullSamplingState | None, SampleResult]:
-    """The head of a step: logits, one token a row, and the tests that end a sequence on the device."""
+    """The head of a step: logits, one token a row, and the tests that end a sequence on the device.
+
+    earlier: tokens and codes of an earlier step, which those of this one are written over.
+    """
     logits = model.head_logits(head, hidden)
     slots = rows.slots
     positions = state.seq_len[slots]  # where the new token will stand
@@ -246,7 +250,8 @@ def sample_step(
     )
     if full is not None:
         full = sampling_state.add_sampled_tokens(full, written, sampled.token_ids, collectives)
-    return state, full, SampleResult(jnp.stack([tokens, codes.astype(jnp.int32)]), sampled.logprobs)
+    tokens_and_codes = earlier.at[:].set(jnp.stack([tokens, codes.astype(jnp.int32)]))
+    return state, full, SampleResult(tokens_and_codes, sampled.logprobs)
 
 
 def prompt_logprobs_step(

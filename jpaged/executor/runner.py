@@ -10,7 +10,8 @@ Nothing here waits for the device and nothing compiles; `Step.result` is the onl
 """
 
 import threading
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -51,7 +52,10 @@ wait for each other for ever."""
 
 
 class Step:
-    """A dispatched step (`StepHandle`). Its arrays started on their way to the host when it was dispatched."""
+    """A dispatched step (`StepHandle`). Its arrays started on their way to the host when it was dispatched.
+
+    when_read: called with the sampled tokens and codes on the device, once the host has them.
+    """
 
     def __init__(
         self,
@@ -60,10 +64,13 @@ class Step:
         prompt_scores: tuple[TokenLogprobs, list[tuple[int, int, int]]] | None = None,
         target_scores: tuple[list[DeviceScores], list[tuple[int, int]]] | None = None,
         read_shared_prefix: bool = False,
+        when_read: Callable[[jax.Array], None] = lambda _: None,
     ) -> None:
         self._num_rows = num_rows
         self._read_shared_prefix = read_shared_prefix
         self._sampled = sampled
+        self._when_read = when_read
+        self._tokens_and_codes: np.ndarray | None = None
         self._prompt_scores = prompt_scores
         self._target_scores = target_scores
         arrays = (sampled, prompt_scores and prompt_scores[0], target_scores and target_scores[0])
@@ -71,7 +78,7 @@ class Step:
             array.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        if self._sampled is None:
+        if self._sampled is None or self._tokens_and_codes is not None:
             return True
         return self._sampled.tokens_and_codes.is_ready()  # type: ignore[attr-defined]  # JAX's stubs leave it out
 
@@ -80,7 +87,7 @@ class Step:
         codes = np.full((self._num_rows,), FinishCode.RUNNING, np.int32)
         logprobs = None
         if self._sampled is not None:
-            tokens, codes = np.asarray(self._sampled.tokens_and_codes)[:, : self._num_rows]
+            tokens, codes = self._read(self._sampled.tokens_and_codes)[:, : self._num_rows]
             if self._sampled.logprobs is not None:
                 logprobs = _host_logprobs(self._sampled.logprobs, 0, self._num_rows)
         prompt_logprobs = {}
@@ -95,6 +102,13 @@ class Step:
             self._host_scores(),
             self._read_shared_prefix,
         )
+
+    def _read(self, tokens_and_codes: jax.Array) -> np.ndarray:
+        """A copy of them, which stands when a later step's are written over those on the device."""
+        if self._tokens_and_codes is None:
+            self._tokens_and_codes = np.array(tokens_and_codes)
+            self._when_read(tokens_and_codes)
+        return self._tokens_and_codes
 
     def _host_scores(self) -> dict[int, TargetScores]:
         if self._target_scores is None:
@@ -145,6 +159,7 @@ class Runner:
         self._sampling = sampling
         self._exchange = exchange
         self._full: sampling_state.FullSamplingState | None = None
+        self._tokens_read: defaultdict[int, list[jax.Array]] = defaultdict(list)
         is_split = len(pools[0].sharding.device_set) > 1
         self._dispatch: AbstractContextManager[object] = _IN_ONE_ORDER if is_split else nullcontext()
         self._vocab_size = vocab_size
@@ -182,7 +197,8 @@ class Runner:
         sampled = None
         if len(plan.decode_slots) or any(chunk.samples for chunk in plan.chunks):
             sampled = self._run_sample(hidden, rows, plan.variant)
-        return Step(plan.num_rows, sampled, prompt_scores, target_scores, shared_bucket is not None)
+        read_shared_prefix = shared_bucket is not None
+        return Step(plan.num_rows, sampled, prompt_scores, target_scores, read_shared_prefix, self._keep_tokens)
 
     def close(self) -> None:
         """Frees all that it holds on the device, and in host memory for it. The second time it does nothing."""
@@ -192,8 +208,9 @@ class Runner:
         with suppress(Exception):  # of a step that failed: what it was to bring is freed like the rest
             jax.block_until_ready(self._exchange)  # peers write to it until their steps are done
         held = (self._arguments, self._pools, self._state, self._sampling, self._exchange, self._full)
-        for array in jax.tree.leaves(held):
+        for array in jax.tree.leaves((held, list(self._tokens_read.values()))):
             array.delete()
+        self._tokens_read.clear()
         self._programs = {}
         self._host_chunks = HostChunks()
 
@@ -373,10 +390,23 @@ class Runner:
             self._ensure_full_state()
             full = self._full
         key = ("sample", hidden.shape[0], variant)
-        self._state, full, result = self._call(key, hidden, rows, self._state, self._sampling, full)
+        earlier = self._earlier_tokens(hidden.shape[0])
+        self._state, full, result = self._call(key, hidden, rows, self._state, self._sampling, full, earlier)
         if variant == SamplingVariant.FULL:
             self._full = full
         return result
+
+    def _earlier_tokens(self, rows: int) -> jax.Array | np.ndarray:
+        """Tokens and codes [2, rows] that the host has read, for those of another step to be written over.
+
+        There are as many as steps in flight and one more. New buffers would come and go as steps are read, whenever
+        that is, and with them the place of what a program needs while it runs. Its CUDA graph has addresses built in:
+        each kernel that uses a buffer which has moved since the last run is updated, nearly all of them.
+        """
+        return self._tokens_read[rows].pop() if self._tokens_read[rows] else np.zeros((2, rows), np.int32)
+
+    def _keep_tokens(self, tokens_and_codes: jax.Array) -> None:
+        self._tokens_read[tokens_and_codes.shape[1]].append(tokens_and_codes)
 
     def _run_prompt_logprobs(
         self, plan: StepPlan, hidden: jax.Array

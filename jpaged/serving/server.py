@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
@@ -29,6 +30,15 @@ LAST_WORDS_S = 2.0
 """For answers of requests that were aborted when the time to drain was up."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Begin to drain."""
+
+
+def default_api_workers() -> int:
+    """One for every four cores that this process may use, and at most four.
+
+    Of 1,000 streams of Qwen3-0.6B at once (an H200's host with 16 cores) one wrote 28,000 and 29,000 chunks a second,
+    two 39,000 and 49,000, and four 52,000 and 53,000, which is one for nearly each token.
+    """
+    return min(4, max(1, len(os.sched_getaffinity(0)) // 4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +63,7 @@ class ServerOptions:
     ssl_certfile: str | None = None
     root_path: str = ""
     shutdown_timeout_s: float = 30.0
-    api_workers: int = 1
+    api_workers: int = field(default_factory=default_api_workers)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 KEY = "a-key-for-tests"
-ENGINE = ("--max-num-seqs", "16", "--num-gpu-blocks-override", "600")
+OPTIONS = ("--max-num-seqs", "16", "--num-gpu-blocks-override", "600", "--api-workers", "1")
 
 
 class Server:
@@ -23,7 +23,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "jpaged", "serve", "--port", str(self.port), *ENGINE, *options]
+        command = [sys.executable, "-m", "jpaged", "serve", "--port", str(self.port), *OPTIONS, *options]
         self.log = log
         with log.open("w") as sink:
             environment = {**os.environ, "JPAGED_API_KEY": KEY}

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from jpaged import cli
 from jpaged.config import EngineArgs
 from jpaged.engine.request import RequestStatus
 from jpaged.errors import InvalidParameterError, ModelNotFoundError
@@ -224,3 +225,15 @@ def test_what_has_started_is_told_though_another_with_less_priority_waits_before
     assert process._take_started() == [running]
     assert list(process._not_started) == [waiting]
     assert process._take_started() == []
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (128, 4)])
+def test_there_is_an_api_process_for_every_four_cores_unless_their_number_is_given(cores, workers, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    served = []
+    monkeypatch.setattr(
+        "jpaged.serving.server.serve", lambda args, app_options, options: served.append(options.api_workers)
+    )
+    for given in ([], ["--api-workers", "3"]):
+        assert cli.main(["serve", *given]) == 0
+    assert served == [workers, 3]
