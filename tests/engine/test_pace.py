@@ -141,7 +141,7 @@ def test_a_host_that_is_slow_to_dispatch_begins_earlier():
     assert served.device.idle_s < 0.010  # once, before it is known
 
 
-@pytest.mark.parametrize(("slow_s", "share"), [(0.002, 0.98), (0.004, 0.75)])
+@pytest.mark.parametrize(("slow_s", "share"), [(0.002, 0.98), (0.004, 0.65)])
 def test_for_a_host_that_is_slow_now_and_then_the_device_waits_rarely_and_requests_for_one_step(slow_s, share):
     rng = np.random.default_rng(0)
     served = Served(lambda plan: 0.005, tell_s=0.0005, dispatch_s=lambda: slow_s if rng.random() < 0.1 else 0.0007)
@@ -149,7 +149,7 @@ def test_for_a_host_that_is_slow_now_and_then_the_device_waits_rarely_and_reques
         served.core.add_request(make_request(str(i), 4, 200))
         served.run(until=served.device.now + 60)
     assert len(served.device.queued) > 1900
-    assert served.device.idle_s < 0.015 * served.device.now
+    assert served.device.idle_s < 0.0075 * served.device.now
     assert np.mean(np.array(served.device.queued) <= 1) > share
 
 
