@@ -15,9 +15,9 @@ device does not wait. Of a step unlike those before nothing is expected.
 
 Where it was too much, or the host was late, step 1 has ended before its results are asked for, and how long it took is
 not known: since then the host may have slept, for want of requests even. It counts as the time until then, or as two
-thirds of what was expected if that is less. So where steps have become shorter, what is expected of them follows, though
-the host sleep longer than it meant to every time, as on a busy machine; and a host that was late once dispatches a few
-steps sooner than need be.
+thirds of what was expected if that is less. So where steps have become shorter, what is expected of them follows, even
+if the host sleeps longer than it meant to every time, as on a busy machine; and a host that was late once dispatches a
+few steps sooner than need be.
 
 And the host must be done in time with its own part, telling tokens, planning and dispatching: as long as it took on
 average is allowed for, and some slack. How much slack is learned as TCP learns its window: it doubles whenever a step
