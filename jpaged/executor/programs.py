@@ -250,7 +250,9 @@ def sample_step(
     )
     if full is not None:
         full = sampling_state.add_sampled_tokens(full, written, sampled.token_ids, collectives)
-    tokens_and_codes = earlier.at[:].set(jnp.stack([tokens, codes.astype(jnp.int32)]))
+    tokens_and_codes = jnp.stack([tokens, codes.astype(jnp.int32)])
+    # Not `earlier.at[:].set`: over several devices XLA, of JAX 0.11.2, does not survive compiling that.
+    tokens_and_codes = jax.lax.dynamic_update_slice(earlier, tokens_and_codes, (0, 0))
     return state, full, SampleResult(tokens_and_codes, sampled.logprobs)
 
 

@@ -2,8 +2,8 @@
 
     {"name": "decode_64", "parts": {"kCommandBuffer": 1}, "commands": 12, "held": 33685516, "alias": 33685516}
 
-`held` bytes of a device are in what the program is donated, `alias` of them it updates in place. decode_16 is of the
-same model over two GPUs, with the one-shot all-reduce in it.
+`held` bytes of a device are in what the program is donated, `alias` of them it updates in place. decode_16 and
+sample_16_0 are of the same model over two GPUs, with the one-shot all-reduce in the former.
 
 A part is what the host launches; a command buffer is a CUDA graph of `commands` kernels and copies. XLA says so in the
 dump of its "thunks", the launches that a compiled program consists of.
@@ -92,13 +92,14 @@ def parts(name: str) -> tuple[Counter[str], int]:
 
 
 def decode_over_two() -> Compiler:
-    """Compiles decode_16 of two shards."""
+    """Compiles decode_16 and its greedy head, of two shards."""
     mesh = DeviceMesh(tuple(h200_mesh(2).devices.flat))
     config = replace(CONFIG, decode_buckets=(16, 64), one_shot_rows=16)
     model = build(ModelConfig.from_dict(MODEL), "auto")
     compiler = Compiler(mesh.shard_of(model), config, model.dtype, mesh)
     with jax.sharding.use_abstract_mesh(mesh.mesh.abstract_mesh):
         compiler.submit_decode(16)
+        compiler.submit_sample(16, SamplingVariant.GREEDY)
         compiler.results()
     return compiler
 
@@ -131,7 +132,8 @@ def main() -> None:
             for variant in SamplingVariant:
                 compiler.submit_sample(CONFIG.decode_buckets[-1], variant)
         compiled = dict.fromkeys(compiler.results(), compiler)
-    compiled["decode", 16] = decode_over_two()
+    over_two = decode_over_two()
+    compiled |= dict.fromkeys((("decode", 16), ("sample", 16, SamplingVariant.GREEDY)), over_two)
     for key, compiler in compiled.items():
         name = "_".join(str(int(part) if isinstance(part, int) else part) for part in key)
         if list(Path(sys.argv[1]).glob(f"*.jit_{name}.*")):  # not a variant that another one's program serves

@@ -21,6 +21,8 @@ def test_every_program_of_a_step_is_one_cuda_graph_on_an_h200(tmp_path):
     smaller, larger = f"mixed_{LEAST_ROWS - 8}", f"mixed_{LEAST_ROWS}"
     bodies = {"decode_8", "decode_64", "decode_16", "shared_decode_64", smaller, larger}
     heads = {name for name in programs if name.startswith("sample_64_")}
+    over_two = programs.pop("sample_16_0")  # not one graph: it gathers the candidates of all devices
+    assert over_two["parts"]["kAllGather"] == 1
     assert programs.keys() == bodies | heads
     assert len(heads) == 4  # greedy, truncated (which draws for untruncated requests too), full, beams
     for name, program in programs.items():
