@@ -146,8 +146,12 @@ def estimated_cycles(tiling: Tiling, rows: int, depth: int, columns: int, ctas: 
 
 @functools.cache
 def pick_tiling(rows: int, depth: int, columns: int, ctas: int) -> Tiling:
-    """The tiling of the least `estimated_cycles`; of equals, the first of `tilings`."""
-    return min(tilings(rows), key=lambda t: estimated_cycles(t, rows, depth, columns, ctas))
+    """The tiling of the least `estimated_cycles`; of equals, the narrowest, and of these the first of `tilings`.
+
+    Equals are bound by the same loads in as many turns, and the narrower has less to compute beside them: with 96
+    columns instead of 128, 512 rows of Qwen3-0.6B took 13.4 us instead of 15.2, and 1,024 rows 22.4 instead of 26.3.
+    """
+    return min(tilings(rows), key=lambda t: (estimated_cycles(t, rows, depth, columns, ctas), t.columns))
 
 
 def unsupported(x: jax.Array, w: jax.Array) -> str | None:

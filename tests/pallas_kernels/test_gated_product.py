@@ -129,6 +129,22 @@ def test_every_tiling_fits_a_multiprocessor():
         assert tiling.stages * (tiling.stage_bytes + 16) <= 227 << 10, tiling
 
 
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "picked"),
+    [
+        (128, 4096, 14336, (128, 2, "x")),
+        (192, 4096, 14336, (112, 3, "x")),
+        (256, 4096, 14336, (128, 2, "w")),
+        (384, 4096, 14336, (112, 3, "w")),
+        (8192, 4096, 14336, (128, 2, "w")),
+        (512, 1024, 3072, (96, 2, "w")),  # by the estimate as long as with 128 columns
+        (1024, 1024, 3072, (96, 2, "w")),
+    ],
+)
+def test_what_took_least_on_an_h200_is_picked(rows, depth, columns, picked):
+    assert kernel.pick_tiling(rows, depth, columns, ctas=132) == kernel.Tiling(*picked)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(1, 5000),
