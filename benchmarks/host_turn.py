@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    check_least(args, batch=1, context=1, every=0, steps=1, rounds=1)
+    check_least(args, batch=1, context=1, every=0, steps=1, rounds=1, block_size=1)
     if args.log_updates:
         model = f" --model {args.model} --load-format {args.load_format}" if args.model else ""
         print(LOG_UPDATES.replace("{command}", f"python benchmarks/host_turn.py{model}"))

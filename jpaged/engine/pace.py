@@ -14,8 +14,10 @@ of the last few is what is expected: where that is too little, the next step is 
 device does not wait. Of a step unlike those before nothing is expected.
 
 Where it was too much, or the host was late, step 1 has ended before its results are asked for, and how long it took is
-not known: since then the host may have slept, for want of requests even. It counts as expected, or as the time until
-then if that is less: so where steps have become shorter, what is expected of them follows.
+not known: since then the host may have slept, for want of requests even. It counts as the time until then, or as two
+thirds of what was expected if that is less. So where steps have become shorter, what is expected of them follows, even
+if the host sleeps longer than it meant to every time, as on a busy machine; and a host that was late once dispatches a
+few steps sooner than need be.
 
 And the host must be done in time with its own part, telling tokens, planning and dispatching: as long as it took on
 average is allowed for, and some slack. How much slack is learned as TCP learns its window: it doubles whenever a step
@@ -40,6 +42,12 @@ SLACK_SHARE = 0.15
 SHRINKING = 1 / 64
 """Of the slack with each step in time. So where the host's turns vary much, one step in fifty or so is late, by a
 fraction of the slack.
+"""
+
+_IF_ENDED = 2 / 3
+"""Of what was expected of a step that had ended before it was read counts no more than this. With all of it a host that
+sleeps beyond its slack would go on to expect what steps took long ago; with half, one that is late now and then would
+queue more steps than one.
 """
 
 _REMEMBERED_STEPS = 4
@@ -94,7 +102,9 @@ class Pace:
         rows = len(step.plan.decode_slots)
         if rows and not step.plan.chunks:
             seconds = now - max(step.dispatched_at, self._read_at)
-            self._steps.append((rows, min(seconds, self._expected_s(step.plan)) if had_ended else seconds))
+            if had_ended:
+                seconds = min(seconds, _IF_ENDED * self._expected_s(step.plan))
+            self._steps.append((rows, seconds))
         self._read_at, self._telling = now, True
 
     def has_enough(self) -> bool:

@@ -406,6 +406,9 @@ class Runner:
         return self._tokens_read[rows].pop() if self._tokens_read[rows] else np.zeros((2, rows), np.int32)
 
     def _keep_tokens(self, tokens_and_codes: jax.Array) -> None:
+        if self.closed:  # a step that outlived it is read
+            tokens_and_codes.delete()
+            return
         self._tokens_read[tokens_and_codes.shape[1]].append(tokens_and_codes)
 
     def _run_prompt_logprobs(

@@ -97,7 +97,9 @@ async def _until_told(engine: AsyncLLMEngine, workers: Sequence[Process], stoppe
         for worker in workers:
             if worker.returncode is not None and not stop.done():
                 how = f"signal {-worker.returncode}" if worker.returncode < 0 else f"exit code {worker.returncode}"
-                raise EngineDeadError(f"API process {worker.pid} ended with {how}; start the server anew.")
+                what = f"API process {worker.pid} ended with {how}"
+                log.error("%s; the others drain", what)  # which may take a while
+                raise EngineDeadError(f"{what}; start the server anew.")
     finally:
         for task in (ready, stop, *ends):
             task.cancel()

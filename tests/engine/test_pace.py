@@ -163,6 +163,15 @@ def test_what_is_expected_follows_steps_that_have_become_much_shorter():
     assert set(served.device.queued[30:]) == {1}
 
 
+def test_what_is_expected_follows_shorter_steps_though_the_host_is_woken_late_every_time():
+    times = iter([0.030] * 20 + [0.010] * 1000)
+    served = Served(lambda plan: next(times), wake_s=0.010)
+    served.core.add_request(make_request("a", 4, 200))
+    served.run(until=10.0)
+    assert not served.core.has_unfinished()
+    assert served.device.idle_s < 0.1 * served.device.now
+
+
 def test_one_slow_step_does_not_make_the_next_late():
     times = iter([0.010, 0.010, 0.010, 0.030] * 100)
     served = Served(lambda plan: next(times))

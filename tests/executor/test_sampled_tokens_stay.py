@@ -87,8 +87,10 @@ def test_a_closed_runner_keeps_no_tokens():
     config = ExecutorConfig(
         max_num_seqs=4, max_model_len=8, block_size=4, num_blocks=2, decode_buckets=(4,), token_buckets=(8,)
     )
-    pool, read = jnp.zeros((2,)), jnp.zeros((2, 4), jnp.int32)
+    pool, read, read_late = jnp.zeros((2,)), jnp.zeros((2, 4), jnp.int32), jnp.ones((2, 4), jnp.int32)
     runner = Runner(config, {}, 8, (), (), (pool,), None, None)  # type: ignore[arg-type]
     runner._keep_tokens(read)
     runner.close()
+    runner._keep_tokens(read_late)
     assert read.is_deleted()
+    assert read_late.is_deleted()

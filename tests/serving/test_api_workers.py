@@ -157,13 +157,14 @@ def test_a_replica_that_is_killed_fails_its_own_streams_and_health_but_not_the_o
     assert {answer.status_code for answer in answers} == {200}
 
 
-def test_a_killed_api_process_ends_the_others_and_the_server(server):
+def test_a_killed_api_process_is_told_of_at_once_and_ends_the_others_and_the_server(server):
     """Last of those that share the server."""
     pids = [*server.children("engine_process"), *server.children("api_process")]
     os.kill(pids[-1], signal.SIGKILL)
     assert server.process.wait(60) == 1
     assert ended_within(pids, 20)
-    server.log_with(f"API process {pids[-1]} ended with signal 9")
+    log = server.log_with(f"API process {pids[-1]} ended with signal 9; start the server anew")
+    assert log.index(f"API process {pids[-1]} ended") < log.index("draining")
 
 
 def test_a_killed_supervisor_leaves_nothing(tmp_path):
