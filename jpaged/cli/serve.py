@@ -94,7 +94,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--api-workers",
         type=int,
         metavar="N",
-        help="processes that speak HTTP, for one engine (default: one for every four cores, at most 4)",
+        help="processes that speak HTTP (default: one for every four cores, at most 4; with several replicas 1)",
     )
     group.add_argument(
         "--metrics-prefix", default="jpaged", metavar="NAME", help="what names of metrics begin with (default: jpaged)"
@@ -154,7 +154,9 @@ def run(args: argparse.Namespace) -> int:
         ssl_certfile=args.ssl_certfile,
         root_path=args.root_path,
         shutdown_timeout_s=args.shutdown_timeout,
-        api_workers=default_api_workers() if args.api_workers is None else args.api_workers,
+        api_workers=default_api_workers(engine_args.data_parallel_size)
+        if args.api_workers is None
+        else args.api_workers,
     )
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     if not args.quiet:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -32,13 +32,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Begin to drain."""
 
 
-def default_api_workers() -> int:
-    """One for every four cores that this process may use, and at most four.
+def default_api_workers(num_replicas: int) -> int:
+    """One for every four cores that this process may use, and at most four; with several replicas one.
+
+    It alone then knows which replica has which prefix, and numbers the requests that have no seed.
 
     Of 1,000 streams of Qwen3-0.6B at once (an H200's host with 16 cores) one wrote 28,000 and 29,000 chunks a second,
     two 39,000 and 49,000, and four 52,000 and 53,000, which is one for nearly each token.
     """
-    return min(4, max(1, len(os.sched_getaffinity(0)) // 4))
+    return 1 if num_replicas > 1 else min(4, max(1, len(os.sched_getaffinity(0)) // 4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class ServerOptions:
     ssl_certfile: str | None = None
     root_path: str = ""
     shutdown_timeout_s: float = 30.0
-    api_workers: int = field(default_factory=default_api_workers)
+    api_workers: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

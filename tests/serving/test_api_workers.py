@@ -229,12 +229,15 @@ def test_what_has_started_is_told_though_another_with_less_priority_waits_before
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (128, 4)])
-def test_there_is_an_api_process_for_every_four_cores_unless_their_number_is_given(cores, workers, monkeypatch):
+def test_there_is_an_api_process_for_every_four_cores_but_for_replicas_unless_their_number_is_given(
+    cores, workers, monkeypatch
+):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
     served = []
     monkeypatch.setattr(
         "jpaged.serving.server.serve", lambda args, app_options, options: served.append(options.api_workers)
     )
-    for given in ([], ["--api-workers", "3"]):
+    replicas = ["--data-parallel-size", "2"]
+    for given in ([], replicas, ["--api-workers", "3"], [*replicas, "--api-workers", "3"]):
         assert cli.main(["serve", *given]) == 0
-    assert served == [workers, 3]
+    assert served == [workers, 1, 3, 3]
