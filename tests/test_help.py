@@ -70,6 +70,7 @@ def test_every_option_of_a_command_says_what_it_means_and_its_default(command):
         "chat": {"seed": None},
         "score": {"shard_size": files.SHARD_SIZE},
         "run-batch": {"shard_size": batch.SHARD_SIZE},
+        "serve": {"api_workers": "one for every four cores, at most 4; with several replicas 1"},
     }
     _check(_command_parser(command), DEFAULTS | own.get(command, {}))
 
