@@ -34,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-from jpaged.assets import demo_model_path
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, LOAD_FORMAT, PIPELINE_DEPTH
 from jpaged.bench.models import CONFIGS, model_directory
@@ -43,8 +42,6 @@ from jpaged.bench.report import write_report
 from jpaged.config import EngineArgs
 from jpaged.engine.scheduler import Scheduler
 from jpaged.executor import runner
-from jpaged.executor.startup import start
-from jpaged.hub import resolve
 from jpaged.llm_engine import LLMEngine
 from jpaged.sampling_params import SamplingParams
 
@@ -117,22 +114,22 @@ def engine(args: argparse.Namespace, max_num_seqs: int) -> LLMEngine:
     """With room for one turn of so many sequences, and little more."""
     max_num_seqs += VISITORS
     length = 2 * args.context + output_len(max_num_seqs, args)
-    options = EngineArgs(
-        model=args.model and model_directory(args.model),
-        load_format=args.load_format,
-        block_size=args.block_size,
-        num_gpu_blocks_override=max_num_seqs * math.ceil(length / args.block_size) + 2,
-        max_model_len=length,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=PROMPT_TOKENS + max_num_seqs,
-        enable_prefix_caching=False,
-        pipeline_depth=args.pipeline_depth,
-        kernel_backend=args.kernel_backend,
-        skip_tokenizer_init=True,
-        verbose=False,
+    return LLMEngine(
+        EngineArgs(
+            model=args.model and model_directory(args.model),
+            load_format=args.load_format,
+            block_size=args.block_size,
+            num_gpu_blocks_override=max_num_seqs * math.ceil(length / args.block_size) + 2,
+            max_model_len=length,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=PROMPT_TOKENS + max_num_seqs,
+            enable_prefix_caching=False,
+            pipeline_depth=args.pipeline_depth,
+            kernel_backend=args.kernel_backend,
+            skip_tokenizer_init=True,
+            verbose=False,
+        )
     )
-    directory = demo_model_path() if options.model is None else resolve(options.model, None, args.load_format)
-    return LLMEngine(options, start(options, directory))
 
 
 def output_len(batch: int, args: argparse.Namespace) -> int:

@@ -146,6 +146,9 @@ def run(args: argparse.Namespace) -> int:
         trust_request_chat_template=args.trust_request_chat_template,
         limits=ServerLimits(**given),
     )
+    api_workers = args.api_workers
+    if api_workers is None:
+        api_workers = default_api_workers(engine_args.data_parallel_size)
     options = ServerOptions(
         host=args.host,
         port=args.port,
@@ -154,9 +157,7 @@ def run(args: argparse.Namespace) -> int:
         ssl_certfile=args.ssl_certfile,
         root_path=args.root_path,
         shutdown_timeout_s=args.shutdown_timeout,
-        api_workers=default_api_workers(engine_args.data_parallel_size)
-        if args.api_workers is None
-        else args.api_workers,
+        api_workers=api_workers,
     )
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     if not args.quiet:

@@ -35,10 +35,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def default_api_workers(num_replicas: int) -> int:
     """One for every four cores that this process may use, and at most four; with several replicas one.
 
-    It alone then knows which replica has which prefix, and numbers the requests that have no seed.
-
-    Of 1,000 streams of Qwen3-0.6B at once (an H200's host with 16 cores) one wrote 28,000 and 29,000 chunks a second,
-    two 39,000 and 49,000, and four 52,000 and 53,000, which is one for nearly each token.
+    It alone then knows which replica has which prefix, and numbers the requests that have no seed. What several are
+    worth to one replica is in docs/performance.md (Serving).
     """
     return 1 if num_replicas > 1 else min(4, max(1, len(os.sched_getaffinity(0)) // 4))
 
