@@ -30,6 +30,7 @@ import numpy as np
 from serving_drill import PROMPT, Server
 
 from jpaged import EngineArgs, LLMEngine, SamplingParams
+from jpaged.bench.report import write_report
 from jpaged.bench.serve import evaluate, run
 from jpaged.bench.stream_client import Target
 from jpaged.bench.workloads import make_requests
@@ -209,7 +210,7 @@ def main() -> int:
     if args.json:
         settings = {name: value for name, value in vars(args).items() if name not in ("json", "offline_only")}
         settings = {name: sorted(v) if isinstance(v, set) else v for name, v in settings.items()}
-        args.json.write_text(json.dumps({"settings": settings, "figures": figures}, indent=2) + "\n")
+        write_report(args.json, "serving_overhead", settings, figures, with_device=False)
     return 0
 
 

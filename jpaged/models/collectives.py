@@ -2,7 +2,7 @@
 
     alone          ALONE: one device holds the whole model; every function here is the identity and traces nothing
     sharded        inside `shard_map` over a mesh axis; each function is one collective of the compiled program
-    few rows       an `Exchange`: sums over shards by the one-shot kernel, through state that the program's caller keeps
+    one-shot       an `Exchange`: sums over shards by the one-shot kernel, through state that the program's caller keeps
 
 All of a model's and a sampler's communication goes through these, so what carries it can be changed here.
 """

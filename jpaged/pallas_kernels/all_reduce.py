@@ -1,4 +1,4 @@
-"""Sums of few rows over the devices of one mesh axis, added to the residual stream and normed: one op, two backends.
+"""Sums over the devices of one mesh axis, added to the residual stream and normed: one op, two backends.
 
     inbox, signals = initial_all_reduce_state(...)     zeros; then the same arrays in all programs, donated to each
     peers = all_reduce_peers(inbox, signals, ...)      once a program, before its first sum
@@ -40,16 +40,16 @@ def initial_all_reduce_state(
     They have to be zeros on every device before the first call is dispatched (`jax.block_until_ready`): a device that
     filled them after a faster peer's first signal would wipe it out, and wait for ever.
 
-    inbox [2, devices, max_rows, hidden]. signals int32 [devices + 1, blocks of threads]: each sender's last generation,
-    and behind them this device's own.
+    inbox [2, devices - 1, max_rows, hidden], by generation and sender. signals int32 [devices + 1, blocks of threads]:
+    each sender's last signal, and behind them this device's own last generation.
     """
-    inbox = jax.ShapeDtypeStruct((2, num_devices, max_rows, hidden), dtype)
+    inbox = jax.ShapeDtypeStruct((2, num_devices - 1, max_rows, hidden), dtype)
     return inbox, jax.ShapeDtypeStruct((num_devices + 1, min(max_rows, MAX_CTAS)), jnp.int32)
 
 
 def most_rows(num_devices: int, hidden: int) -> int:
     """For which the kernel, which counts the inbox's elements in 32 bits, finds its way there."""
-    return 2**31 // (2 * num_devices * hidden)
+    return 2**31 // (2 * max(1, num_devices - 1) * hidden)
 
 
 def all_reduce_unsupported(hidden: int, dtype: Any, num_devices: int) -> str | None:
@@ -96,7 +96,7 @@ def all_reduce_add_norm(
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    check.check_rank("inbox", inbox, "2, devices, max_rows, hidden")
+    check.check_rank("inbox", inbox, "2, devices - 1, max_rows, hidden")
     max_rows, hidden = inbox.shape[2:]
     check.check_rank("parts", parts, "rows, hidden")
     rows = parts.shape[0]
@@ -104,7 +104,9 @@ def all_reduce_add_norm(
         raise ValueError(f"parts has {rows} rows, more than the {max_rows} that inbox has room for")
     if max_rows > (most := most_rows(num_devices, hidden)):
         raise ValueError(f"inbox has room for {max_rows} rows of {hidden}, more than the {most} that can be counted")
-    check.check_array("inbox", inbox, inbox.dtype, "2, devices, max_rows, hidden", (2, num_devices, None, hidden))
+    check.check_array(
+        "inbox", inbox, inbox.dtype, "2, devices - 1, max_rows, hidden", (2, num_devices - 1, None, hidden)
+    )
     check.check_int32("signals", signals, "devices + 1, blocks", (num_devices + 1, min(max_rows, MAX_CTAS)))
     check.check_int32("peers", peers, "devices + 1, 4", (num_devices + 1, 4))
     for name, x in (("parts", parts), ("residual", residual)):

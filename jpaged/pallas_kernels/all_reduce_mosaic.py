@@ -1,10 +1,15 @@
-"""One-shot all-reduce of few rows, added to the residual stream and normed, in one Mosaic GPU kernel (Hopper, NVLink).
+"""One-shot all-reduce, added to the residual stream and normed, in one Mosaic GPU kernel (Hopper, NVLink).
 
     device d, CTA c, generation g; its rows are r = c, c + 264, ...
-        1. parts[r] --stores--> inbox[g % 2, d, r] of every device, its own too
+        1. parts[r] --stores--> inbox[g % 2, slot of d, r] of every other device
         2. fence; signals[d, c] = g of every other device
-        3. wait until signals[p, c] of this device has reached g, for every p
-        4. residual[r] + sum over p of inbox[g % 2, p, r] --> residual[r], norm --> normed[r]
+        3. wait until signals[p, c] of this device has reached g, for every other p
+        4. residual[r] + parts[r] + sum over p of inbox[g % 2, slot of p, r] --> residual[r], norm --> normed[r]
+
+A CTA of many rows does that chunk by chunk, and counts chunks in its signals. Between the stores of a chunk and its
+signal comes the sum of the chunk before, so that NVLink is busy while rows are added, and nobody waits for the fence:
+
+    store 0, signal 0,   store 1, wait 0, add 0, signal 1,   store 2, wait 1, add 1, signal 2,   ...
 
 One trip over NVLink: data is pushed, then the signal behind it. The sum goes over devices in their order, in float32,
 so every device comes to the same bits. Nobody waits at the end: device p can write generation g + 2 over what a device
@@ -24,11 +29,13 @@ anywhere, each of its kernels has been loaded on every device, which takes a loc
 for ever.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -40,6 +47,8 @@ from jpaged.pallas_kernels.all_reduce import MAX_CTAS
 from jpaged.pallas_kernels.inline_mosaic import constant, instruction, offset, scalar
 
 _THREADS = 128
+_CHUNK = 4
+"""Rows that a CTA of many stores between two signals."""
 _INBOX, _SIGNALS = 0, 2
 """Columns of `peers` where the halves of an address begin. Its last row begins with this device's own number."""
 
@@ -112,6 +121,8 @@ def all_reduce_add_norm(
     dtype = parts.dtype
     layout = _layout(hidden)
     ctas = min(rows, MAX_CTAS)
+    most_chunks = pl.cdiv(pl.cdiv(max_rows, MAX_CTAS), _CHUNK)
+    numbers = pl.next_power_of_2(most_chunks)  # of a generation's chunks; signals then wrap around as integers do
     vectors = [one for one in (bias, scale) if one is not None]
 
     def read(ref: Any) -> jax.Array:
@@ -122,35 +133,34 @@ def all_reduce_add_norm(
         cta = lax.axis_index("cta")
         me = peers_ref[num_devices, 0]
         generation = signals_ref[num_devices, cta] + 1
-        parity = generation & 1
         others = [lax.rem(me + ahead, num_devices) for ahead in range(1, num_devices)]  # which spreads them over links
-
-        def for_own_rows(do: Any) -> None:
-            if rows <= MAX_CTAS:
-                do(cta)
-            else:
-                pl.loop(0, lax.div(rows - 1 - cta, MAX_CTAS) + 1)(lambda turn: do(cta + turn * MAX_CTAS))
-
-        def push(row: Any) -> None:
-            first = ((parity * num_devices + me) * max_rows + row) * hidden
-            addresses = [_address(peers_ref, device, _INBOX) for device in others]
-            _push(read(x_ref.at[row]), layout, first, inbox_ref, addresses)
-
-        for_own_rows(push)
+        inboxes = [_address(peers_ref, device, _INBOX) for device in others]
+        signals = [_address(peers_ref, device, _SIGNALS) for device in others]
         given = iter(refs)
         bias_row = None if bias is None else read(next(given)).astype(jnp.float32)
         scale_row = None if scale is None else read(next(given))
         out_ref = next(given)
-        early = read(in_ref.at[cta]) if rows <= MAX_CTAS else None  # on its way while the peers' rows are
-        first = me * signals.shape[1] + cta
-        _tell_peers(generation, first, [_address(peers_ref, device, _SIGNALS) for device in others])
-        _wait_for_peers(signals_ref, cta, generation, others)
 
-        def add(row: Any) -> None:
-            before = read(in_ref.at[row]) if early is None else early
+        def place(slot: Any, row: Any) -> Any:
+            return (((generation & 1) * (num_devices - 1) + slot) * max_rows + row) * hidden
+
+        def push(row: Any, x: jax.Array) -> None:
+            # Of what a device receives, the one behind it in the ring comes first, itself would be last.
+            firsts = [place(num_devices - 2 - ahead, row) for ahead in range(num_devices - 1)]
+            _push(x, layout, firsts, inboxes)
+
+        def tell(chunk: Any) -> None:
+            _tell_peers(generation * numbers + chunk, me * signals_ref.shape[1] + cta, signals)
+
+        def wait(chunk: Any) -> None:
+            _wait_for_peers(signals_ref, cta, generation * numbers + chunk, others)
+
+        def add(row: Any, before: jax.Array) -> None:
             total = jnp.zeros((hidden,), jnp.float32)
             for device in range(num_devices):
-                total = total + read(inbox_ref.at[parity, device, row]).astype(jnp.float32)
+                sent = place(lax.rem(device + num_devices - 1 - me, num_devices), row)
+                part = _read_part(x_ref, row * hidden, inbox_ref, sent, device == me, layout)
+                total = total + part.astype(jnp.float32)
             total = before.astype(jnp.float32) + total
             if bias_row is not None:
                 total = total + bias_row
@@ -161,7 +171,40 @@ def all_reduce_add_norm(
                 mean = jnp.sum(wide * wide) * (1.0 / hidden)
                 refs[-1].at[row][...] = (wide * lax.rsqrt(mean + norm_eps)).astype(dtype) * scale_row
 
-        for_own_rows(add)
+        if rows <= MAX_CTAS:
+            push(cta, read(x_ref.at[cta]))
+            before = read(in_ref.at[cta])  # on its way while the peers' rows are
+            tell(0)
+            wait(0)
+            add(cta, before)
+        else:
+            own_rows = lax.div(rows - 1 - cta, MAX_CTAS) + 1
+            chunks = lax.div(own_rows + _CHUNK - 1, _CHUNK)
+
+            def own_row(number: Any) -> Any:
+                return cta + number * MAX_CTAS
+
+            @pl.loop(0, chunks + 1)
+            def _(chunk: Any) -> None:
+                @pl.when(chunk < chunks)
+                def _() -> None:
+                    which = [chunk * _CHUNK + i for i in range(_CHUNK)]
+                    # All on their way before the first is stored; the last chunk may have too few.
+                    loaded = [read(x_ref.at[own_row(jnp.minimum(number, own_rows - 1))]) for number in which]
+                    for number, x in zip(which, loaded, strict=True):
+                        pl.when(number < own_rows)(partial(push, own_row(number), x))
+
+                @pl.when(chunk > 0)
+                def _() -> None:
+                    wait(chunk - 1)
+
+                    @pl.loop((chunk - 1) * _CHUNK, jnp.minimum(chunk * _CHUNK, own_rows))
+                    def _(number: Any) -> None:
+                        row = own_row(number)
+                        add(row, read(in_ref.at[row]))
+
+                pl.when(chunk < chunks)(partial(tell, chunk))
+
         signals_ref[num_devices, cta] = generation
 
     inbox_ref, signals_ref = jax.new_ref(inbox), jax.new_ref(signals)
@@ -182,20 +225,19 @@ def _address(peers_ref: Any, device: Any, column: int) -> tuple[Any, Any]:
     return peers_ref[device, column], peers_ref[device, column + 1]
 
 
-def _push(x: Any, layout: Any, first: Any, inbox_ref: Any, inboxes: list[tuple[Any, Any]]) -> None:
-    """Stores a row in this device's inbox and in the others', from its element `first` on."""
+def _push(x: Any, layout: Any, firsts: Sequence[Any], inboxes: Sequence[tuple[Any, Any]]) -> None:
+    """Stores a row in the other devices' inboxes, in each from its element `first` on."""
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * (1 + 2 * len(inboxes))))
-    def push(ctx: Any, x: Any, inbox: Any, first: Any, *halves: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(layout, *[plgpu.Layout.WG_SPLAT] * (3 * len(inboxes))))
+    def push(ctx: Any, x: Any, *arguments: Any) -> None:
         del ctx
         i32 = ir.IntegerType.get_signless(32)
         width = ir.VectorType(x.registers.flat[0].type).shape[0] // 2
         words = ir.VectorType.get((width,), i32)
         places = ", ".join(f"${i + 1}" for i in range(width))
         store = f"st.global.v{width}.b32 [$0], {{{places}}};" if width > 1 else f"st.global.b32 [$0], {places};"
-        remote = [_pointer(low, high) for low, high in zip(halves[::2], halves[1::2], strict=True)]
-        for begin in (*remote, mgpu.utils.memref_ptr(inbox)):
-            there = offset(begin, scalar(first), x.mlir_dtype)
+        for first, low, high in zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True):
+            there = offset(_pointer(low, high), scalar(first), x.mlir_dtype)
             for place, register in zip(x.layout.linear_thread_idxs(), x.registers.flat, strict=True):
                 values = vector.bitcast(words, register)
                 instruction(
@@ -204,7 +246,35 @@ def _push(x: Any, layout: Any, first: Any, inbox_ref: Any, inboxes: list[tuple[A
                     *(vector.extract(values, dynamic_position=[], static_position=[i]) for i in range(width)),
                 )
 
-    push(x, inbox_ref, first, *(half for address in inboxes for half in address))
+    push(x, *(one for first, address in zip(firsts, inboxes, strict=True) for one in (first, *address)))
+
+
+def _read_part(parts_ref: Any, own: Any, inbox_ref: Any, sent: Any, is_own: Any, layout: Any) -> jax.Array:
+    """A row [hidden], of this device's parts from their element `own` on or of its inbox from `sent` on. An address is
+    chosen, not a branch, so that loads of several devices' parts are on their way together.
+    """
+    row = plgpu.ShapeDtypeStruct(parts_ref.shape[1:], parts_ref.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3),
+        return_type=row,
+    )
+    def read(ctx: Any, parts: Any, inbox: Any, own: Any, sent: Any, is_own: Any) -> Any:
+        del ctx
+        i32, element = ir.IntegerType.get_signless(32), ir.MemRefType(parts.type).element_type
+        here, there = (
+            offset(mgpu.utils.memref_ptr(ref), scalar(first), element) for ref, first in ((parts, own), (inbox, sent))
+        )
+        chosen = llvm.addrspacecast(llvm.PointerType.get(1), arith.select(scalar(is_own), here, there))
+        spread = layout.to_mgpu()
+        words = ir.VectorType.get((spread.vec_size,), element)
+        registers = [
+            llvm.load(words, offset(chosen, arith.index_cast(i32, place), element))
+            for place in spread.linear_thread_idxs()
+        ]
+        return mgpu.FragmentedArray(_registers=np.array(registers, object), _layout=spread, _is_signed=None)
+
+    return read(parts_ref, inbox_ref, own, sent, is_own)
 
 
 def _tell_peers(generation: Any, first: Any, signals: list[tuple[Any, Any]]) -> None:

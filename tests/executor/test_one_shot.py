@@ -33,16 +33,16 @@ def linked_hoppers(monkeypatch):
 
 
 def test_linked_hopper_gpus_take_the_kernel_up_to_what_was_measured_on_so_many_or_what_is_asked():
-    assert one_shot_rows(None, None, shard(), mesh()) == 1024
+    assert one_shot_rows(None, None, shard(), mesh()) == 8192
     assert one_shot_rows(None, "mosaic", shard(), mesh(8)) == 64
     for rows in (0, 512, 8192):
         assert one_shot_rows(rows, None, shard(), mesh()) == rows
 
 
 def test_more_rows_than_the_kernel_can_count_are_refused_with_how_many_it_can():
-    assert one_shot_rows(16_384, None, shard(8192), mesh(8)) == 16_384
-    with pytest.raises(InvalidParameterError, match="one_shot_rows=16385 exceeds the 16384 rows of 8192"):
-        one_shot_rows(16_385, None, shard(8192), mesh(8))
+    assert one_shot_rows(18_724, None, shard(8192), mesh(8)) == 18_724
+    with pytest.raises(InvalidParameterError, match="one_shot_rows=18725 exceeds the 18724 rows of 8192"):
+        one_shot_rows(18_725, None, shard(8192), mesh(8))
 
 
 def test_the_limit_is_the_largest_step_within_it_so_that_no_memory_is_kept_for_rows_that_never_come():

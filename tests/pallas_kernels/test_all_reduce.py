@@ -44,9 +44,9 @@ def test_what_is_not_taken_is_said(hidden, dtype, devices, message):
     assert message in all_reduce_unsupported(hidden, dtype, devices)
 
 
-def test_every_sender_has_two_slots_for_each_row_and_a_signal_for_each_block_of_threads():
+def test_every_other_device_has_two_slots_for_each_row_and_a_signal_for_each_block_of_threads():
     inbox, signals = initial_all_reduce_state(4, 2048, 4096, "bfloat16")
-    assert inbox.shape == (2, 4, 2048, 4096)
+    assert inbox.shape == (2, 3, 2048, 4096)
     assert signals.shape == (4 + 1, MAX_CTAS)
     _, signals = initial_all_reduce_state(4, 64, 4096, "bfloat16")
     assert signals.shape == (4 + 1, 64)
@@ -115,8 +115,8 @@ def test_arguments_that_do_not_fit_are_named(rows, changes, message):
 
 
 def test_an_inbox_with_more_elements_than_can_be_counted_is_refused():
-    state = initial_all_reduce_state(2, 2**17 + 1, 4096, "bfloat16")
+    state = initial_all_reduce_state(2, 2**18 + 1, 4096, "bfloat16")
     peers, part = jax.ShapeDtypeStruct((3, 4), jnp.int32), jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
     add = partial(all_reduce_add_norm, axis="model", num_devices=2, backend="xla")
-    with pytest.raises(ValueError, match="inbox has room for 131073 rows of 4096, more than the 131072 that"):
+    with pytest.raises(ValueError, match="inbox has room for 262145 rows of 4096, more than the 262144 that"):
         jax.eval_shape(add, *state, peers, part, part)
