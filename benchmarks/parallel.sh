@@ -7,7 +7,7 @@
 #     one-shot-2    2     2 min      whether models say the same with the one-shot all-reduce; first, it checks the rest
 #     all-reduce-2  2     3-4 min    sums of 1 to 8,192 rows: XLA's, the one-shot kernel
 #     tp2-8b        2     80 s       8B, TP 2: one request, ShareGPT-like, 16 k prefill
-#     tp2-8b-8192   2     80 s       the same with the one-shot kernel in steps of up to 8,192 rows, which are all
+#     tp2-8b-1024   2     80 s       the same with the one-shot kernel in steps of up to 1,024 rows
 #     tp2-8b-nccl   2     80 s       the same without it
 #     one-shot-4    4     2 min      as one-shot-2
 #     all-reduce-4  4     3-4 min    as all-reduce-2

@@ -129,7 +129,7 @@ class Model:
 
         tokens, positions: int32 [T]; the sequences' tokens flat, in any mixture that `attend` understands.
         attend: one for all layers, or a list of pytrees, one a layer, which is updated; see `run_layers`.
-        exchange: of shards, for sums by the one-shot kernel, which update its state; the compiler's all-reduces without one.
+        exchange: of shards, for sums by the one-shot kernel, which update its state; all-reduces of XLA without one.
         backend: of products that have kernels (`GatedMLP`): "xla", through which gradients pass, or None to pick by
             device and shapes.
         Returns hidden states [T, hidden], after the final norm, in the model's type.
