@@ -9,6 +9,7 @@
 #     tp2-8b        2     80 s       8B, TP 2: one request, ShareGPT-like, 16 k prefill
 #     tp2-8b-1024   2     80 s       the same with the one-shot kernel in steps of up to 1,024 rows
 #     tp2-8b-nccl   2     80 s       the same without it
+#     tp2-steps     2     2 min      8B, TP 2: decode steps of 1, 256 and 1,000 sequences by kernel
 #     one-shot-4    4     2 min      as one-shot-2
 #     all-reduce-4  4     3-4 min    as all-reduce-2
 #     scoring       4     4-5 min    8B, 2,000 rows of 1,024 tokens: one GPU (500 rows), then DP 4
@@ -52,6 +53,10 @@ for name in "$@"; do
             throughput "${name/-8b/}" 200 llama-3.1-8b --tensor-parallel-size 2 --max-model-len 17000 \
                 --one-shot-rows "$(one_shot_rows "$name")" \
                 --workload single --workload sharegpt --workload prefill-16k ;;
+        tp2-steps)
+            step "$name" 200 "$PYTHON" -m jpaged bench steps --model llama-3.1-8b --load-format dummy \
+                --tensor-parallel-size 2 --max-model-len 17000 --batch 1 --batch 256 --batch 1000 --steps 32 \
+                --json "$OUT/steps-llama-3.1-8b-tp2$SUFFIX" ;;
         tp4-8b)
             throughput tp4 290 llama-3.1-8b --tensor-parallel-size 4 --max-model-len 17000 \
                 --workload single --workload sharegpt ;;

@@ -41,12 +41,16 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
     parser.add_argument("--kernel-backend", choices=("mosaic", "xla"), help=KERNEL_BACKEND)
+    add_sharding_options(parser)
+    parser.add_argument("--data-parallel-size", type=int, default=1, help="replicas, each on devices of its own")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")
+
+
+def add_sharding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help=TENSOR_PARALLEL_SIZE)
     parser.add_argument(
         "--one-shot-rows", type=int, help="steps up to this size sum by the one-shot kernel (default: by device)"
     )
-    parser.add_argument("--data-parallel-size", type=int, default=1, help="replicas, each on devices of its own")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

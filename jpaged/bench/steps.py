@@ -8,6 +8,9 @@ floor: the bytes a step must read (weights and the KV cache of its tokens) over 
     busy     time in which the device ran a kernel, of a step recorded by the profiler
     kernels  the busy time by kernel, largest first
 
+Of a model over several devices (`--tensor-parallel-size`), floor, busy and kernels are one device's, the
+mean over them.
+
 While it records, the profiler makes XLA launch kernel by kernel instead of as CUDA graphs, so `wall` comes from
 steps that it does not see.
 """
@@ -25,7 +28,14 @@ import numpy as np
 
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.device_trace import kernel_times, read_trace
-from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, LOAD_FORMAT, PIPELINE_DEPTH, add_sampling_options
+from jpaged.bench.engine_options import (
+    BLOCK_SIZE,
+    KERNEL_BACKEND,
+    LOAD_FORMAT,
+    PIPELINE_DEPTH,
+    add_sampling_options,
+    add_sharding_options,
+)
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.config import EngineArgs
@@ -61,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     result.add_argument("--kernel-backend", choices=("mosaic", "xla"), help=KERNEL_BACKEND)
+    add_sharding_options(result)
     result.add_argument(
         "--read-gb-per-s", type=float, default=4424.0, help="the card's read bandwidth in GB/s, for the floor"
     )
@@ -81,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
             max_model_len=args.max_model_len,
             pipeline_depth=args.pipeline_depth,
             kernel_backend=args.kernel_backend,
+            tensor_parallel_size=args.tensor_parallel_size,
+            one_shot_rows=args.one_shot_rows,
             skip_tokenizer_init=True,
         )
     )
@@ -143,7 +156,7 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
         for _ in range(args.steps // 2):
             engine.step()
     kernels = kernel_times(read_trace(trace))
-    steps = args.steps // 2
+    steps = args.steps // 2 * args.tensor_parallel_size  # as many on each device
     while engine.has_unfinished_requests():
         engine.step()
     table = sorted(
@@ -156,7 +169,10 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
         "wall_ms": statistics.median(groups),
         "wall_least_ms": min(groups),
         "wall_most_ms": max(groups),
-        "floor_ms": 1e3 * step_bytes(engine, batch, args.context) / (args.read_gb_per_s * 1e9),
+        "floor_ms": 1e3
+        * step_bytes(engine, batch, args.context)
+        / args.tensor_parallel_size
+        / (args.read_gb_per_s * 1e9),
         "busy_ms": sum(kernel["ms"] for kernel in table),
         "launches": sum(kernel["count"] for kernel in table),
         "kernels": table,
@@ -164,7 +180,9 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
 
 
 def step_bytes(engine: LLMEngine, batch: int, context: int) -> int:
-    """Bytes that a decode step has to read: the weights once, without an untied embedding, and its tokens' K and V."""
+    """Bytes that all devices together have to read in a decode step: the weights once, without an untied embedding, and
+    its tokens' K and V.
+    """
     model = engine.startup.model
     config, itemsize = model.config, np.dtype(model.dtype).itemsize
     weights = model.num_parameters

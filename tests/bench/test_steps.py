@@ -7,6 +7,7 @@ import pytest
 from jpaged import EngineArgs, LLMEngine
 from jpaged.bench import steps
 from jpaged.errors import InvalidParameterError
+from tests.parallel.eight_devices import call_with_eight_devices
 
 
 def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompts_take(monkeypatch, tmp_path):
@@ -30,6 +31,21 @@ def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompt
     assert figure["wall_ms"] > 0
     assert timed[-1] - timed[0] == 16
     assert {(len(plan.decode_slots), len(plan.chunks)) for plan in plans[timed[0] : timed[-1]]} == {(24, 0)}
+
+
+def figure_over(num_devices: int) -> dict:
+    """As if each device had run two kernels in each of the 8 recorded steps, of 0.5 ms each."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "decode_buckets": (8,), "token_buckets": (32,)}
+    engine = LLMEngine(EngineArgs(**sizes, tensor_parallel_size=num_devices, skip_tokenizer_init=True, verbose=False))
+    steps.kernel_times = lambda profiles: {"k": (8.0 * num_devices, 16 * num_devices)}
+    given = ["--model", "m", "--steps", "16", "--context", "8", "--tensor-parallel-size", str(num_devices)]
+    return steps.measure(engine, 8, steps.parser().parse_args(given))
+
+
+def test_over_two_devices_kernels_and_floor_are_those_of_one():
+    one, two = (call_with_eight_devices("tests.bench.test_steps:figure_over", size) for size in (1, 2))
+    assert two["kernels"] == one["kernels"] == [{"name": "k", "ms": 1.0, "count": 2.0}]
+    assert two["floor_ms"] == pytest.approx(one["floor_ms"] / 2)
 
 
 def test_more_sequences_than_decode_at_once_are_refused_before_anything_is_timed():
