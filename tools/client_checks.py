@@ -114,8 +114,8 @@ def check_lm_eval(served: Served) -> str:
 
     if served.args.model_dir is None:
         raise SystemExit("lm_eval needs --model-dir, the checkpoint that is served.")
-    directory = Path(tempfile.mkdtemp(prefix="client-checks-"))
-    task = StoriesTask(directory, questions(_stories(served, served.args.questions), seed=0))
+    directory = tempfile.TemporaryDirectory(prefix="client-checks-")  # gone with the function
+    task = StoriesTask(Path(directory.name), questions(_stories(served, served.args.questions), seed=0))
     model_dir = str(served.args.model_dir)
     models = {
         "local-completions": LocalCompletionsAPI(

@@ -12,6 +12,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from jpaged.engine.token_decoders import decode_token
 from jpaged.errors import CheckpointError, InvalidParameterError, InvalidPromptError, ModelNotFoundError, shown
 from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
@@ -183,6 +185,7 @@ class Tokenizer:
             variables: more variables for the template.
         Raises:
             InvalidPromptError: malformed messages (named by index and key), no template, or one that refuses them.
+            InvalidParameterError: a chat_template given that is no template, or that fails at something else.
         """
         if continue_final_message:  # the two contradict, and this one is asked for by name
             add_generation_prompt = False
@@ -202,9 +205,14 @@ class Tokenizer:
                 **variables,
             )
         except Exception as error:  # a template is a program, and raises what programs raise
-            source = f"The chat template of {self.source}" if chat_template is None else "The chat_template given"
             reason = str(error) or type(error).__name__
-            raise InvalidPromptError(f"{source} does not take these messages: {reason}") from error
+            if chat_template is None:
+                raise InvalidPromptError(
+                    f"The chat template of {self.source} does not take these messages: {reason}"
+                ) from error
+            if type(error) is TemplateError:  # by `raise_exception`: it is as its author means it to be
+                raise InvalidPromptError(f"The chat_template given refuses these messages: {reason}") from error
+            raise InvalidParameterError(f"chat_template cannot be rendered: {reason}") from error
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences that spell each word, at the beginning of a text, inside it, and after a space.

@@ -19,13 +19,14 @@ from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.board import Board
 from jpaged.serving.launch import Link
 from jpaged.serving.metrics import NUM_COLUMNS
-from jpaged.serving.server import LOG_FORMAT, run
+from jpaged.serving.server import LOG_FORMAT, keep_torch_out, run
 from jpaged.serving.workers import WorkerStart
 
 
 def main() -> int:
     """Returns when it has drained."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_torch_out()
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerStart)
     end_with_parent(start.parent)
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)

@@ -56,7 +56,8 @@ async def render_chat(
     """A conversation to the text of its prompt. arguments: of `Tokenizer.render_chat`.
 
     Raises:
-        InvalidPromptError: as `Tokenizer.render_chat`. ApiError: the template takes longer than timeout_s.
+        InvalidPromptError, InvalidParameterError: as `Tokenizer.render_chat`. ApiError: the template takes longer than
+            timeout_s.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[str] = loop.create_future()
@@ -84,9 +85,11 @@ async def render_chat(
     try:
         return await asyncio.wait_for(done, timeout_s)
     except TimeoutError:
-        raise ApiError(
-            400, f"messages: the chat template took longer than {timeout_s:g} s; send less.", param="messages"
-        ) from None
+        if arguments.get("chat_template") is None:
+            message, param = f"messages: the chat template took longer than {timeout_s:g} s; send less.", "messages"
+        else:
+            message, param = f"chat_template took longer than {timeout_s:g} s; let it do less.", "chat_template"
+        raise ApiError(400, message, param=param) from None
     finally:
         if done.cancelled() and thread.is_alive() and thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_TimeUp))

@@ -80,7 +80,7 @@ def decoding_error(error: Exception) -> ApiError:
     if isinstance(error, RecursionError):
         return ApiError(400, "The body nests too deeply.", code="invalid_json")
     if isinstance(error, UnicodeDecodeError):
-        return ApiError(400, f"The body is not UTF-8: {error.reason} at a byte of a string.", code="invalid_json")
+        return ApiError(400, f"The body is not UTF-8: {error.reason} at byte {error.start}.", code="invalid_json")
     message = str(error)
     if not isinstance(error, msgspec.ValidationError):
         return ApiError(400, f"The body is not JSON: {message}.", code="invalid_json")

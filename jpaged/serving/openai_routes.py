@@ -116,6 +116,7 @@ class _Handlers:
     async def _decode(self, request: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
         body = await read_body(request, self._options.limits.max_body_bytes, self._options.limits.body_timeout_s)
         try:
+            body.decode()  # msgspec passes over what stands in fields it does not know
             return decoder.decode(body)
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise decoding_error(error) from error

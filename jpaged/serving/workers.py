@@ -74,6 +74,8 @@ async def supervise(
     try:
         for link, listener in zip(processes.links[1:], listeners, strict=True):
             start = _worker_start(args, app_options, options, processes.board_fd, link, listener)
+            if workers:  # the first says for all that they serve, and that they drain
+                start.log_levels[log.name] = max(log.level, logging.WARNING)
             workers.append(await _start(start))
             for sock in link.sockets:
                 sock.close()

@@ -174,14 +174,22 @@ class TestChat:
     def test_a_template_that_refuses_says_why(self, loaded):
         with pytest.raises(InvalidPromptError, match="nobody may not speak"):
             loaded.apply_chat_template([{"role": "nobody", "content": "x"}])
-        with pytest.raises(InvalidPromptError, match="does not take these messages"):
-            loaded.apply_chat_template([USER], chat_template="{% if %}")
+        with pytest.raises(InvalidPromptError, match="The chat_template given refuses these messages: not you"):
+            loaded.apply_chat_template([USER], chat_template="{{ raise_exception('not you') }}")
 
     @pytest.mark.parametrize(
-        "body", ["{{ 1 / 0 }}", "{{ 10.0 ** 400 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+        "body",
+        [
+            "{% if %}",
+            "{{ 1 / 0 }}",
+            "{{ 10.0 ** 400 }}",
+            "{{ nothing() }}",
+            "{{ ''.__class__.__mro__ }}",
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        ],
     )
-    def test_whatever_a_template_raises_is_about_the_messages(self, loaded, body):
-        with pytest.raises(InvalidPromptError, match="The chat_template given does not take these messages"):
+    def test_a_template_given_that_cannot_be_rendered_is_named(self, loaded, body):
+        with pytest.raises(InvalidParameterError, match=r"^chat_template cannot be rendered: "):
             loaded.apply_chat_template([USER], chat_template=body)
 
     @pytest.mark.parametrize(

@@ -252,7 +252,8 @@ WRONG = [
     ("chat/completions", CHAT | {"add_special_tokens": True}, "add_special_tokens"),
     ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, "tools"),
     ("chat/completions", CHAT | {"max_completion_tokens": -1}, "max_completion_tokens"),
-    ("chat/completions", CHAT | {"chat_template": "{% if %}"}, "messages"),
+    ("chat/completions", CHAT | {"chat_template": "{% if %}"}, "chat_template"),
+    ("chat/completions", CHAT | {"chat_template": "{{ raise_exception('no') }}"}, "messages"),
     ("chat/completions", CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ("chat/completions", CHAT | {"add_generation_prompt": True, "continue_final_message": True},
      "continue_final_message"),
@@ -338,8 +339,21 @@ def test_a_template_without_end_is_stopped(server):
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     response = server.client.post("/v1/chat/completions", json=CHAT | {"chat_template": endless})
     assert response.status_code == 400
-    assert "took longer than 0.5 s" in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert error["param"] == "chat_template"
+    assert "took longer than 0.5 s" in error["message"]
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": "a\xff"}', b'{"prompt": "a", "unknown": "\xff"}', b'{"prompt": "a", "\xff": 1}']
+)
+def test_a_body_that_is_not_utf_8_is_refused_wherever_its_bytes_stand(server, body):
+    response = server.client.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "invalid_json"
+    assert f"at byte {body.index(0xFF)}" in error["message"]
 
 
 def test_a_chat_that_cannot_fit_is_refused_before_it_is_tokenized(server):
