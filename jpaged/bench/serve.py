@@ -44,6 +44,7 @@ from jpaged.bench.percentiles import summary
 from jpaged.bench.percentiles import table as percentile_table
 from jpaged.bench.stream_client import StreamRecord, Target, send_all
 from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
+from jpaged.cores import usable_cores
 from jpaged.errors import InvalidParameterError
 
 START_DELAY_S = 0.2
@@ -123,7 +124,7 @@ def _requests(args: argparse.Namespace) -> list[BenchRequest]:
 
 
 def _default_workers() -> int:
-    return max(1, len(os.sched_getaffinity(0)) // 4)
+    return max(1, usable_cores() // 4)
 
 
 def _check(args: argparse.Namespace, workers: int) -> None:

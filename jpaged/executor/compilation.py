@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from jpaged.cores import usable_cores
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, SamplingVariant
 from jpaged.executor import programs, sampler, sampling_records, sampling_state
 from jpaged.executor.beams import beams_layout, move_beams_step
@@ -224,7 +225,7 @@ class Compiler:
         self._full = self._full_of_shard._replace(token_counts=counts)
         self._full_specs = jax.tree.map(lambda _: WHOLE, self._full)._replace(token_counts=TOKEN_COUNTS)
         self._helpers = helpers
-        self._threads = threads or WorkerThreads(len(os.sched_getaffinity(0)))
+        self._threads = threads or WorkerThreads(usable_cores())
         self._cache = ExecutableCache(
             cache_directory("programs"), (model.config, model.vocab_size, model.dtype, config, mesh.key), kept_on
         )

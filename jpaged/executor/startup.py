@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineArgs
+from jpaged.cores import usable_cores
 from jpaged.engine.interface import Executor
 from jpaged.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor import sampling_state
@@ -159,7 +160,7 @@ def _start_on(
     rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
 
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     with (
         WorkerThreads(1) as loader,
         WorkerThreads(cores, interrupt.check) as threads,
@@ -239,7 +240,7 @@ def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> Abstract
     count = chosen_processes(os.environ)
     if count is None:
         spare = [unreserved_device_memory(device) for device in mesh.local_devices]
-        count = helpful_processes(len(os.sched_getaffinity(0)), min(spare))
+        count = helpful_processes(usable_cores(), min(spare))
     directory = cache_directory("programs")
     if directory is None or not ExecutableCache.has_room(directory) or jax.process_count() > 1:
         return nullcontext()

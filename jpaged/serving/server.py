@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import signal
 import socket
 import sys
@@ -16,6 +15,7 @@ from types import ModuleType
 import uvicorn
 
 from jpaged.config import EngineArgs
+from jpaged.cores import usable_cores
 from jpaged.errors import InvalidParameterError
 from jpaged.garbage import set_objects_apart
 from jpaged.serving.app import build_app
@@ -43,12 +43,12 @@ def keep_torch_out() -> None:
 
 
 def default_api_workers(num_replicas: int) -> int:
-    """One for every four cores that this process may use, and at most four; with several replicas one.
+    """One for every four `usable_cores`, and at most four; with several replicas one.
 
     It alone then knows which replica has which prefix, and numbers the requests that have no seed. What several are
     worth to one replica is in docs/performance.md (Serving).
     """
-    return 1 if num_replicas > 1 else min(4, max(1, len(os.sched_getaffinity(0)) // 4))
+    return 1 if num_replicas > 1 else min(4, max(1, usable_cores() // 4))
 
 
 @dataclass(frozen=True, kw_only=True)
