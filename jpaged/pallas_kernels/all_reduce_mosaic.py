@@ -7,7 +7,8 @@
         4. residual[r] + parts[r] + sum over p of inbox[g % 2, slot of p, r] --> residual[r], norm --> normed[r]
 
 A CTA of many rows does that chunk by chunk, and counts chunks in its signals. Between the stores of a chunk and its
-signal comes the sum of the chunk before, so that NVLink is busy while rows are added, and nobody waits for the fence:
+signal comes the sum of the chunk before, so that NVLink is busy while rows are added, and the fence has little left to
+wait for:
 
     store 0, signal 0,   store 1, wait 0, add 0, signal 1,   store 2, wait 1, add 1, signal 2,   ...
 
@@ -121,8 +122,7 @@ def all_reduce_add_norm(
     dtype = parts.dtype
     layout = _layout(hidden)
     ctas = min(rows, MAX_CTAS)
-    most_chunks = pl.cdiv(pl.cdiv(max_rows, MAX_CTAS), _CHUNK)
-    numbers = pl.next_power_of_2(most_chunks)  # of a generation's chunks; signals then wrap around as integers do
+    most_chunks = pl.cdiv(pl.cdiv(max_rows, MAX_CTAS), _CHUNK)  # of any call: signals rise by as many a generation
     vectors = [one for one in (bias, scale) if one is not None]
 
     def read(ref: Any) -> jax.Array:
@@ -134,8 +134,8 @@ def all_reduce_add_norm(
         me = peers_ref[num_devices, 0]
         generation = signals_ref[num_devices, cta] + 1
         others = [lax.rem(me + ahead, num_devices) for ahead in range(1, num_devices)]  # which spreads them over links
-        inboxes = [_address(peers_ref, device, _INBOX) for device in others]
-        signals = [_address(peers_ref, device, _SIGNALS) for device in others]
+        peer_inboxes = [_address(peers_ref, device, _INBOX) for device in others]
+        peer_signals = [_address(peers_ref, device, _SIGNALS) for device in others]
         given = iter(refs)
         bias_row = None if bias is None else read(next(given)).astype(jnp.float32)
         scale_row = None if scale is None else read(next(given))
@@ -145,15 +145,15 @@ def all_reduce_add_norm(
             return (((generation & 1) * (num_devices - 1) + slot) * max_rows + row) * hidden
 
         def push(row: Any, x: jax.Array) -> None:
-            # Of what a device receives, the one behind it in the ring comes first, itself would be last.
+            # A device's slot s is for rows of the device s + 1 after it in the ring; the last would be for its own.
             firsts = [place(num_devices - 2 - ahead, row) for ahead in range(num_devices - 1)]
-            _push(x, layout, firsts, inboxes)
+            _push(x, layout, firsts, peer_inboxes)
 
         def tell(chunk: Any) -> None:
-            _tell_peers(generation * numbers + chunk, me * signals_ref.shape[1] + cta, signals)
+            _tell_peers(generation * most_chunks + chunk, me * signals_ref.shape[1] + cta, peer_signals)
 
         def wait(chunk: Any) -> None:
-            _wait_for_peers(signals_ref, cta, generation * numbers + chunk, others)
+            _wait_for_peers(signals_ref, cta, generation * most_chunks + chunk, others)
 
         def add(row: Any, before: jax.Array) -> None:
             total = jnp.zeros((hidden,), jnp.float32)
@@ -277,38 +277,38 @@ def _read_part(parts_ref: Any, own: Any, inbox_ref: Any, sent: Any, is_own: Any,
     return read(parts_ref, inbox_ref, own, sent, is_own)
 
 
-def _tell_peers(generation: Any, first: Any, signals: list[tuple[Any, Any]]) -> None:
-    """After all threads' stores: sets this device's signal, which is their integer `first`, on every peer."""
+def _tell_peers(signal: Any, first: Any, signals: list[tuple[Any, Any]]) -> None:
+    """After all threads' stores: sets this device's signal, which is integer `first` of the signals, on every peer."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,) * (2 + 2 * len(signals)))
-    def tell(ctx: Any, generation: Any, first: Any, *halves: Any) -> None:
+    def tell(ctx: Any, signal: Any, first: Any, *halves: Any) -> None:
         del ctx
         mgpu.warpgroup_barrier()
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
             # All threads' stores come before the signals: by the barrier before the fence, which is cumulative.
             instruction("fence.acq_rel.sys;")
-            reached = scalar(generation)
+            reached = scalar(signal)
             for low, high in zip(halves[::2], halves[1::2], strict=True):
                 there = offset(_pointer(low, high), scalar(first), reached.type)
                 instruction("st.relaxed.sys.global.b32 [$0], $1;", there, reached)
 
-    tell(generation, first, *(half for address in signals for half in address))
+    tell(signal, first, *(half for address in signals for half in address))
 
 
-def _wait_for_peers(signals_ref: Any, cta: Any, generation: Any, senders: list[Any]) -> None:
-    """Until every peer's signal here has reached the generation; all threads then see what came before it."""
+def _wait_for_peers(signals_ref: Any, cta: Any, signal: Any, senders: list[Any]) -> None:
+    """Until every peer's signal here has reached `signal`; all threads then see what came before it."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * (2 + len(senders))))
-    def wait(ctx: Any, signals: Any, cta: Any, generation: Any, *senders: Any) -> None:
+    def wait(ctx: Any, signals: Any, cta: Any, signal: Any, *senders: Any) -> None:
         del ctx
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            wanted = scalar(generation)
+            wanted = scalar(signal)
             for sender in senders:
                 here = mgpu.utils.memref_ptr(_part(signals, scalar(sender), scalar(cta)))
                 loop = scf.WhileOp([], [])
                 with ir.InsertionPoint(loop.before.blocks.append()):
                     found = instruction("ld.relaxed.sys.global.b32 $0, [$1];", here, result=wanted.type)
-                    behind = arith.subi(found, wanted)  # a peer may be one ahead, and numbers wrap around
+                    behind = arith.subi(found, wanted)  # a peer may be ahead, and signals wrap around
                     scf.condition(arith.cmpi(arith.CmpIPredicate.slt, behind, constant(0)), [])
                 with ir.InsertionPoint(loop.after.blocks.append()):
                     scf.yield_([])
@@ -316,7 +316,7 @@ def _wait_for_peers(signals_ref: Any, cta: Any, generation: Any, senders: list[A
             instruction("fence.acq_rel.sys;")
         mgpu.warpgroup_barrier()
 
-    wait(signals_ref, cta, generation, *senders)
+    wait(signals_ref, cta, signal, *senders)
 
 
 def _pointer(low: Any, high: Any) -> Any:
