@@ -5,8 +5,8 @@
             stream.add(*mlp(stream.normed(mlp_norm)))                       `normed` is what the next layer reads
     stream.normed(norm)
 
-With an `Exchange`, a sum waits until the next norm is known, and both are one kernel. Without one,
-each sum is an all-reduce of the compiler's, and on one device there is nothing to sum.
+With an `Exchange`, a sum waits until the next norm is known, and both are one kernel. Without one, each sum is an
+all-reduce of the compiler's, and on one device there is nothing to sum.
 """
 
 from dataclasses import dataclass, field
