@@ -27,8 +27,8 @@ from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.assets import demo_model_path
 from jpaged.bench.models import CONFIGS
 
-ROWS = 256
-"""Largest step: all of them take the kernel."""
+ROWS = 2048
+"""Largest step: all of them take the kernel, where a block of threads then has several chunks of rows."""
 NUM_PROMPTS = 48
 SHAPES = ("qwen3-0.6b", "opt-125m")
 MEAN_DISTANCE = 0.2
