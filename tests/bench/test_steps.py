@@ -7,12 +7,15 @@ import pytest
 from jpaged import EngineArgs, LLMEngine
 from jpaged.bench import steps
 from jpaged.errors import InvalidParameterError
-from tests.parallel.eight_devices import call_with_eight_devices
 
 
-def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompts_take(monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def engine():
     sizes = {"max_num_seqs": 24, "max_num_batched_tokens": 24, "decode_buckets": (24,), "token_buckets": (24,)}
-    engine = LLMEngine(EngineArgs(**sizes, skip_tokenizer_init=True, verbose=False))
+    return LLMEngine(EngineArgs(**sizes, skip_tokenizer_init=True, verbose=False))
+
+
+def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompts_take(engine, monkeypatch, tmp_path):
     runner, plans, timed = engine.startup.runner, [], []
     execute, clock = runner.execute, steps.time.perf_counter
 
@@ -33,19 +36,14 @@ def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompt
     assert {(len(plan.decode_slots), len(plan.chunks)) for plan in plans[timed[0] : timed[-1]]} == {(24, 0)}
 
 
-def figure_over(num_devices: int) -> dict:
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_kernels_and_floor_are_those_of_one_device(engine, num_devices, monkeypatch):
     """As if each device had run two kernels in each of the 8 recorded steps, of 0.5 ms each."""
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "decode_buckets": (8,), "token_buckets": (32,)}
-    engine = LLMEngine(EngineArgs(**sizes, tensor_parallel_size=num_devices, skip_tokenizer_init=True, verbose=False))
-    steps.kernel_times = lambda profiles: {"k": (8.0 * num_devices, 16 * num_devices)}
+    monkeypatch.setattr(steps, "kernel_times", lambda profiles: {"k": (8.0 * num_devices, 16 * num_devices)})
     given = ["--model", "m", "--steps", "16", "--context", "8", "--tensor-parallel-size", str(num_devices)]
-    return steps.measure(engine, 8, steps.parser().parse_args(given))
-
-
-def test_over_two_devices_kernels_and_floor_are_those_of_one():
-    one, two = (call_with_eight_devices("tests.bench.test_steps:figure_over", size) for size in (1, 2))
-    assert two["kernels"] == one["kernels"] == [{"name": "k", "ms": 1.0, "count": 2.0}]
-    assert two["floor_ms"] == pytest.approx(one["floor_ms"] / 2)
+    figure = steps.measure(engine, 8, steps.parser().parse_args([*given, "--read-gb-per-s", "1"]))
+    assert figure["kernels"] == [{"name": "k", "ms": 1.0, "count": 2.0}]
+    assert figure["floor_ms"] == pytest.approx(steps.step_bytes(engine, 8, 8) / 1e6 / num_devices)
 
 
 def test_more_sequences_than_decode_at_once_are_refused_before_anything_is_timed():
