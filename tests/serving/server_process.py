@@ -90,10 +90,21 @@ class Server:
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"jpaged:{name}{{"))
 
-    def log_with(self, text: str, times: int = 1) -> str:
+    def wait_until_refusing(self) -> None:
+        """Until none of its processes listens: each stops to when it begins to drain."""
+        end = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=60).close()
+            except ConnectionRefusedError:
+                return
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.02)
+
+    def log_with(self, text: str) -> str:
         """Its log, once this is in it: a request's line is written after the last byte of its answer."""
         end = time.monotonic() + 60
-        while (log := self.log.read_text()).count(text) < times:
+        while text not in (log := self.log.read_text()):
             assert time.monotonic() < end, log
             time.sleep(0.02)
         return log

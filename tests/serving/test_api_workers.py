@@ -193,6 +193,7 @@ def test_sigterm_drains_every_api_process(tmp_path):
     with server.engines_standing_still():
         server.process.send_signal(signal.SIGTERM)
         server.log_with("draining")
+        server.wait_until_refusing()
     last = [list(stream)[-1]["choices"][0]["finish_reason"] for stream in seen]
     for stream in streams:
         stream.__exit__(None, None, None)
