@@ -31,6 +31,9 @@ block waits for those of the same number on the other devices, so all have to fi
 MIN_MULTIPROCESSORS = 132
 """Where they fit whatever their registers: two blocks of 128 threads on each."""
 
+_MOST_ELEMENTS = 2**31
+"""Of an inbox, which the kernel counts in 32 bits."""
+
 
 def initial_all_reduce_state(
     num_devices: int, max_rows: int, hidden: int, dtype: Any
@@ -48,8 +51,8 @@ def initial_all_reduce_state(
 
 
 def most_rows(num_devices: int, hidden: int) -> int:
-    """For which the kernel, which counts the inbox's elements in 32 bits, finds its way there."""
-    return 2**31 // (2 * max(1, num_devices - 1) * hidden)
+    """That the inboxes of so many devices, two or more, may have room for."""
+    return _MOST_ELEMENTS // (2 * (num_devices - 1) * hidden)
 
 
 def all_reduce_unsupported(hidden: int, dtype: Any, num_devices: int) -> str | None:
@@ -102,11 +105,12 @@ def all_reduce_add_norm(
     rows = parts.shape[0]
     if rows > max_rows:
         raise ValueError(f"parts has {rows} rows, more than the {max_rows} that inbox has room for")
-    if max_rows > (most := most_rows(num_devices, hidden)):
-        raise ValueError(f"inbox has room for {max_rows} rows of {hidden}, more than the {most} that can be counted")
     check.check_array(
         "inbox", inbox, inbox.dtype, "2, devices - 1, max_rows, hidden", (2, num_devices - 1, None, hidden)
     )
+    if inbox.size > _MOST_ELEMENTS:
+        most = most_rows(num_devices, hidden)
+        raise ValueError(f"inbox has room for {max_rows} rows of {hidden}, more than the {most} that can be counted")
     check.check_int32("signals", signals, "devices + 1, blocks", (num_devices + 1, min(max_rows, MAX_CTAS)))
     check.check_int32("peers", peers, "devices + 1, 4", (num_devices + 1, 4))
     for name, x in (("parts", parts), ("residual", residual)):

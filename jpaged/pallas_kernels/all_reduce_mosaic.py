@@ -253,11 +253,10 @@ def _read_part(parts_ref: Any, own: Any, inbox_ref: Any, sent: Any, is_own: Any,
     """A row [hidden], of this device's parts from their element `own` on or of its inbox from `sent` on. An address is
     chosen, not a branch, so that loads of several devices' parts are on their way together.
     """
-    row = plgpu.ShapeDtypeStruct(parts_ref.shape[1:], parts_ref.dtype, layout=layout)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3),
-        return_type=row,
+        return_type=plgpu.ShapeDtypeStruct(parts_ref.shape[1:], parts_ref.dtype, layout=layout),
     )
     def read(ctx: Any, parts: Any, inbox: Any, own: Any, sent: Any, is_own: Any) -> Any:
         del ctx

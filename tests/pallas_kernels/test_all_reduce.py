@@ -1,7 +1,7 @@
 """What the one-shot all-reduce takes, and its XLA implementation. That the kernel compiles is in `test_mosaic_compile`,
 in which order it stores and reads in `test_all_reduce_protocol`; it runs on several GPUs only
-(`tools/one_shot_drill.py`, `benchmarks/all_reduce.py`). Over several CPU devices the XLA
-implementation runs in `tests/parallel`."""
+(`tools/one_shot_drill.py`, `benchmarks/all_reduce.py`). Over several CPU devices the XLA implementation runs in
+`tests/parallel`."""
 
 from functools import partial
 
