@@ -8,8 +8,8 @@ floor: the bytes a step must read (weights and the KV cache of its tokens) over 
     busy     time in which the device ran a kernel, of a step recorded by the profiler
     kernels  the busy time by kernel, largest first
 
-Of a model over several devices (`--tensor-parallel-size`), floor, busy and kernels are one device's, the
-mean over them.
+Of a model over several devices (`--tensor-parallel-size`), floor, busy and kernels are one device's, the mean over
+them.
 
 While it records, the profiler makes XLA launch kernel by kernel instead of as CUDA graphs, so `wall` comes from
 steps that it does not see.
@@ -159,6 +159,7 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
     steps = args.steps // 2 * args.tensor_parallel_size  # as many on each device
     while engine.has_unfinished_requests():
         engine.step()
+    bytes_per_s = args.tensor_parallel_size * args.read_gb_per_s * 1e9
     table = sorted(
         ({"name": name, "ms": ms / steps, "count": count / steps} for name, (ms, count) in kernels.items()),
         key=lambda kernel: -kernel["ms"],
@@ -169,10 +170,7 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
         "wall_ms": statistics.median(groups),
         "wall_least_ms": min(groups),
         "wall_most_ms": max(groups),
-        "floor_ms": 1e3
-        * step_bytes(engine, batch, args.context)
-        / args.tensor_parallel_size
-        / (args.read_gb_per_s * 1e9),
+        "floor_ms": 1e3 * step_bytes(engine, batch, args.context) / bytes_per_s,
         "busy_ms": sum(kernel["ms"] for kernel in table),
         "launches": sum(kernel["count"] for kernel in table),
         "kernels": table,
