@@ -6,7 +6,7 @@
                    weights            split as `models.sharding` says
                    KV pool            over the key-value heads: a shard has its heads' part of every block
                    token counts       over the vocabulary
-                   inbox, signals     each device's own (`pallas_kernels.all_reduce`)
+                   inbox, generations each device's own (`pallas_kernels.all_reduce`)
                    everything else    whole on each: slot state, block tables, sampling parameters, packed buffers
 
 Every shard computes the same slot state from the same sampled tokens, so one block table and one packed buffer serve
@@ -37,7 +37,7 @@ POOL = PartitionSpec(None, None, MODEL_AXIS)
 STAGING = PartitionSpec(None, None, None, MODEL_AXIS)
 """[layers, blocks, 2, kv_heads, block_size, head_dim]"""
 EXCHANGE = PartitionSpec(MODEL_AXIS)
-"""Inbox and signals of the one-shot all-reduce, each device's own, side by side."""
+"""Inbox and generations of the one-shot all-reduce, each device's own, side by side."""
 TOKEN_COUNTS = PartitionSpec(None, MODEL_AXIS)
 """[slots, vocab]"""
 
@@ -104,11 +104,11 @@ class DeviceMesh:
         in_shardings = jax.tree.map(partial(jax.sharding.NamedSharding, self._mesh), specs)
         return jax.jit(mapped, in_shardings=in_shardings, donate_argnums=donate)
 
-    def zeros(self, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        """An array of zeros; no device holds more of it than its shard."""
+    def full(self, leaf: jax.ShapeDtypeStruct, value: int) -> jax.Array:
+        """An array of this value everywhere; no device holds more of it than its shard."""
         if self._mesh is None:
-            return jnp.zeros(leaf.shape, leaf.dtype)
-        return jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
+            return jnp.full(leaf.shape, value, leaf.dtype)
+        return jax.jit(partial(jnp.full, leaf.shape, value, leaf.dtype), out_shardings=leaf.sharding)()
 
     def whole(self, tree: Any) -> Any:
         """Arrays, each on every device."""

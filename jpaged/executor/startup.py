@@ -56,7 +56,9 @@ from jpaged.executor.worker_threads import WorkerThreads
 from jpaged.garbage import set_objects_apart
 from jpaged.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build, load
+from jpaged.models.collectives import ExchangeState
 from jpaged.models.sharding import load_sharded
+from jpaged.pallas_kernels.all_reduce import EMPTY
 
 log = logging.getLogger("jpaged.startup")
 
@@ -192,7 +194,7 @@ def _start_on(
             weights = loading.result()
 
     with _timed(seconds, "warm up"):
-        pools = tuple(mesh.zeros(mesh.split(pool, POOL)) for pool in abstract_pools(config, shard, dtype))
+        pools = tuple(mesh.full(mesh.split(pool, POOL), 0) for pool in abstract_pools(config, shard, dtype))
         runner = Runner(
             config,
             programs,
@@ -202,8 +204,7 @@ def _start_on(
             pools,
             mesh.whole(initial_slot_state(config)),
             mesh.whole(sampling_state.init_state(config.max_num_seqs)),
-            # Zeros everywhere before any program runs: peers write to it as soon as they do.
-            jax.block_until_ready(jax.tree.map(mesh.zeros, abstract_exchange(config, shard, mesh))),
+            _initial_exchange(config, shard, mesh),
         )
         runner.warm_up()
     kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
@@ -211,6 +212,14 @@ def _start_on(
     _log_costs(distinct)
     origins = Counter(program.origin for program in distinct)
     return Startup(args, runner, model, config, memory, origins, kind, seconds)
+
+
+def _initial_exchange(config: ExecutorConfig, shard: Model, mesh: DeviceMesh) -> ExchangeState | None:
+    """On all devices before any program runs: peers write to it as soon as theirs do."""
+    shapes = abstract_exchange(config, shard, mesh)
+    if shapes is None:
+        return None
+    return jax.block_until_ready(ExchangeState(mesh.full(shapes.inbox, EMPTY), mesh.full(shapes.generations, 0)))
 
 
 def _log_costs(programs: Collection[Program]) -> None:

@@ -74,7 +74,7 @@ class ExchangeState(NamedTuple):
     """What the one-shot all-reduce keeps on each device from call to call: `initial_all_reduce_state`."""
 
     inbox: Any
-    signals: Any
+    generations: Any
 
 
 @jax.tree_util.register_dataclass
@@ -95,13 +95,14 @@ class Exchange:
     def begin(cls, state: ExchangeState, collectives: Collectives, backend: str | None) -> Self:
         """At the beginning of a program."""
         assert collectives.axis is not None
-        peers = all_reduce_peers(*state, axis=collectives.axis, num_devices=collectives.size, backend=backend)
+        peers = all_reduce_peers(state.inbox, axis=collectives.axis, num_devices=collectives.size, backend=backend)
         return cls(state, peers, collectives, backend)
 
     def takes(self, part: jax.Array) -> bool:
         """Whether it can sum [T, width] over shards: rows of the width it was made for, and no more than it holds."""
-        _, _, max_rows, hidden = self.state.inbox.shape
-        return part.shape[0] <= max_rows and part.shape[1] == hidden
+        _, _, max_rows, words = self.state.inbox.shape
+        rows, width = part.shape
+        return rows <= max_rows and width * part.dtype.itemsize == words * 4
 
     def add(
         self,
@@ -113,7 +114,7 @@ class Exchange:
     ) -> tuple[jax.Array, jax.Array | None]:
         """x [T, hidden], the sum of all shards' parts and the bias together; and their RMS norm, given its scale."""
         assert self.collectives.axis is not None
-        inbox, signals, x, normed = all_reduce_add_norm(
+        inbox, generations, x, normed = all_reduce_add_norm(
             *self.state,
             self.peers,
             part,
@@ -125,7 +126,7 @@ class Exchange:
             num_devices=self.collectives.size,
             backend=self.backend,
         )
-        self.state = ExchangeState(inbox, signals)
+        self.state = ExchangeState(inbox, generations)
         return x, normed
 
     def become(self, other: "Exchange") -> None:

@@ -31,28 +31,32 @@ block waits for those of the same number on the other devices, so all have to fi
 MIN_MULTIPROCESSORS = 132
 """Where they fit whatever their registers: two blocks of 128 threads on each."""
 
-_MOST_ELEMENTS = 2**31
+EMPTY = -1
+"""A word of an inbox that has not arrived: as 16-bit floats, two NaNs."""
+
+_MOST_WORDS = 2**31
 """Of an inbox, which the kernel counts in 32 bits."""
 
 
 def initial_all_reduce_state(
     num_devices: int, max_rows: int, hidden: int, dtype: Any
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Shapes of a device's inbox and signals, which begin as zeros.
+    """Shapes of a device's inbox and generations, int32; the inbox begins as EMPTY, generations as zeros.
 
-    They have to be zeros on every device before the first call is dispatched (`jax.block_until_ready`): a device that
-    filled them after a faster peer's first signal would wipe it out, and wait for ever.
+    They have to be that on every device before the first call is dispatched (`jax.block_until_ready`): a device that
+    filled them after a faster peer's first row would wipe it out, and wait for ever.
 
-    inbox [2, devices - 1, max_rows, hidden], by generation and sender. signals int32 [devices + 1, blocks of threads]:
-    each sender's last signal, and behind them this device's own last generation.
+    inbox [2, devices - 1, max_rows, words], by generation and sender. generations [blocks of threads]: the calls that
+    each took part in.
     """
-    inbox = jax.ShapeDtypeStruct((2, num_devices - 1, max_rows, hidden), dtype)
-    return inbox, jax.ShapeDtypeStruct((num_devices + 1, min(max_rows, MAX_CTAS)), jnp.int32)
+    words = hidden * jnp.dtype(dtype).itemsize // 4
+    inbox = jax.ShapeDtypeStruct((2, num_devices - 1, max_rows, words), jnp.int32)
+    return inbox, jax.ShapeDtypeStruct((min(max_rows, MAX_CTAS),), jnp.int32)
 
 
 def most_rows(num_devices: int, hidden: int) -> int:
-    """That the inboxes of so many devices, two or more, may have room for."""
-    return _MOST_ELEMENTS // (2 * (num_devices - 1) * hidden)
+    """Of 16-bit floats, that the inboxes of so many devices, two or more, may have room for."""
+    return _MOST_WORDS // ((num_devices - 1) * hidden)
 
 
 def all_reduce_unsupported(hidden: int, dtype: Any, num_devices: int) -> str | None:
@@ -60,18 +64,16 @@ def all_reduce_unsupported(hidden: int, dtype: Any, num_devices: int) -> str | N
     return mosaic_missing() or import_module(_MODULE).unsupported(hidden, dtype, num_devices)
 
 
-def all_reduce_peers(
-    inbox: jax.Array, signals: jax.Array, *, axis: str, num_devices: int, backend: str | None = None
-) -> jax.Array:
-    """Where the other devices have their inbox and signals: int32 [devices + 1, 4], for `all_reduce_add_norm` alone."""
-    if _backend(inbox, num_devices, backend) == "xla":
-        return jnp.zeros((num_devices + 1, 4), jnp.int32)
-    return import_module(_MODULE).all_reduce_peers(inbox, signals, axis=axis, num_devices=num_devices)
+def all_reduce_peers(inbox: jax.Array, *, axis: str, num_devices: int, backend: str | None = None) -> jax.Array:
+    """Where the other devices have their inboxes: int32 [devices, 2], for `all_reduce_add_norm` alone."""
+    if _backend(inbox.shape[3] * 2, jnp.bfloat16, num_devices, backend) == "xla":
+        return jnp.zeros((num_devices, 2), jnp.int32)
+    return import_module(_MODULE).all_reduce_peers(inbox, axis=axis, num_devices=num_devices)
 
 
 def all_reduce_add_norm(
     inbox: jax.Array,
-    signals: jax.Array,
+    generations: jax.Array,
     peers: jax.Array,
     parts: jax.Array,
     residual: jax.Array,
@@ -86,8 +88,8 @@ def all_reduce_add_norm(
     """residual + the sum of all devices' parts + bias, in float32 and rounded once, and its RMS norm.
 
     Args:
-        inbox, signals: of `initial_all_reduce_state`, as the call before left them.
-        peers: of `all_reduce_peers`, for these arrays.
+        inbox, generations: of `initial_all_reduce_state`, as the call before left them.
+        peers: of `all_reduce_peers`, for this inbox.
         parts: [rows, hidden], each device's own; at most max_rows rows.
         residual: [rows, hidden], the same on every device.
         bias: [hidden], added once.
@@ -95,55 +97,51 @@ def all_reduce_add_norm(
         axis: the mesh's one axis, along which `num_devices` lie; those of one process, in JAX's order.
         backend: None (by device), "xla" or "mosaic".
     Returns:
-        inbox, signals, the new residual [rows, hidden] and its norm, or None; of the same bits on all devices.
+        inbox, generations, the new residual [rows, hidden] and its norm, or None; of the same bits on all devices.
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    check.check_rank("inbox", inbox, "2, devices - 1, max_rows, hidden")
-    max_rows, hidden = inbox.shape[2:]
+    check.check_rank("inbox", inbox, "2, devices - 1, max_rows, words")
     check.check_rank("parts", parts, "rows, hidden")
-    rows = parts.shape[0]
+    max_rows = inbox.shape[2]
+    rows, hidden = parts.shape
     if rows > max_rows:
         raise ValueError(f"parts has {rows} rows, more than the {max_rows} that inbox has room for")
-    check.check_array(
-        "inbox", inbox, inbox.dtype, "2, devices - 1, max_rows, hidden", (2, num_devices - 1, None, hidden)
-    )
-    if inbox.size > _MOST_ELEMENTS:
+    words = hidden * parts.dtype.itemsize // 4
+    check.check_int32("inbox", inbox, "2, devices - 1, max_rows, words", (2, num_devices - 1, None, words))
+    if inbox.size > _MOST_WORDS:
         most = most_rows(num_devices, hidden)
         raise ValueError(f"inbox has room for {max_rows} rows of {hidden}, more than the {most} that can be counted")
-    check.check_int32("signals", signals, "devices + 1, blocks", (num_devices + 1, min(max_rows, MAX_CTAS)))
-    check.check_int32("peers", peers, "devices + 1, 4", (num_devices + 1, 4))
-    for name, x in (("parts", parts), ("residual", residual)):
-        check.check_array(name, x, inbox.dtype, "rows, hidden", (rows, hidden))
+    check.check_int32("generations", generations, "blocks", (min(max_rows, MAX_CTAS),))
+    check.check_int32("peers", peers, "devices, 2", (num_devices, 2))
+    check.check_array("residual", residual, parts.dtype, "rows, hidden", (rows, hidden))
     for name, one in (("bias", bias), ("scale", scale)):
         if one is not None:
-            check.check_array(name, one, inbox.dtype, "hidden", (hidden,))
-    if _backend(inbox, num_devices, backend) == "xla":
-        return _with_psum(inbox, signals, parts, residual, bias, scale, norm_eps, axis, num_devices)
+            check.check_array(name, one, parts.dtype, "hidden", (hidden,))
+    if _backend(hidden, parts.dtype, num_devices, backend) == "xla":
+        return _with_psum(inbox, generations, parts, residual, bias, scale, norm_eps, axis)
     return import_module(_MODULE).all_reduce_add_norm(
-        inbox, signals, peers, parts, residual, bias, scale, num_devices=num_devices, norm_eps=float(norm_eps)
+        inbox, generations, peers, parts, residual, bias, scale, num_devices=num_devices, norm_eps=float(norm_eps)
     )
 
 
-def _backend(inbox: jax.Array, num_devices: int, backend: str | None) -> str:
-    hidden, dtype = inbox.shape[3], inbox.dtype
+def _backend(hidden: int, dtype: Any, num_devices: int, backend: str | None) -> str:
     return pick("all_reduce_add_norm", backend, lambda: all_reduce_unsupported(hidden, dtype, num_devices))
 
 
 def _with_psum(
     inbox: jax.Array,
-    signals: jax.Array,
+    generations: jax.Array,
     parts: jax.Array,
     residual: jax.Array,
     bias: jax.Array | None,
     scale: jax.Array | None,
     norm_eps: float,
     axis: str,
-    num_devices: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     total = residual.astype(jnp.float32) + lax.psum(parts.astype(jnp.float32), axis)
     if bias is not None:
         total = total + bias.astype(jnp.float32)
     summed = total.astype(residual.dtype)
-    signals = signals.at[num_devices, : min(parts.shape[0], MAX_CTAS)].add(1)
-    return inbox, signals, summed, None if scale is None else rms_norm(summed, scale, norm_eps)
+    generations = generations + (jnp.arange(generations.size) < parts.shape[0])
+    return inbox, generations, summed, None if scale is None else rms_norm(summed, scale, norm_eps)

@@ -1,27 +1,28 @@
 """One-shot all-reduce, added to the residual stream and normed, in one Mosaic GPU kernel (Hopper, NVLink).
 
     device d, CTA c, generation g; its rows are r = c, c + 264, ...
-        1. parts[r] --stores--> inbox[g % 2, slot of d, r] of every other device
-        2. fence; signals[d, c] = g of every other device
-        3. wait until signals[p, c] of this device has reached g, for every other p
-        4. residual[r] + parts[r] + sum over p of inbox[g % 2, slot of p, r] --> residual[r], norm --> normed[r]
+        1. parts[r] --stores--> inbox[g % 2, place of d, r] of every other device
+        2. residual[r] + parts[r] + sum over p of inbox[g % 2, place of p, r] --> residual[r], norm --> normed[r],
+           each word waited for until it is there, and then made EMPTY
 
-A CTA of many rows does that chunk by chunk, and counts chunks in its signals. Between the stores of a chunk and its
-signal comes the sum of the chunk before, so that NVLink is busy while rows are added, and the fence has little left to
-wait for:
+No signals and no fences: a word says by itself that it has arrived. An inbox begins as words that no sender sends
+(EMPTY: two NaNs; a sender whose own two are these sends others), a thread loads its words until all of them are others,
+and writes EMPTY over them again (the Lamport protocol of NCCL's LL and TensorRT-LLM, with data that is its own flag).
+So a sum takes one trip over NVLink, and as threads send some rows before they await the first, NVLink is busy while
+rows are added. Loads and stores are relaxed ones at system scope, and each word of 32 bits is looked at by itself: no
+order between words is needed.
 
-    store 0, signal 0,   store 1, wait 0, add 0, signal 1,   store 2, wait 1, add 1, signal 2,   ...
+The sum goes over devices in their order, in float32, so every device comes to the same bits.
 
-One trip over NVLink: data is pushed, then the signal behind it. The sum goes over devices in their order, in float32,
-so every device comes to the same bits. Nobody waits at the end: device p can write generation g + 2 over what a device
-reads in generation g only after it got that device's signal of g + 1, hence after that one's kernel of g had ended.
-CTA c meets CTAs c of the other devices only, and a row is always the same CTA's, so calls of any numbers of rows follow
-one another as they like. No CTA waits for another of its own device, and all of a call fit there at once, so that each
-gets to run whatever order they start in.
+Nobody waits at the end. Before device p sends what belongs where p's words of generation g were, in g + 2, it has got
+every other device's words of g + 1; so their kernels of g have ended, and with them what made the words EMPTY. CTA c
+meets CTAs c of the other devices only, and a row is always the same CTA's, so calls of any numbers of rows follow one
+another as they like. No CTA waits for another of its own device, and all of a call fit there at once, so that each gets
+to run whatever order they start in.
 
-Inbox and signals are state of the caller: zeros at first, the same arrays in all calls of all programs, and all devices
-make the same calls in the same order. Peers write to them at any time, also before this device's call begins, so they
-must stay where they are: programs take them donated, and never a copy. Plain loads and stores; no multicast.
+Inbox and generations are state of the caller: the same arrays in all calls of all programs, and all devices make the
+same calls in the same order. Peers write to the inbox at any time, also before this device's call begins, so it must
+stay where it is: programs take it donated, and never a copy. Plain loads and stores; no multicast.
 
 Addresses: XLA tells a kernel that asks for it where the peers' copies of its arguments are ("collective metadata"). It
 exchanges them between the devices' threads before each run of the program, kernel by kernel, so one small kernel a
@@ -44,14 +45,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
-from jpaged.pallas_kernels.all_reduce import MAX_CTAS
+from jpaged.pallas_kernels.all_reduce import EMPTY, MAX_CTAS
 from jpaged.pallas_kernels.inline_mosaic import constant, instruction, offset, scalar
 
 _THREADS = 128
-_CHUNK = 4
-"""Rows that a CTA of many stores between two signals."""
-_INBOX, _SIGNALS = 0, 2
-"""Columns of `peers` where the halves of an address begin. Its last row begins with this device's own number."""
+_WORDS = 64
+"""Most words that a thread has on their way at once: of the rows that it sends first, and of those that it awaits."""
 
 
 def unsupported(hidden: int, dtype: Any, num_devices: int) -> str | None:
@@ -74,39 +73,38 @@ def _layout(hidden: int) -> Any:
 
 
 @partial(jax.jit, static_argnames=("axis", "num_devices"))
-def all_reduce_peers(inbox: jax.Array, signals: jax.Array, *, axis: str, num_devices: int) -> jax.Array:
+def all_reduce_peers(inbox: jax.Array, *, axis: str, num_devices: int) -> jax.Array:
     """`all_reduce_peers` of the package, checked."""
 
-    def body(inbox_ref: Any, signals_ref: Any, out_ref: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, plgpu.Layout.WG_SPLAT))
-        def find(ctx: Any, inbox: Any, signals: Any, out: Any, me: Any) -> None:
-            own = scalar(me)
-            zero = constant(0)
-            i64 = ir.IntegerType.get_signless(64)
+    def body(inbox_ref: Any, out_ref: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+        def find(ctx: Any, inbox: Any, out: Any, me: Any) -> None:
+            own, i64 = scalar(me), ir.IntegerType.get_signless(64)
             with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-                for device in range(num_devices):
-                    peer = constant(device)
-                    for column, first in ((_INBOX, _part(inbox, zero, zero, zero)), (_SIGNALS, _part(signals, zero))):
-                        there = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ctx.to_remote(first, peer)))
-                        high = arith.shrui(there, constant(32, 64))
-                        for half, value in enumerate((there, high)):
-                            _store(arith.trunci(own.type, value), out, device, column + half)
-                _store(own, out, num_devices, 0)
+                for ahead in range(1, num_devices):
+                    device = arith.remui(arith.addi(own, constant(ahead)), constant(num_devices))
+                    is_later = arith.extui(own.type, arith.cmpi(arith.CmpIPredicate.ugt, own, device))
+                    first = _part(inbox, constant(0), arith.subi(own, is_later), constant(0))
+                    there = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ctx.to_remote(first, device)))
+                    high = arith.shrui(there, constant(32, 64))
+                    for half, value in enumerate((there, high)):
+                        _store(arith.trunci(own.type, value), out, ahead - 1, half)
+                _store(own, out, num_devices - 1, 0)
 
-        find(inbox_ref, signals_ref, out_ref, lax.axis_index(axis))
+        find(inbox_ref, out_ref, lax.axis_index(axis))
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_devices + 1, 4), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((num_devices, 2), jnp.int32),
         compiler_params=plgpu.CompilerParams(skip_device_barrier=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="all_reduce_peers",
-    )(inbox, signals)
+    )(inbox)
 
 
 @partial(jax.jit, static_argnames=("num_devices", "norm_eps"))
 def all_reduce_add_norm(
     inbox: jax.Array,
-    signals: jax.Array,
+    generations: jax.Array,
     peers: jax.Array,
     parts: jax.Array,
     residual: jax.Array,
@@ -118,52 +116,47 @@ def all_reduce_add_norm(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """`all_reduce_add_norm` of the package, checked."""
     rows, hidden = parts.shape
-    max_rows = inbox.shape[2]
+    max_rows, words = inbox.shape[2:]
     dtype = parts.dtype
     layout = _layout(hidden)
-    ctas = min(rows, MAX_CTAS)
-    most_chunks = pl.cdiv(pl.cdiv(max_rows, MAX_CTAS), _CHUNK)  # of any call: signals rise by as many a generation
+    together = max(1, _WORDS // (words // _THREADS))  # rows whose words may be on their way
     vectors = [one for one in (bias, scale) if one is not None]
 
     def read(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False)
 
-    def body(inbox_ref: Any, signals_ref: Any, peers_ref: Any, x_ref: Any, in_ref: Any, *refs: Any) -> None:
+    def body(inbox_ref: Any, generations_ref: Any, peers_ref: Any, x_ref: Any, in_ref: Any, *refs: Any) -> None:
         plgpu.griddepcontrol_wait()
         cta = lax.axis_index("cta")
-        me = peers_ref[num_devices, 0]
-        generation = signals_ref[num_devices, cta] + 1
-        others = [lax.rem(me + ahead, num_devices) for ahead in range(1, num_devices)]  # which spreads them over links
-        peer_inboxes = [_address(peers_ref, device, _INBOX) for device in others]
-        peer_signals = [_address(peers_ref, device, _SIGNALS) for device in others]
+        me = peers_ref[num_devices - 1, 0]
+        inboxes = [(peers_ref[peer, 0], peers_ref[peer, 1]) for peer in range(num_devices - 1)]
+        generation = generations_ref[cta] + 1
         given = iter(refs)
-        bias_row = None if bias is None else read(next(given)).astype(jnp.float32)
+        bias_row = None if bias is None else read(next(given))
         scale_row = None if scale is None else read(next(given))
         out_ref = next(given)
 
-        def place(slot: Any, row: Any) -> Any:
-            return (((generation & 1) * (num_devices - 1) + slot) * max_rows + row) * hidden
+        def place(row: Any, sender: int = 0) -> Any:
+            """Where a row of a sender begins in an inbox, in words."""
+            return (((generation & 1) * (num_devices - 1) + sender) * max_rows + row) * words
 
-        def push(row: Any, x: jax.Array) -> None:
-            # A device's slot s is for rows of the device s + 1 after it in the ring; the last would be for its own.
-            firsts = [place(num_devices - 2 - ahead, row) for ahead in range(num_devices - 1)]
-            _push(x, layout, firsts, peer_inboxes)
+        def send(row: Any, x: jax.Array) -> None:
+            _send(x, layout, place(row), inboxes)
 
-        def tell(chunk: Any) -> None:
-            _tell_peers(generation * most_chunks + chunk, me * signals_ref.shape[1] + cta, peer_signals)
-
-        def wait(chunk: Any) -> None:
-            _wait_for_peers(signals_ref, cta, generation * most_chunks + chunk, others)
-
-        def add(row: Any, before: jax.Array) -> None:
+        def add(row: Any, own: jax.Array, before: jax.Array) -> None:
+            """own, before: the row of this device's parts and of the residual."""
+            none = jnp.zeros((hidden,), dtype)
             total = jnp.zeros((hidden,), jnp.float32)
-            for device in range(num_devices):
-                sent = place(lax.rem(device + num_devices - 1 - me, num_devices), row)
-                part = _read_part(x_ref, row * hidden, inbox_ref, sent, device == me, layout)
-                total = total + part.astype(jnp.float32)
+            for begin in range(0, num_devices - 1, together):
+                senders = range(begin, min(begin + together, num_devices - 1))
+                received = _receive(inbox_ref, [place(row, sender) for sender in senders], layout, dtype)
+                for sender, part in zip(senders, received, strict=True):
+                    total = total + jnp.where(me == sender, own, none).astype(jnp.float32)  # its turn among devices
+                    total = total + part.astype(jnp.float32)
+            total = total + jnp.where(me == num_devices - 1, own, none).astype(jnp.float32)
             total = before.astype(jnp.float32) + total
             if bias_row is not None:
-                total = total + bias_row
+                total = total + bias_row.astype(jnp.float32)
             after = total.astype(dtype)
             out_ref.at[row][...] = after
             if scale_row is not None:
@@ -172,150 +165,140 @@ def all_reduce_add_norm(
                 refs[-1].at[row][...] = (wide * lax.rsqrt(mean + norm_eps)).astype(dtype) * scale_row
 
         if rows <= MAX_CTAS:
-            push(cta, read(x_ref.at[cta]))
-            before = read(in_ref.at[cta])  # on its way while the peers' rows are
-            tell(0)
-            wait(0)
-            add(cta, before)
+            own = read(x_ref.at[cta])
+            send(cta, own)
+            add(cta, own, read(in_ref.at[cta]))
         else:
             own_rows = lax.div(rows - 1 - cta, MAX_CTAS) + 1
-            chunks = lax.div(own_rows + _CHUNK - 1, _CHUNK)
+            ahead = min(together, pl.cdiv(rows, MAX_CTAS))
 
             def own_row(number: Any) -> Any:
                 return cta + number * MAX_CTAS
 
-            @pl.loop(0, chunks + 1)
-            def _(chunk: Any) -> None:
-                @pl.when(chunk < chunks)
+            # All on their way before the first is sent.
+            first = [read(x_ref.at[own_row(jnp.minimum(number, own_rows - 1))]) for number in range(ahead)]
+            for number, x in enumerate(first):
+                pl.when(number < own_rows)(partial(send, own_row(number), x))
+
+            @pl.loop(0, own_rows)
+            def _(number: Any) -> None:
+                @pl.when(number + ahead < own_rows)
                 def _() -> None:
-                    which = [chunk * _CHUNK + i for i in range(_CHUNK)]
-                    # All on their way before the first is stored; the last chunk may have too few.
-                    loaded = [read(x_ref.at[own_row(jnp.minimum(number, own_rows - 1))]) for number in which]
-                    for number, x in zip(which, loaded, strict=True):
-                        pl.when(number < own_rows)(partial(push, own_row(number), x))
+                    row = own_row(number + ahead)
+                    send(row, read(x_ref.at[row]))
 
-                @pl.when(chunk > 0)
-                def _() -> None:
-                    wait(chunk - 1)
+                row = own_row(number)
+                add(row, read(x_ref.at[row]), read(in_ref.at[row]))
 
-                    @pl.loop((chunk - 1) * _CHUNK, jnp.minimum(chunk * _CHUNK, own_rows))
-                    def _(number: Any) -> None:
-                        row = own_row(number)
-                        add(row, read(in_ref.at[row]))
+        generations_ref[cta] = generation
 
-                pl.when(chunk < chunks)(partial(tell, chunk))
-
-        signals_ref[num_devices, cta] = generation
-
-    inbox_ref, signals_ref = jax.new_ref(inbox), jax.new_ref(signals)
+    inbox_ref, generations_ref = jax.new_ref(inbox), jax.new_ref(generations)
     shape = jax.ShapeDtypeStruct((rows, hidden), dtype)
     results = plgpu.kernel(
         body,
         out_type=(shape,) if scale is None else (shape, shape),
-        grid=(ctas,),
+        grid=(min(rows, MAX_CTAS),),
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="all_reduce_add_norm" if scale is not None else "all_reduce_add",
-    )(inbox_ref, signals_ref, peers, parts, residual, *vectors)
-    return inbox_ref[...], signals_ref[...], results[0], None if scale is None else results[1]
+    )(inbox_ref, generations_ref, peers, parts, residual, *vectors)
+    return inbox_ref[...], generations_ref[...], results[0], None if scale is None else results[1]
 
 
-def _address(peers_ref: Any, device: Any, column: int) -> tuple[Any, Any]:
-    """The halves of an address, low and high."""
-    return peers_ref[device, column], peers_ref[device, column + 1]
+def _send(x: Any, layout: Any, first: Any, inboxes: Sequence[tuple[Any, Any]]) -> None:
+    """Stores a row in the other devices' inboxes, from word `first` on. inboxes: halves of addresses, low and high."""
 
-
-def _push(x: Any, layout: Any, firsts: Sequence[Any], inboxes: Sequence[tuple[Any, Any]]) -> None:
-    """Stores a row in the other devices' inboxes, in each from its element `first` on."""
-
-    @plgpu.inline_mgpu(arg_types=(layout, *[plgpu.Layout.WG_SPLAT] * (3 * len(inboxes))))
-    def push(ctx: Any, x: Any, *arguments: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(layout, *[plgpu.Layout.WG_SPLAT] * (1 + 2 * len(inboxes))))
+    def send(ctx: Any, x: Any, first: Any, *halves: Any) -> None:
         del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        width = ir.VectorType(x.registers.flat[0].type).shape[0] // 2
-        words = ir.VectorType.get((width,), i32)
-        places = ", ".join(f"${i + 1}" for i in range(width))
-        store = f"st.global.v{width}.b32 [$0], {{{places}}};" if width > 1 else f"st.global.b32 [$0], {places};"
-        for first, low, high in zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True):
-            there = offset(_pointer(low, high), scalar(first), x.mlir_dtype)
-            for place, register in zip(x.layout.linear_thread_idxs(), x.registers.flat, strict=True):
-                values = vector.bitcast(words, register)
-                instruction(
-                    store,
-                    offset(there, arith.index_cast(i32, place), x.mlir_dtype),
-                    *(vector.extract(values, dynamic_position=[], static_position=[i]) for i in range(width)),
-                )
+        vectors = [_as_words(register) for register in x.registers.flat]
+        for low, high in zip(halves[::2], halves[1::2], strict=True):
+            for address, words in zip(_addresses(_pointer(low, high), first, x.layout), vectors, strict=True):
+                _store_words(words, address)
 
-    push(x, *(one for first, address in zip(firsts, inboxes, strict=True) for one in (first, *address)))
+    send(x, first, *(half for address in inboxes for half in address))
 
 
-def _read_part(parts_ref: Any, own: Any, inbox_ref: Any, sent: Any, is_own: Any, layout: Any) -> jax.Array:
-    """A row [hidden], of this device's parts from their element `own` on or of its inbox from `sent` on. An address is
-    chosen, not a branch, so that loads of several devices' parts are on their way together.
-    """
+def _receive(inbox_ref: Any, firsts: Sequence[Any], layout: Any, dtype: Any) -> tuple[jax.Array, ...]:
+    """Rows [hidden] of the inbox, each from its word `first` on; waits for them, and leaves their places empty."""
+    row_type = plgpu.ShapeDtypeStruct((2 * inbox_ref.shape[3],), dtype, layout=layout)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3),
-        return_type=plgpu.ShapeDtypeStruct(parts_ref.shape[1:], parts_ref.dtype, layout=layout),
+        arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * len(firsts)), return_type=(row_type,) * len(firsts)
     )
-    def read(ctx: Any, parts: Any, inbox: Any, own: Any, sent: Any, is_own: Any) -> Any:
+    def receive(ctx: Any, inbox: Any, *firsts: Any) -> Any:
         del ctx
-        i32, element = ir.IntegerType.get_signless(32), ir.MemRefType(parts.type).element_type
-        here, there = (
-            offset(mgpu.utils.memref_ptr(ref), scalar(first), element) for ref, first in ((parts, own), (inbox, sent))
-        )
-        chosen = llvm.addrspacecast(llvm.PointerType.get(1), arith.select(scalar(is_own), here, there))
-        spread = layout.to_mgpu()
-        words = ir.VectorType.get((spread.vec_size,), element)
-        registers = [
-            llvm.load(words, offset(chosen, arith.index_cast(i32, place), element))
-            for place in spread.linear_thread_idxs()
-        ]
-        return mgpu.FragmentedArray(_registers=np.array(registers, object), _layout=spread, _is_signed=None)
+        here, spread = mgpu.utils.memref_ptr(inbox), layout.to_mgpu()
+        addresses = [address for first in firsts for address in _addresses(here, first, spread)]
+        vectors = _wait_for_words(addresses, spread.vec_size // 2)
+        for address, words in zip(addresses, vectors, strict=True):
+            _store_words([constant(EMPTY)] * len(words), address)
+        kind = ir.VectorType.get((spread.vec_size,), mgpu.utils.dtype_to_ir_type(dtype))
+        registers = np.array([_from_words(words, kind) for words in vectors], object).reshape(len(firsts), -1)
+        return tuple(mgpu.FragmentedArray(_registers=one, _layout=spread, _is_signed=None) for one in registers)
 
-    return read(parts_ref, inbox_ref, own, sent, is_own)
+    return receive(inbox_ref, *firsts)
 
 
-def _tell_peers(signal: Any, first: Any, signals: list[tuple[Any, Any]]) -> None:
-    """After all threads' stores: sets this device's signal, which is integer `first` of the signals, on every peer."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,) * (2 + 2 * len(signals)))
-    def tell(ctx: Any, signal: Any, first: Any, *halves: Any) -> None:
-        del ctx
-        mgpu.warpgroup_barrier()
-        with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            # All threads' stores come before the signals: by the barrier before the fence, which is cumulative.
-            instruction("fence.acq_rel.sys;")
-            reached = scalar(signal)
-            for low, high in zip(halves[::2], halves[1::2], strict=True):
-                there = offset(_pointer(low, high), scalar(first), reached.type)
-                instruction("st.relaxed.sys.global.b32 [$0], $1;", there, reached)
-
-    tell(signal, first, *(half for address in signals for half in address))
+def _addresses(base: Any, first: Any, layout: Any) -> list[Any]:
+    """Where a thread's vectors of a row lie, if the row begins `first` words behind `base`."""
+    i32, words = ir.IntegerType.get_signless(32), layout.vec_size // 2
+    thread = arith.remui(mgpu.utils.thread_idx(), constant(_THREADS))
+    begin = offset(base, arith.addi(scalar(first), arith.muli(thread, constant(words))), i32)
+    vectors = layout.shape[0] // (_THREADS * layout.vec_size)
+    return [offset(begin, constant(number * _THREADS * words), i32) for number in range(vectors)]
 
 
-def _wait_for_peers(signals_ref: Any, cta: Any, signal: Any, senders: list[Any]) -> None:
-    """Until every peer's signal here has reached `signal`; all threads then see what came before it."""
+def _as_words(register: Any) -> list[Any]:
+    """Integers of 32 bits with a vector's bits, of which none is EMPTY: two NaNs that would be become other NaNs."""
+    count = ir.VectorType(register.type).shape[0] // 2
+    words = vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)), register)
+    each = [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(count)]
+    return [arith.minui(word, constant(EMPTY - 1)) for word in each]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * (2 + len(senders))))
-    def wait(ctx: Any, signals: Any, cta: Any, signal: Any, *senders: Any) -> None:
-        del ctx
-        with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            wanted = scalar(signal)
-            for sender in senders:
-                here = mgpu.utils.memref_ptr(_part(signals, scalar(sender), scalar(cta)))
-                loop = scf.WhileOp([], [])
-                with ir.InsertionPoint(loop.before.blocks.append()):
-                    found = instruction("ld.relaxed.sys.global.b32 $0, [$1];", here, result=wanted.type)
-                    behind = arith.subi(found, wanted)  # a peer may be ahead, and signals wrap around
-                    scf.condition(arith.cmpi(arith.CmpIPredicate.slt, behind, constant(0)), [])
-                with ir.InsertionPoint(loop.after.blocks.append()):
-                    scf.yield_([])
-            # What the peers stored before their signals comes before all threads' loads behind the barrier.
-            instruction("fence.acq_rel.sys;")
-        mgpu.warpgroup_barrier()
 
-    wait(signals_ref, cta, signal, *senders)
+def _from_words(words: Sequence[Any], kind: Any) -> Any:
+    """The vector whose bits they are."""
+    i32 = ir.IntegerType.get_signless(32)
+    return vector.bitcast(kind, vector.from_elements(ir.VectorType.get((len(words),), i32), list(words)))
+
+
+def _store_words(words: Sequence[Any], address: Any) -> None:
+    """Stores neighbours, each word on its own as far as another device can tell."""
+    values = ", ".join(f"${i + 1}" for i in range(len(words)))
+    if len(words) == 1:
+        instruction("st.relaxed.sys.global.b32 [$0], $1;", address, *words)
+    else:
+        instruction(f"st.relaxed.sys.global.v{len(words)}.b32 [$0], {{{values}}};", address, *words)
+
+
+def _wait_for_words(addresses: Sequence[Any], width: int) -> list[list[Any]]:
+    """Vectors of so many words, loaded again and again until no word is EMPTY."""
+    i32 = ir.IntegerType.get_signless(32)
+    loop = scf.WhileOp([i32] * (len(addresses) * width), [])
+    with ir.InsertionPoint(loop.before.blocks.append()):
+        words = [word for address in addresses for word in _load_words(address, width)]
+        most = words[0]
+        for word in words[1:]:
+            most = arith.maxui(most, word)
+        scf.condition(arith.cmpi(arith.CmpIPredicate.eq, most, constant(EMPTY)), words)
+    with ir.InsertionPoint(loop.after.blocks.append(*[i32] * len(words))):
+        scf.yield_([])
+    found = list(loop.results)
+    return [found[i : i + width] for i in range(0, len(found), width)]
+
+
+def _load_words(address: Any, width: int) -> list[Any]:
+    """Neighbours, each word on its own as far as another device can tell."""
+    i32 = ir.IntegerType.get_signless(32)
+    if width == 1:
+        return [instruction("ld.relaxed.sys.global.b32 $0, [$1];", address, result=i32)]
+    kind = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * width)})>")
+    names = ", ".join(f"${i}" for i in range(width))
+    ptx = f"ld.relaxed.sys.global.v{width}.b32 {{{names}}}, [${width}];"
+    constraints = ",".join(["=r"] * width + ["l"])
+    loaded = llvm.inline_asm(kind, [address], ptx, constraints, has_side_effects=True)
+    return [llvm.extractvalue(i32, loaded, [i]) for i in range(width)]
 
 
 def _pointer(low: Any, high: Any) -> Any:

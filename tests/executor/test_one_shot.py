@@ -40,9 +40,9 @@ def test_linked_hopper_gpus_take_the_kernel_up_to_what_was_measured_on_so_many_o
 
 
 def test_more_rows_than_the_kernel_can_count_are_refused_with_how_many_it_can():
-    assert one_shot_rows(18_724, None, shard(8192), mesh(8)) == 18_724
-    with pytest.raises(InvalidParameterError, match="one_shot_rows=18725 exceeds the 18724 rows of 8192"):
-        one_shot_rows(18_725, None, shard(8192), mesh(8))
+    assert one_shot_rows(37_449, None, shard(8192), mesh(8)) == 37_449
+    with pytest.raises(InvalidParameterError, match="one_shot_rows=37450 exceeds the 37449 rows of 8192"):
+        one_shot_rows(37_450, None, shard(8192), mesh(8))
 
 
 def test_the_limit_is_the_largest_step_within_it_so_that_no_memory_is_kept_for_rows_that_never_come():

@@ -112,7 +112,7 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
 
 
 def all_reduces() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
-    """(name, function, arguments, mesh): two calls in one program over several GPUs; inbox and signals are donated."""
+    """(name, function, arguments, mesh): two calls in one program over several GPUs; the state is donated."""
     for devices, rows, max_rows, hidden, biased in (
         (2, 1, 64, 4096, False),
         (4, 64, 64, 8192, False),
@@ -125,20 +125,20 @@ def all_reduces() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
 
         def twice(
             inbox: Any,
-            signals: Any,
+            generations: Any,
             parts: Any,
             residual: Any,
             vectors: dict[str, Any],
             how: dict[str, Any],
         ) -> tuple:
-            peers = all_reduce.all_reduce_peers(inbox, signals, **how)
+            peers = all_reduce.all_reduce_peers(inbox, **how)
             parts = parts[0]
             for vector in (vectors, vectors | {"scale": None}):
-                inbox, signals, residual, normed = all_reduce.all_reduce_add_norm(
-                    inbox, signals, peers, parts, residual, norm_eps=1e-5, **vector, **how
+                inbox, generations, residual, normed = all_reduce.all_reduce_add_norm(
+                    inbox, generations, peers, parts, residual, norm_eps=1e-5, **vector, **how
                 )
                 parts = jnp.tanh(residual if normed is None else normed)
-            return inbox, signals, residual[None]
+            return inbox, generations, residual[None]
 
         part = Shape((hidden,), jnp.bfloat16)
         vectors = {"scale": part} | ({"bias": part} if biased else {})

@@ -17,7 +17,7 @@ from jpaged.pallas_kernels import (
     all_reduce_unsupported,
     initial_all_reduce_state,
 )
-from jpaged.pallas_kernels.all_reduce import MAX_CTAS
+from jpaged.pallas_kernels.all_reduce import EMPTY, MAX_CTAS
 from jpaged.pallas_kernels.backends import mosaic_missing
 
 needs_mosaic = pytest.mark.skipif(mosaic_missing() is not None, reason=str(mosaic_missing()))
@@ -45,12 +45,18 @@ def test_what_is_not_taken_is_said(hidden, dtype, devices, message):
     assert message in all_reduce_unsupported(hidden, dtype, devices)
 
 
-def test_every_other_device_has_two_slots_for_each_row_and_a_signal_for_each_block_of_threads():
-    inbox, signals = initial_all_reduce_state(4, 2048, 4096, "bfloat16")
-    assert inbox.shape == (2, 3, 2048, 4096)
-    assert signals.shape == (4 + 1, MAX_CTAS)
-    _, signals = initial_all_reduce_state(4, 64, 4096, "bfloat16")
-    assert signals.shape == (4 + 1, 64)
+def test_every_other_device_has_two_places_for_each_row_and_each_block_of_threads_a_count():
+    inbox, generations = initial_all_reduce_state(4, 2048, 4096, "bfloat16")
+    assert (inbox.shape, inbox.dtype) == ((2, 3, 2048, 4096 // 2), jnp.int32)
+    assert (generations.shape, generations.dtype) == ((MAX_CTAS,), jnp.int32)
+    _, generations = initial_all_reduce_state(4, 64, 4096, "bfloat16")
+    assert generations.shape == (64,)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_empty_word_is_two_nans_and_so_is_what_is_sent_for_it(dtype):
+    words = jnp.asarray([EMPTY, EMPTY - 1], jnp.int32)
+    assert jnp.isnan(jax.lax.bitcast_convert_type(words, dtype)).all()
 
 
 def add_norm(rows: int, max_rows: int = 512, **changes):
@@ -66,10 +72,10 @@ def add_norm(rows: int, max_rows: int = 512, **changes):
     arguments = {"parts": normal(rows, HIDDEN), "residual": normal(rows, HIDDEN)}
     arguments |= {"bias": normal(HIDDEN), "scale": normal(HIDDEN)} | changes
 
-    def program(inbox: jax.Array, signals: jax.Array, arguments: dict) -> tuple:
+    def program(inbox: jax.Array, generations: jax.Array, arguments: dict) -> tuple:
         how = {"axis": "model", "num_devices": 1, "backend": "xla"}
-        peers = all_reduce_peers(inbox, signals, **how)
-        return all_reduce_add_norm(inbox, signals, peers, norm_eps=1e-5, **how, **arguments)
+        peers = all_reduce_peers(inbox, **how)
+        return all_reduce_add_norm(inbox, generations, peers, norm_eps=1e-5, **how, **arguments)
 
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
     spec = PartitionSpec()
@@ -94,11 +100,10 @@ def test_the_sum_is_rounded_once_and_then_normed(changes):
 
 
 def test_calls_are_counted_for_each_block_of_threads_that_has_rows():
-    _, (_, signals, _, _) = add_norm(5)
-    assert signals[1, :6].tolist() == [1, 1, 1, 1, 1, 0]
-    _, (_, signals, _, _) = add_norm(MAX_CTAS + 3)
-    assert signals[1].tolist() == [1] * MAX_CTAS
-    assert not signals[0].any()
+    _, (_, generations, _, _) = add_norm(5)
+    assert generations[:6].tolist() == [1, 1, 1, 1, 1, 0]
+    _, (_, generations, _, _) = add_norm(MAX_CTAS + 3)
+    assert generations.tolist() == [1] * MAX_CTAS
 
 
 @pytest.mark.parametrize(
@@ -106,7 +111,8 @@ def test_calls_are_counted_for_each_block_of_threads_that_has_rows():
     [
         (9, {"max_rows": 8}, "parts has 9 rows, more than the 8 that inbox has room for"),
         (4, {"residual": jnp.zeros((3, HIDDEN), jnp.bfloat16)}, "residual .* must have rows = 4"),
-        (4, {"parts": jnp.zeros((4, HIDDEN), jnp.float32)}, "parts must be bfloat16, got float32"),
+        (4, {"parts": jnp.zeros((4, HIDDEN), jnp.float32)}, "inbox .* must have words = 256"),
+        (4, {"residual": jnp.zeros((4, HIDDEN), jnp.float16)}, "residual must be bfloat16, got float16"),
         (4, {"bias": jnp.zeros((HIDDEN + 1,), jnp.bfloat16)}, "bias .* must have hidden = 256"),
     ],
 )
@@ -116,8 +122,8 @@ def test_arguments_that_do_not_fit_are_named(rows, changes, message):
 
 
 def test_an_inbox_with_more_elements_than_can_be_counted_is_refused():
-    state = initial_all_reduce_state(2, 2**18 + 1, 4096, "bfloat16")
-    peers, part = jax.ShapeDtypeStruct((3, 4), jnp.int32), jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
+    state = initial_all_reduce_state(2, 2**19 + 1, 4096, "bfloat16")
+    peers, part = jax.ShapeDtypeStruct((2, 2), jnp.int32), jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
     add = partial(all_reduce_add_norm, axis="model", num_devices=2, backend="xla")
-    with pytest.raises(ValueError, match="inbox has room for 262145 rows of 4096, more than the 262144 that"):
+    with pytest.raises(ValueError, match="inbox has room for 524289 rows of 4096, more than the 524288 that"):
         jax.eval_shape(add, *state, peers, part, part)

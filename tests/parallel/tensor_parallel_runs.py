@@ -280,7 +280,7 @@ def _one_shot_counts(runner: Runner) -> list[list[int]]:
     """For each device that has a one-shot all-reduce's state, the calls that each block of threads took part in."""
     if runner._exchange is None:
         return []
-    return [np.asarray(shard.data)[-1].tolist() for shard in runner._exchange.signals.addressable_shards]
+    return [np.asarray(shard.data).tolist() for shard in runner._exchange.generations.addressable_shards]
 
 
 def _collectives(executable: Any) -> dict[str, int]:
