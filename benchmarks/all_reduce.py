@@ -183,7 +183,8 @@ def _check(mesh: Any, adds: str, rows: int, hidden: int, state: tuple) -> tuple[
     same_nans = all(np.array_equal(np.isnan(ours), np.isnan(exact)) for ours, exact in pairs)
     same = all(np.array_equal(device.view(np.uint16), found[0].view(np.uint16)) for device in found[1:])
     jax.block_until_ready(state)
-    right = error < 2**-5 and same_nans and same
+    roundings = 1 if adds == "kernel" else size - 1  # NCCL rounds each addition
+    right = error < 2**-6 * (1 + roundings) and same_nans and same
     return state, {"right": right, "error": round(error, 5), "same_nans": same_nans, "same_bits": same}
 
 

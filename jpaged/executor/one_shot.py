@@ -13,10 +13,10 @@ from jpaged.pallas_kernels import all_reduce_unsupported
 from jpaged.pallas_kernels.all_reduce import MIN_MULTIPROCESSORS, most_rows
 from jpaged.pallas_kernels.backends import device_runs_mosaic
 
-MEASURED_ROWS = {2: 8192}
-"""By number of devices, the most rows for which the kernel was measured; it was the faster one wherever it was. What a
-sum adds to residual and norm on two H200s, rows of 4,096 columns: 1 to 1,024 of them 3 to 21 us, NCCL 13 to 60; 8,192
-some 65, NCCL 250 (`docs/kernels.md`)."""
+MEASURED_ROWS = {2: 8192, 4: 256}
+"""By number of devices, the most rows up to which the kernel is known to be the faster one. What a sum adds to residual
+and norm on two H200s, rows of 4,096 columns: 1 to 512 of them 0 to 3 us, NCCL 15 to 35; 8,192 some 30, NCCL 252. On
+four: 256 of them 14, NCCL as much for one (`docs/kernels.md`)."""
 
 UNMEASURED_ROWS = 64
 """For other numbers of devices. Each sends its rows to every other one, of which NCCL's rings send less the more there

@@ -34,6 +34,7 @@ def linked_hoppers(monkeypatch):
 
 def test_linked_hopper_gpus_take_the_kernel_up_to_what_was_measured_on_so_many_or_what_is_asked():
     assert one_shot_rows(None, None, shard(), mesh()) == 8192
+    assert one_shot_rows(None, None, shard(), mesh(4)) == 256
     assert one_shot_rows(None, "mosaic", shard(), mesh(8)) == 64
     for rows in (0, 512, 8192):
         assert one_shot_rows(rows, None, shard(), mesh()) == rows
