@@ -182,14 +182,13 @@ def kernel_cases(plan: Plan, part: str) -> list[Case]:
 
 
 def _tilings(rows: int, model: Model, clusters: bool, ctas: int) -> list[gated_product_mosaic.Tiling]:
-    """The likeliest first; and the largest in any case, also with consumers that follow each other."""
+    """The likeliest first; and the largest in any case."""
 
     def cycles(tiling: gated_product_mosaic.Tiling) -> float:
         return gated_product_mosaic.estimated_cycles(tiling, rows, model.hidden, model.inner, ctas)
 
     ranked = sorted((t for t in gated_product_mosaic.tilings(rows) if (t.shared is not None) == clusters), key=cycles)
-    lags = [gated_product_mosaic.Tiling(shared=ranked[0].shared, lag=lag) for lag in (0, 1, 2)]
-    return list(dict.fromkeys([*ranked[:LIKELIEST], *lags]))
+    return list(dict.fromkeys([*ranked[:LIKELIEST], gated_product_mosaic.Tiling(shared=ranked[0].shared)]))
 
 
 def product_cases(plan: Plan) -> list[Case]:
@@ -295,7 +294,7 @@ def tables(records: list[dict[str, Any]]) -> Iterator[str]:
 def _kernel_table(name: str, records: list[dict[str, Any]]) -> Iterator[str]:
     if not records:
         return
-    yield f"\n{name}: us (TFLOP/s); tilings: columns/consumers/what clusters share/lag; * is what the op takes"
+    yield f"\n{name}: us (TFLOP/s); tilings: columns/consumers/what clusters share; * is what the op takes"
     for rows in dict.fromkeys(r["rows"] for r in records):
         cells = []
         for r in sorted((r for r in records if r["rows"] == rows), key=lambda r: r["us"]):

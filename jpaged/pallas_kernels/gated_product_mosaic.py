@@ -56,14 +56,11 @@ class Tiling:
         consumers: warpgroups that compute, 64 rows of the tile each; 2 or 3.
         shared: what the two CTAs of a cluster load for each other: "w", if their tiles lie below one another; "x", if
             they lie side by side; or None, without clusters.
-        lag: steps by which the second of two consumers begins a tile after the first, up to 2, so that the products of
-            one meet the activation of the other; none where a tile has no more steps than the ring has stages.
     """
 
     columns: int = 128
     consumers: int = 2
     shared: str | None = None
-    lag: int = 0
 
     def __post_init__(self) -> None:
         if self.columns % 16 or not 16 <= self.columns <= 128:
@@ -74,8 +71,6 @@ class Tiling:
             raise ValueError(f"columns must be at most 112 for the registers of 3 consumers, got {self.columns}")
         if self.shared not in (None, "w", "x"):
             raise ValueError(f"shared must be None, 'w' or 'x', got {self.shared!r}")
-        if self.lag not in (0, 1, 2) or (self.lag and self.consumers != 2):
-            raise ValueError(f"lag must be 0, or 1 or 2 with 2 consumers, got {self.lag} with {self.consumers}")
 
     @property
     def rows(self) -> int:
@@ -236,11 +231,6 @@ class _Shape:
         return -(-self.depth // DEPTH)
 
     @property
-    def lag(self) -> int:
-        """Steps between the consumers. In a ring longer than a tile, the first could get two tiles ahead."""
-        return self.tiling.lag if self.steps > self.tiling.stages else 0
-
-    @property
     def group(self) -> int:
         """Row tiles, as they are counted here, whose x stays in the L2 cache."""
         return max(1, _GROUP_BYTES // (self.tiling.rows * self.tiling.cluster[0] * self.depth * 2))
@@ -267,15 +257,13 @@ class _Arguments(NamedTuple):
 class _Scratch(NamedTuple):
     """Shared memory, and its barriers.
 
-    full: by every copy into the stage. free: by each consumer of all CTAs that get what is copied there. turn: by the
-    first consumer, for the second to begin its tile.
+    full: by every copy into the stage. free: by each consumer of all CTAs that get what is copied there.
     """
 
     x: Any  # [stages, rows, 64]
     w: Any  # [stages, 2, blocks, 64, 64]
     full: Any
     free: Any
-    turn: Any
 
 
 def _scratch(s: _Shape) -> _Scratch:
@@ -285,7 +273,6 @@ def _scratch(s: _Shape) -> _Scratch:
         w=plgpu.SMEM((t.stages, 2, t.blocks, DEPTH, DEPTH), s.dtype, transforms=LINES),
         full=plgpu.Barrier(num_barriers=t.stages, num_arrivals=1 + 2 * t.blocks),
         free=plgpu.ClusterBarrier(collective_axes=(_RANK,), num_barriers=t.stages, num_arrivals=t.consumers),
-        turn=plgpu.Barrier(),
     )
 
 
@@ -391,13 +378,7 @@ def _consume(c: _Cta) -> None:
             plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
             return step + 1, sums
 
-        if s.lag:
-            pl.when(c.wg == 1)(lambda: plgpu.barrier_wait(smem.turn))
-        carry = (step + 1, add(step, _zeros(c)))
-        if s.lag:
-            carry = lax.fori_loop(1, s.lag, next_step, carry)
-            pl.when(c.wg == 0)(lambda: plgpu.barrier_arrive(smem.turn))
-        step, sums = lax.fori_loop(max(1, s.lag), s.steps, next_step, carry)
+        step, sums = lax.fori_loop(1, s.steps, next_step, (step + 1, add(step, _zeros(c))))
         gate, up = sums if c.interpret else inline.await_products(*sums)
         plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
         for first in range(0, t.columns, inline.STORED):

@@ -112,8 +112,6 @@ def test_what_the_kernel_refuses_it_names():
         ({"consumers": 4}, "consumers"),
         ({"columns": 128, "consumers": 3}, "columns"),
         ({"shared": "out"}, "shared"),
-        ({"lag": 3}, "lag"),
-        ({"columns": 64, "consumers": 3, "lag": 1}, "lag"),
     ],
 )
 def test_a_tiling_that_the_kernel_cannot_have_is_refused(bad, named):
@@ -173,7 +171,7 @@ def test_every_output_is_of_one_tile(rows, columns, depth, tiling, ctas):
     ("shape", "tiling", "ctas", "activation"),
     [
         ((400, 200, 72), (48, 3, "w"), 2, "silu"),  # clusters; rows, depth and columns end inside tiles
-        ((200, 280, 136), (80, 2, "x", 2), 2, "gelu_tanh"),  # more steps than stages, so that lag matters
+        ((200, 280, 136), (80, 2, "x"), 2, "gelu_tanh"),  # more steps than stages
     ],
 )
 def test_the_interpreter_agrees_and_finds_no_race(shape, tiling, ctas, activation):
@@ -208,8 +206,6 @@ def run_between_guards(arguments, **options):
     [
         *TILINGS,
         kernel.Tiling(48, 2, "w"),
-        kernel.Tiling(lag=1),
-        kernel.Tiling(shared="w", lag=2),
         kernel.Tiling(80, 3, "x"),
     ],
     ids=str,
