@@ -124,7 +124,8 @@ class EngineArgs:
             either; otherwise theirs is taken in steps of many rows, where device and shapes allow.
         tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
         one_shot_rows: rows of a step up to which sums over devices take the one-shot all-reduce kernel, instead of
-            NCCL; 0 for none. By default, where GPUs and the model's shapes allow, 8,192 on two devices and 64 on more.
+            NCCL; 0 for none. By default, where GPUs and the model's shapes allow, 8,192 on two devices, 256 on four and
+            64 on other numbers.
         data_parallel_size: replicas of the model, each on devices and in a process of its own (`LLM` only).
         coordinator_address, num_processes, process_id: of a model over several hosts, `docs/parallel.md`; by default
             what JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say.

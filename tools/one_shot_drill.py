@@ -28,7 +28,7 @@ from jpaged.assets import demo_model_path
 from jpaged.bench.models import CONFIGS
 
 ROWS = 2048
-"""Largest step: all of them take the kernel, where a block of threads then has several chunks of rows."""
+"""Largest step: all of them take the kernel, where a block of threads then has more rows than it sends ahead."""
 NUM_PROMPTS = 48
 SHAPES = ("qwen3-0.6b", "opt-125m")
 MEAN_DISTANCE = 0.2

@@ -1,13 +1,14 @@
 """Sums over the devices of one mesh axis, added to the residual stream and normed: one op, two backends.
 
-    inbox, signals = initial_all_reduce_state(...)     zeros; then the same arrays in all programs, donated to each
-    peers = all_reduce_peers(inbox, signals, ...)      once a program, before its first sum
-    inbox, signals, residual, normed = all_reduce_add_norm(inbox, signals, peers, parts, residual, ...)     as often as
-                                                       the program likes, one after the other
+    inbox, generations                          of the shapes of `initial_all_reduce_state`, EMPTY and zeros; then the
+                                                same arrays in all programs, donated to each
+    peers = all_reduce_peers(inbox, ...)        once a program, before its first sum
+    inbox, generations, residual, normed = all_reduce_add_norm(inbox, generations, peers, parts, residual, ...)
+                                                as often as the program likes, one after the other
 
 "mosaic" is the one-shot kernel for Hopper GPUs that reach one another's memory; `all_reduce_unsupported` says whether
 it takes a model's rows. "xla" is a `psum` with the kernel's rounding, which runs anywhere and counts the calls in
-`signals` as the kernel does. All of it is called inside `shard_map`.
+`generations` as the kernel does. All of it is called inside `shard_map`.
 """
 
 from importlib import import_module
@@ -65,8 +66,9 @@ def all_reduce_unsupported(hidden: int, dtype: Any, num_devices: int) -> str | N
 
 
 def all_reduce_peers(inbox: jax.Array, *, axis: str, num_devices: int, backend: str | None = None) -> jax.Array:
-    """Where the other devices have their inboxes: int32 [devices, 2], for `all_reduce_add_norm` alone."""
-    if _backend(inbox.shape[3] * 2, jnp.bfloat16, num_devices, backend) == "xla":
+    """Where this device's rows go in the others' inboxes: int32 [devices, 2], for `all_reduce_add_norm` alone."""
+    hidden = 2 * inbox.shape[3]  # of 16 bits: sums of other rows are XLA's, which asks for no peers
+    if _backend(hidden, jnp.bfloat16, num_devices, backend) == "xla":
         return jnp.zeros((num_devices, 2), jnp.int32)
     return import_module(_MODULE).all_reduce_peers(inbox, axis=axis, num_devices=num_devices)
 
@@ -110,7 +112,7 @@ def all_reduce_add_norm(
     words = hidden * parts.dtype.itemsize // 4
     check.check_int32("inbox", inbox, "2, devices - 1, max_rows, words", (2, num_devices - 1, None, words))
     if inbox.size > _MOST_WORDS:
-        most = most_rows(num_devices, hidden)
+        most = most_rows(num_devices, 2 * words)
         raise ValueError(f"inbox has room for {max_rows} rows of {hidden}, more than the {most} that can be counted")
     check.check_int32("generations", generations, "blocks", (min(max_rows, MAX_CTAS),))
     check.check_int32("peers", peers, "devices, 2", (num_devices, 2))

@@ -74,7 +74,11 @@ def _layout(hidden: int) -> Any:
 
 @partial(jax.jit, static_argnames=("axis", "num_devices"))
 def all_reduce_peers(inbox: jax.Array, *, axis: str, num_devices: int) -> jax.Array:
-    """`all_reduce_peers` of the package, checked."""
+    """`all_reduce_peers` of the package, checked.
+
+    Row i: where this device's rows of even generations begin in the inbox of the (i + 1)-th device after it, the low
+    and the high half of the address. The last row begins with this device's own number.
+    """
 
     def body(inbox_ref: Any, out_ref: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
@@ -119,14 +123,14 @@ def all_reduce_add_norm(
     max_rows, words = inbox.shape[2:]
     dtype = parts.dtype
     layout = _layout(hidden)
-    together = max(1, _WORDS // (words // _THREADS))  # rows whose words may be on their way
+    together = _WORDS // (words // _THREADS)  # rows whose words may be on their way
     vectors = [one for one in (bias, scale) if one is not None]
 
     def read(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False)
 
     def body(inbox_ref: Any, generations_ref: Any, peers_ref: Any, x_ref: Any, in_ref: Any, *refs: Any) -> None:
-        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_wait()  # the kernel before this one has ended, with all that it made EMPTY
         cta = lax.axis_index("cta")
         me = peers_ref[num_devices - 1, 0]
         inboxes = [(peers_ref[peer, 0], peers_ref[peer, 1]) for peer in range(num_devices - 1)]
@@ -190,7 +194,7 @@ def all_reduce_add_norm(
                 row = own_row(number)
                 add(row, read(x_ref.at[row]), read(in_ref.at[row]))
 
-        generations_ref[cta] = generation
+        generations_ref[cta] = generation  # behind the barrier of a write: all threads have read it
 
     inbox_ref, generations_ref = jax.new_ref(inbox), jax.new_ref(generations)
     shape = jax.ShapeDtypeStruct((rows, hidden), dtype)
@@ -293,12 +297,8 @@ def _load_words(address: Any, width: int) -> list[Any]:
     i32 = ir.IntegerType.get_signless(32)
     if width == 1:
         return [instruction("ld.relaxed.sys.global.b32 $0, [$1];", address, result=i32)]
-    kind = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * width)})>")
     names = ", ".join(f"${i}" for i in range(width))
-    ptx = f"ld.relaxed.sys.global.v{width}.b32 {{{names}}}, [${width}];"
-    constraints = ",".join(["=r"] * width + ["l"])
-    loaded = llvm.inline_asm(kind, [address], ptx, constraints, has_side_effects=True)
-    return [llvm.extractvalue(i32, loaded, [i]) for i in range(width)]
+    return instruction(f"ld.relaxed.sys.global.v{width}.b32 {{{names}}}, [${width}];", address, result=[i32] * width)
 
 
 def _pointer(low: Any, high: Any) -> Any:

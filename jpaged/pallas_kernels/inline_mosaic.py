@@ -34,12 +34,15 @@ def offset(base: Any, elements: Any, dtype: Any) -> Any:
 
 
 def instruction(ptx: str, *operands: Any, result: Any = None) -> Any:
-    """A PTX instruction that is neither moved nor left out; $0 and up are its result, if any, and its operands.
+    """A PTX instruction that is neither moved nor left out; $0 and up are its results, if any, and its operands.
 
-    Operands are integers of 32 bits or pointers to global memory; result, an MLIR type of 32 bits.
+    Operands are integers of 32 bits or pointers to global memory; result, an MLIR type of 32 bits, or a list of two or
+    more, for which it gives a list.
     """
     i32 = ir.IntegerType.get_signless(32)
-    constraints = ["=r"] if result is not None else []
-    constraints += ["r" if operand.type == i32 else "l" for operand in operands]
-    kind = ir.Type.parse("!llvm.void") if result is None else result
-    return llvm.inline_asm(kind, list(operands), ptx, ",".join(constraints), has_side_effects=True)
+    kinds = result if isinstance(result, list) else [] if result is None else [result]
+    constraints = ["=r"] * len(kinds) + ["r" if operand.type == i32 else "l" for operand in operands]
+    names = ", ".join(map(str, kinds))
+    kind = ir.Type.parse(f"!llvm.struct<({names})>" if len(kinds) > 1 else names or "!llvm.void")
+    found = llvm.inline_asm(kind, list(operands), ptx, ",".join(constraints), has_side_effects=True)
+    return [llvm.extractvalue(one, found, [i]) for i, one in enumerate(kinds)] if len(kinds) > 1 else found

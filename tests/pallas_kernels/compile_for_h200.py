@@ -1,4 +1,5 @@
-"""Compiles every Mosaic kernel of this package for an H200 and prints one JSON line a program.
+"""Compiles every Mosaic kernel of this package, or those programs that are named, for an H200, and prints one JSON line
+a program.
 
 A program of its own: the CUDA compiler must be found before JAX starts. `test_mosaic_compile.py` runs it.
 """
@@ -158,13 +159,17 @@ def all_reduces() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
         yield f"all_reduce {devices} x {rows} x {hidden}", program, arguments, mesh
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     for name, program, arguments, mesh in all_reduces():
+        if names and name not in names:
+            continue
         memory = compile_for_h200(program, *arguments, donate_argnums=(0, 1), mesh=mesh).memory_analysis()
         state = sum(leaf.size * leaf.dtype.itemsize for leaf in arguments[:2]) // mesh.size
         alias, temp = memory.alias_size_in_bytes, memory.temp_size_in_bytes
         print(json.dumps({"name": name, "pool": state, "alias": alias, "temp": temp}), flush=True)
     for name, fn, arguments, donated in programs():
+        if names and name not in names:
+            continue
         memory = compile_for_h200(fn, *arguments, donate_argnums=(0,) if donated else ()).memory_analysis()
         pool_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[0])) if donated else 0
         record = {
@@ -177,4 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

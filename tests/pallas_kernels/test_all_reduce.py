@@ -1,5 +1,5 @@
 """What the one-shot all-reduce takes, and its XLA implementation. That the kernel compiles is in `test_mosaic_compile`,
-in which order it stores and reads in `test_all_reduce_protocol`; it runs on several GPUs only
+what it sends and awaits in `test_all_reduce_protocol`; it runs on several GPUs only
 (`tools/one_shot_drill.py`, `benchmarks/all_reduce.py`). Over several CPU devices the XLA implementation runs in
 `tests/parallel`."""
 
@@ -61,9 +61,8 @@ def test_an_empty_word_is_two_nans_and_so_is_what_is_sent_for_it(dtype):
 
 def add_norm(rows: int, max_rows: int = 512, **changes):
     """One call over the one device there is; what changes says of arguments replaces or breaks them."""
-    state = tuple(
-        jnp.zeros(leaf.shape, leaf.dtype) for leaf in initial_all_reduce_state(1, max_rows, HIDDEN, "bfloat16")
-    )
+    inbox, generations = initial_all_reduce_state(1, max_rows, HIDDEN, "bfloat16")
+    state = jnp.full(inbox.shape, EMPTY, inbox.dtype), jnp.zeros(generations.shape, generations.dtype)
     rng = np.random.default_rng(rows)
 
     def normal(*shape: int) -> jax.Array:

@@ -3,7 +3,6 @@ kernel's body runs as it stands, with stand-ins that note which words it sends a
 in random order over devices, where every word that was sent arrives when it likes.
 """
 
-import math
 import random
 from collections import defaultdict
 from types import SimpleNamespace
@@ -34,9 +33,14 @@ def steps_of_call(monkeypatch):
     """A function that gives, by block of threads and thread, what a call does in program order: ("send", device, word
     of its inbox, value) and ("receive", word of the own inbox, value that has to be there).
     """
-    block = SimpleNamespace(number=0, steps=[])
-    divisions = {"rem": lambda a, b: int(math.fmod(a, b)), "div": lambda a, b: int(a / b)}
-    monkeypatch.setattr(mosaic, "lax", SimpleNamespace(axis_index=lambda name: block.number, **divisions))
+    block = SimpleNamespace(number=0, steps=[], after_predecessor=False)
+
+    def load(ref, **how):
+        assert block.after_predecessor
+        return ref.copy()
+
+    lax = SimpleNamespace(axis_index=lambda name: block.number, div=lambda a, b: int(a / b))
+    monkeypatch.setattr(mosaic, "lax", lax)
     monkeypatch.setattr(mosaic, "jnp", np)
     monkeypatch.setattr(mosaic, "_layout", lambda hidden: None)
     monkeypatch.setattr(mosaic, "_THREADS", WORDS)
@@ -45,8 +49,8 @@ def steps_of_call(monkeypatch):
     monkeypatch.setattr(all_reduce, "MAX_CTAS", CTAS)
     monkeypatch.setattr(mosaic.pl, "loop", lambda start, stop: lambda body: [body(i) for i in range(start, stop)])
     monkeypatch.setattr(mosaic.pl, "when", lambda condition: lambda body: body() if condition else None)
-    monkeypatch.setattr(mosaic.plgpu, "load", lambda ref, **how: ref.copy())
-    monkeypatch.setattr(mosaic.plgpu, "griddepcontrol_wait", lambda: None)
+    monkeypatch.setattr(mosaic.plgpu, "load", load)
+    monkeypatch.setattr(mosaic.plgpu, "griddepcontrol_wait", lambda: setattr(block, "after_predecessor", True))
 
     def call(rng, me, inbox, generations, parts):
         """parts: of all devices."""
@@ -72,7 +76,7 @@ def steps_of_call(monkeypatch):
             def run(*arguments):
                 out = np.full_like(parts[me], np.nan)
                 for block.number in rng.sample(range(*grid), *grid):
-                    block.steps = [[] for _ in range(WORDS)]
+                    block.steps, block.after_predecessor = [[] for _ in range(WORDS)], False
                     body(*arguments, out)
                     blocks.extend(block.steps)
                 return (out,)
@@ -151,7 +155,10 @@ class Devices:
         self.begun[device] += 1
 
     def waits(self, device, kind, *what):
-        return kind == "receive" and np.isnan(self.inboxes[device].reshape(-1)[what[0]])
+        if kind != "receive":
+            return False
+        word = what[0]
+        return np.isnan(self.inboxes[device].reshape(-1)[word]) or word in self.emptied[device]
 
     def step(self, device, steps):
         kind, *what = steps.pop(0)

@@ -262,6 +262,7 @@ def _compiled(engine: LLMEngine) -> dict[str, Any]:
         "pool_bytes_by_device": [[shard.data.nbytes for shard in pool.addressable_shards] for pool in runner.pools],
         "planned_pool_bytes": memory.pool,
         "one_shot_counts": _one_shot_counts(runner),
+        "inbox_words": _inbox_words(runner),
         "exchange_bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(runner._exchange)),
         "planned_exchange_bytes": _planned_state(engine) - _planned_state(engine, one_shot_rows=0),
         "aliased_bytes": runner._programs["decode", NUM_REQUESTS].alias_bytes,
@@ -281,6 +282,13 @@ def _one_shot_counts(runner: Runner) -> list[list[int]]:
     if runner._exchange is None:
         return []
     return [np.asarray(shard.data).tolist() for shard in runner._exchange.generations.addressable_shards]
+
+
+def _inbox_words(runner: Runner) -> list[int]:
+    """What is in the inboxes, which the XLA implementation leaves as they began."""
+    if runner._exchange is None:
+        return []
+    return np.unique([np.asarray(shard.data) for shard in runner._exchange.inbox.addressable_shards]).tolist()
 
 
 def _collectives(executable: Any) -> dict[str, int]:

@@ -9,6 +9,7 @@ from jpaged.errors import InvalidParameterError
 from jpaged.executor.mesh import pick_devices
 from jpaged.models import ModelConfig
 from jpaged.models.sharding import VOCAB_UNIT, shard_config
+from jpaged.pallas_kernels.all_reduce import EMPTY
 from tests.parallel.eight_devices import call_with_eight_devices
 from tests.parallel.models import VOCAB_SIZE, eight_heads
 from tests.parallel.tensor_parallel_runs import check_tokens
@@ -109,6 +110,7 @@ def test_steps_of_few_rows_sum_through_one_state_which_is_planned_and_updated_in
     assert four["exchange_bytes"] == four["planned_exchange_bytes"] > 0
     pool = four["pool_bytes_by_device"][0][0] * len(four["pool_bytes_by_device"])
     assert four["aliased_bytes"] - pool >= four["exchange_bytes"]
+    assert four["inbox_words"] == [EMPTY]
     blocks = four["one_shot_counts"][0]
     assert four["one_shot_counts"] == [blocks] * SHARDS
     assert len(set(blocks)) == 1  # decode steps of 8 rows take it, mixed ones of 32 do not
