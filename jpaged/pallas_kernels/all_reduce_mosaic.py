@@ -5,12 +5,12 @@
         2. residual[r] + parts[r] + sum over p of inbox[g % 2, place of p, r] --> residual[r], norm --> normed[r],
            each word waited for until it is there, and then made EMPTY
 
-No signals and no fences: a word says by itself that it has arrived. An inbox begins as words that no sender sends
-(EMPTY: two NaNs; a sender whose own two are these sends others), a thread loads its words until all of them are others,
-and writes EMPTY over them again (the Lamport protocol of NCCL's LL and TensorRT-LLM, with data that is its own flag).
-So a sum takes one trip over NVLink, and as threads send some rows before they await the first, NVLink is busy while
-rows are added. Loads and stores are relaxed ones at system scope, and each word of 32 bits is looked at by itself: no
-order between words is needed.
+There are no signals and no fences: a word says by itself that it has arrived. An inbox begins as words that no sender
+sends (EMPTY: two NaNs; a sender whose own two are these sends others), a thread loads its words until none is EMPTY,
+and writes EMPTY over them again. This is NCCL's LL protocol, but with data that is its own flag, as in TensorRT-LLM's
+Lamport kernels. So a sum takes one trip over NVLink, and as threads send some rows before they await the first, NVLink
+is busy while rows are added. Loads and stores are relaxed ones at system scope, and each word of 32 bits is looked at
+by itself: no order between words is needed.
 
 The sum goes over devices in their order, in float32, so every device comes to the same bits.
 
