@@ -1,6 +1,6 @@
 """What adding rows over GPUs costs: XLA's all-reduce, and the one-shot kernel; up to how many rows the kernel wins.
 
-    python benchmarks/all_reduce.py --devices 2 --json all_reduce_2.json        # three to four minutes
+    python benchmarks/all_reduce.py --devices 2 --json all_reduce_2.json        # four minutes
 
 A case is a program of 64 times: two small products, then the sum over devices, the residual and the norm, as in a
 decode step. Its time is that of many runs enqueued back to back; from it is taken the time of the same program that
@@ -31,7 +31,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,19 +269,15 @@ def _sharded(mesh: Any, body: Callable[..., tuple], state: tuple, *, whole: int,
 def _initial_state(mesh: Any, max_rows: int, hidden: int) -> tuple:
     import jax
     import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
 
+    from jpaged.executor.mesh import EXCHANGE, DeviceMesh
     from jpaged.pallas_kernels import initial_all_reduce_state
     from jpaged.pallas_kernels.all_reduce import EMPTY
 
-    def filled(leaf: jax.ShapeDtypeStruct, value: int) -> jax.Array:
-        shape = (mesh.size * leaf.shape[0], *leaf.shape[1:])
-        return jax.jit(
-            partial(jnp.full, shape, value, leaf.dtype), out_shardings=NamedSharding(mesh, PartitionSpec("model"))
-        )()
-
-    inbox, generations = initial_all_reduce_state(mesh.size, max_rows, hidden, jnp.bfloat16)
-    return jax.block_until_ready((filled(inbox, EMPTY), filled(generations, 0)))  # see initial_all_reduce_state
+    devices = DeviceMesh(mesh.devices.tolist())
+    shapes = initial_all_reduce_state(mesh.size, max_rows, hidden, jnp.bfloat16)
+    inbox, generations = (devices.split(shape, EXCHANGE) for shape in shapes)
+    return jax.block_until_ready((devices.full(inbox, EMPTY), devices.full(generations, 0)))
 
 
 def _unsupported(hidden: int, size: int) -> str | None:

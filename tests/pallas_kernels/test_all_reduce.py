@@ -1,7 +1,6 @@
 """What the one-shot all-reduce takes, and its XLA implementation. That the kernel compiles is in `test_mosaic_compile`,
-what it sends and awaits in `test_all_reduce_protocol`; it runs on several GPUs only
-(`tools/one_shot_drill.py`, `benchmarks/all_reduce.py`). Over several CPU devices the XLA implementation runs in
-`tests/parallel`."""
+what it sends and awaits in `test_all_reduce_protocol`; it runs on several GPUs only (`tools/one_shot_drill.py`,
+`benchmarks/all_reduce.py`). Over several CPU devices the XLA implementation runs in `tests/parallel`."""
 
 from functools import partial
 
@@ -120,7 +119,7 @@ def test_arguments_that_do_not_fit_are_named(rows, changes, message):
         add_norm(rows, **changes)
 
 
-def test_an_inbox_with_more_elements_than_can_be_counted_is_refused():
+def test_an_inbox_with_more_words_than_can_be_counted_is_refused():
     state = initial_all_reduce_state(2, 2**19 + 1, 4096, "bfloat16")
     peers, part = jax.ShapeDtypeStruct((2, 2), jnp.int32), jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
     add = partial(all_reduce_add_norm, axis="model", num_devices=2, backend="xla")
