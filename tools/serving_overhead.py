@@ -30,11 +30,11 @@ import numpy as np
 from serving_drill import PROMPT, Server
 
 from jpaged import EngineArgs, LLMEngine, SamplingParams
+from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.bench.report import write_report
 from jpaged.bench.serve import evaluate, run
 from jpaged.bench.stream_client import Target
 from jpaged.bench.workloads import make_requests
-from jpaged.sampling_params import RequestOutputKind
 
 BATCH = 10
 """Requests for latency in a turn."""

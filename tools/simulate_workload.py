@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jpaged.api.config import SchedulerConfig
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.bench.workloads import WORKLOADS, BenchRequest, make_requests
-from jpaged.config import SchedulerConfig
 from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
 from jpaged.engine.loop import EngineCore
-from jpaged.engine.request import Request
-from jpaged.engine.scheduler import Scheduler
-from jpaged.executor.buckets import bucket_for, fine_buckets
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.sequences.request import Request
+from jpaged.executor.step.buckets import bucket_for, fine_buckets
 
 _ATTENTION_OPERATIONS_PER_MS = 550e9
 

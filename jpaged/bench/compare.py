@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.arguments import HelpFormatter
-from jpaged.errors import InvalidParameterError
 
 _NAMES = ("name", "case", "workload", "dataset", "batch", "batch_size", "input_len", "output_len", "variant", "system")
 

@@ -19,7 +19,8 @@ from typing import Protocol
 
 import numpy as np
 
-from jpaged.sampling_params import SamplingParams
+from jpaged.api.outputs import TargetScores
+from jpaged.api.sampling_params import SamplingParams
 
 NULL_BLOCK = 0
 """The block that padded rows and finished slots write to. It is never allocated and never attended to."""
@@ -173,18 +174,6 @@ class Logprobs:
     token_ranks: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class TargetScores:
-    """How the model's own distribution rates given tokens; all that scoring needs, at little cost.
-
-    logprobs: float32 [m]; their log-probabilities.
-    greedy: bool [m]; whether each is the most likely token, the lowest id on ties: what greedy decoding would take.
-    """
-
-    logprobs: np.ndarray
-    greedy: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.compare import main, ratios
-from jpaged.errors import InvalidParameterError
 
 
 def report(tmp_path, name, results, benchmark="throughput", **settings):

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from jpaged.config import SchedulerConfig
+from jpaged.api.config import SchedulerConfig
 from jpaged.engine.interface import (
     NO_TOKEN,
     NULL_BLOCK,

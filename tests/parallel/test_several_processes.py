@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jpaged import EngineArgs
-from jpaged.distributed import Cluster, lead, run_worker
+from jpaged.api.errors import InvalidParameterError
+from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.interface import Chunk, SamplingVariant, SlotStart, StepPlan
-from jpaged.errors import InvalidParameterError
 from jpaged.executor import plan_codec
-from jpaged.sampling_params import SamplingParams
+from jpaged.executor.distributed import Cluster, lead, run_worker
 from tests.parallel.eight_devices import ROOT
 from tests.parallel.models import eight_heads
 from tests.tiny_models import write_tiny_model

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jpaged.beam_search_params import BeamSearchParams
-from jpaged.config import SchedulerConfig
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.config import SchedulerConfig
 from jpaged.engine.interface import Logprobs, StepPlan, StepResult
-from jpaged.engine.request import Request
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.sequences.request import Request
 
 CONCENTRATION = 0.1
 _NUM_TOKENS = 64

@@ -14,15 +14,15 @@ from functools import lru_cache
 
 import numpy as np
 
+from jpaged.api.config import SchedulerConfig
+from jpaged.api.errors import EngineDeadError
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.bench.memory.reservation import ReservationPool
 from jpaged.bench.memory.setups import Setup, StepTime
 from jpaged.bench.memory.traces import TraceRequest
-from jpaged.config import SchedulerConfig
 from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
-from jpaged.engine.request import Request
-from jpaged.engine.scheduler import Scheduler
-from jpaged.errors import EngineDeadError
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.sequences.request import Request
 
 SYSTEMS = ("orca-max", "orca-pow2", "orca-oracle", "paged")
 _VOCAB_SIZE = 2**30
