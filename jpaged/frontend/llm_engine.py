@@ -95,6 +95,7 @@ class LLMEngine(RequestIntake):
             num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
             preemption_mode=args.preemption_mode,
             host_prefix_cache=args.host_prefix_cache,
+            cache_groups=self.startup.cache_groups,
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len

@@ -1,14 +1,14 @@
 """How many blocks a device gets, for devices of made-up sizes."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jpaged.api.errors import OutOfMemoryError
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start.compilation import Compiler
-from jpaged.executor.start.memory import CPU_POOL_BYTES, block_bytes, plan_memory
+from jpaged.executor.start.memory import CPU_POOL_BYTES, plan_memory
+from jpaged.executor.step.program import Setup
 from jpaged.models import ModelConfig, build
 from tests.tiny_models import tiny_model
 
@@ -16,16 +16,16 @@ CONFIG = ExecutorConfig(
     max_num_seqs=4, max_model_len=64, block_size=16, num_blocks=64, decode_buckets=(4,), token_buckets=(16,)
 )
 MODEL = build(ModelConfig.from_dict(tiny_model("llama-gqa-d64-tied").config), "bfloat16")
+SETUP = Setup.of(MODEL, CONFIG)
 GIB = 2**30
 
 
 def plan(limit: int | None, num_blocks: int | None = None, depth: int = 2):
-    compiler = Compiler(MODEL, CONFIG, jnp.bfloat16, DeviceMesh(jax.devices()[:1]))
-    return plan_memory(MODEL, CONFIG, jnp.bfloat16, compiler, limit, num_blocks, depth)
+    return plan_memory(Compiler(SETUP, DeviceMesh(jax.devices()[:1])), limit, num_blocks, depth)
 
 
 def test_a_block_holds_keys_and_values_of_every_layer():
-    assert block_bytes(MODEL, 16, jnp.bfloat16) == 2 * 2 * 2 * 16 * 64 * 2  # layers, K and V, heads, tokens, head_dim
+    assert SETUP.cache.block_bytes == 2 * 2 * 2 * 16 * 64 * 2  # layers, K and V, heads, tokens, head_dim
 
 
 def test_the_pool_takes_what_is_left_and_no_more():
