@@ -39,7 +39,7 @@ from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, LOAD_FORMAT,
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.percentiles import summary, table
 from jpaged.bench.report import write_report
-from jpaged.config import EngineArgs
+from jpaged.config import EngineArgs, kernel_backend_called
 from jpaged.engine.scheduler import Scheduler
 from jpaged.executor import runner
 from jpaged.llm_engine import LLMEngine
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rounds", type=int, default=5, help="turns of each batch")
     result.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
-    result.add_argument("--kernel-backend", choices=("mosaic", "xla"), help=KERNEL_BACKEND)
+    result.add_argument("--kernel-backend", type=kernel_backend_called, choices=("hopper", "xla"), help=KERNEL_BACKEND)
     result.add_argument("--log-updates", action="store_true", help="say how to see XLA's updates of graphs, no more")
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result

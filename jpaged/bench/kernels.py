@@ -28,6 +28,7 @@ from jpaged import pallas_kernels as ops
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import TRACES
+from jpaged.config import kernel_backend_called
 
 _L2_BYTES = 256 << 20  # rotate over at least this much; the largest L2 cache is 60 MB
 _PROGRAM_S = 4e-3  # aimed length of one program, far above its dispatch
@@ -427,7 +428,12 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         help="run only the cases whose name contains this; may be repeated (default: all)",
     )
-    parser.add_argument("--backend", choices=["xla", "mosaic"], help="force one backend (default: by device)")
+    parser.add_argument(
+        "--backend",
+        type=kernel_backend_called,
+        choices=("hopper", "xla"),
+        help="force one backend (default: by device)",
+    )
     parser.add_argument(
         "--json",
         type=Path,

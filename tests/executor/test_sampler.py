@@ -13,7 +13,7 @@ from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
 from jpaged.errors import InvalidParameterError
 from jpaged.executor import logprobs, sampler, sampling_records, sampling_state
 from jpaged.models.collectives import Collectives
-from jpaged.pallas_kernels.sample_reference import lowest_kept
+from jpaged.pallas_kernels.sample_tokens.reference import lowest_kept
 from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 VOCAB = 40
@@ -718,7 +718,7 @@ def test_too_many_stop_tokens_are_refused():
 def test_only_where_a_kernel_draws_for_the_whole_vocabulary_does_one_program_serve_two_variants(monkeypatch):
     own = {variant: variant for variant in SamplingVariant}
     shared = {**own, SAMPLING: TRUNCATED}
-    for backend, shards, expected in (("xla", 1, own), ("mosaic", 1, shared), ("mosaic", 2, own)):
+    for backend, shards, expected in (("xla", 1, own), ("hopper", 1, shared), ("hopper", 2, own)):
         monkeypatch.setattr(sampler, "sample_tokens_backend", lambda vocab_size, backend=backend: backend)
         collectives = Collectives(shards, "model" if shards > 1 else None)
         assert {v: sampler.program_variant(v, VOCAB, collectives) for v in SamplingVariant} == expected
