@@ -26,6 +26,7 @@ import argparse
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -33,6 +34,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from jpaged.bench.report import write_report
 
 ROOT = Path(__file__).parents[1]
 GRAPHS = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
@@ -68,23 +73,29 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["none", "kernel", "psum"])
     parser.add_argument("--runs", type=int, default=20, help="of each program")
-    parser.add_argument("--json", type=Path, help="also write the figures there, after each case")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # in a process of its own
     args = parser.parse_args()
     if args.way is not None:
         for record in measure(args, WAYS[args.way][0]):
             print(json.dumps(record), flush=True)
         return
-    report: dict[str, Any] = {"devices": args.devices, "calls": CALLS, "cases": []}
-    for way in args.ways:
-        for record in in_own_process(args, way):
-            report.update({name: record.pop(name) for name in ("device", "jax") if name in record})
-            if record:
-                report["cases"].append({"way": way} | record)
-                print(json.dumps(report["cases"][-1]), flush=True)
-            if args.json is not None:
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report["cases"]))
+    cases: list[dict[str, Any]] = []
+    devices: dict[str, Any] = {"num_devices": args.devices}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends in a report too
+    try:
+        for way in args.ways:
+            for record in in_own_process(args, way):
+                if "device" in record:
+                    devices |= record
+                else:
+                    cases.append({"way": way} | record)
+                    print(json.dumps(cases[-1]), flush=True)
+    finally:
+        print(table(cases))
+        if args.json is not None:
+            settings = {name: value for name, value in vars(args).items() if name != "way"}
+            write_report(args.json, "all_reduce", settings | {"calls": CALLS}, cases, devices=devices)
 
 
 def in_own_process(args: argparse.Namespace, way: str) -> Iterator[dict[str, Any]]:
@@ -127,7 +138,7 @@ def measure(args: argparse.Namespace, adds: str) -> Iterator[dict[str, Any]]:
     devices = jax.devices()[: args.devices]
     if len(devices) < args.devices:
         raise SystemExit(f"--devices {args.devices}: JAX has {len(devices)}.")
-    yield {"device": devices[0].device_kind, "jax": jax.__version__}
+    yield {"device": devices[0].device_kind}
     mesh = jax.sharding.Mesh(devices, ("model",))
     for hidden in args.hidden:
         state = () if adds != "kernel" else _initial_state(mesh, max(args.rows), hidden)

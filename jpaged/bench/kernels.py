@@ -8,7 +8,6 @@ attention come from the same run.
 """
 
 import argparse
-import datetime
 import signal
 import statistics
 import sys
@@ -432,7 +431,7 @@ def main(argv: list[str] | None = None) -> int:
         "--json",
         type=Path,
         metavar="FILE",
-        help="where to write JSON (default: benchmarks/results/kernels-<date>.json)",
+        help="where to write JSON (default: benchmarks/results/kernels.json)",
     )
     parser.add_argument("--repeats", type=int, default=7, help="batches of programs that the median is taken of")
     options = parser.parse_args(argv)
@@ -452,7 +451,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
         if rows:
-            path = options.json or Path("benchmarks/results") / f"kernels-{datetime.date.today()}.json"
+            path = options.json or Path("benchmarks/results/kernels.json")
             settings = {"backend": options.backend, "only": only, "complete": len(rows) == len(chosen)}
             write_report(path, "kernels", settings, rows)
     return 0

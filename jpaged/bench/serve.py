@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         from jpaged.bench.report import write_report  # it imports JAX
 
         settings = vars(args) | {"api_key": None, "model": model, "workers": workers}
-        write_report(args.json, "serve", settings, figures, with_device=False)
+        write_report(args.json, "serve", settings, figures, devices={})
     return 1 if figures["failed"] else 0
 
 

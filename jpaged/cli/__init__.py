@@ -24,12 +24,10 @@ BENCHMARKS = {
     "kernels": "attention and cache kernels against the device's bandwidth",
     "throughput": "tokens/s of a whole model, offline",
     "latency": "how long a batch takes that has the engine to itself",
-    "replicas": "whether several engine loops on one host slow each other down",
     "steps": "a decode step: its time, its floor, its kernels",
     "scoring": "tokens/s of scoring, and the share of the prefill roofline",
     "sequences": "several samples, beams, and swapping to host memory",
     "serve": "latency and tokens/s of an OpenAI-compatible server under open-loop load",
-    "compare": "the figures of two reports, side by side",
     "memory": "the PagedAttention paper's figures, simulated: memory, batches, latency, sharing",
 }
 """Each is `jpaged.bench.<name>.main(argv)`, with arguments of its own."""

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jpaged.bench.compare import main, ratios
+from benchmarks.compare import main, ratios
 from jpaged.errors import InvalidParameterError
 
 

@@ -1,7 +1,7 @@
 """What the order and the limits of scheduling do to a whole run on an H200, without one.
 
-    python tools/simulate_workload.py --model llama-3.1-8b --workload alpaca
-    python tools/simulate_workload.py --model llama-3.1-8b --workload alpaca --max-num-seqs 2048 --exact-buckets
+    python benchmarks/simulate_workload.py --model llama-3.1-8b --workload alpaca
+    python benchmarks/simulate_workload.py --model llama-3.1-8b --workload alpaca --max-num-seqs 2048 --exact-buckets
 
 The engine's own loop and scheduler plan every step of a workload of `jpaged bench throughput`. A step's time comes from
 its rows, their context and its bucket, by a line fitted to what `jpaged bench steps` and long prefills measured:

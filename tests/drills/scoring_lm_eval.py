@@ -1,7 +1,7 @@
 """Multiple choice by `jpaged score` and by lm-eval's own Hugging Face backend: the same accuracy, the same sums.
 
     pip install jpaged lm_eval accelerate torch        # an environment of its own
-    python tools/scoring_lm_eval_drill.py --questions 200
+    python -m tests.drills.scoring_lm_eval --questions 200
 
 The task is local: beginnings of stories that the embedded model tells, each with its own continuation and three of
 other stories. lm-eval runs the embedded model's checkpoint through transformers, in float32, on the CPU; jpaged scores
@@ -16,11 +16,11 @@ import tempfile
 from pathlib import Path
 
 from lm_eval.models.huggingface import HFLM
-from lm_eval_stories import OPENINGS, StoriesTask, questions
 
 from jpaged import LLM, SamplingParams
 from jpaged.assets import demo_model_path
 from jpaged.scoring import score_files
+from tests.drills.lm_eval_stories import OPENINGS, StoriesTask, questions
 
 
 def stories(count: int, seed: int) -> list[str]:

@@ -1,13 +1,18 @@
-"""`jpaged bench compare A.json B.json`: the figures of B over those of A, case by case.
+"""The figures of report B over those of report A, case by case.
 
-Both are reports that a benchmark wrote with `--json`. Cases are matched by name and numbers by theirs; where settings
-or environments differ, that is said first. A ratio above 1 means that B's number is larger, whatever that means for it.
+    python benchmarks/compare.py A.json B.json
+
+Both are reports that a benchmark wrote with `--json`. Cases are matched by name, and so are their numbers. Settings and
+environments that differ are listed first. A ratio above 1 means that B's number is larger, which may be good or bad.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.errors import InvalidParameterError
@@ -16,7 +21,7 @@ _NAMES = ("name", "case", "workload", "dataset", "batch", "batch_size", "input_l
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="jpaged bench compare", description=__doc__, formatter_class=HelpFormatter)
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     result.add_argument("a", type=Path, metavar="A.json", help="the report to compare with")
     result.add_argument("b", type=Path, metavar="B.json", help="the report to compare")
     return result
@@ -87,5 +92,9 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidParameterError(f"{path} is not JSON: {error}.") from error
     if not isinstance(report, dict) or not isinstance(report.get("results"), list) or "benchmark" not in report:
-        raise InvalidParameterError(f"{path} is not a report of `jpaged bench` with a list of results.")
+        raise InvalidParameterError(f"{path} is not a report of a benchmark with a list of results.")
     return {"environment": {}, "settings": {}} | report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,7 +3,7 @@
     jpaged serve --port 8000 &
     python -m venv clients            # an environment of their own: jpaged is not needed in it
     clients/bin/pip install openai litellm langchain-openai 'lm_eval[api,hf]' schemathesis
-    clients/bin/python tools/client_checks.py --url http://127.0.0.1:8000 --model-dir jpaged/assets/demo_model
+    clients/bin/python -m tests.drills.clients --url http://127.0.0.1:8000 --model-dir jpaged/assets/demo_model
 
 openai, litellm, langchain   a completion and a chat, whole and streamed, must be the texts that plain HTTP gets
 lm_eval                      `local-completions` on a local task of multiple choice must reach the accuracy of lm-eval's
@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from lm_eval_stories import OPENINGS, StoriesTask, questions
+
+from tests.drills.lm_eval_stories import OPENINGS, StoriesTask, questions
 
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "A story about a brave snail"}]

@@ -1,9 +1,11 @@
-"""`jpaged bench replicas`: whether the loops of several replicas get in each other's way on the host.
+"""Whether the loops of several replicas slow each other down on the host.
 
-Each loop is an engine's whole control plane with a fake executor (as in `jpaged bench scheduler`), in which some
-sequences end and start in each step. The same loop runs once alone, then several at a time, in threads of one process
-and in processes. What the table gives is steps per second of all loops together; with GPUs behind them, the host must
-sustain the steps of all replicas.
+    python benchmarks/replicas.py --replicas 2
+
+Each loop is an engine's whole control plane with a fake executor (as in `jpaged bench scheduler`); some sequences end
+and start in each step. The loop runs once alone, then several at a time: in threads of one process, and in processes.
+The table gives the steps per second of all loops together. With GPUs behind them, the host must sustain the steps of
+all replicas.
 """
 
 import argparse
@@ -14,15 +16,15 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.scheduler import Case, measure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark from the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="jpaged bench replicas", description="Steps/s of several engine loops.", formatter_class=HelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--replicas", type=int, default=2, help="loops at a time")
     parser.add_argument("--running", type=int, default=256, help="running sequences of each")
     parser.add_argument("--finishing", type=int, default=4, help="sequences that end in each step")

@@ -1,6 +1,6 @@
 """What models say over several GPUs with the one-shot all-reduce: near XLA's, and on all GPUs the same.
 
-    python tools/one_shot_drill.py              # two Hopper GPUs joined by NVLink, about two minutes
+    python -m tests.drills.one_shot              # two Hopper GPUs joined by NVLink, about two minutes
 
 The embedded model (a Llama) and four layers of other shapes, random, in 16 bits: each on one GPU, over all with XLA's
 all-reduce, and over all with the one-shot kernel in every step. The log-probabilities of given tokens must differ no
@@ -12,13 +12,10 @@ run the devices must know the same last tokens. A step that hangs shows where af
 import argparse
 import faulthandler
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import numpy as np

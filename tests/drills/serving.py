@@ -1,8 +1,8 @@
 """Drills of a server that are too long for the tests: each starts `jpaged serve` itself and exits with 1 if one fails.
 
-    python tools/serving_drill.py streams --streams 1000 --rounds 3 --tokens 24     many concurrent streams
-    python tools/serving_drill.py cancel --requests 200 --tokens 10000              clients that go away
-    python tools/serving_drill.py kill                                              processes that are killed
+    python -m tests.drills.serving streams --streams 1000 --rounds 3 --tokens 24     many concurrent streams
+    python -m tests.drills.serving cancel --requests 200 --tokens 10000              clients that go away
+    python -m tests.drills.serving kill                                              processes that are killed
     ... [drill's options] -- --api-workers 2                                        what follows is for `jpaged serve`
 
 streams   Stream i has seed i. All must complete with the tokens that `LLM` gives for the same seeds, round after round,
@@ -18,88 +18,22 @@ Prints a line of JSON for each round or step.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
 
+from tests.support.served import Server, serving
+
 PROMPT = "Once upon a time"
 GROWTH = 1.02
 POOL_EMPTY_S, ANSWER_S, ENGINE_GONE_S = 1.0, 5.0, 2.0
-_START_S = 600.0
-
-
-class Server:
-    """`jpaged serve` on a free port of this machine."""
-
-    def __init__(self, options: Sequence[str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "jpaged", "serve", "--port", str(port), "--quiet", "--api-workers", "1"]
-        self.url = f"http://127.0.0.1:{port}"
-        self.process = subprocess.Popen([*command, *options])
-        end = time.monotonic() + _START_S
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if self.get("/health").status_code == 200:
-                    return
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise SystemExit("The server did not start.")
-            time.sleep(0.2)
-
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, trust_env=False)
-
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, trust_env=False)
-
-    def gauge(self, name: str) -> float:
-        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(f"jpaged:{name}{{")]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-    def children(self, of: int | None = None) -> list[int]:
-        """Its children and theirs."""
-        pid = self.process.pid if of is None else of
-        direct = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        return [*direct, *(child for one in direct for child in self.children(one))]
-
-    def engines(self) -> list[int]:
-        return [pid for pid in self.children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-    def memory_mib(self) -> float:
-        """Resident memory of all its processes."""
-        lines = [
-            line
-            for pid in (self.process.pid, *self.children())
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        ]
-        return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(60)
-
-
-@contextlib.contextmanager
-def serving(options: Sequence[str]) -> Iterator[Server]:
-    server = Server(options)
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 async def stream_tokens(client: httpx.AsyncClient, seed: int, num_tokens: int) -> list[int]:

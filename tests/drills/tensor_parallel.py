@@ -1,6 +1,6 @@
 """Every model family on eight CPU devices: the tokens of one device, whatever the model is split over.
 
-    python tools/parallel_drill.py              # about four minutes on two cores
+    python -m tests.drills.tensor_parallel              # about four minutes on two cores
 
 For each family, float32: tensor parallel 1, 2, 4 and 8 give the same greedy tokens, in one go, through preemptions and
 after prefix hits, with two all-reduces a layer and one for the embedding in every step program and one small
@@ -9,11 +9,7 @@ the sampled tokens and the scores of one device. The test suite does the same fo
 """
 
 import argparse
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 

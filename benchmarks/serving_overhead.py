@@ -1,6 +1,6 @@
 """What the server adds to a request, and what it takes from throughput, over the same engine used offline.
 
-    python tools/serving_overhead.py --engine-cpus 0 --other-cpus 1 --json overhead.json
+    python benchmarks/serving_overhead.py --engine-cpus 0 --other-cpus 1 --json overhead.json
 
 Client, API process and engine compete where there are few cores. So the engine is bound to some of them, in both
 measurements, and what only the server has (API processes and client) to others. Left out, nothing is bound.
@@ -26,8 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
-from serving_drill import PROMPT, Server
 
 from jpaged import EngineArgs, LLMEngine, SamplingParams
 from jpaged.bench.report import write_report
@@ -35,6 +36,9 @@ from jpaged.bench.serve import evaluate, run
 from jpaged.bench.stream_client import Target
 from jpaged.bench.workloads import make_requests
 from jpaged.sampling_params import RequestOutputKind
+from tests.support.served import Server
+
+PROMPT = "Once upon a time"
 
 BATCH = 10
 """Requests for latency in a turn."""
@@ -210,7 +214,7 @@ def main() -> int:
     if args.json:
         settings = {name: value for name, value in vars(args).items() if name not in ("json", "offline_only")}
         settings = {name: sorted(v) if isinstance(v, set) else v for name, v in settings.items()}
-        write_report(args.json, "serving_overhead", settings, figures, with_device=False)
+        write_report(args.json, "serving_overhead", settings, figures, devices={})
     return 0
 
 

@@ -1,7 +1,7 @@
 """Kills `jpaged score` at random moments, ten times or more, and compares what it writes in the end with one whole run.
 
-    python tools/scoring_kill_drill.py --kills 10 --workers 1
-    python tools/scoring_kill_drill.py --kills 10 --workers 2 --format parquet
+    python -m tests.drills.scoring_kills --kills 10 --workers 1
+    python -m tests.drills.scoring_kills --kills 10 --workers 2 --format parquet
 
 The embedded model scores made-up rows of all three kinds. Each kill is a SIGKILL to the command at a random moment
 after it has finished a first shard (one kill in five: at a random moment of its start); then the command is started

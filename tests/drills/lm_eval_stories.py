@@ -2,7 +2,7 @@
 
     stories --questions--> rows --StoriesTask--> questions.jsonl, stories.yaml --evaluate--> accuracies, log-likelihoods
 
-For `client_checks.py` and `scoring_lm_eval_drill.py`. It needs lm_eval, and not jpaged.
+For `clients.py` and `scoring_lm_eval.py`. It needs lm_eval, and not jpaged.
 """
 
 import json
