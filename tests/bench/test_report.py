@@ -57,3 +57,14 @@ def test_a_script_is_named_by_its_place_in_the_repository(monkeypatch):
     script = report._SOURCES / "benchmarks" / "dispatch.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--calls", "3"])
     assert report.environment({})["command"] == "python benchmarks/dispatch.py --calls 3"
+
+
+def test_the_kept_results_are_few_and_describe_themselves():
+    files = sorted((report._SOURCES / "benchmarks" / "results").glob("*.json"))
+    assert 0 < len(files) <= 25
+    for file in files:
+        kept = json.loads(file.read_text())
+        assert kept.keys() >= {"benchmark", "environment", "settings", "results"}, file
+        assert kept["environment"].keys() >= {"date", "commit", "command", "host", "driver", "jax", "device"}, file
+        assert kept["settings"], file
+        assert kept["results"], file
