@@ -14,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.arguments import HelpFormatter
-from jpaged.errors import InvalidParameterError
 
 _NAMES = ("name", "case", "workload", "dataset", "batch", "batch_size", "input_len", "output_len", "variant", "system")
 

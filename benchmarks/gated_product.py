@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.bench.report import write_report
-from jpaged.executor.compilation import _GPU_OPTIONS
+from jpaged.executor.start.compilation import _GPU_OPTIONS
 from jpaged.pallas_kernels import gated_product, gated_product_mosaic
 from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing, num_multiprocessors
 

@@ -34,16 +34,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
+from jpaged.api.config import EngineArgs
+from jpaged.api.sampling_params import SamplingParams
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, LOAD_FORMAT, PIPELINE_DEPTH
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.percentiles import summary, table
 from jpaged.bench.report import write_report
-from jpaged.config import EngineArgs
-from jpaged.engine.scheduler import Scheduler
-from jpaged.executor import runner
-from jpaged.llm_engine import LLMEngine
-from jpaged.sampling_params import SamplingParams
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.executor.step import runner
+from jpaged.frontend.llm_engine import LLMEngine
 
 PART_OF_PROGRAM = {"decode": "body", "shared_decode": "body", "mixed": "body", "sample": "sample", "update": "change"}
 PARTS = ("schedule", "change", "body", "sample", "read", "update")

@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from jpaged import EngineArgs, LLMEngine, SamplingParams
+from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.bench.report import write_report
 from jpaged.bench.serve import evaluate, run
 from jpaged.bench.stream_client import Target
 from jpaged.bench.workloads import make_requests
-from jpaged.sampling_params import RequestOutputKind
 from tests.support.served import Server
 
 PROMPT = "Once upon a time"

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.bench.workloads import WORKLOADS, BenchRequest, make_requests
-from jpaged.config import SchedulerConfig
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
 from jpaged.engine.loop import EngineCore
-from jpaged.engine.request import Request
-from jpaged.engine.scheduler import Scheduler
-from jpaged.executor.buckets import bucket_for, fine_buckets
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.sequences.request import Request
+from jpaged.executor.step.buckets import bucket_for, fine_buckets
 
 _ATTENTION_OPERATIONS_PER_MS = 550e9
 
@@ -103,7 +103,7 @@ class RecordingExecutor:
             self.steps.append(Step(rows, bucket, int(self._lengths[slots].sum()), pairs))
         ended = running & (self._lengths[slots] + 1 >= self._ends[slots])
         codes = np.where(ended, FinishCode.LENGTH, FinishCode.RUNNING).astype(np.uint8)
-        return _Answer(StepResult(np.where(running, 7, NO_TOKEN).astype(np.int32), codes))
+        return _Answer(StepResult(np.where(running, 7, NO_TOKEN).astype(np.int32)[:, None], codes))
 
 
 def simulate(

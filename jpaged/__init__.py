@@ -8,20 +8,20 @@ outputs = LLM("path/to/model").generate(["Once upon a time"], SamplingParams(max
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jpaged.beam_search_params import BeamSearchParams
-from jpaged.config import EngineArgs
-from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
-from jpaged.version import __version__
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.config import EngineArgs
+from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.api.version import __version__
 
 if TYPE_CHECKING:
+    from jpaged.frontend.llm_engine import LLMEngine
     from jpaged.llm import LLM
-    from jpaged.llm_engine import LLMEngine
     from jpaged.serving.async_llm_engine import AsyncLLMEngine
 
 _LAZY = {  # `LLM` and `LLMEngine` import jax, which takes a second or two
     "LLM": "jpaged.llm",
-    "LLMEngine": "jpaged.llm_engine",
+    "LLMEngine": "jpaged.frontend.llm_engine",
     "AsyncLLMEngine": "jpaged.serving.async_llm_engine",
 }
 

@@ -10,18 +10,18 @@ from typing import Any, NoReturn, Self
 
 from tqdm import tqdm
 
-from jpaged.beam_search_params import BeamSearchParams
-from jpaged.config import EngineArgs
-from jpaged.engine.request import Request
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError, shown
+from jpaged.api.outputs import RequestOutput
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
-from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError, shown
-from jpaged.inputs import Messages, ProcessedInput, Prompt, as_prompt_list
-from jpaged.interrupt import Interruptible
-from jpaged.llm_engine import LLMEngine
-from jpaged.outputs import RequestOutput
-from jpaged.replicas import start_engine
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.frontend.inputs import Messages, ProcessedInput, Prompt, as_prompt_list
+from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.host.interrupt import Interruptible
+from jpaged.processes.replicas import start_engine
+from jpaged.text.tokenizer import Tokenizer
 
 
 class LLM:

@@ -11,9 +11,9 @@ import sys
 import time
 import types
 
-from jpaged.errors import EngineDeadError, InvalidPromptError, ModelNotFoundError
-from jpaged.outputs import CompletionOutput, RequestOutput
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.api.errors import EngineDeadError, InvalidPromptError, ModelNotFoundError
+from jpaged.api.outputs import CompletionOutput, RequestOutput
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 
 created: list["LLM"] = []
 

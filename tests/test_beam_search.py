@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
-from jpaged.errors import InvalidParameterError, OutOfMemoryError
+from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
 from tests.tiny_models import VOCAB_SIZE, tiny_model, torch_model, write_tiny_model
 
 torch = pytest.importorskip("torch")

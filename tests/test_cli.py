@@ -17,9 +17,9 @@ from shlex import split
 import pytest
 
 import jpaged
+from jpaged.api.sampling_params import SamplingParams
 from jpaged.cli import BENCHMARKS, main
-from jpaged.interrupt import Interruptible, KeptInterrupt
-from jpaged.sampling_params import SamplingParams
+from jpaged.host.interrupt import Interruptible, KeptInterrupt
 from tests import fake_llm
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
+from jpaged.api.errors import OutputError
 from jpaged.cli import main
-from jpaged.errors import OutputError
-from jpaged.models import ModelConfig, build, orbax_checkpoint
+from jpaged.models import ModelConfig, build
+from jpaged.models.loading import orbax_checkpoint
 from tests.tiny_models import tiny_model, write_tiny_model
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from jpaged.executor.startup import Startup
+from jpaged.executor.start.startup import Startup
 from tests.tiny_models import VOCAB_SIZE, TinyModel, tiny_models, torch_model, write_tiny_model
 
 torch = pytest.importorskip("torch")

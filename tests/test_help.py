@@ -6,9 +6,10 @@ from importlib import import_module
 
 import pytest
 
+from jpaged.api.config import EngineArgs
 from jpaged.cli import BENCHMARKS, _parser
-from jpaged.config import EngineArgs
-from jpaged.scoring import batch, files
+from jpaged.scoring import files
+from jpaged.serving import batch
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.options import AppOptions
 from jpaged.serving.server import ServerOptions

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from jpaged.assets import demo_model_path
-from jpaged.errors import (
+from jpaged.api.errors import (
     CheckpointError,
     EngineDeadError,
     InvalidParameterError,
@@ -26,6 +25,7 @@ from jpaged.errors import (
     OutOfMemoryError,
     UnsupportedModelError,
 )
+from jpaged.assets import demo_model_path
 from tests.tiny_models import MAX_LENGTH, VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("llm")  # one worker, which compiles once

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 
-from jpaged.errors import JPagedError, MissingPackageError
+from jpaged.api.errors import JPagedError, MissingPackageError
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from jpaged.engine.seeds import sample_seed
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
+from jpaged.engine.sequences.seeds import sample_seed
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("parallel sampling")  # one worker, which compiles once

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jpaged import BeamSearchParams, EngineArgs, SamplingParams
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError, JPagedError, shown
 from jpaged.engine.limits import RequestLimits
-from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError, shown
-from jpaged.inputs import InputProcessor, as_prompt_list
+from jpaged.frontend.inputs import InputProcessor, as_prompt_list
 from jpaged.models.config import ModelConfig
 
 HUGE = 10**5000  # more digits than Python turns into text

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from jpaged.errors import InvalidParameterError
-from jpaged.executor import config, programs
-from jpaged.executor.buckets import fine_buckets
+from jpaged.api.errors import InvalidParameterError
+from jpaged.executor import config
 from jpaged.executor.config import ExecutorConfig
-from jpaged.executor.startup import Startup
+from jpaged.executor.start.startup import Startup
+from jpaged.executor.step import programs
+from jpaged.executor.step.buckets import fine_buckets
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("shared prefix")  # one worker, which compiles once

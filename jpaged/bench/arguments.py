@@ -2,7 +2,7 @@
 
 import argparse
 
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -3,10 +3,10 @@
 import argparse
 from typing import get_args
 
+from jpaged.api.config import DType
 from jpaged.bench.models import CONFIGS, model_directory
-from jpaged.config import DType
 from jpaged.llm import LLM
-from jpaged.replicas import ReplicatedEngine
+from jpaged.processes.replicas import ReplicatedEngine
 
 LOAD_FORMAT = '"dummy" makes random weights'
 DTYPE = "type of weights and KV cache"

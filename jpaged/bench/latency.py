@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.api.sampling_params import SamplingParams
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.engine_options import add_engine_options, add_sampling_options, end_replicas, make_llm
 from jpaged.bench.percentiles import summary, table
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import make_requests
 from jpaged.llm import LLM
-from jpaged.sampling_params import SamplingParams
 
 
 def parser() -> argparse.ArgumentParser:

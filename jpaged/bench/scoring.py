@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpaged.api.config import DType
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.engine_options import (
     BLOCK_SIZE,
@@ -33,8 +34,7 @@ from jpaged.bench.engine_options import (
 )
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
-from jpaged.config import DType
-from jpaged.executor.memory import reserve_device_memory
+from jpaged.executor.start.memory import reserve_device_memory
 from jpaged.models import Model, ModelConfig, build, resolve
 from jpaged.scoring import Scorer
 from jpaged.scoring.files import SHARD_SIZE, size_of

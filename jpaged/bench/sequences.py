@@ -25,17 +25,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.beam_search_params import BeamSearchParams
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.config import EngineArgs
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.engine_options import BLOCK_SIZE, LOAD_FORMAT, MAX_NUM_SEQS
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
-from jpaged.config import EngineArgs
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, HostCopy, SamplingVariant, StepPlan
-from jpaged.executor.startup import Startup
-from jpaged.llm_engine import LLMEngine
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.executor.start.startup import Startup
+from jpaged.frontend.llm_engine import LLMEngine
 
 CASES = ("separate", "samples", "greedy", "beams", "swap")
 _AGAINST = {"samples": "separate", "beams": "greedy"}

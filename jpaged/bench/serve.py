@@ -39,13 +39,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.percentiles import summary
 from jpaged.bench.percentiles import table as percentile_table
 from jpaged.bench.stream_client import StreamRecord, Target, send_all
 from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
-from jpaged.cores import usable_cores
-from jpaged.errors import InvalidParameterError
+from jpaged.host.cores import usable_cores
 
 START_DELAY_S = 0.2
 """From the moment all workers are ready until the first request."""
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
 def _requests(args: argparse.Namespace) -> list[BenchRequest]:
     if args.dataset_path is not None:
         from jpaged.bench.sharegpt import read_turns, sharegpt_requests  # takes time to import, as does the next
-        from jpaged.engine.tokenizer import Tokenizer
+        from jpaged.text.tokenizer import Tokenizer
 
         turns = read_turns(args.dataset_path)
         return sharegpt_requests(turns, Tokenizer.load(args.tokenizer), args.num_prompts, seed=args.seed)

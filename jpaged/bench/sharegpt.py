@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.workloads import BenchRequest
-from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InvalidParameterError
+from jpaged.text.tokenizer import Tokenizer
 
 LEAST_TOKENS = 4
 MOST_PROMPT_TOKENS = 1024

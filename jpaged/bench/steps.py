@@ -26,6 +26,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError
+from jpaged.api.sampling_params import SamplingParams
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.engine_options import (
@@ -38,10 +41,7 @@ from jpaged.bench.engine_options import (
 )
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
-from jpaged.config import EngineArgs
-from jpaged.errors import InvalidParameterError
-from jpaged.llm_engine import LLMEngine
-from jpaged.sampling_params import SamplingParams
+from jpaged.frontend.llm_engine import LLMEngine
 
 STEPS_A_GROUP = 8
 

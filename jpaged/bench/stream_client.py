@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 
 TAIL_BYTES = 8192
 """How much of a body's end is kept: more than its last events need, or an error's message."""

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import jax
 
+from jpaged.api.errors import InvalidParameterError
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.assets import demo_model_path
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.device_trace import idle_share, read_trace
@@ -26,10 +28,8 @@ from jpaged.bench.models import CONFIGS
 from jpaged.bench.report import write_report
 from jpaged.bench.sharegpt import read_turns, sharegpt_requests
 from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, make_requests
-from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InvalidParameterError
 from jpaged.llm import LLM
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.text.tokenizer import Tokenizer
 
 
 def parser() -> argparse.ArgumentParser:

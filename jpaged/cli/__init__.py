@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from textwrap import dedent
 
+from jpaged.api.errors import InvalidParameterError, JPagedError, UnsupportedParameterError
+from jpaged.api.version import __version__
 from jpaged.cli import chat, convert, generate, run_batch, score, serve, worker
 from jpaged.cli.options import add_debug_option
-from jpaged.errors import InvalidParameterError, JPagedError, UnsupportedParameterError
-from jpaged.version import __version__
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 

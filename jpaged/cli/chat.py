@@ -7,6 +7,8 @@ from importlib import import_module
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
+from jpaged.api.errors import InvalidPromptError
+from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.cli.options import (
     add_model_options,
     add_sampling_options,
@@ -15,9 +17,7 @@ from jpaged.cli.options import (
     sampling_params,
 )
 from jpaged.cli.terminal import Screen
-from jpaged.errors import InvalidPromptError
-from jpaged.interrupt import Interruptible
-from jpaged.sampling_params import RequestOutputKind
+from jpaged.host.interrupt import Interruptible
 
 if TYPE_CHECKING:
     from jpaged.llm import LLM

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+from jpaged.api.config import DType
 from jpaged.cli.options import add_debug_option
-from jpaged.config import DType
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
 
     import jax
 
-    from jpaged.models import ModelConfig, build, load, orbax_checkpoint, resolve
+    from jpaged.models import ModelConfig, build, load, resolve
+    from jpaged.models.loading import orbax_checkpoint
 
     orbax_checkpoint.check_target(args.out)  # before anything is downloaded or loaded
     directory = Path(resolve(args.model, args.revision))

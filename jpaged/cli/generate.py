@@ -8,6 +8,9 @@ from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any, TextIO
 
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError, JPagedError
+from jpaged.api.outputs import RequestOutput
+from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.cli.options import (
     add_model_options,
     add_sampling_options,
@@ -16,13 +19,10 @@ from jpaged.cli.options import (
     sampling_params,
 )
 from jpaged.cli.terminal import Screen
-from jpaged.errors import InvalidParameterError, InvalidPromptError, JPagedError
-from jpaged.interrupt import Interruptible
-from jpaged.outputs import RequestOutput
-from jpaged.sampling_params import RequestOutputKind
+from jpaged.host.interrupt import Interruptible
 
 if TYPE_CHECKING:
-    from jpaged.inputs import Prompt
+    from jpaged.frontend.inputs import Prompt
     from jpaged.llm import LLM
 
 SMALL_BATCH = 64

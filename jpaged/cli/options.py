@@ -5,8 +5,8 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from jpaged.config import DType, EngineArgs, KernelBackend, LoadFormat, PreemptionMode
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.api.config import DType, EngineArgs, KernelBackend, LoadFormat, PreemptionMode
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jpaged.llm import LLM

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.shard_size is not None:
         options["shard_size"] = args.shard_size
 
-    from jpaged.scoring.batch import run_batch
+    from jpaged.serving.batch import run_batch
 
     try:
         summary = run_batch(

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from textwrap import dedent
 from typing import get_args
 
+from jpaged.api.config import EngineArgs, Policy
+from jpaged.api.errors import InvalidParameterError
 from jpaged.cli.options import add_model_options, engine_options
 from jpaged.cli.terminal import Screen
-from jpaged.config import EngineArgs, Policy
-from jpaged.errors import InvalidParameterError
 from jpaged.serving.limits import ServerLimits
 
 API_KEYS_VARIABLE = "JPAGED_API_KEY"

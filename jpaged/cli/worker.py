@@ -3,9 +3,9 @@
 import argparse
 from textwrap import dedent
 
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError
 from jpaged.cli.options import add_debug_option
-from jpaged.config import EngineArgs
-from jpaged.errors import InvalidParameterError
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -32,7 +32,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run(args: argparse.Namespace) -> int:
     """Returns when process 0 has ended."""
-    from jpaged.distributed import Cluster, run_worker
+    from jpaged.executor.distributed import Cluster, run_worker
 
     names = ("coordinator_address", "num_processes", "process_id")
     cluster = Cluster.find(EngineArgs(**{name: getattr(args, name) for name in names}))

@@ -11,10 +11,10 @@ would refuse is refused at the door, with the same words.
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from jpaged.beam_search_params import BeamSearchParams
-from jpaged.engine.request import Request
-from jpaged.errors import InvalidParameterError, InvalidPromptError, OutOfMemoryError, shown
-from jpaged.sampling_params import SamplingParams
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError, OutOfMemoryError, shown
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.engine.sequences.request import Request
 
 
 @dataclass(frozen=True, slots=True)

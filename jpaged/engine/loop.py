@@ -26,12 +26,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jpaged.api.errors import EngineDeadError
 from jpaged.engine.interface import Executor, StepHandle, StepPlan
 from jpaged.engine.pace import Pace
-from jpaged.engine.request import Request
-from jpaged.engine.scheduler import RequestUpdate, Scheduler
+from jpaged.engine.scheduler.scheduler import RequestUpdate, Scheduler
+from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
-from jpaged.errors import EngineDeadError
 
 
 class EngineCore:

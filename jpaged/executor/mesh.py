@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 from jpaged.models import Model
 from jpaged.models.sharding import MODEL_AXIS, shard_of, split_over_mesh, stored_weights
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged import sampling_params
+from jpaged.api import sampling_params
 from jpaged.engine import interface
 
 _TYPES = {

@@ -17,11 +17,11 @@ pytree, so optax can train it as it is; who prefers a Flax module takes one and 
     save_pretrained(model, model.flatten(module), "my-model", dtype="bfloat16")
 """
 
-from jpaged.hub import resolve
-from jpaged.models.checkpoint import load, save_pretrained
+from jpaged.host.hub import resolve
 from jpaged.models.config import ModelConfig, supported_architectures
 from jpaged.models.dense import dense_causal_attend
 from jpaged.models.layers import Attend
+from jpaged.models.loading.checkpoint import load, save_pretrained
 from jpaged.models.model import CausalLM, Model, Weights, build, resolve_dtype
 
 __all__ = [

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jpaged.checks import LARGEST_FLOAT32, is_number
-from jpaged.errors import CheckpointError, UnsupportedModelError, shown
+from jpaged.api.checks import LARGEST_FLOAT32, is_number
+from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
+from jpaged.models.loading.safetensors_file import read_header
 from jpaged.models.rope import Rope, parse_rope
-from jpaged.models.safetensors_file import read_header
 
 _LARGEST_INTEGER = 2**31 - 1
 _LARGEST_HEAD_DIM = 4096

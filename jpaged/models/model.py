@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.errors import InvalidParameterError, UnsupportedModelError
+from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models.collectives import ALONE, Collectives, Exchange
 from jpaged.models.config import ModelConfig
-from jpaged.models.gpt2 import GPT2LMHeadModel
+from jpaged.models.families.gpt2 import GPT2LMHeadModel
+from jpaged.models.families.llama import LlamaForCausalLM
+from jpaged.models.families.opt import OPTForCausalLM
 from jpaged.models.layers import Attend, Constant, GatedMLP, Normal
-from jpaged.models.llama import LlamaForCausalLM
-from jpaged.models.opt import OPTForCausalLM
-from jpaged.models.parts import Part
+from jpaged.models.loading.parts import Part
 
 Weights = tuple[jax.Array, ...]
 T = TypeVar("T")

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.checks import LARGEST_FLOAT32, is_number
-from jpaged.errors import CheckpointError, UnsupportedModelError, shown
+from jpaged.api.checks import LARGEST_FLOAT32, is_number
+from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
 
 _LONGEST_CONTEXT = 2**31 - 1
 

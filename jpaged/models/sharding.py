@@ -29,13 +29,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jpaged.errors import InvalidParameterError
-from jpaged.models import checkpoint, orbax_checkpoint
+from jpaged.api.errors import InvalidParameterError
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Constant, Normal
+from jpaged.models.loading import checkpoint, orbax_checkpoint
+from jpaged.models.loading.parts import Part, repeat_kv_heads
 from jpaged.models.model import Model, Weights, draw, init_key
-from jpaged.models.parts import Part, repeat_kv_heads
 
 MODEL_AXIS = "model"
 """The mesh axis that heads, inner columns and token ids are split over."""

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import MalformedRowError, shown
+from jpaged.api.errors import MalformedRowError, shown
 from jpaged.scoring.rows import Row, Text
+from jpaged.text.tokenizer import Tokenizer
 
 
 class TokenSequence(NamedTuple):

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from jpaged.checks import check_bool, check_integer, plain
-from jpaged.errors import InvalidParameterError, MalformedRowError, shown
+from jpaged.api.checks import check_bool, check_integer, plain
+from jpaged.api.errors import InvalidParameterError, MalformedRowError, shown
 from jpaged.scoring.ahead import Ahead
 from jpaged.scoring.inputs import Record, checked_inputs, import_pyarrow, read_records
 from jpaged.scoring.jobs import (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jpaged.errors import InvalidParameterError, JPagedError, MissingPackageError, shown
+from jpaged.api.errors import InvalidParameterError, JPagedError, MissingPackageError, shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jpaged.config import EngineArgs
-from jpaged.errors import InvalidParameterError, shown
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError, shown
+from jpaged.api.version import __version__
 from jpaged.scoring.inputs import Record, fingerprint, read_records
 from jpaged.scoring.progress import ProgressBar
 from jpaged.scoring.shards import Entry, ShardStore, writing
 from jpaged.scoring.workers import Shard, Work, run_work
-from jpaged.version import __version__
 
 
 @dataclass(frozen=True)

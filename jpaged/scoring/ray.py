@@ -13,8 +13,8 @@ again that it had.
 
 from typing import Any
 
-from jpaged.checks import check_integer
-from jpaged.errors import InvalidParameterError, MalformedRowError, MissingPackageError
+from jpaged.api.checks import check_integer
+from jpaged.api.errors import InvalidParameterError, MalformedRowError, MissingPackageError
 from jpaged.scoring.files import OnError, parquet_schema
 from jpaged.scoring.jobs import checked_options
 from jpaged.scoring.rows import Row, RowScore, parse_row

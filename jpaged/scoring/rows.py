@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jpaged.errors import MalformedRowError, shown
+from jpaged.api.errors import MalformedRowError, shown
 
 Text = str | list[int]
 """Text, or its token ids."""

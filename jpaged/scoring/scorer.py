@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.checks import check_bool
-from jpaged.config import EngineArgs
-from jpaged.errors import InvalidParameterError, MalformedRowError, shown
-from jpaged.executor.buckets import fine_buckets
-from jpaged.executor.memory import reserve_device_memory
-from jpaged.interrupt import Interruptible
-from jpaged.llm_engine import LLMEngine
+from jpaged.api.checks import check_bool
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError, MalformedRowError, shown
+from jpaged.executor.start.memory import reserve_device_memory
+from jpaged.executor.step.buckets import fine_buckets
+from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.host.interrupt import Interruptible
 from jpaged.scoring.ahead import Ahead
 from jpaged.scoring.encoding import Encoder, TokenSequence
 from jpaged.scoring.progress import Progress, ProgressBar

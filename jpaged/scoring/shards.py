@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jpaged.errors import InvalidParameterError, JPagedError, OutputError
+from jpaged.api.errors import InvalidParameterError, JPagedError, OutputError
 
 _VERSION = 1
 

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jpaged.checks import check_integer
-from jpaged.errors import InvalidParameterError
+from jpaged.api.checks import check_integer
+from jpaged.api.errors import InvalidParameterError
 
 
 class Window(NamedTuple):

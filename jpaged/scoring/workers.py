@@ -24,9 +24,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from jpaged import errors
-from jpaged.errors import EngineDeadError, JPagedError
-from jpaged.replica_devices import device_shares
+from jpaged.api import errors
+from jpaged.api.errors import EngineDeadError, JPagedError
+from jpaged.host.devices import device_shares
 from jpaged.scoring.inputs import Record
 from jpaged.scoring.progress import Progress
 from jpaged.scoring.shards import Entry
@@ -36,7 +36,7 @@ SHARDS_AHEAD = 2
 
 _PROGRESS_PERIOD_S = 0.2
 
-_TASKS = {"score": "jpaged.scoring.files:ScoreShards", "batch": "jpaged.scoring.batch:BatchShards"}
+_TASKS = {"score": "jpaged.scoring.files:ScoreShards", "batch": "jpaged.serving.batch:BatchShards"}
 """What makes a task's `ShardProcessor` of (options, directory)."""
 
 

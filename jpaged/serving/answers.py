@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from jpaged.engine.tokenizer import Tokenizer
-from jpaged.inputs import ProcessedInput
-from jpaged.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from jpaged.api.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from jpaged.frontend.inputs import ProcessedInput
 from jpaged.serving.protocol import (
     ChatChoice,
     ChatChunk,
@@ -33,6 +32,7 @@ from jpaged.serving.protocol import (
     TopLogprob,
     Usage,
 )
+from jpaged.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder().encode
 DONE_EVENT = b"data: [DONE]\n\n"

@@ -13,11 +13,11 @@ import sys
 import msgspec
 import uvloop
 
-from jpaged.errors import JPagedError
-from jpaged.parent import end_with_parent
+from jpaged.api.errors import JPagedError
+from jpaged.host.parent import end_with_parent
+from jpaged.processes.board import Board
+from jpaged.processes.launch import Link
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
-from jpaged.serving.board import Board
-from jpaged.serving.launch import Link
 from jpaged.serving.metrics import NUM_COLUMNS
 from jpaged.serving.server import LOG_FORMAT, keep_torch_out, run
 from jpaged.serving.workers import WorkerStart

@@ -18,29 +18,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from jpaged import errors
+from jpaged.api import errors
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError
+from jpaged.api.outputs import RequestOutput
+from jpaged.api.sampling_params import SamplingParams
 from jpaged.assets import demo_model_path
-from jpaged.beam_search_params import BeamSearchParams
-from jpaged.config import EngineArgs
 from jpaged.engine.limits import RequestLimits
-from jpaged.engine.pool_view import PoolView
-from jpaged.engine.request import Request
-from jpaged.engine.router import Router
-from jpaged.engine.seeds import default_seed
-from jpaged.engine.sequence_group import SequenceGroup
+from jpaged.engine.sequences.group import SequenceGroup
+from jpaged.engine.sequences.request import Request
+from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
-from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import EngineDeadError, InvalidParameterError, JPagedError
-from jpaged.hub import resolve
-from jpaged.inputs import InputProcessor, ProcessedInput, Prompt
-from jpaged.outputs import RequestOutput
-from jpaged.sampling_params import SamplingParams
-from jpaged.serving.launch import EngineProcesses, Link
-from jpaged.serving.metrics import ServingMetrics
-from jpaged.serving.replica_link import ReplicaLink
-from jpaged.serving.request_stream import RequestStream
-from jpaged.serving.tokenizing import AsyncTokenizer
-from jpaged.serving.wire import (
+from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
+from jpaged.host.hub import resolve
+from jpaged.processes.launch import EngineProcesses, Link
+from jpaged.processes.pool_view import PoolView
+from jpaged.processes.replica_link import ReplicaLink
+from jpaged.processes.router import Router
+from jpaged.processes.wire import (
     Abort,
     Add,
     Answer,
@@ -53,6 +49,10 @@ from jpaged.serving.wire import (
     Shutdown,
     Step,
 )
+from jpaged.serving.metrics import ServingMetrics
+from jpaged.serving.request_stream import RequestStream
+from jpaged.serving.tokenizing import AsyncTokenizer
+from jpaged.text.tokenizer import Tokenizer
 
 SHUTDOWN_S = 10.0
 """How long the engine process may take to end by itself."""

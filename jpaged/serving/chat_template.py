@@ -8,9 +8,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpaged.engine.tokenizer import Tokenizer
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, TokenizeRequest
+from jpaged.text.tokenizer import Tokenizer
 
 
 class _TimeUp(BaseException):

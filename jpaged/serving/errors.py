@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from jpaged.errors import (
+from jpaged.api.errors import (
     EngineDeadError,
     InvalidParameterError,
     InvalidPromptError,

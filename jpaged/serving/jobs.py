@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jpaged.beam_search_params import BeamSearchParams
-from jpaged.errors import InvalidPromptError
-from jpaged.inputs import ProcessedInput, as_prompt_list
-from jpaged.sampling_params import SamplingParams
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.errors import InvalidPromptError
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.frontend.inputs import ProcessedInput, as_prompt_list
 from jpaged.serving.answers import Answer, ChatAnswer, CompletionAnswer
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.chat_template import render_chat, template_arguments

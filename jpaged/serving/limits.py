@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 from jpaged.serving.errors import ApiError, OverloadedError
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 

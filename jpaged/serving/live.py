@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from jpaged.engine.pool_view import PoolView
 from jpaged.engine.stats import EngineStats
+from jpaged.processes.pool_view import PoolView
 from jpaged.serving.answers import event
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import OverloadedError

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from jpaged.engine.request import Request
+from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import STEP_TOKENS_BOUNDS, EngineStats
 
 _TIME_TO_FIRST_TOKEN_S = (

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged.errors import InvalidPromptError, JPagedError
+from jpaged.api.errors import InvalidPromptError, JPagedError
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.http import guarded, json_response, read_body, unless_disconnected

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from jpaged.api.version import __version__
 from jpaged.serving.protocol import (
     ChatCompletionRequest,
     ChatResponse,
@@ -17,7 +18,6 @@ from jpaged.serving.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from jpaged.version import __version__
 
 _POSTS: dict[str, tuple[str, Any, Any]] = {
     "/v1/completions": ("Complete prompts.", CompletionRequest, CompletionResponse),

@@ -4,6 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jpaged.api.version import __version__
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import guarded, json_response
@@ -11,7 +12,6 @@ from jpaged.serving.live import LiveView
 from jpaged.serving.openapi import openapi
 from jpaged.serving.options import AppOptions
 from jpaged.serving.streams import LiveStream
-from jpaged.version import __version__
 
 
 def operational_routes(engine: AsyncLLMEngine, options: AppOptions, live: LiveView) -> list[Route]:

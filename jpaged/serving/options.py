@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 from jpaged.serving.limits import ServerLimits
 
 DEMO_MODEL_NAME = "jpaged-demo"

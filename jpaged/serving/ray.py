@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jpaged.config import EngineArgs
-from jpaged.errors import InvalidParameterError, MissingPackageError
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError, MissingPackageError
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.options import AppOptions
 

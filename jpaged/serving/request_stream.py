@@ -8,15 +8,15 @@ News only gather and wake the consumer; text is made when it looks, so one that 
 import asyncio
 import time
 
-from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler import RequestUpdate
-from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import JPagedError
-from jpaged.inputs import ProcessedInput
-from jpaged.output_processor import OutputProcessor
-from jpaged.outputs import RequestOutput
-from jpaged.serving.replica_link import ReplicaLink
-from jpaged.serving.wire import Finish, Update
+from jpaged.api.errors import JPagedError
+from jpaged.api.outputs import RequestOutput
+from jpaged.engine.scheduler.scheduler import RequestUpdate
+from jpaged.engine.sequences.request import Request, RequestStatus
+from jpaged.frontend.inputs import ProcessedInput
+from jpaged.frontend.output_processor import OutputProcessor
+from jpaged.processes.replica_link import ReplicaLink
+from jpaged.processes.wire import Finish, Update
+from jpaged.text.tokenizer import Tokenizer
 
 
 class RequestStream:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jpaged.beam_search_params import BeamSearchParams
-from jpaged.errors import InvalidParameterError, OutOfMemoryError
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
 

@@ -14,10 +14,10 @@ from types import ModuleType
 
 import uvicorn
 
-from jpaged.config import EngineArgs
-from jpaged.cores import usable_cores
-from jpaged.errors import InvalidParameterError
-from jpaged.garbage import set_objects_apart
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError
+from jpaged.host.cores import usable_cores
+from jpaged.host.garbage import set_objects_apart
 from jpaged.serving.app import build_app
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.http_connection import limited_protocol

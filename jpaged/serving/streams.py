@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jpaged.outputs import RequestOutput
+from jpaged.api.outputs import RequestOutput
 from jpaged.serving.answers import event
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import ApiError

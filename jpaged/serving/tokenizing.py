@@ -11,11 +11,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from jpaged.beam_search_params import BeamSearchParams
-from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InvalidPromptError
-from jpaged.inputs import InputProcessor, ProcessedInput, Prompt
-from jpaged.sampling_params import SamplingParams
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.errors import InvalidPromptError
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
+from jpaged.text.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 4096
 """Longer text is long."""

@@ -22,11 +22,11 @@ from dataclasses import replace
 
 import msgspec
 
-from jpaged.config import EngineArgs
-from jpaged.errors import EngineDeadError
-from jpaged.replica_devices import package_environment
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import EngineDeadError
+from jpaged.host.devices import package_environment
+from jpaged.processes.launch import EngineProcesses, Link, python_command
 from jpaged.serving.async_llm_engine import AsyncLLMEngine, load_tokenizer
-from jpaged.serving.launch import EngineProcesses, Link, python_command
 from jpaged.serving.options import AppOptions
 from jpaged.serving.server import LAST_WORDS_S, SIGNALS, ServerOptions
 

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 
 
 @pytest.mark.parametrize(

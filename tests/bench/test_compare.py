@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.compare import main, ratios
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 
 
 def report(tmp_path, name, results, benchmark="throughput", **settings):

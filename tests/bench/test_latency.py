@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench import latency
 from jpaged.bench.latency import main
 from jpaged.bench.percentiles import summary, table
-from jpaged.errors import InvalidParameterError
-from jpaged.replicas import ReplicatedEngine
+from jpaged.processes.replicas import ReplicatedEngine
 from tests.tiny_models import tiny_model, write_tiny_model
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from jpaged import cli
+from jpaged.api.errors import EngineDeadError, InvalidParameterError, OutOfMemoryError
+from jpaged.api.sampling_params import SamplingParams
 from jpaged.assets import demo_model_path
 from jpaged.bench.memory import main, paper
 from jpaged.bench.memory.buddy import BuddyAllocator
@@ -21,9 +23,7 @@ from jpaged.bench.memory.sharing import beam_saving, search
 from jpaged.bench.memory.simulate import SYSTEMS, Serving, make_scheduler, simulate
 from jpaged.bench.memory.traces import TraceRequest, at_rate, draw_lengths, draw_trace, read_trace
 from jpaged.bench.workloads import TRACES
-from jpaged.engine.request import Request
-from jpaged.errors import EngineDeadError, InvalidParameterError, OutOfMemoryError
-from jpaged.sampling_params import SamplingParams
+from jpaged.engine.sequences.request import Request
 from tests.tiny_models import tiny_model, write_tiny_model
 
 OPT_13B = SETUPS["opt-13b"]
@@ -129,8 +129,8 @@ def test_a_system_gets_contiguous_slots_or_scattered_blocks_and_gives_all_back(s
     scheduler.check_integrity()
     for start in plan.starts:
         if system != "paged":
-            assert (np.diff(start.block_ids) == 1).all()
-        assert len(start.block_ids) * scheduler.config.block_size >= len(start.token_ids)
+            assert (np.diff(start.block_ids[0]) == 1).all()
+        assert start.block_ids.shape[1] * scheduler.config.block_size >= len(start.token_ids)
     for i in range(3):
         scheduler.abort(str(i))
     scheduler.check_integrity()

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.sequences import CASES, main
-from jpaged.errors import InvalidParameterError
 from tests.tiny_models import tiny_model, write_tiny_model
 
 

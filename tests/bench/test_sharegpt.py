@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.serve import main as serve
 from jpaged.bench.sharegpt import read_turns, sharegpt_requests
 from jpaged.bench.throughput import main
-from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InvalidParameterError
+from jpaged.text.tokenizer import Tokenizer
 from tests.tiny_models import tiny_model, write_tiny_model
 
 

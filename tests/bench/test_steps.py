@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from jpaged import EngineArgs, LLMEngine
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench import steps
-from jpaged.errors import InvalidParameterError
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ def check(name: str, directory: Path, devices: int) -> None:
 def check_defaults(devices: int) -> None:
     """That an engine takes the kernel by itself here, and a thousand steps of it."""
     llm = engine(demo_model_path(), devices, None)
-    assert llm.startup.config.one_shot_rows > 0, "these devices do not take the kernel: see executor/one_shot.py"
+    assert llm.startup.config.one_shot_rows > 0, "these devices do not take the kernel: see executor/start/one_shot.py"
     begun = time.monotonic()
     tokens = greedy(llm, 1000)
     assert {len(one) for one in tokens} == {1000}

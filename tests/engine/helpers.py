@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from jpaged.beam_search_params import BeamSearchParams
-from jpaged.config import SchedulerConfig
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import StepPlan
 from jpaged.engine.loop import EngineCore
-from jpaged.engine.request import Request
-from jpaged.engine.scheduler import RequestUpdate, Scheduler
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.engine.scheduler.scheduler import RequestUpdate, Scheduler
+from jpaged.engine.sequences.request import Request
 from tests.engine.fake_executor import VOCAB_SIZE, FakeExecutor, fingerprint, logprob_of, reference_tokens
 
 

@@ -8,7 +8,7 @@ import pytest
 from jpaged.engine.interface import StepPlan, StepResult
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.pace import Pace
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler.scheduler import Scheduler
 from tests.engine.fake_executor import FakeExecutor, FakeHandle
 from tests.engine.helpers import make_config, make_request
 

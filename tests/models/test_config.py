@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged import models
-from jpaged.errors import CheckpointError, JPagedError, UnsupportedModelError
+from jpaged.api.errors import CheckpointError, JPagedError, UnsupportedModelError
 from jpaged.models import ModelConfig
 from tests.tiny_models import MAX_LENGTH, TinyModel, tiny_model, tiny_models
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jpaged import models
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 from jpaged.pallas_kernels import split_qkv
 from tests.tiny_models import tiny_model
 

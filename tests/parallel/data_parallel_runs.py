@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from jpaged import LLM, RequestOutputKind, SamplingParams
-from jpaged.errors import JPagedError
-from jpaged.replicas import ReplicatedEngine
+from jpaged.api.errors import JPagedError
+from jpaged.processes.replicas import ReplicatedEngine
 from tests.parallel.models import eight_heads
 from tests.parallel.tensor_parallel_runs import ARGS, prompts, run, score
 from tests.tiny_models import write_tiny_model

@@ -13,7 +13,8 @@ from flax import nnx
 from jpaged import LLMEngine
 from jpaged.cli import main
 from jpaged.executor.mesh import DeviceMesh
-from jpaged.models import ModelConfig, build, checkpoint
+from jpaged.models import ModelConfig, build
+from jpaged.models.loading import checkpoint
 from jpaged.models.sharding import load_sharded
 from tests.parallel.models import eight_heads
 from tests.parallel.tensor_parallel_runs import ARGS, greedy_programs_only, prompts, run

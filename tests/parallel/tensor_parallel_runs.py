@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec
 from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor import config as executor_config
-from jpaged.executor.compilation import Compiler
 from jpaged.executor.mesh import DeviceMesh
-from jpaged.executor.runner import Runner
-from jpaged.executor.sampler import sample
-from jpaged.executor.sampling_state import init_state
+from jpaged.executor.sampling.sampler import sample
+from jpaged.executor.sampling.state import init_state
+from jpaged.executor.start.compilation import Compiler
+from jpaged.executor.step.runner import Runner
 from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.sharding import MODEL_AXIS
 from tests.parallel.models import VOCAB_SIZE, eight_heads

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from jpaged import EngineArgs, LLMEngine
-from jpaged.errors import InvalidParameterError
-from jpaged.replica_devices import replica_environments, visible_gpus
+from jpaged.api.errors import InvalidParameterError
+from jpaged.host.devices import replica_environments, visible_gpus
 from tests.parallel.eight_devices import call_with_eight_devices
 
 one_process = pytest.mark.xdist_group("data-parallel")

@@ -8,8 +8,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jpaged import models
-from jpaged.errors import CheckpointError, InvalidParameterError
-from jpaged.models import orbax_checkpoint
+from jpaged.api.errors import CheckpointError, InvalidParameterError
+from jpaged.models.loading import orbax_checkpoint
 from tests.parallel.eight_devices import call_with_eight_devices
 from tests.tiny_models import tiny_model
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.engine.interface import SamplingVariant
-from jpaged.errors import InvalidParameterError
 from jpaged.executor.mesh import pick_devices
 from jpaged.models import ModelConfig
 from jpaged.models.sharding import VOCAB_UNIT, shard_config

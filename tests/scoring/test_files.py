@@ -14,8 +14,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from jpaged.api.errors import EngineDeadError, InvalidParameterError, MalformedRowError, OutputError
 from jpaged.cli import main
-from jpaged.errors import EngineDeadError, InvalidParameterError, MalformedRowError, OutputError
 from jpaged.scoring import files, score_files
 from jpaged.scoring.rows import RowScore, SequenceScore
 from jpaged.scoring.workers import WorkerProcess

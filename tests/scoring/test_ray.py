@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 from jpaged.scoring import Scorer
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jpaged.errors import InvalidParameterError, JPagedError, MalformedRowError
+from jpaged.api.errors import InvalidParameterError, JPagedError, MalformedRowError
 from jpaged.scoring.files import INPUT_FORMATS, size_of
 from jpaged.scoring.inputs import Record, checked_inputs, read_records
 from jpaged.scoring.jobs import json_lines, shards_of

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jpaged import EngineArgs
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError, MalformedRowError
 from jpaged.assets import demo_model_path
-from jpaged.errors import InvalidParameterError, InvalidPromptError, MalformedRowError
 from jpaged.scoring import Scorer
 from jpaged.scoring.encoding import Encoder
 from jpaged.scoring.rows import parse_row

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from jpaged.errors import InvalidParameterError, OutputError
+from jpaged.api.errors import InvalidParameterError, OutputError
 from jpaged.scoring.shards import ShardStore, write_shard
 
 JOB = {"task": "score", "model": "m"}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 from jpaged.scoring.windows import check_window, windows
 
 

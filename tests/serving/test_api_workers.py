@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from jpaged import cli
-from jpaged.config import EngineArgs
-from jpaged.engine.request import RequestStatus
-from jpaged.errors import InvalidParameterError, ModelNotFoundError
-from jpaged.llm_engine import LLMEngine
-from jpaged.sampling_params import RequestOutputKind
-from jpaged.serving.engine_process import EngineProcess
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError, ModelNotFoundError
+from jpaged.api.sampling_params import RequestOutputKind
+from jpaged.engine.sequences.request import RequestStatus
+from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.processes.engine_process import EngineProcess
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.options import AppOptions
 from jpaged.serving.server import ServerOptions

@@ -9,22 +9,22 @@ from array import array
 
 import pytest
 
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
+from jpaged.api.sampling_params import SamplingParams
 from jpaged.assets import demo_model_path
-from jpaged.beam_search_params import BeamSearchParams
-from jpaged.config import EngineArgs
 from jpaged.engine.limits import RequestLimits
-from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
-from jpaged.sampling_params import SamplingParams
+from jpaged.processes.board import Board
+from jpaged.processes.launch import Link
+from jpaged.processes.wire import Abort, Add, FrameReader, Ready, Refused, Step, ToEngine, Update, frame
 from jpaged.serving.async_llm_engine import AsyncLLMEngine
-from jpaged.serving.board import Board
 from jpaged.serving.jobs import JobMaker
-from jpaged.serving.launch import Link
 from jpaged.serving.metrics import NUM_COLUMNS
 from jpaged.serving.options import AppOptions
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
 from jpaged.serving.tokenizing import INLINE_CHARACTERS
-from jpaged.serving.wire import Abort, Add, FrameReader, Ready, Refused, Step, ToEngine, Update, frame
+from jpaged.text.tokenizer import Tokenizer
 
 LIMITS = RequestLimits(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=64, block_size=16, num_blocks=256)
 READY = Ready(1, 2816, LIMITS, (2,), SamplingParams(), {})
@@ -34,7 +34,7 @@ def test_the_processes_of_the_api_do_without_jax():
     """Which the engine's process has; it takes a second or two to import, and memory."""
     code = """if True:
         import sys
-        from jpaged.config import EngineArgs
+        from jpaged.api.config import EngineArgs
         from jpaged.serving import api_process
         from jpaged.serving.async_llm_engine import load_tokenizer
         load_tokenizer(EngineArgs()).encode("A snail")

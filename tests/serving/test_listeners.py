@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 from jpaged.serving.listeners import Listeners
 from jpaged.serving.server import ServerOptions
 

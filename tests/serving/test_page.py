@@ -14,10 +14,10 @@ import httpx
 import numpy as np
 import pytest
 
-from jpaged.engine import pool_view
-from jpaged.engine.pool_view import view_pool
+from jpaged.api.errors import EngineDeadError
 from jpaged.engine.stats import EngineStats
-from jpaged.errors import EngineDeadError
+from jpaged.processes import pool_view
+from jpaged.processes.pool_view import view_pool
 from jpaged.serving import live as live_module
 from jpaged.serving.app import build_app
 from jpaged.serving.limits import ServerLimits

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from jpaged import LLM, SamplingParams
-from jpaged.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
@@ -55,7 +55,7 @@ def engine_pids() -> set[int]:
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"jpaged.serving.engine_process" in path.read_bytes():
+            if b"jpaged.processes.engine_process" in path.read_bytes():
                 parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
                 if b"ray::" in Path(f"/proc/{parent}/cmdline").read_bytes():
                     found.add(int(path.parent.name))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jpaged.errors import InvalidParameterError
-from jpaged.sampling_params import SamplingParams
+from jpaged.api.errors import InvalidParameterError
+from jpaged.api.sampling_params import SamplingParams
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
 from jpaged.serving.sampling import sampling_of
 

@@ -14,10 +14,10 @@ import httpx
 import openai
 import pytest
 
-from jpaged.beam_search_params import BeamSearchParams
-from jpaged.config import EngineArgs
-from jpaged.llm_engine import LLMEngine
-from jpaged.sampling_params import RequestOutputKind
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.config import EngineArgs
+from jpaged.api.sampling_params import RequestOutputKind
+from jpaged.frontend.llm_engine import LLMEngine
 from tests.serving.server_process import KEY, Server, ended_within, is_running
 
 pytestmark = pytest.mark.xdist_group("server")

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.memory import figures, plots
 from jpaged.bench.memory.figures import FIGURES, Options, Row
 from jpaged.bench.memory.setups import SETUPS
 from jpaged.bench.memory.traces import LENGTHS, read_trace
-from jpaged.errors import InvalidParameterError
 
 _ON_DEVICE = ("18", "19")
 _LATENCY_FIGURES = ("12", "14", "16", "17")

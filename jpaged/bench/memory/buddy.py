@@ -11,7 +11,7 @@ two is covered with the largest aligned chunks that fit: 15,728 slots are 8192 +
 16, of which seven chunks of 2,048 can be made.
 """
 
-from jpaged.errors import EngineDeadError, OutOfMemoryError
+from jpaged.api.errors import EngineDeadError, OutOfMemoryError
 
 
 class BuddyAllocator:

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jpaged.api.config import EngineArgs
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.bench.memory.figures import Row
 from jpaged.bench.memory.traces import TraceRequest, draw_trace
 from jpaged.bench.models import model_directory
-from jpaged.config import EngineArgs
-from jpaged.llm_engine import LLMEngine
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.frontend.llm_engine import LLMEngine
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 _SWAP_BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.memory import paper
 from jpaged.bench.memory.figures import LATENCY_LIMIT_S, Row, published_curves
 from jpaged.bench.memory.simulate import SYSTEMS
-from jpaged.errors import InvalidParameterError
 
 NAMES = {"orca-max": "Orca (Max)", "orca-pow2": "Orca (Pow2)", "orca-oracle": "Orca (Oracle)", "paged": "paged"}
 _COLORS = {"orca-max": "#c0392b", "orca-pow2": "#e08e0b", "orca-oracle": "#2e8b57", "paged": "#1f5fbf"}

@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.memory.buddy import BuddyAllocator
-from jpaged.engine.block_pool import BlockPool
-from jpaged.errors import InvalidParameterError
+from jpaged.engine.kv.block_pool import BlockPool
 
 POLICIES: dict[str, Callable[[int, int, int], int]] = {
     "orca-max": lambda prompt_len, max_len, max_model_len: max_model_len,

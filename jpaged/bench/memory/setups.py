@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.memory import paper
-from jpaged.errors import InvalidParameterError
 
 
 @dataclass(frozen=True)

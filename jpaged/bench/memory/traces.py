@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.memory.lengths import FIGURE_11, Histogram
 from jpaged.bench.workloads import TRACES, LogNormal
-from jpaged.errors import InvalidParameterError
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def read_trace(file: Path, tokenizer: str | None = None, max_len: int = 2048) ->
 def _sharegpt_lengths(conversations: list[Any], source: str | None) -> list[tuple[float, int, int]]:
     if source is None:
         raise InvalidParameterError("--trace is ShareGPT's JSON, which is text: name a tokenizer with --tokenizer.")
-    from jpaged.engine.tokenizer import Tokenizer  # loads transformers: only for this
+    from jpaged.text.tokenizer import Tokenizer  # loads transformers: only for this
 
     encode = Tokenizer.load(source).encode
     turns = [[turn["value"] for turn in entry["conversations"][:2]] for entry in conversations]

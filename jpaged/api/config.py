@@ -1,0 +1,214 @@
+"""What a user asks of an engine: `EngineArgs`."""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from jpaged.api.checks import check_bool, check_integer, is_number, plain
+from jpaged.api.errors import InvalidParameterError, shown
+
+Policy = Literal["fcfs", "priority"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
+
+
+_MAX_DEVICES = 4096
+"""More than any machine or cluster jpaged runs on: a wrong number starts no processes without end."""
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
+KernelBackend = Literal["mosaic", "xla"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """What a user asks of an engine. None means: chosen to fit the model and the device.
+
+    Args:
+        model: a directory in Hugging Face layout or a hub id; the embedded demo model by default.
+        tokenizer: the same for the tokenizer; the model's own by default.
+        revision: the model's branch, tag or commit on the hub.
+        dtype: of weights, activations and KV pool; "auto" takes the checkpoint's (float32 on a CPU, whose
+            arithmetic in 16 bits is slow).
+        max_model_len: longest sequence, prompt and output, in tokens; by default what model and pool allow.
+        block_size: tokens in a block of the KV pool; a power of two from 1 to 256 (the GPU kernels take 16 to 128).
+        gpu_memory_utilization: fraction of the device's memory to use for everything, in (0, 1]. JAX takes its memory
+            when it first touches the device: in a process where it has, no more than it took then can be used.
+        num_gpu_blocks_override: blocks in the pool, instead of what memory allows.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: token budget of a step; longer prompts are computed in chunks. No more sequences than
+            this decode at once.
+        enable_prefix_caching: reuse the keys and values of equal prompt beginnings.
+        shared_prefix_attention: in decode steps, read a beginning that many sequences share once for all of them, where
+            that pays. Faster for long common prompts; but sums are then added in another order, so that a request's
+            tokens may depend on who shares its batch. Needs enable_prefix_caching.
+        scheduling_policy: "fcfs", or "priority": lower `priority` values first.
+        watermark: fraction of the pool that must stay free when a request is admitted.
+        pipeline_depth: steps dispatched before the first one's tokens are read; 0 reads each at once.
+        swap_space: GiB of host memory for the blocks of preempted sequences, taken as they are needed.
+        host_prefix_cache: let blocks of the prefix cache that the pool reuses go to the swap space, as far as preempted
+            sequences leave room there, and come back when a prompt hits them. It pays with a swap_space that is large
+            beside the pool; each block that is evicted crosses the link to the host once.
+        preemption_mode: what to do with sequences for which there is no room any more. "swap": keep their keys and
+            values in the swap space while it lasts; "recompute": compute them again; "auto": swap the sequences of a
+            request for several (`n`, beam search), and compute single ones again.
+        decode_buckets, token_buckets: ascending sizes that programs are compiled for.
+        seed: of sampling, for requests without one, and of random weights.
+        kernel_backend: implementation of attention and cache writes: "mosaic" (kernels for Hopper), "xla" (anywhere);
+            by default the kernels where the device and the model's shapes allow. With "xla" the MLPs have no kernel
+            either; otherwise theirs is taken in steps of many rows, where device and shapes allow.
+        tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
+        one_shot_rows: rows of a step up to which sums over devices take the one-shot all-reduce kernel, instead of
+            NCCL; 0 for none. By default, where GPUs and the model's shapes allow, 8,192 on two devices, 256 on four and
+            64 on other numbers.
+        data_parallel_size: replicas of the model, each on devices and in a process of its own (`LLM` only).
+        coordinator_address, num_processes, process_id: of a model over several hosts, `docs/parallel.md`; by default
+            what JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say.
+        load_format: "safetensors" or "orbax" checkpoint, or "auto" for what is there; "dummy" makes random weights from
+            its config.json.
+        skip_tokenizer_init: take and give token ids only.
+        verbose: print the start-up table and progress.
+
+    Raises:
+        InvalidParameterError: a value of the wrong type or out of range.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    shared_prefix_attention: bool = False
+    scheduling_policy: Policy = "fcfs"
+    watermark: float = 0.01
+    pipeline_depth: int = 2
+    swap_space: float = 4.0
+    preemption_mode: PreemptionMode = "auto"
+    host_prefix_cache: bool = False
+    decode_buckets: tuple[int, ...] | None = None
+    token_buckets: tuple[int, ...] | None = None
+    seed: int = 0
+    kernel_backend: KernelBackend | None = None
+    tensor_parallel_size: int = 1
+    one_shot_rows: int | None = None
+    data_parallel_size: int = 1
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    load_format: LoadFormat = "auto"
+    skip_tokenizer_init: bool = False
+    verbose: bool = True
+
+    def __post_init__(self) -> None:
+        for name, what in (
+            ("model", "a directory or a hub id, as a string"),
+            ("tokenizer", "a directory or a hub id, as a string"),
+            ("revision", "a branch, tag or commit, as a string"),
+            ("coordinator_address", '"host:port"'),
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InvalidParameterError(f"{name} must be {what}, got {shown(value)}.")
+        for name, kind in (
+            ("dtype", DType),
+            ("load_format", LoadFormat),
+            ("scheduling_policy", Policy),
+            ("preemption_mode", PreemptionMode),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                choices = ", ".join(map(repr, get_args(kind)))
+                raise InvalidParameterError(f"{name} must be one of {choices}, got {shown(getattr(self, name))}.")
+        if self.kernel_backend is not None and self.kernel_backend not in get_args(KernelBackend):
+            choices = ", ".join(map(repr, get_args(KernelBackend)))
+            raise InvalidParameterError(
+                f"kernel_backend must be None or one of {choices}, got {shown(self.kernel_backend)}."
+            )
+        check_integer("block_size", self.block_size, 1)
+        for name, least, most in (
+            ("max_model_len", 2, 2**30),
+            ("num_gpu_blocks_override", 2, 2**31 // self.block_size - 1),
+            ("max_num_seqs", 1, 2**16),
+            ("max_num_batched_tokens", 1, 2**20),
+            ("num_processes", 1, 2**16),
+            ("process_id", 0, 2**16),
+            ("one_shot_rows", 0, 2**16),
+        ):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), least, most)
+        if self.block_size > 256 or self.block_size & (self.block_size - 1):
+            raise InvalidParameterError(
+                f"block_size must be a power of two from 1 to 256, got {shown(self.block_size)}."
+            )
+        check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, _MAX_DEVICES)
+        check_integer("data_parallel_size", self.data_parallel_size, 1, _MAX_DEVICES)
+        if self.one_shot_rows and self.tensor_parallel_size == 1:
+            raise InvalidParameterError(
+                f"one_shot_rows={self.one_shot_rows} needs a tensor_parallel_size above 1: one device adds nothing up."
+            )
+        check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
+        check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
+        _check_fraction("watermark", self.watermark, zero_allowed=True)
+        _check_swap_space(self.swap_space)
+        for name in (
+            "enable_prefix_caching",
+            "host_prefix_cache",
+            "shared_prefix_attention",
+            "skip_tokenizer_init",
+            "verbose",
+        ):
+            check_bool(name, getattr(self, name))
+        if self.host_prefix_cache and not (self.enable_prefix_caching and self.swap_space):
+            raise InvalidParameterError(
+                f"host_prefix_cache=True needs enable_prefix_caching=True and a swap_space above 0, got "
+                f"enable_prefix_caching={self.enable_prefix_caching} and swap_space={self.swap_space}."
+            )
+        if self.shared_prefix_attention and not self.enable_prefix_caching:
+            raise InvalidParameterError(
+                "shared_prefix_attention=True needs enable_prefix_caching=True: prompts share blocks through the cache."
+            )
+        for name in ("decode_buckets", "token_buckets"):
+            _check_buckets(name, getattr(self, name))
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, plain(getattr(self, name)))
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _check_fraction(name: str, value: object, *, zero_allowed: bool = False, one_allowed: bool = False) -> None:
+    if not is_number(value):
+        raise InvalidParameterError(f"{name} must be a number, got {shown(value)}.")
+    inside = 0 < value < 1 or (zero_allowed and value == 0) or (one_allowed and value == 1)
+    if not inside:
+        interval = f"{'[' if zero_allowed else '('}0, 1{']' if one_allowed else ')'}"
+        raise InvalidParameterError(f"{name} must be in {interval}, got {shown(value)}.")
+
+
+def _check_swap_space(value: object) -> None:
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise InvalidParameterError(f"swap_space must be a number of GiB from 0 up, got {shown(value)}.")
+    memory = host_memory() / 2**30
+    if value > memory:
+        raise InvalidParameterError(
+            f"swap_space={shown(value)} exceeds the {memory:.1f} GiB of memory that this machine has; lower it."
+        )
+
+
+def _check_buckets(name: str, buckets: object) -> None:
+    if buckets is None:
+        return
+    if not isinstance(buckets, tuple) or not buckets:
+        raise InvalidParameterError(f"{name} must be a tuple of sizes, got {shown(buckets)}.")
+    for size in buckets:
+        check_integer(name, size, 1)
+    if list(buckets) != sorted(set(buckets)):
+        raise InvalidParameterError(f"{name} must ascend, got {buckets}.")

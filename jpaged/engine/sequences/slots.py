@@ -1,0 +1,145 @@
+"""The scheduler's side of the slots: one row of numpy per running sequence, so that a step is a few array operations.
+
+    slot              0      1      2      3       4     ...
+    num_computed     26      7      0     12       0      tokens whose keys and values are written, or planned to be
+    num_known        25      8      0     40       0      tokens whose values the host knows
+    capacity         32      8      0     48       0      token slots in its blocks
+    compute_limit   100     63      0      0       0      decode until so many are computed; 0 in prefill and when empty
+                  decode  decode  empty  prefill  kept for a sequence that is to be forked from slot 3
+
+A decoding sequence has num_computed + 1 tokens, those in flight included: the last one is sampled and not yet
+computed. So slot 0 has two steps in flight, whose tokens only the device knows, and slot 1 none. The very last token
+is never computed, so compute_limit is the greatest length less one. A slot needs another block for its next decode
+step when num_computed == capacity.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from jpaged.engine.config import SchedulerConfig
+from jpaged.engine.interface import SamplingVariant
+from jpaged.engine.kv.shared_prefix import SharedPrefixes
+from jpaged.engine.sequences.request import Request
+
+NEVER = np.iinfo(np.int64).max
+
+
+class Slots:
+    """Per-slot arrays and the free slots. Row `slot` of each array belongs to `requests[slot]`.
+
+    start_step: int64 [slots]; the step that started the tenant, NEVER when empty. A result row of an earlier step
+        is a former tenant's.
+    reports, wants_logprobs: bool [slots]; whether every token of it is something that the caller hears of.
+    is_beam: bool [slots]; whether a search decides on its tokens. Its compute_limit stays 0.
+    priority, arrival, index: int64 [slots]; its place in the policy's order.
+    variant_counts: tenants by the sampling variant that they need.
+    block_table: int32 [slots, max_blocks_per_seq].
+    token_ids: int32 [slots, max_model_len]; pages of zeros come into being when they are written.
+    shared_prefixes: who begins alike, where decode steps are to know it; None otherwise.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        n = config.max_num_seqs
+        self._block_size = config.block_size
+        self.num_computed = np.zeros((n,), np.int32)
+        self.num_known = np.zeros((n,), np.int32)
+        self.capacity = np.zeros((n,), np.int32)
+        self.compute_limit = np.zeros((n,), np.int32)
+        self.start_step = np.full((n,), NEVER, np.int64)
+        self.reports = np.zeros((n,), np.bool_)
+        self.wants_logprobs = np.zeros((n,), np.bool_)
+        self.is_beam = np.zeros((n,), np.bool_)
+        self.priority = np.zeros((n,), np.int64)
+        self.arrival = np.zeros((n,), np.int64)
+        self.index = np.zeros((n,), np.int64)
+        self.block_table = np.zeros((n, config.max_blocks_per_seq), np.int32)
+        self.token_ids = np.zeros((n, config.max_model_len), np.int32)
+        self.shared_prefixes: SharedPrefixes | None = None
+        if config.shared_prefix_attention:
+            self.shared_prefixes = SharedPrefixes(self.block_table, config.num_blocks)
+        self.requests: list[Request | None] = [None] * n
+        self.variant_counts = [0] * len(SamplingVariant)
+        self._free = list(range(n))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return len(self.requests) - len(self._free)
+
+    def used(self) -> np.ndarray:
+        """The slots that have a tenant, int64 [used], ascending."""
+        return np.flatnonzero(self.start_step != NEVER)
+
+    def decodable(self) -> np.ndarray:
+        """The slots that can compute their last token and sample the next, int64 [d], ascending."""
+        return np.flatnonzero(self.num_computed < self.compute_limit)
+
+    def blocks(self, slot: int) -> np.ndarray:
+        """The slot's block table, int32 [n], a view."""
+        return self.block_table[slot, : self.capacity[slot] // self._block_size]
+
+    def known(self, slot: int) -> np.ndarray:
+        """The slot's known tokens, int32 [n], a view."""
+        return self.token_ids[slot, : self.num_known[slot]]
+
+    def acquire(
+        self, request: Request, step_id: int, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int
+    ) -> int:
+        """Gives the lowest free slot to a request that is to compute its known tokens, and returns the slot."""
+        slot = heapq.heappop(self._free)
+        n = len(block_ids)
+        self.num_computed[slot] = num_computed
+        self.num_known[slot] = len(token_ids)
+        self.capacity[slot] = n * self._block_size
+        self.start_step[slot] = step_id
+        self.reports[slot] = request.reports_each_token
+        self.wants_logprobs[slot] = request.logprobs is not None
+        self.is_beam[slot] = request.beam is not None
+        self.priority[slot] = request.priority
+        self.arrival[slot] = request.arrival_number
+        self.index[slot] = request.index
+        self.block_table[slot, :n] = block_ids
+        self.token_ids[slot, : len(token_ids)] = token_ids
+        self.requests[slot] = request
+        self.variant_counts[request.variant] += 1
+        if self.shared_prefixes is not None:
+            self.shared_prefixes.add(slot, min(n, request.prompt_len // self._block_size))
+        request.slot = slot
+        return slot
+
+    def fork(self, parent: int, children: Sequence[int]) -> tuple[np.ndarray, bool]:
+        """Gives `children`, slots whose tenants have computed nothing, all that the tenant of `parent` has.
+
+        Returns: its blocks, int32 [n], a view, and whether the last of them is full.
+        """
+        computed, known, capacity = self.num_computed[parent], self.num_known[parent], self.capacity[parent]
+        block_ids = self.block_table[parent, : capacity // self._block_size]
+        token_ids = self.token_ids[parent, :known]
+        for child in children:
+            self.num_computed[child] = computed
+            self.num_known[child] = known
+            self.capacity[child] = capacity
+            self.block_table[child, : len(block_ids)] = block_ids
+            self.token_ids[child, :known] = token_ids
+            if self.shared_prefixes is not None:
+                self.shared_prefixes.add_fork(parent, child)
+        return block_ids, bool(computed == capacity)
+
+    def release(self, slot: int) -> None:
+        """Empties a slot; its blocks are the caller's to free."""
+        request = self.requests[slot]
+        if self.shared_prefixes is not None:
+            self.shared_prefixes.remove(slot)
+        if request is not None:
+            request.slot = -1
+            self.variant_counts[request.variant] -= 1
+        self.requests[slot] = None
+        self.num_computed[slot] = self.num_known[slot] = self.capacity[slot] = self.compute_limit[slot] = 0
+        self.start_step[slot] = NEVER
+        self.reports[slot] = self.wants_logprobs[slot] = self.is_beam[slot] = False
+        heapq.heappush(self._free, slot)

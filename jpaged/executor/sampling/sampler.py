@@ -1,0 +1,215 @@
+"""Drawing the next token of every row on the device: pure functions over per-slot sampling state.
+
+    logits [R, V] ── FULL: masks, logit_bias, penalties ──┬─ argmax ───────────────────────────┐
+       │                                                  └─ temperature, min_p, top_k, top_p, ├─> token ids [R]
+       │                                                     then one keyed draw ──────────────┘
+       └─ FULL: log-probabilities, ranks and top alternatives of the logits as the model gave them
+
+The order is vLLM's (its `vllm.v1.sample.sampler`, 0.22): allowed_token_ids, bad_words, min_tokens, logit_bias;
+repetition, frequency, presence penalty; temperature, min_p, top_k, top_p; the draw. Each step sees what the one
+before it left: top_p is a share of what min_p and top_k keep.
+
+From temperature on it is one op, `pallas_kernels.sample_tokens`. Its noise is a hash of (seed, position, token id) and
+of nothing else, so a draw does not depend on the batch, the row, the slot or the step.
+
+Under tensor parallelism each shard has the logits of its own part of the vocabulary. Shards exchange, for each row,
+their best (logit, token) pairs and the k best alternatives. Where rows truncate, the shards deal their logits out by
+rows, so that each draws for some of them and no logit is on two shards. All come to the same tokens. `collectives` says
+how; ALONE adds nothing to the program.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jpaged.api.sampling_params import GREEDY_TEMPERATURE, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
+from jpaged.executor.sampling.logprobs import TokenLogprobs, logprobs_of
+from jpaged.executor.sampling.state import FullSamplingState, SamplingState
+from jpaged.models.collectives import ALONE, Collectives
+from jpaged.pallas_kernels import sample_reference, sample_tokens, sample_tokens_backend
+from jpaged.pallas_kernels.sample_reference import without_nan
+
+_INF = np.float32(np.inf)
+
+
+class SampleOutput(NamedTuple):
+    """token_ids: int32 [R], each in 0..V-1 whatever the logits; logprobs: None unless the variant is FULL or BEAM."""
+
+    token_ids: jax.Array
+    logprobs: TokenLogprobs | None
+
+
+def sample(
+    logits: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    state: SamplingState,
+    full: FullSamplingState | None = None,
+    *,
+    variant: SamplingVariant,
+    num_logprobs: int = MAX_LOGPROBS,
+    collectives: Collectives = ALONE,
+) -> SampleOutput:
+    """Draws a token for every row.
+
+    logits: float32 [R, V], of the shard's tokens. NaN counts as minus infinity.
+    slots: int32 [R]; the null slot for padded rows.
+    positions: int32 [R]; the position that the new token will have, that is, the sequence's length so far.
+    full: needed by SamplingVariant.FULL, ignored by the others.
+    variant: static. All but GREEDY draw the same tokens from the same (processed) logits where no row truncates.
+        SAMPLING leaves truncation out: 19 passes over the logits where the draw runs in XLA. (A `lax.cond` on the
+        device would make XLA wait for the predicate on the host, which stalls the pipelined loop.) Where a kernel
+        draws, truncation costs a row nothing that has none; see `program_variant`.
+    num_logprobs: static; alternatives returned by FULL and BEAM.
+    collectives: static; of the shards the vocabulary is split over.
+
+    Rows with a temperature below GREEDY_TEMPERATURE get the most likely token, the lowest id on ties. A row whose
+    tokens all have a logit of minus infinity gets token 0.
+    """
+    if variant == SamplingVariant.GREEDY:
+        return SampleOutput(_most_likely(logits, collectives), None)
+    if variant == SamplingVariant.BEAM:
+        token_ids = _most_likely(logits, collectives)
+        return SampleOutput(token_ids, logprobs_of(logits, token_ids, num_logprobs, collectives))
+    logprobs = None
+    processed = logits
+    if variant == SamplingVariant.FULL:
+        if full is None:
+            raise ValueError("SamplingVariant.FULL needs a FullSamplingState.")
+        processed = process_logits(logits, slots, positions, state, full, collectives)
+    truncates = variant >= SamplingVariant.TRUNCATED
+    token_ids = _draw(processed, slots, positions, state, collectives, truncates=truncates)
+    if variant == SamplingVariant.FULL:
+        logprobs = logprobs_of(logits, token_ids, num_logprobs, collectives)
+    return SampleOutput(token_ids, logprobs)
+
+
+def program_variant(variant: SamplingVariant, vocab_size: int, collectives: Collectives = ALONE) -> SamplingVariant:
+    """The variant whose program draws for `variant`: TRUNCATED's for SAMPLING where a kernel draws, else its own.
+
+    The kernel truncates a row only if the row asks for it, so that a second program would gain nothing.
+    """
+    in_kernel = collectives.size == 1 and sample_tokens_backend(vocab_size) == "mosaic"
+    return SamplingVariant.TRUNCATED if variant == SamplingVariant.SAMPLING and in_kernel else variant
+
+
+def finish_codes(state: SamplingState, slots: jax.Array, positions: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Whether the tokens just sampled end their sequences: uint8 [R], a `FinishCode` each.
+
+    positions: int32 [R]; where the new tokens stand, as for `sample`. A stop token that is also the last one the
+    length allows counts as a stop.
+    """
+    stops = jnp.any(state.stop_token_ids[slots] == token_ids[:, None], axis=1) & (positions >= state.min_len[slots])
+    full_length = positions + 1 >= state.max_len[slots]
+    code = jnp.where(stops, FinishCode.STOP, jnp.where(full_length, FinishCode.LENGTH, FinishCode.RUNNING))
+    return code.astype(jnp.uint8)
+
+
+def process_logits(
+    logits: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    state: SamplingState,
+    full: FullSamplingState,
+    collectives: Collectives = ALONE,
+) -> jax.Array:
+    """Masks, logit_bias and penalties: float32 [R, V] -> float32 [R, V]. Masked tokens become minus infinity.
+
+    Arguments as for `sample`.
+    """
+    vocab_size = logits.shape[1]
+    extras = state.uses_extras[slots]
+
+    words = _own_words(full.allowed[slots], vocab_size, collectives)
+    words = jnp.where(extras[:, None], words, np.uint32(0xFFFFFFFF))
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0
+    allowed_only = jnp.where(allowed, logits, -_INF)
+
+    # Bad words, stop tokens before min_len and logit_bias all add to single logits, and minus infinity absorbs what is
+    # added to it, so one scatter does for the three of them whatever the order in which it adds.
+    bad_words = full.bad_words[slots]
+    prefix, last = bad_words[:, :, :-1], bad_words[:, :, -1]
+    completes = jnp.all((prefix == NO_TOKEN) | (prefix == full.recent[slots][:, None, :]), axis=2)
+    too_short = positions < state.min_len[slots]
+    ids = jnp.concatenate(
+        [
+            jnp.where(completes & extras[:, None], last, NO_TOKEN),
+            jnp.where(too_short[:, None], state.stop_token_ids[slots], NO_TOKEN),
+            jnp.where(extras[:, None], full.bias_ids[slots], NO_TOKEN),
+        ],
+        axis=1,
+    )
+    masks = jnp.full((logits.shape[0], MAX_BAD_WORDS + MAX_STOP_TOKEN_IDS), -_INF)
+    addends = jnp.concatenate([masks, full.bias_values[slots]], axis=1)
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    logits = allowed_only.at[rows, collectives.columns(ids, vocab_size)].add(addends, mode="drop")
+    # Where nothing is left, allowed_token_ids stand and what contradicts them gives way.
+    logits = jnp.where(_any_left(logits, collectives), logits, allowed_only)
+
+    def of_row(values: jax.Array, neutral: float) -> jax.Array:
+        return jnp.where(extras, values[slots], neutral)[:, None]
+
+    known = full.token_counts[slots]
+    output_counts = (known >> 1).astype(jnp.float32)
+    repetition = jnp.where(known != 0, of_row(full.repetition, 1.0), 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = logits - of_row(full.frequency, 0.0) * output_counts
+    return logits - jnp.where(known >> 1 != 0, of_row(full.presence, 0.0), 0.0)
+
+
+def _draw(
+    logits: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    state: SamplingState,
+    collectives: Collectives,
+    *,
+    truncates: bool,
+) -> jax.Array:
+    """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] -> int32 [R]."""
+    temperature = state.temperature[slots]
+    arguments = (
+        logits,
+        jnp.where(temperature < GREEDY_TEMPERATURE, 0.0, temperature),
+        state.top_k[slots] if truncates else None,
+        state.top_p[slots] if truncates else None,
+        state.min_p[slots] if truncates else None,
+        state.seed[slots],
+        positions,
+    )
+    if collectives.size == 1:
+        return sample_tokens(*arguments)
+    if not truncates:
+        return sample_reference.sample_tokens(*arguments, shards=collectives)
+    # A threshold's passes would be some 20 all-reduces in turn, and no kernel could make them. So each shard gets whole
+    # rows, an equal part of them, and draws for those.
+    rows, size = logits.shape[0], collectives.size
+    fill = -rows % size
+    logits, *parameters = (jnp.pad(x, [(0, fill), *[(0, 0)] * (x.ndim - 1)]) for x in arguments if x is not None)
+    own = sample_tokens(collectives.deal_rows(logits), *map(collectives.own_rows, parameters))
+    return collectives.all_gather(own).reshape(-1)[:rows]
+
+
+def _most_likely(logits: jax.Array, collectives: Collectives) -> jax.Array:
+    shards = None if collectives.size == 1 else collectives
+    return sample_reference.argmax(without_nan(logits), shards)[0]
+
+
+def _own_words(words: jax.Array, width: int, collectives: Collectives) -> jax.Array:
+    """The words of a mask over the vocabulary that cover this shard's `width` tokens, a multiple of 32."""
+    if collectives.size == 1:
+        return words
+    count = width // 32
+    words = jnp.pad(words, ((0, 0), (0, count * collectives.size - words.shape[1])))
+    return lax.dynamic_slice_in_dim(words, collectives.first(count), count, axis=1)
+
+
+def _any_left(logits: jax.Array, collectives: Collectives) -> jax.Array:
+    """Whether any token of each row is not masked: bool [R, 1]."""
+    left = jnp.any(logits > -_INF, axis=1, keepdims=True)
+    return left if collectives.size == 1 else collectives.all_max(left.astype(jnp.int32)) != 0

@@ -1,0 +1,138 @@
+"""Keeps compiled step programs on disk, so that a later start neither traces nor compiles them.
+
+    JPAGED_CACHE_DIR/programs/<sha256 of everything that a program depends on>
+
+JAX's own persistent cache finds a program by its HLO, so tracing and lowering come first each time; for a model of 28
+layers they take half a second a program, on one thread. Here a program is found by its inputs: the sources of this
+package, the model's and the executor's configuration, its argument shapes, the versions and settings of JAX, XLA and
+driver, and the device. Files are written whole or not at all; one that cannot be read is compiled anew.
+
+Only GPU programs are kept: XLA's CPU executables are tied to the machine that they were compiled on.
+"""
+
+import hashlib
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+import jpaged
+from jpaged.executor.start.jax_settings import settings_of_programs
+
+KEPT_PLATFORMS = ("gpu",)
+"""Of devices whose programs are kept."""
+
+LEAST_FREE_BYTES = 2**29
+"""On a disk that is to take a cold start's programs."""
+
+_STALE_S = 24 * 3600.0
+"""Age of a file that nobody writes any more: that takes a moment."""
+
+
+class ExecutableCache:
+    """Programs of one model and configuration on one device.
+
+    Args:
+        directory: where to keep them; None keeps nothing.
+        depends_on: whatever the programs depend on beside their names and argument shapes; its repr counts.
+        platforms: of devices whose programs are kept.
+
+    Attributes:
+        claim: the file of who compiles many of them (`Turns`); None where nothing is kept.
+    """
+
+    def __init__(
+        self, directory: Path | None, depends_on: Sequence[Any], platforms: Collection[str] = KEPT_PLATFORMS
+    ) -> None:
+        device = jax.devices()[0]
+        self._directory = directory if device.platform in platforms else None
+        environment = (
+            jax.__version__,
+            device.device_kind,
+            device.client.platform_version,
+            os.environ.get("XLA_FLAGS", ""),
+            settings_of_programs(),
+            _source_digest() if self._directory else "",
+        )
+        self._depends_on = repr((environment, *depends_on)).encode()
+        name = hashlib.sha256(self._depends_on).hexdigest() + ".claim"
+        self.claim = None if self._directory is None else self._directory / name
+
+    def path(self, key: tuple, arguments: Any) -> Path | None:
+        """The file of a program. arguments: a tree of `ShapeDtypeStruct`s."""
+        if self._directory is None:
+            return None
+        leaves, structure = jax.tree.flatten(arguments)
+        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+        name = hashlib.sha256(self._depends_on + repr((key, shapes, str(structure))).encode())
+        return self._directory / name.hexdigest()
+
+    @staticmethod
+    def has_room(directory: Path) -> bool:
+        """Whether a cold start's programs can be kept there."""
+        try:
+            with tempfile.TemporaryFile(dir=directory) as file:
+                file.write(b"0")
+            disk = os.statvfs(directory)
+        except OSError:
+            return False
+        return disk.f_bavail * disk.f_frsize >= LEAST_FREE_BYTES
+
+    @staticmethod
+    def sweep(directory: Path) -> None:
+        """Removes what processes that were killed have left behind: files half written, and claims."""
+        with suppress(OSError):
+            for pattern in ("tmp*", "*.claim"):
+                for file in directory.glob(pattern):
+                    if time.time() - file.stat().st_mtime > _STALE_S:
+                        file.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: Path, devices: Sequence[jax.Device]) -> jax.stages.Compiled | None:
+        """The program, or None if there is none or it cannot be used.
+
+        devices: those it is for, which need not be all that there are.
+        """
+        with suppress(ImportError):  # loads the runtime that programs with Mosaic kernels are linked against
+            import jax.experimental.mosaic.gpu  # noqa: F401
+        try:
+            program, in_tree, out_tree = pickle.loads(path.read_bytes())
+            return serialize_executable.deserialize_and_load(program, in_tree, out_tree, execution_devices=devices)
+        except FileNotFoundError:
+            return None
+        except Exception:  # truncated, of another build, refused by the driver: whatever it is, compiling helps
+            return None
+
+    @staticmethod
+    def save(path: Path, compiled: jax.stages.Compiled) -> None:
+        """Keeps a program, if it can be serialised and the disk takes it: a cache may fail without harm."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                try:
+                    file.write(pickle.dumps(serialize_executable.serialize(compiled)))
+                    file.flush()
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
+        except (OSError, ValueError, NotImplementedError):
+            return
+
+
+@cache
+def _source_digest() -> str:
+    """Of every module of this package; any of them may change a program."""
+    root = Path(jpaged.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()

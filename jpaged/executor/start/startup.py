@@ -1,0 +1,357 @@
+"""From a model directory to a runner that is ready: plan memory, load weights and compile side by side, warm up."""
+
+import gc
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import ReferenceType
+
+import jax
+import numpy as np
+
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
+from jpaged.engine.interface import Executor
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.mesh import POOL, DeviceMesh, fewest_anywhere, pick_devices
+from jpaged.executor.sampling import state as sampling_state
+from jpaged.executor.start.compilation import (
+    Compiler,
+    Origin,
+    Program,
+    abstract_exchange,
+    abstract_pools,
+    cache_directory,
+    enable_persistent_cache,
+)
+from jpaged.executor.start.compile_processes import (
+    LEAST_SHARED,
+    CompileProcesses,
+    Setting,
+    chosen_processes,
+    helpful_processes,
+)
+from jpaged.executor.start.executable_cache import KEPT_PLATFORMS, ExecutableCache
+from jpaged.executor.start.jax_settings import jax_settings
+from jpaged.executor.start.memory import (
+    MemoryPlan,
+    free_device_memory,
+    plan_memory,
+    reserve_device_memory,
+    unreserved_device_memory,
+)
+from jpaged.executor.start.one_shot import one_shot_rows
+from jpaged.executor.start.worker_threads import WorkerThreads
+from jpaged.executor.step.buckets import fine_buckets, geometric_buckets
+from jpaged.executor.step.runner import Runner
+from jpaged.executor.step.state import initial_slot_state
+from jpaged.host.cores import usable_cores
+from jpaged.host.garbage import set_objects_apart
+from jpaged.host.interrupt import KeptInterrupt
+from jpaged.models import Model, ModelConfig, Weights, build, load
+from jpaged.models.collectives import ExchangeState
+from jpaged.models.sharding import load_sharded
+from jpaged.pallas_kernels.all_reduce import EMPTY
+
+log = logging.getLogger("jpaged.startup")
+
+NOMINAL_BLOCKS = 1024
+"""Blocks of the pool that programs are analysed with, before its size is known."""
+
+
+class Leader(Executor, Protocol):
+    """Runs plans here and in all other processes."""
+
+    def close(self) -> None:
+        """Ends these, and closes the runner here."""
+
+
+@dataclass
+class Startup:
+    """A runner and what is known of it.
+
+    memory: of each device. seconds: by phase; loading and compiling overlap. origins: how many programs of each.
+    leader: what runs plans here and in all other processes, where there are several.
+    user: the engine whose keys and values the pool holds: the last one that ran on it.
+    """
+
+    args: EngineArgs
+    runner: Runner
+    model: Model
+    config: ExecutorConfig
+    memory: MemoryPlan
+    origins: Mapping[Origin, int]
+    device: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    leader: Leader | None = None
+    user: ReferenceType[Any] | None = None
+
+    def close(self) -> None:
+        """Frees what the runner holds on the device, and ends the other processes. The second time it does nothing."""
+        (self.leader or self.runner).close()
+
+    def table(self, name: str) -> str:
+        """What a user wants to know at start, in a few lines."""
+        tokens = (self.config.num_blocks - 1) * self.config.block_size
+        concurrency = tokens / self.config.max_model_len
+        phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
+        reserved = f", {_size(self.memory.programs)} reserved for them to run" if self.memory.programs else ""
+        rows = [
+            (
+                "model",
+                f"{name} ({self.model.config.architecture}, {self.model.num_parameters / 1e6:,.1f} M parameters)",
+            ),
+            ("device", self.device),
+            ("weights", f"{_size(self.memory.weights)} in {np.dtype(self.model.dtype).name}"),
+            ("KV pool", f"{_size(self.memory.pool)}: {self.config.num_blocks:,} blocks, {tokens:,} tokens"),
+            ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
+            ("programs", f"{_whence(self.origins)}{reserved}"),
+            ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
+        ]
+        if self.config.one_shot_rows:
+            rows.insert(-1, ("all-reduce", f"one-shot in steps of up to {self.config.one_shot_rows} rows"))
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows)
+
+
+def start(args: EngineArgs, directory: Path) -> Startup:
+    """Builds a runner for the model in `directory`.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: the model cannot be loaded.
+        OutOfMemoryError: it does not fit, or max_model_len does not.
+        InvalidParameterError: max_model_len exceeds the model's context.
+    """
+    seconds: dict[str, float] = {}
+    progress = args.verbose and sys.stderr.isatty()
+    if args.verbose and not progress:  # a terminal gets progress bars instead
+        print(
+            "Compiling programs and loading weights; a model's first start takes longest.", file=sys.stderr, flush=True
+        )
+    reserve_device_memory(args.gpu_memory_utilization)
+    enable_persistent_cache()
+    mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
+    with mesh.as_default(), _without_collections(), KeptInterrupt() as interrupt:
+        return _start_on(mesh, args, directory, seconds, progress, interrupt)
+
+
+def _start_on(
+    mesh: DeviceMesh,
+    args: EngineArgs,
+    directory: Path,
+    seconds: dict[str, float],
+    progress: bool,
+    interrupt: KeptInterrupt,
+) -> Startup:
+    device = mesh.local_devices[0]
+    model_config = ModelConfig.from_directory(directory)
+    # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.
+    model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
+    dtype = model.dtype
+    shard = mesh.shard_of(model)
+    limits = [free_device_memory(one, args.gpu_memory_utilization) for one in mesh.local_devices]
+    limit = min((one for one in limits if one is not None), default=None)
+    config = executor_config(args, model_config, limit)
+    rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
+    config = replace(config, one_shot_rows=config.largest_body(rows))
+
+    cores = usable_cores()
+    with (
+        WorkerThreads(1) as loader,
+        WorkerThreads(cores, interrupt.check) as threads,
+        _helpers(mesh, model, config) as helpers,
+    ):
+        with _timed(seconds, "plan memory"):
+            loading = loader.submit(_load, mesh, model, shard, directory, args, progress)
+            nominal = Compiler(shard, config, dtype, mesh, threads=threads, helpers=helpers)
+            with _refusals_of(config.kernel_backend):
+                if limit is not None:
+                    nominal.call_helpers()
+                    nominal.submit_largest()
+                    nominal.submit_heads()  # lowered while the largest ones compile
+                memory = plan_memory(
+                    shard, config, dtype, nominal, limit, args.num_gpu_blocks_override, args.pipeline_depth
+                )
+            memory = replace(memory, num_blocks=fewest_anywhere(memory.num_blocks))
+            fitted = _fit_to_pool(config, memory, args.max_model_len)
+        with _timed(seconds, "compile"):
+            compiler = Compiler(shard, fitted, dtype, mesh, threads=threads, helpers=helpers)
+            heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
+            with _refusals_of(config.kernel_backend):
+                compiler.submit_bodies()
+                if not heads_are_ready:
+                    compiler.submit_heads()
+            config = fitted
+            programs = (nominal.results() if heads_are_ready else {}) | compiler.results(progress=progress)
+        with _timed(seconds, "load weights"):  # what loading takes beyond the phases it ran beside
+            weights = loading.result()
+
+    with _timed(seconds, "warm up"):
+        pools = tuple(mesh.full(mesh.split(pool, POOL), 0) for pool in abstract_pools(config, shard, dtype))
+        runner = Runner(
+            config,
+            programs,
+            model_config.vocab_size,
+            weights,
+            model.head_weights(weights),
+            pools,
+            mesh.whole(initial_slot_state(config)),
+            mesh.whole(sampling_state.init_state(config.max_num_seqs)),
+            _initial_exchange(config, shard, mesh),
+        )
+        runner.warm_up()
+    kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
+    distinct = {id(program): program for program in programs.values()}.values()
+    _log_costs(distinct)
+    origins = Counter(program.origin for program in distinct)
+    return Startup(args, runner, model, config, memory, origins, kind, seconds)
+
+
+def _initial_exchange(config: ExecutorConfig, shard: Model, mesh: DeviceMesh) -> ExchangeState | None:
+    """On all devices before any program runs: peers write to it as soon as theirs do."""
+    shapes = abstract_exchange(config, shard, mesh)
+    if shapes is None:
+        return None
+    return jax.block_until_ready(ExchangeState(mesh.full(shapes.inbox, EMPTY), mesh.full(shapes.generations, 0)))
+
+
+def _log_costs(programs: Collection[Program]) -> None:
+    log.info(
+        "%s: lowering them took %.1f s and compiling %.1f s of this process's threads, loading %.1f s",
+        _whence(Counter(program.origin for program in programs)),
+        sum(program.lowering_s for program in programs),
+        sum(program.compiling_s for program in programs),
+        sum(program.loading_s for program in programs),
+    )
+
+
+def _whence(origins: Mapping[Origin, int]) -> str:
+    said: dict[Origin, str] = {
+        "compiled": "compiled here",
+        "shared": "compiled by other processes",
+        "kept": "found in the cache",
+    }
+    return ", ".join(f"{origins[origin]} {text}" for origin, text in said.items() if origins.get(origin))
+
+
+def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> AbstractContextManager[CompileProcesses | None]:
+    """What divides a cold start among processes; None where programs cannot be kept, or where other hosts take part.
+
+    It has no processes of its own for few programs and, unless some are asked for, on a CPU.
+    """
+    count = chosen_processes(os.environ)
+    if count is None:
+        spare = [unreserved_device_memory(device) for device in mesh.local_devices]
+        count = helpful_processes(usable_cores(), min(spare))
+    directory = cache_directory("programs")
+    if directory is None or not ExecutableCache.has_room(directory) or jax.process_count() > 1:
+        return nullcontext()
+    ExecutableCache.sweep(directory)
+    if len(config.token_buckets) + len(config.decode_buckets) < LEAST_SHARED:
+        count = 0
+    dtype = np.dtype(model.dtype).name
+    return CompileProcesses(count, Setting(model.config, dtype, mesh.size, KEPT_PLATFORMS, jax_settings()))
+
+
+def _load(mesh: DeviceMesh, model: Model, shard: Model, directory: Path, args: EngineArgs, progress: bool) -> Weights:
+    if mesh.size == 1:
+        device = mesh.devices[0]
+        return load(model, directory, args.load_format, device=device, seed=args.seed, progress=progress)
+    return load_sharded(model, shard, mesh.mesh, directory, args.load_format, seed=args.seed, progress=progress)
+
+
+def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> ExecutorConfig:
+    """Shapes for this model and device, the number of blocks nominal."""
+    if args.max_model_len is not None and args.max_model_len > model.max_position_embeddings:
+        raise InvalidParameterError(
+            f"max_model_len={args.max_model_len} exceeds the {model.max_position_embeddings} positions the model has; "
+            f"lower it."
+        )
+    on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
+    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 1024 if large else 256)
+    budget = args.max_num_batched_tokens or (512 if on_cpu else 8192)
+    if on_cpu:  # which compiles as slowly as it runs: few programs with much padding in each
+        token_buckets = args.token_buckets or geometric_buckets(16, budget, 4)
+        decode_buckets = args.decode_buckets or geometric_buckets(1, max_num_seqs, 4)
+    else:
+        token_buckets = args.token_buckets or fine_buckets(64, budget)
+        decode_buckets = args.decode_buckets or fine_buckets(8, max_num_seqs)
+    for name, buckets, last, what in (
+        ("token_buckets", token_buckets, budget, "max_num_batched_tokens"),
+        ("decode_buckets", decode_buckets, max_num_seqs, "max_num_seqs"),
+    ):
+        if buckets[-1] != last:
+            raise InvalidParameterError(f"{name} must end with {what}={last}, got {buckets}.")
+    if args.shared_prefix_attention and None not in model.sliding_windows:
+        raise InvalidParameterError(
+            "shared_prefix_attention=True is of no use to this model, all of whose layers have a sliding window; leave "
+            "it out."
+        )
+    return ExecutorConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=args.max_model_len or model.max_position_embeddings,
+        block_size=args.block_size,
+        num_blocks=args.num_gpu_blocks_override or NOMINAL_BLOCKS,
+        decode_buckets=decode_buckets,
+        token_buckets=token_buckets,
+        kernel_backend=args.kernel_backend,
+        shared_prefix_attention=args.shared_prefix_attention,
+    )
+
+
+def _fit_to_pool(config: ExecutorConfig, memory: MemoryPlan, asked: int | None) -> ExecutorConfig:
+    capacity = (memory.num_blocks - 1) * config.block_size
+    if asked is not None and asked > capacity:
+        raise OutOfMemoryError(
+            f"max_model_len={asked} does not fit the KV pool, which holds {capacity} tokens "
+            f"({memory.num_blocks - 1} blocks of {config.block_size}). Lower max_model_len, or enlarge the pool by "
+            f"gpu_memory_utilization or num_gpu_blocks_override."
+        )
+    return replace(config, num_blocks=memory.num_blocks, max_model_len=min(config.max_model_len, capacity))
+
+
+@contextmanager
+def _refusals_of(kernel_backend: str | None) -> Iterator[None]:
+    """Turns what the ops say while they are traced into a word on the option that chose their backend."""
+    try:
+        yield
+    except ValueError as error:
+        if kernel_backend is None:
+            raise
+        raise InvalidParameterError(f"kernel_backend={kernel_backend!r} cannot serve this: {error}") from error
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Leaves garbage lie: lowering makes millions of objects, and looking through them took a fifth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        set_objects_apart()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - begun
+    log.info("%s took %.1f s", phase, seconds[phase])
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.2f} GiB"

@@ -1,0 +1,66 @@
+"""What a model's generation_config.json says: the tokens that end a text, and how its makers sample."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jpaged.api.errors import CheckpointError, InvalidParameterError
+from jpaged.api.sampling_params import SamplingParams
+
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """eos_token_ids: those it names. sampling: `SamplingParams` fields it sets."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "GenerationConfig":
+        """Reads `directory`/generation_config.json; empty if there is none.
+
+        Of the sampling parameters it reads temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens;
+        "do_sample": false means greedy.
+
+        Raises:
+            CheckpointError: the file is not JSON, or holds a value that cannot be.
+        """
+        path = Path(directory) / "generation_config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return cls()
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); fetch it anew, or delete it.") from error
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}; fetch it anew.")
+        sampling = {key: config[key] for key in _SAMPLING_KEYS if config.get(key) is not None}
+        if config.get("max_new_tokens") is not None:
+            sampling["max_tokens"] = config["max_new_tokens"]
+        if config.get("do_sample") is False:
+            sampling["temperature"] = 0.0
+        try:
+            SamplingParams(**sampling)
+        except InvalidParameterError as error:
+            raise CheckpointError(f"{path}: {error} Correct the file, or delete it.") from error
+        return cls(_token_ids(path, config.get("eos_token_id")), sampling)
+
+    def sampling_params(self, **overrides: Any) -> SamplingParams:
+        """Sampling parameters as the model's makers set them, with `overrides` in place of theirs."""
+        return SamplingParams(**{**self.sampling, **overrides})
+
+
+def get_default_sampling_params(directory: str | Path) -> SamplingParams:
+    """The sampling parameters that a model's generation_config.json asks for; jpaged's own if it has none."""
+    return GenerationConfig.load(directory).sampling_params()
+
+
+def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r}.")
+    return tuple(ids)

@@ -1,0 +1,91 @@
+"""How a request comes in, whatever engine takes it: checked first, without a trace, then queued.
+
+add_request = check_request --> queue       LLMEngine          the scheduler of this process
+                                            ReplicatedEngine   the replica that will be done with it first
+"""
+
+from abc import ABC, abstractmethod
+
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.engine.sequences.request import Request
+from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
+
+
+class RequestIntake(ABC):
+    """What `LLMEngine` and `ReplicatedEngine` have in common.
+
+    Attributes:
+        default_sampling_params: for requests that come without parameters.
+    """
+
+    default_sampling_params: SamplingParams
+    _inputs: InputProcessor
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queues a request. One that is refused leaves nothing behind.
+
+        Args:
+            request_id: not that of an unfinished request.
+            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            params: how to sample, or to search; the model's sampling defaults if None. A search reports once, when it
+                has finished.
+            priority: with scheduling_policy "priority", lower runs first.
+            cache_salt: prefixes are shared only among requests of equal salt.
+            arrival_time: seconds of `time.monotonic()`, for the output's metrics; now by default.
+        Raises:
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served; the message says
+                why.
+            EngineDeadError: the engine failed earlier.
+        """
+        self.queue(
+            *self.check_request(
+                request_id, prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=arrival_time
+            )
+        )
+
+    def check_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> tuple[Request, ProcessedInput]:
+        """The first half of `add_request`, which leaves nothing behind: for a caller that queues all of several
+        requests or none. Returns: what `queue` takes. Arguments and errors are those of `add_request`.
+        """
+        self._check_ready()
+        return self._inputs.request(
+            request_id,
+            prompt,
+            self.default_sampling_params if params is None else params,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=arrival_time,
+        )
+
+    @abstractmethod
+    def queue(self, request: Request, checked: ProcessedInput) -> None:
+        """The second half of `add_request`.
+
+        Raises:
+            InvalidParameterError: its id is that of an unfinished request.
+            OutOfMemoryError: prefixes that are pinned leave too little of the pool.
+            EngineDeadError: the engine failed earlier.
+        """
+
+    @abstractmethod
+    def _check_ready(self) -> None:
+        """Raises EngineDeadError where no request can be taken any more. From then on `_inputs` knows the limits."""

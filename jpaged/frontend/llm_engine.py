@@ -1,0 +1,312 @@
+"""`LLMEngine`: requests in, outputs out, one step at a time.
+
+add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputProcessor --> step() returns
+"""
+
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import EngineDeadError, InvalidParameterError
+from jpaged.api.outputs import RequestOutput
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.assets import demo_model_path
+from jpaged.engine.config import SchedulerConfig
+from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
+from jpaged.engine.limits import RequestLimits
+from jpaged.engine.loop import EngineCore
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.sequences.request import Request, checked_salt
+from jpaged.engine.stats import EngineStats
+from jpaged.executor.distributed import Cluster, LeadingRunner, lead
+from jpaged.executor.start.startup import Startup, start
+from jpaged.frontend.generation_config import get_default_sampling_params
+from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
+from jpaged.frontend.intake import RequestIntake
+from jpaged.frontend.output_processor import OutputProcessor
+from jpaged.host.garbage import set_objects_apart
+from jpaged.host.hub import resolve
+from jpaged.text.tokenizer import Tokenizer
+
+
+class LLMEngine(RequestIntake):
+    """A model on a device, serving requests that come and go.
+
+        engine = LLMEngine(EngineArgs(model="path/to/model"))
+        engine.add_request("a", "Once upon a time", SamplingParams(max_tokens=64))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                ...
+
+    Not thread-safe: one thread calls it.
+
+    Args:
+        args: what to run and how.
+        startup: what an engine that is done with was running on, to use again with other scheduling options and
+            without loading and compiling anew. args may use less of its pool, slots and budget than it has; whatever
+            else it was started with must be the same. The engines may take turns: each forgets its cached prefixes
+            when another has run since, and its requests, if it left some unfinished, are lost.
+
+    Attributes:
+        max_model_len: the longest a sequence may grow, prompt and output, in tokens.
+        vocab_size: token ids that the model knows.
+
+    Raises:
+        ModelNotFoundError, CheckpointError, UnsupportedModelError: the model cannot be loaded.
+        OutOfMemoryError: the model, or one sequence of max_model_len, does not fit the device.
+        InvalidParameterError: max_model_len exceeds what the model can do.
+    """
+
+    def __init__(self, args: EngineArgs, startup: Startup | None = None) -> None:
+        if args.data_parallel_size != 1:
+            raise InvalidParameterError(
+                f"LLMEngine is one replica, got data_parallel_size={args.data_parallel_size}; use LLM, or"
+                f" ReplicatedEngine from jpaged.processes.replicas."
+            )
+        directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
+        self.args = args
+        self.startup = _start(args, directory) if startup is None else _same_start(args, startup)
+        self.tokenizer = None
+        if not args.skip_tokenizer_init:
+            self.tokenizer = Tokenizer.load(args.tokenizer or directory)
+            set_objects_apart()
+        self.default_sampling_params = get_default_sampling_params(directory)
+        config, model = self.startup.config, self.startup.model.config
+        self._eos_token_ids = model.eos_token_ids
+        chunk_bytes = SWAP_CHUNK_BLOCKS * self.startup.memory.block * args.tensor_parallel_size
+        scheduler_config = SchedulerConfig(
+            block_size=config.block_size,
+            num_blocks=_at_most("num_gpu_blocks_override", args.num_gpu_blocks_override, config.num_blocks),
+            max_num_seqs=_at_most("max_num_seqs", args.max_num_seqs, config.max_num_seqs),
+            max_num_batched_tokens=_at_most(
+                "max_num_batched_tokens", args.max_num_batched_tokens, config.token_buckets[-1]
+            ),
+            max_model_len=_at_most("max_model_len", args.max_model_len, config.max_model_len),
+            enable_prefix_caching=args.enable_prefix_caching,
+            shared_prefix_attention=args.shared_prefix_attention,
+            policy=args.scheduling_policy,
+            watermark=args.watermark,
+            pipeline_depth=args.pipeline_depth,
+            num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
+            preemption_mode=args.preemption_mode,
+            host_prefix_cache=args.host_prefix_cache,
+        )
+        self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
+        self.max_model_len = scheduler_config.max_model_len
+        self.vocab_size = model.vocab_size
+        self._inputs = InputProcessor(
+            self.tokenizer, model.vocab_size, self._core.scheduler.limits, model.eos_token_ids
+        )
+        self._outputs = OutputProcessor(self._core, self.tokenizer)
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._reference = weakref.ref(self)
+        if args.verbose:
+            print(self.startup.table(args.model or "the embedded demo model"), file=sys.stderr, flush=True)
+
+    @property
+    def core(self) -> EngineCore:
+        """Scheduler and executor, for a caller that processes inputs and outputs itself (`jpaged.serving`)."""
+        return self._core
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's end-of-sequence tokens."""
+        return tuple(self._eos_token_ids)
+
+    def queue(self, request: Request, checked: ProcessedInput) -> None:
+        """The second half of `add_request`; as `RequestIntake.queue`."""
+        self._check_ready()
+        self._core.add_request(request)
+        self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
+
+    def add_score_request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | np.ndarray,
+        first_scored: int = 1,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues tokens whose log-probabilities are wanted, and nothing else: they are prefilled, nothing is sampled.
+
+        What comes before the scored tokens may come out of the prefix cache. `step` returns one output, finished, with
+        `scores` of token_ids[first_scored:] and no `outputs`.
+
+        Args:
+            token_ids: int [n], at least two and at most max_model_len tokens; the last is scored, never computed.
+            first_scored: index of the first token to score, from 1 to n-1; the others are its context.
+            request_id, priority, cache_salt: as in `add_request`.
+        Raises:
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served; the message says
+                why.
+            EngineDeadError: the engine failed earlier.
+        """
+        self._check_ready()
+        request = self._inputs.score_request(
+            request_id, token_ids, first_scored, priority=priority, cache_salt=cache_salt
+        )
+        self._core.add_request(request)
+        self._outputs.add(request, None, [])
+
+    def step(self) -> list[RequestOutput]:
+        """One turn of the loop: dispatches a step and returns outputs of an earlier one.
+
+        Raises:
+            EngineDeadError: something inside failed; the engine is of no more use.
+        """
+        self._check_ready()
+        try:
+            return self._outputs.process(self._core.step())
+        except BaseException as error:
+            self._failure = error
+            if not isinstance(error, Exception):
+                raise  # an interrupt in the middle of a step; `LLM.generate` and the commands hold it back
+            raise EngineDeadError(f"The engine failed: {type(error).__name__}: {error}") from error
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Ends requests and frees what they hold; no output will come for them. Unknown ids are passed over."""
+        ids = request_ids_to_abort(request_ids)
+        if self._failure is None:  # else nothing runs, and the scheduler may be in the middle of something
+            self._core.abort(ids)
+        for request_id in ids:
+            self._outputs.forget(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to do."""
+        return not self._closed and self._failure is None and self._core.has_unfinished()
+
+    def request_limits(self) -> RequestLimits:
+        """What a request must keep to, now."""
+        return self._core.scheduler.limits
+
+    def get_metrics(self) -> EngineStats:
+        """Counters and occupancy, now."""
+        self._check_open()
+        return self._core.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run, those
+        that are preempted and swapped out included.
+        """
+        self._check_open()
+        return self._core.reset_prefix_cache()
+
+    def pin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> int:
+        """Keeps the beginning of a prompt in the prefix cache, until `unpin_prefix` or `reset_prefix_cache`: its full
+        blocks that are in the cache, so a request with it must have run (`LLM.pin_prefix` sees to that).
+
+        Returns: the number of tokens kept.
+
+        Raises:
+            InvalidPromptError: as `add_request`. InvalidParameterError: there is no prefix cache.
+            OutOfMemoryError: too little of the pool would be left.
+        """
+        self._check_ready()
+        return self._core.pin_prefix(self._token_array(prompt), checked_salt(cache_salt))
+
+    def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
+        """Lets a pinned prefix be reused again. Returns whether it was pinned."""
+        self._check_open()
+        return self._core.unpin_prefix(self._token_array(prompt), checked_salt(cache_salt))
+
+    def close(self) -> None:
+        """Frees what the engine holds on the device: weights, KV pool and state. What ran is given up, and the engine
+        is of no more use, as are others on its `startup`. Other processes of its model end. The second time it does
+        nothing.
+        """
+        if not self._closed and os.getpid() == self._pid:  # in a forked process nothing of the device is its own
+            self.startup.close()
+        self._closed = True
+
+    def _token_array(self, prompt: Prompt) -> np.ndarray:
+        return np.array(self._inputs.process(prompt, SamplingParams()).prompt_token_ids, np.int32)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("The engine was closed; start another one.")
+
+    def _check_ready(self) -> None:
+        self._check_open()
+        if self._failure is not None:
+            raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
+        if os.getpid() != self._pid:  # JAX's threads are not here, and a step would wait for them for ever
+            raise EngineDeadError("The engine belongs to the process that this one was forked from; start one here.")
+        if self.startup.user is not self._reference:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Another engine has run on the same startup since, and has written over this one's blocks."""
+        if self._core.has_unfinished():
+            raise EngineDeadError(
+                f"{self._core.scheduler.num_unfinished} unfinished requests were lost when another engine ran on this "
+                f"one's startup; let one finish before the other begins, or start each by itself."
+            )
+        self._core.drain()
+        forgotten = self._core.reset_prefix_cache()
+        assert forgotten  # nothing runs
+        self.startup.user = self._reference
+
+
+_FREE_TO_DIFFER = {
+    "tokenizer",
+    "max_model_len",
+    "num_gpu_blocks_override",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_prefix_caching",
+    "shared_prefix_attention",
+    "scheduling_policy",
+    "watermark",
+    "pipeline_depth",
+    "swap_space",
+    "preemption_mode",
+    "host_prefix_cache",
+    "seed",
+    "skip_tokenizer_init",
+    "verbose",
+}
+"""Options that an engine on a runner started before may have of its own."""
+
+
+def _start(args: EngineArgs, directory: Path) -> Startup:
+    """Starts a runner here and, where there are several processes, in all of them."""
+    cluster = Cluster.find(args)
+    if cluster is None:
+        return start(args, directory)
+    workers = lead(args, cluster)
+    try:
+        startup = start(args, directory)
+    except BaseException:
+        workers.close()
+        raise
+    startup.leader = LeadingRunner(startup.runner, workers)
+    return startup
+
+
+def _same_start(args: EngineArgs, startup: Startup) -> Startup:
+    for name in EngineArgs.__dataclass_fields__:
+        if name not in _FREE_TO_DIFFER and getattr(args, name) != getattr(startup.args, name):
+            raise InvalidParameterError(
+                f"{name}={getattr(args, name)!r} differs from the {getattr(startup.args, name)!r} that the runner was "
+                f"started with; start a new one."
+            )
+    if startup.runner.closed:
+        raise InvalidParameterError("startup was that of an engine that was closed; start a new one.")
+    if args.shared_prefix_attention and not startup.args.shared_prefix_attention:
+        raise InvalidParameterError("shared_prefix_attention=True needs a runner that was started with it.")
+    return startup
+
+
+def _at_most(name: str, asked: int | None, available: int) -> int:
+    """What was asked for, which a runner started before may not have."""
+    if asked is not None and asked > available:
+        raise InvalidParameterError(f"{name}={asked} exceeds the {available} that the runner was started with.")
+    return available if asked is None else asked

@@ -1,0 +1,163 @@
+"""Turns what the engine core reports into what users see: text, stop strings, log-probabilities, finish reasons."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jpaged.api.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from jpaged.api.sampling_params import RequestOutputKind
+from jpaged.engine.scheduler.scheduler import RequestUpdate
+from jpaged.engine.sequences.request import Request
+from jpaged.text.detokenizer import Detokenizer
+from jpaged.text.token_decoders import decode_token
+from jpaged.text.tokenizer import Tokenizer
+
+
+class EndsSequences(Protocol):
+    """What is asked of the engine core, or of what stands for it in another process."""
+
+    def finish(self, request_id: str, stop_reason: int | str | None, index: int = 0) -> Request | None: ...
+
+
+@dataclass(slots=True)
+class _OpenSequence:
+    """One sequence of a request that has not finished. num_sent: tokens that DELTA outputs have returned."""
+
+    request: Request
+    detokenizer: Detokenizer | None
+    num_sent: int = 0
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that belong to the output; those sampled after a stop string do not."""
+        if self.detokenizer is not None and self.detokenizer.stop_string is not None:
+            return self.detokenizer.num_output_tokens
+        return len(self.request.output_token_ids)
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[_OpenSequence]
+
+    @property
+    def request(self) -> Request:
+        return self.sequences[0].request
+
+
+class OutputProcessor:
+    """Keeps, for each unfinished request, what is needed to report on it.
+
+    tokenizer: None when the engine was started without one; outputs then have token ids only.
+    """
+
+    def __init__(self, core: EndsSequences, tokenizer: Tokenizer | None) -> None:
+        self._core = core
+        self._tokenizer = tokenizer
+        self._open: dict[str, _OpenRequest] = {}
+
+    def add(self, request: Request, prompt: str | None, prompt_token_ids: list[int]) -> None:
+        """A request was queued."""
+        sequences = []
+        for member in request.group.members:
+            detokenizer = None
+            if self._tokenizer is not None and request.sampling.detokenize and request.score_targets is None:
+                detokenizer = Detokenizer(self._tokenizer, prompt_token_ids, request.sampling)
+            sequences.append(_OpenSequence(member, detokenizer))
+        self._open[request.request_id] = _OpenRequest(prompt, prompt_token_ids, sequences)
+
+    def forget(self, request_id: str) -> None:
+        """A request was aborted."""
+        self._open.pop(request_id, None)
+
+    def process(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
+        """Outputs for the updates of one step, one a request. Ends sequences whose text reached a stop string."""
+        changed: dict[str, list[_OpenSequence]] = {}
+        for update in updates:
+            request_id, index = update.request.request_id, update.request.index
+            sequence = self._open[request_id].sequences[index]
+            self._take_tokens(sequence, update)
+            changed.setdefault(request_id, []).append(sequence)
+        outputs = []
+        for request_id, sequences in changed.items():
+            state = self._open[request_id]
+            finished = state.request.group.finished
+            sampling = state.request.sampling
+            if finished or (sampling.output_kind != RequestOutputKind.FINAL_ONLY and not sampling.ranks):
+                outputs.append(self._output(state, sequences, finished))
+            if finished:
+                del self._open[request_id]
+        return outputs
+
+    def _take_tokens(self, state: _OpenSequence, update: RequestUpdate) -> None:
+        request, detokenizer = state.request, state.detokenizer
+        if detokenizer is not None:
+            stopped_by_token = request.finish_reason == "stop"
+            found = detokenizer.append(update.new_token_ids, stop_token=stopped_by_token)
+            if found is not None:
+                # Nothing to do if this very token ended it.
+                self._core.finish(request.request_id, found, request.index)
+                request.finish_reason, request.stop_reason = "stop", found
+        if request.logprobs is not None:
+            for position in request.logprobs[len(state.logprobs) : state.num_tokens]:
+                token = next(iter(position))  # the sampled one comes first
+                state.cumulative_logprob += position[token].logprob
+                state.logprobs.append(self._with_text(position))
+
+    def _output(self, state: _OpenRequest, changed: list[_OpenSequence], finished: bool) -> RequestOutput:
+        request = state.request
+        completions: list[CompletionOutput]
+        if request.score_targets is not None:
+            completions = []
+        elif request.beam is not None:
+            completions = [self._completion(s, i) for i, s in enumerate(state.sequences[: request.beam.n])]
+        elif request.sampling.ranks:
+            ranked = sorted(state.sequences, key=lambda sequence: -sequence.cumulative_logprob)  # stable
+            completions = [self._completion(s, i) for i, s in enumerate(ranked[: request.sampling.n])]
+        else:
+            is_delta = request.sampling.output_kind == RequestOutputKind.DELTA
+            shown = sorted(changed, key=lambda s: s.request.index) if is_delta else state.sequences
+            completions = [self._completion(sequence, sequence.request.index) for sequence in shown]
+        prompt_logprobs = request.prompt_logprobs
+        if prompt_logprobs is not None:
+            prompt_logprobs = [position and self._with_text(position) for position in prompt_logprobs]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=state.prompt_token_ids,
+            outputs=completions,
+            finished=finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=request.stats,
+            scores=request.scores,
+        )
+
+    def _completion(self, state: _OpenSequence, index: int) -> CompletionOutput:
+        request = state.request
+        is_delta = request.sampling.output_kind == RequestOutputKind.DELTA and not request.sampling.ranks
+        text = ""
+        if state.detokenizer is not None:
+            delta = state.detokenizer.next_delta(request.finished)
+            text = delta if is_delta else state.detokenizer.text
+        first, end = (state.num_sent if is_delta else 0), state.num_tokens
+        state.num_sent = end
+        logprobs = request.sampling.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=request.output_token_ids[first:end],
+            cumulative_logprob=request.cumulative_logprob if request.logprobs is None else state.cumulative_logprob,
+            logprobs=state.logprobs[first:end] if logprobs else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            score=request.score,
+        )
+
+    def _with_text(self, position: PositionLogprobs) -> PositionLogprobs:
+        if self._tokenizer is not None:
+            for token, logprob in position.items():
+                logprob.decoded_token = decode_token(self._tokenizer, token)
+        return position

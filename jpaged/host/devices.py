@@ -1,0 +1,70 @@
+"""Which devices each process of several gets: its environment variables say so, and JAX in it needs no telling.
+
+    visible            0 1 2 3                   2 processes with 2 devices each
+    of process 0       0 1
+    of process 1           2 3
+
+None of this asks CUDA, which would take memory on every GPU for the process that asks.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError
+
+_CPU_PROCESSES = 8
+"""So many may share a CPU of fewer cores, to try things out."""
+
+
+def replica_environments(args: EngineArgs, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """The environment variables of each of `data_parallel_size` processes that find this package and their devices.
+
+    Raises:
+        InvalidParameterError: as `device_shares`.
+    """
+    common = package_environment(environment)
+    return [common | own for own in device_shares(args.data_parallel_size, args.tensor_parallel_size, environment)]
+
+
+def package_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables of a process that finds this package wherever it starts."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    return {**environment, "PYTHONPATH": path}
+
+
+def device_shares(num_processes: int, devices_each: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """What each process's environment has of its own: its GPUs. Without GPUs nothing: all share the CPU.
+
+    Raises:
+        InvalidParameterError: there are fewer GPUs than all processes need, or far fewer cores than processes.
+    """
+    gpus = visible_gpus(environment)
+    if not gpus:
+        cores = os.cpu_count() or 1
+        if num_processes > max(cores, _CPU_PROCESSES):
+            raise InvalidParameterError(
+                f"data_parallel_size={num_processes} would start as many processes on {cores} cores of a machine"
+                " that has no GPU; lower it."
+            )
+        return [{} for _ in range(num_processes)]
+    if num_processes * devices_each > len(gpus):
+        raise InvalidParameterError(
+            f"data_parallel_size={num_processes} with tensor_parallel_size={devices_each} needs"
+            f" {num_processes * devices_each} GPUs, but {len(gpus)} are visible; lower one of them."
+        )
+    parts = (gpus[i * devices_each : (i + 1) * devices_each] for i in range(num_processes))
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Names for CUDA_VISIBLE_DEVICES of the GPUs that JAX would use; none where it was told to use a CPU."""
+    platforms = environment.get("JAX_PLATFORMS", "").lower()
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return []
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name.strip() not in ("", "-1")]
+    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]

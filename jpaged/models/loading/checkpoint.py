@@ -1,0 +1,252 @@
+"""Checkpoints in the Hugging Face layout: into device arrays, and back.
+
+Loading streams: a tensor is read, sent to the device, written there into its fused parameter (donated, so in
+place) and forgotten. The host holds one tensor at a time, the device the weights and one tensor.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jpaged.api.errors import CheckpointError, InvalidParameterError
+from jpaged.models.config import read_json
+from jpaged.models.loading import orbax_checkpoint, safetensors_file
+from jpaged.models.loading.safetensors_file import StoredTensor
+from jpaged.models.model import Model, Weights, resolve_dtype
+
+LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+# Buffers that older versions of transformers saved; they hold nothing that config.json does not say.
+_DERIVED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias)$")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_HEAD = "lm_head.weight"
+
+
+def load(
+    model: Model,
+    directory: str | Path | None,
+    load_format: str = "auto",
+    *,
+    device: jax.Device | None = None,
+    seed: int = 0,
+    progress: bool | Callable[[int, int], None] = False,
+) -> Weights:
+    """The weights of a checkpoint directory on the device, in the model's type.
+
+    load_format: "safetensors" reads single or sharded safetensors files, "orbax" an Orbax checkpoint
+        (`orbax_checkpoint`), "auto" what is there; "dummy" reads nothing and makes random weights on the device from
+        `seed`.
+    device: where to; the default device if None.
+    progress: True shows a bar; a function is called with (bytes read so far, bytes in all).
+
+    Raises CheckpointError, naming file and tensor, when a tensor of the model is missing, doubled or of another
+    shape, when the checkpoint holds one that the model has no place for, and when a file is missing or damaged.
+    """
+    check_load_format(load_format, directory)
+    if load_format == "dummy":
+        return model.init(seed, device)
+    assert directory is not None
+    if is_orbax(load_format, directory):
+        return orbax_checkpoint.load(model, Path(directory), device)
+    stored = match(model, find_tensors(Path(directory)))
+    total = sum(tensor.num_bytes for tensor in stored.values())
+    if callable(progress):
+        return _stream(model, stored, device, progress, total)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
+        return _stream(model, stored, device, lambda done, _: bar.update(done - bar.n), total)
+
+
+def check_load_format(load_format: str, directory: str | Path | None) -> None:
+    """Raises InvalidParameterError for a format that does not exist, or that needs the directory that is not given."""
+    if load_format not in LOAD_FORMATS:
+        raise InvalidParameterError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}.")
+    if directory is None and load_format != "dummy":
+        raise InvalidParameterError(f"load_format {load_format!r} needs a checkpoint directory.")
+
+
+def is_orbax(load_format: str, directory: str | Path) -> bool:
+    """Whether to read an Orbax checkpoint: asked for, or there and no safetensors beside it."""
+    if load_format == "auto":
+        return orbax_checkpoint.find(Path(directory)) is not None and not any(Path(directory).glob("*.safetensors"))
+    return load_format == "orbax"
+
+
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint directory by name, headers only.
+
+    Raises CheckpointError when the directory has no safetensors (pickles are refused), or a file is damaged.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory; give the directory that holds config.json.")
+    if (directory / INDEX_NAME).is_file():
+        return _find_sharded(directory)
+    if (directory / SINGLE_NAME).is_file():
+        return safetensors_file.read_header(directory / SINGLE_NAME)
+    others = sorted(directory.glob("*.safetensors"))
+    if not others:
+        pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+        if pickles:
+            raise CheckpointError(
+                f"{directory} holds only pickled weights ({', '.join(pickles[:3])}), which can run any code when they"
+                " are read and are refused. Convert the checkpoint to safetensors: load it with transformers where"
+                " you trust it, and call save_pretrained."
+            )
+        raise CheckpointError(
+            f"{directory} holds no *.safetensors file; download the checkpoint again, or convert it to safetensors."
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for path in others:
+        for name, tensor in safetensors_file.read_header(path).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"Tensor {name!r} is in both {tensors[name].path} and {path}; remove the file that is not of this"
+                    " checkpoint."
+                )
+            tensors[name] = tensor
+    return tensors
+
+
+def _find_sharded(directory: Path) -> dict[str, StoredTensor]:
+    index = directory / INDEX_NAME
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f'{index} has no "weight_map" from tensor to file; download it again.')
+    shards: dict[str, dict[str, StoredTensor]] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        if Path(file).name != file:
+            raise CheckpointError(f"{index} names the file {file!r}, which is not in its own directory.")
+        shards[file] = safetensors_file.read_header(directory / file)
+    for name, file in weight_map.items():
+        if name not in shards[file]:
+            raise CheckpointError(
+                f"{directory / file} lacks tensor {name!r}, which {INDEX_NAME} says it holds; download both again."
+            )
+    # In the order of files and bytes, so that reading is sequential.
+    return {name: tensor for shard in shards.values() for name, tensor in shard.items() if name in weight_map}
+
+
+def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTensor]:
+    """Which stored tensor fills which of `model.parts`; by index, in the order of the files.
+
+    Raises CheckpointError when one is missing, doubled, of another shape, or has no place.
+    """
+    wanted = {part.tensor: index for index, part in enumerate(model.parts)}
+    # A checkpoint of the bare body, such as GPT-2's own, leaves the prefix out.
+    bare = not any(name.startswith(model.base_prefix) for name in found)
+    matched: dict[int, StoredTensor] = {}
+    unexpected: list[StoredTensor] = []
+    for name, tensor in found.items():
+        full = model.base_prefix + name if bare and name != _HEAD else name
+        if full in wanted:
+            matched[wanted[full]] = tensor
+        elif full == _HEAD and model.config.tie_word_embeddings:
+            _check_tied(model, tensor, found)
+        elif not _DERIVED.search(full):
+            unexpected.append(tensor)
+    missing = [part.tensor for index, part in enumerate(model.parts) if index not in matched]
+    directory = next(iter(found.values())).path.parent if found else "The checkpoint, which holds no tensor,"
+    if missing:
+        hint = "download the checkpoint again, or correct its config.json"
+        if missing == [_HEAD]:
+            hint = 'set "tie_word_embeddings": true in its config.json if the model shares the embedding'
+        raise CheckpointError(f"{directory} lacks {_listed(missing)}; {hint}.")
+    if unexpected:
+        raise CheckpointError(
+            f"{unexpected[0].path} holds {_listed([tensor.name for tensor in unexpected])}, for which a"
+            f" {model.config.architecture} with this config.json has no place; correct config.json, or remove them."
+        )
+    for index, tensor in matched.items():
+        expected = model.parts[index].shape
+        if tensor.shape != expected:
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.name!r} has shape {tensor.shape}, config.json implies {expected};"
+                " one of the two is of another model."
+            )
+        _ = tensor.dtype  # refuses a type that cannot be read before anything is
+    return matched
+
+
+def _check_tied(model: Model, head: StoredTensor, found: dict[str, StoredTensor]) -> None:
+    """A stored head of a tied model must be the embedding itself; loading either would be wrong otherwise."""
+    name = model.parts[0].tensor
+    embedding = found.get(name) or found.get(name.removeprefix(model.base_prefix))
+    if embedding is None:
+        return
+    same = embedding.shape == head.shape and embedding.type_name == head.type_name
+    if same and (embedding.path, embedding.offset) != (head.path, head.offset):
+        step = 1 << 24
+        with embedding.path.open("rb") as one, head.path.open("rb") as other:
+            one.seek(embedding.offset)
+            other.seek(head.offset)
+            for start in range(0, head.num_bytes, step):
+                size = min(step, head.num_bytes - start)
+                same = same and one.read(size) == other.read(size)
+    if not same:
+        raise CheckpointError(
+            f'{head.path}: {_HEAD!r} differs from {embedding.name!r}, but config.json says "tie_word_embeddings":'
+            " true; set it to false to use the head."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return f"tensor {shown}" if len(names) == 1 else f"{len(names)} tensors ({shown}{', ...' * (len(names) > 5)})"
+
+
+def _stream(
+    model: Model,
+    stored: dict[int, StoredTensor],
+    device: jax.Device | None,
+    progress: Callable[[int, int], None],
+    total: int,
+) -> Weights:
+    position = {name: i for i, name in enumerate(model.parameter_names)}
+    weights: list[jax.Array | None] = [None] * len(position)
+    done = 0
+    for index, tensor in stored.items():
+        part = model.parts[index]
+        i = position[part.parameter]
+        target = weights[i]
+        if target is None:
+            leaf = model.abstract_weights[i]
+            target = jnp.zeros(leaf.shape, leaf.dtype, device=device)
+        weights[i] = part.place(target, jax.device_put(tensor.read(), device)).block_until_ready()
+        done += tensor.num_bytes
+        progress(done, total)
+    return tuple(weight for weight in weights if weight is not None)
+
+
+def save_pretrained(
+    model: Model, weights: Sequence[jax.Array], directory: str | Path, dtype: str | None = None
+) -> None:
+    """Writes config.json and model.safetensors under Hugging Face's names and shapes.
+
+    `load`, transformers and other engines read the result. Tensors are fetched and written one at a time.
+
+    weights: as `Model.init`, `load` or `Model.flatten` return them.
+    dtype: the type to save in, such as "bfloat16"; the model's own if None.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    kept = model.dtype if dtype is None else resolve_dtype(dtype, model.config)
+    by_name = dict(zip(model.parameter_names, weights, strict=True))
+
+    def tensors() -> Iterator[np.ndarray]:
+        for part in model.parts:
+            yield np.asarray(part.take(by_name[part.parameter]).astype(kept))
+
+    layout = {part.tensor: part.shape for part in model.parts}
+    safetensors_file.write(directory / SINGLE_NAME, layout, np.dtype(kept), tensors())
+    config: dict[str, Any] = dict(model.config.source)
+    config.pop("dtype", None)
+    config |= {"architectures": [model.config.architecture], "torch_dtype": kept.name}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,219 @@
+"""`run_batch`: files of OpenAI requests answered offline, on the machinery of `score_files`.
+
+    in.jsonl --shards of lines--> BatchShards, here or in workers --> shard files --> out.jsonl, a line for each line
+
+Some requests take longer than others, so shards overlap: the engine gets the next lines as soon as it has room, and a
+shard is written when the last of its requests is done.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from jpaged.api.checks import check_bool, check_integer
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError, OutOfMemoryError
+from jpaged.api.outputs import RequestOutput
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.host.interrupt import Interruptible
+from jpaged.scoring.ahead import Ahead
+from jpaged.scoring.inputs import Record, checked_inputs, read_records
+from jpaged.scoring.jobs import (
+    Job,
+    JobSummary,
+    checked_options,
+    checked_output,
+    engine_fields,
+    json_lines,
+    merge_json_lines,
+    run_job,
+)
+from jpaged.scoring.progress import Progress
+from jpaged.scoring.shards import write_shard
+from jpaged.scoring.workers import Done, Shard
+from jpaged.serving.batch_requests import BadLine, BadRequest, BatchRequest, bad_line, parse_request, response_line
+from jpaged.text.tokenizer import Tokenizer
+
+SHARD_SIZE = 64
+"""Requests in a shard."""
+
+
+def run_batch(
+    inputs: str | Path,
+    output: str | Path,
+    *,
+    model: str | None = None,
+    overwrite: bool = False,
+    shard_size: int = SHARD_SIZE,
+    data_parallel_size: int = 1,
+    use_tqdm: bool = True,
+    **options: Any,
+) -> JobSummary:
+    """Answers a file of OpenAI requests. Run again after a crash, it goes on where it was.
+
+    A request without a seed gets one from the engine's `seed` and its line, so its answer does not depend on when, and
+    beside what, it was run.
+
+    Args:
+        inputs: .jsonl, a request a line, for /v1/completions or /v1/chat/completions.
+        output: .jsonl; a line for each line of the input, in order. Lines that could not be served hold the error.
+        model, options: as for `LLM`.
+        overwrite: replace an output of this name, and drop unfinished work on it.
+        shard_size: requests between two commits to the disk.
+        data_parallel_size: worker processes, each with the model on a GPU of its own.
+        use_tqdm: show a progress bar.
+    Returns: `num_errors` counts lines that were not answered with status 200.
+    Raises:
+        InvalidParameterError: an argument out of range; the output exists; unfinished work of another job is there.
+        OutputError: the output cannot be written. EngineDeadError: an engine failed. Finished shards are kept.
+    """
+    paths = checked_inputs([inputs], (".jsonl", ".ndjson"))
+    check_integer("shard_size", shard_size, 1, sys.maxsize)
+    check_bool("overwrite", overwrite)
+    check_bool("use_tqdm", use_tqdm)
+    job = Job(
+        task="batch",
+        inputs=paths,
+        output=checked_output(output, paths, (".jsonl",)),
+        settings={},
+        engine=checked_options({"model": model, **options}, data_parallel_size=data_parallel_size),
+        shard_size=int(shard_size),
+        size_of=lambda record: 1,
+        merge=merge_json_lines,
+    )
+    num_rows = sum(1 for _ in read_records(paths))
+    if not num_rows:
+        raise InvalidParameterError(f"The input {inputs} has no requests.")
+    return run_job(
+        job, num_rows, lambda entry: None, overwrite=overwrite, num_workers=data_parallel_size, use_tqdm=use_tqdm
+    )
+
+
+class BatchShards:
+    """Answers shards of requests with one engine (`ShardProcessor`)."""
+
+    def __init__(self, options: dict[str, Any], directory: Path) -> None:
+        self._directory = directory
+        self._args = EngineArgs(**engine_fields(options))
+        self._engine = LLMEngine(self._args)
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise InvalidParameterError("run-batch needs a tokenizer; leave skip_tokenizer_init out.")
+        self._tokenizer: Tokenizer = tokenizer
+        self._model = self._args.model or "jpaged-demo"
+        # Enough that the engine never lacks work; more would only wait in its queue.
+        self._max_open = 2 * self._engine.startup.config.max_num_seqs
+
+    def run(self, shards: Iterable[Shard], done: Done, progress: Progress) -> None:
+        """Answers every request of the shards; `done` gets each shard's entry when its last request is done."""
+        source = Ahead(shards, 2)
+        lines: deque[_OpenLine] = deque()
+        open_prompts: dict[str, tuple[_OpenLine, int]] = {}
+        request_ids = map(str, count())
+        more = True
+        with Interruptible() as interrupt:
+            try:
+                while more or open_prompts:
+                    while more and len(open_prompts) < self._max_open:
+                        if not lines:
+                            # The next shard may come only when one of these is done: never wait for it beside work.
+                            if open_prompts and not source.ready():
+                                break
+                            shard = next(source, None)
+                            if shard is None:
+                                more = False
+                                break
+                            lines.extend(_lines_of(shard))
+                        line = lines.popleft()
+                        self._start(line, open_prompts, request_ids)
+                        self._report_if_done(line, done, progress)
+                    if not open_prompts:
+                        continue
+                    outputs = self._engine.step()
+                    if interrupt.requested:
+                        raise KeyboardInterrupt
+                    for output in outputs:
+                        line, number = open_prompts.pop(output.request_id)
+                        line.outputs[number] = output
+                        self._report_if_done(line, done, progress)
+            finally:
+                self._engine.abort_request(list(open_prompts))
+
+    def _start(
+        self, line: "_OpenLine", open_prompts: dict[str, tuple["_OpenLine", int]], request_ids: Iterator[str]
+    ) -> None:
+        """Queues a line's prompts, all of them or, if one is refused, none."""
+        added = []
+        try:
+            if line.record.error is not None:
+                raise BadLine(line.record.error)
+            request = parse_request(line.record.data, self._tokenizer, self._engine.default_sampling_params)
+            line.request = request
+            line.outputs = [None] * len(request.prompts)
+            for number, prompt in enumerate(request.prompts):
+                params = request.params
+                if isinstance(params, SamplingParams) and params.seed is None:
+                    params = replace(params, seed=(self._args.seed + line.record.index + (number << 32)) % 2**63)
+                try:
+                    request_id = next(request_ids)
+                    self._engine.add_request(request_id, prompt, params, cache_salt=request.body.cache_salt)
+                except (InvalidParameterError, InvalidPromptError, OutOfMemoryError) as error:
+                    raise BadRequest(request.custom_id, error, type(request.body)) from error
+                added.append(request_id)
+                open_prompts[request_id] = line, number
+        except BadLine as error:
+            line.answer = bad_line(error)
+        except BadRequest as error:
+            line.answer = error.response
+            self._engine.abort_request(added)
+            for request_id in added:
+                del open_prompts[request_id]
+
+    def _report_if_done(self, line: "_OpenLine", done: Done, progress: Progress) -> None:
+        """Puts the line's answer into its shard, and writes the shard if that was the last."""
+        outputs = [output for output in line.outputs if output is not None]
+        if line.answer is None:
+            if line.request is None or len(outputs) < len(line.outputs):
+                return
+            line.answer = response_line(line.request, self._model, outputs, self._tokenizer)
+        tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        tokens += sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+        progress(1, tokens)
+        shard = line.shard
+        shard.answers[line.position] = line.answer
+        shard.tokens += tokens
+        answers = [answer for answer in shard.answers if answer is not None]
+        if len(answers) == len(shard.answers):
+            failed = sum(not (answer["response"] and answer["response"]["status_code"] == 200) for answer in answers)
+            entry = write_shard(self._directory, shard.number, ".jsonl", json_lines(answers))
+            done(entry | {"rows": len(answers), "tokens": shard.tokens, "errors": [], "failed": failed})
+
+
+@dataclass
+class _OpenShard:
+    number: int
+    answers: list[dict[str, Any] | None]
+    tokens: int = 0
+
+
+@dataclass
+class _OpenLine:
+    """A line while it is worked on. outputs: of its prompts; answer: the line to write, once it is known."""
+
+    shard: _OpenShard
+    position: int
+    record: Record
+    request: BatchRequest | None = None
+    outputs: list[RequestOutput | None] = field(default_factory=list)
+    answer: dict[str, Any] | None = None
+
+
+def _lines_of(shard: Shard) -> Iterator[_OpenLine]:
+    opened = _OpenShard(shard.number, [None] * len(shard.records))
+    for position, record in enumerate(shard.records):
+        yield _OpenLine(opened, position, record)

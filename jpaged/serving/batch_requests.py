@@ -1,0 +1,149 @@
+"""Lines of OpenAI batch files: requests in, responses out, with the server's own schemas and answers.
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 50}}
+    {"id": ..., "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
+
+A request that cannot be served is answered like any other, with the status code and error object that the server would
+send; one whose line is no request at all has "response": null and says in "error" why.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.errors import InvalidPromptError, JPagedError, UnsupportedParameterError, shown
+from jpaged.api.outputs import RequestOutput
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.frontend.inputs import ProcessedInput, Prompt, as_prompt_list
+from jpaged.serving.answers import Answer, ChatAnswer, CompletionAnswer
+from jpaged.serving.chat_template import template_arguments
+from jpaged.serving.errors import ApiError, api_error, decoding_error
+from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, refuse_unsupported
+from jpaged.serving.sampling import sampling_of
+from jpaged.text.tokenizer import Tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+_SERVER_ONLY = ("stream", "stream_options", "request_id", "priority", "truncate_prompt_tokens")
+"""Fields that a server takes and a batch, where nobody waits and custom_id names the answer, does not."""
+_IDLE = {"stream": False, "priority": 0}
+"""Values by which these ask for nothing."""
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """A line's request: one prompt, or several for completions. params are the same for all."""
+
+    custom_id: str
+    body: CompletionRequest | ChatCompletionRequest
+    prompts: list[Prompt]
+    params: SamplingParams | BeamSearchParams
+
+
+class BadLine(Exception):
+    """The line is no request. Its text says why."""
+
+    def __init__(self, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.custom_id = custom_id
+
+
+class BadRequest(Exception):
+    """A request that cannot be served; `response` is the line that says so."""
+
+    def __init__(
+        self, custom_id: str, error: Exception, kind: type[CompletionRequest] | type[ChatCompletionRequest]
+    ) -> None:
+        super().__init__(str(error))
+        prompt_field = "messages" if kind is ChatCompletionRequest else "prompt"
+        answer = api_error(error, kind.__struct_fields__, prompt_field)
+        self.response = _line(custom_id, answer.status, answer.body())
+
+
+def parse_request(line: Any, tokenizer: Tokenizer, defaults: SamplingParams) -> BatchRequest:
+    """Takes a line apart. defaults: for sampling fields that the body leaves out.
+
+    Raises:
+        BadLine: it is no request. BadRequest: its body asks for what cannot be done.
+    """
+    if not isinstance(line, Mapping):
+        raise BadLine("the line must be an object with custom_id, method, url and body.")
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise BadLine(f"custom_id must be a non-empty string, got {shown(custom_id)}.")
+    if line.get("method", "POST") != "POST":
+        raise BadLine(f'method must be "POST", got {shown(line["method"])}.', custom_id)
+    url, given = line.get("url"), line.get("body")
+    if url not in (COMPLETIONS, CHAT):
+        raise BadLine(f"url must be {COMPLETIONS} or {CHAT}, got {shown(url)}.", custom_id)
+    if not isinstance(given, Mapping):
+        raise BadLine(f"body must be an object, got {type(given).__name__}.", custom_id)
+    kind: type[CompletionRequest] | type[ChatCompletionRequest]
+    kind = ChatCompletionRequest if url == CHAT else CompletionRequest
+    try:
+        try:
+            msgspec.json.encode(given)  # a lone surrogate, which JSON can spell, could not be told of in an answer
+            body = msgspec.convert(given, kind)
+        except UnicodeEncodeError as error:
+            raise ApiError(400, "The body holds a lone surrogate, which is no text; remove it.") from error
+        except msgspec.ValidationError as error:
+            raise decoding_error(error) from error
+        return _checked(custom_id, body, tokenizer, defaults)
+    except (ApiError, JPagedError) as error:
+        raise BadRequest(custom_id, error, kind) from error
+
+
+def _checked(
+    custom_id: str, body: CompletionRequest | ChatCompletionRequest, tokenizer: Tokenizer, defaults: SamplingParams
+) -> BatchRequest:
+    refuse_unsupported(body)
+    for name in _SERVER_ONLY:
+        value = getattr(body, name)
+        if value is not None and (name not in _IDLE or value != _IDLE[name]):
+            raise UnsupportedParameterError(f"{name} is not supported in a batch; leave it out.")
+    params = sampling_of(body, defaults)
+    prompts: list[Prompt]
+    if isinstance(body, ChatCompletionRequest):
+        prompts = [tokenizer.apply_chat_template(body.messages, **template_arguments(body, tokenizer))]
+    else:
+        prompts = as_prompt_list(body.prompt)
+        if not prompts:
+            raise InvalidPromptError("prompt is an empty list; give at least one prompt.")
+        if body.add_special_tokens is False:
+            prompts = [tokenizer.encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
+    return BatchRequest(custom_id, body, prompts, params)
+
+
+def response_line(
+    request: BatchRequest, model: str, outputs: Sequence[RequestOutput], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The line of a request whose prompts have all been answered."""
+    body, name = request.body, uuid.uuid4().hex
+    prompts = [ProcessedInput(output.prompt, output.prompt_token_ids, ()) for output in outputs]
+    answer: Answer
+    if isinstance(body, ChatCompletionRequest):
+        answer = ChatAnswer(body, f"chatcmpl-{name}", body.model or model, prompts, tokenizer)
+    else:
+        answer = CompletionAnswer(body, f"cmpl-{name}", body.model or model, prompts, tokenizer)
+    return _line(request.custom_id, 200, answer.whole(outputs))
+
+
+def bad_line(error: BadLine) -> dict[str, Any]:
+    """The answer to a line that is no request."""
+    return {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": error.custom_id,
+        "response": None,
+        "error": {"code": "invalid_request", "message": str(error)},
+    }
+
+
+def _line(custom_id: str, status: int, body: bytes) -> dict[str, Any]:
+    name = uuid.uuid4().hex
+    response = {"status_code": status, "request_id": name, "body": json.loads(body)}
+    return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": None}

@@ -1,0 +1,346 @@
+"""A model's tokenizer: text and conversations in, token ids out, with errors that say what to do.
+
+The other way, token ids to text as they are sampled, is `jpaged.text.detokenizer`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from inspect import signature
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from jpaged.api.errors import CheckpointError, InvalidParameterError, InvalidPromptError, ModelNotFoundError, shown
+from jpaged.api.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from jpaged.text.token_decoders import decode_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_TOKENIZER_PATTERNS = ("*.tiktoken", "*.bpe.model")
+
+
+class Tokenizer:
+    """A transformers tokenizer behind typed errors.
+
+    Thread safe: encoding takes a lock, because the tokenizers library refuses to be changed (padding, truncation)
+    while another thread encodes; reading the vocabulary takes none.
+
+    Args:
+        hf: the transformers tokenizer.
+        source: what to call it in messages.
+    """
+
+    def __init__(self, hf: "PreTrainedTokenizerBase", source: str) -> None:
+        self.hf: Any = hf  # transformers types each method's result as a union over its arguments
+        self.source = source
+        self._lock = Lock()
+
+    @classmethod
+    def load(cls, source: str | os.PathLike[str], revision: str | None = None) -> "Tokenizer":
+        """Loads the tokenizer of a local directory or of a repository on the hub. Never runs code found there.
+
+        Raises:
+            ModelNotFoundError: there is no such directory, and the hub does not have it or cannot be reached.
+            CheckpointError: it has no tokenizer, or one that is broken or needs code of its own.
+        """
+        name = str(source)
+        try:
+            directory = Path(name).expanduser()
+            is_local, exists = directory.is_dir(), directory.exists()
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~ of a user that does not exist
+            raise ModelNotFoundError(
+                f"Tokenizer {shown(name)} cannot be a path; give a directory that holds a tokenizer.json, or a hub id."
+            ) from error
+        if is_local:
+            _check_tokenizer_files(directory)
+        elif isinstance(source, Path) or exists or name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ModelNotFoundError(
+                f"Tokenizer {name} is no directory; give one that holds a tokenizer.json, or a hub id (owner/name)."
+            )
+        with _without_advice():
+            from transformers import AutoTokenizer  # a second or two: not at import
+
+        try:
+            hf = AutoTokenizer.from_pretrained(
+                str(directory) if is_local else name,
+                revision=None if is_local else revision,
+                trust_remote_code=False,
+                local_files_only=is_local,
+            )
+        except Exception as error:  # tokenizers raises bare Exception, the hub's client its HTTP library's types
+            raise _load_error(name, is_local, error) from error
+        if hf.vocab_size <= len(hf.all_special_tokens):  # transformers makes one up for some classes without files
+            raise CheckpointError(f"The tokenizer of {name} has no vocabulary; its tokenizer.json is missing.")
+        hf.model_max_length = int(1e30)  # only for warnings, which are not wanted; it may be no number at all
+        return cls(hf, name)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; not every id below need be a token's. The model's embedding may have more
+        rows, for padding."""
+        return 1 + max(self.hf.get_vocab().values())
+
+    @cached_property
+    def max_token_characters(self) -> int:
+        """The most characters that a token stands for."""
+        return max(len(token) for token in self.hf.get_vocab())
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token, if the tokenizer names one. The model's configuration may name others."""
+        return self.hf.eos_token_id
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.hf.chat_template)
+
+    @cached_property
+    def template_options(self) -> frozenset[str]:
+        """Names that no variable of a chat template may have: `render_chat` or transformers would take them for its
+        own arguments."""
+        own = signature(self.render_chat).parameters.values()
+        theirs = signature(self.hf.apply_chat_template).parameters.values()
+        named = {parameter.name for parameter in (*own, *theirs) if parameter.kind != parameter.VAR_KEYWORD}
+        return frozenset(named | {"self"})  # which the signature of a bound method leaves out
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another thread is encoding, which `encode` would wait for: seconds, if its text is long."""
+        return self._lock.locked()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Text to token ids. add_special_tokens: begin with the begin-of-sequence token, if the model wants one.
+
+        Raises:
+            InvalidPromptError: not a string, or one that is no valid Unicode (lone surrogates).
+        """
+        if not isinstance(text, str):
+            raise InvalidPromptError(f"A text prompt must be a string, got {type(text).__name__}.")
+        try:
+            with self._lock:
+                return self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        except (UnicodeEncodeError, TypeError) as error:
+            at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            if at is None:
+                raise
+            raise InvalidPromptError(
+                f"The prompt has a lone surrogate, {text[at]!r}, at index {at}, which no encoding can carry; remove it."
+            ) from error
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of many texts at once, which the tokenizers library spreads over the machine's cores."""
+        if not texts:
+            return []
+        try:
+            with self._lock:
+                batch = self.hf(
+                    list(texts),
+                    add_special_tokens=add_special_tokens,
+                    verbose=False,
+                    return_attention_mask=False,
+                    return_token_type_ids=False,
+                )
+        except (UnicodeEncodeError, TypeError):
+            return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]  # says which and why
+        return batch["input_ids"]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Token ids to text, all at once, without the clean-up of spaces that damages code."""
+        return self.hf.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text as it stands inside a text, with its space; fragments of characters as U+FFFD."""
+        return decode_token(self.hf, token_id)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """A conversation to the token ids of its prompt. Arguments and errors as `render_chat`."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """A conversation to the text of its prompt, special tokens included.
+
+        Args:
+            messages: {"role": ..., "content": ...} each, the content a string or a list of {"type": "text"} parts.
+            chat_template: a Jinja template instead of the tokenizer's own.
+            add_generation_prompt: end with the beginning of an assistant's message; not with continue_final_message.
+            continue_final_message: leave the last message open, for the model to continue it.
+            tools: JSON schemas of functions that the model may call, for templates that know them.
+            variables: more variables for the template.
+        Raises:
+            InvalidPromptError: malformed messages (named by index and key), no template, or one that refuses them.
+            InvalidParameterError: a chat_template given that is no template, or that fails at something else.
+        """
+        if continue_final_message:  # the two contradict, and this one is asked for by name
+            add_generation_prompt = False
+        conversation = check_messages(messages)
+        if not self.has_chat_template and chat_template is None:
+            raise InvalidPromptError(
+                f"The tokenizer of {self.source} has no chat template; give a plain text prompt, or a chat_template."
+            )
+        try:
+            return self.hf.apply_chat_template(
+                conversation,
+                tools=list(tools) if tools else None,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **variables,
+            )
+        except Exception as error:  # a template is a program, and raises what programs raise
+            reason = str(error) or type(error).__name__
+            if chat_template is None:
+                raise InvalidPromptError(
+                    f"The chat template of {self.source} does not take these messages: {reason}"
+                ) from error
+            if type(error) is TemplateError:  # by `raise_exception`: it is as its author means it to be
+                raise InvalidPromptError(f"The chat_template given refuses these messages: {reason}") from error
+            raise InvalidParameterError(f"chat_template cannot be rendered: {reason}") from error
+
+    def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """The token sequences that spell each word, at the beginning of a text, inside it, and after a space.
+
+        Raises:
+            InvalidParameterError: a word that the tokenizer cannot spell, too long a word, or too many.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            spelled = self._spellings(word)
+            if not spelled:
+                raise InvalidParameterError(
+                    f"bad_words has {shown(word)}, which no tokens of {self.source} spell; remove it."
+                )
+            for ids in spelled:
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    raise InvalidParameterError(
+                        f"bad_words has {shown(word)}, which is {len(ids)} tokens long; at most"
+                        f" {MAX_BAD_WORD_TOKENS} are compared. Shorten it."
+                    )
+                sequences[ids] = None
+        if len(sequences) > MAX_BAD_WORDS:
+            raise InvalidParameterError(
+                f"bad_words comes to {len(sequences)} token sequences; at most {MAX_BAD_WORDS} are compared."
+            )
+        return [list(ids) for ids in sequences]
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        """Candidates from three surroundings; those count whose text is the word, or the word after a space.
+
+        A sentencepiece tokenizer puts a space in front of the text it is given, others do not; so neither "word" nor
+        " word" alone shows both spellings, and the one without a space shows only behind something else.
+        """
+        bare = word.lstrip() or word
+        anchor = self.encode("\n", add_special_tokens=False)
+        anchored = self.encode("\n" + bare, add_special_tokens=False)
+        candidates = [self.encode(bare, add_special_tokens=False), self.encode(" " + bare, add_special_tokens=False)]
+        if anchored[: len(anchor)] == anchor:
+            candidates.append(anchored[len(anchor) :])
+        context = self.encode("a", add_special_tokens=False)
+        before = self.decode(context)
+        spelled = []
+        for ids in candidates:
+            if ids and self.decode([*context, *ids]) in (before + bare, before + " " + bare):
+                spelled.append(tuple(ids))
+        return list(dict.fromkeys(spelled))
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Checks a conversation; returns it with contents as strings (text parts joined by newlines).
+
+    Raises:
+        InvalidPromptError: names the message's index and key.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidPromptError(f"messages must be a list of messages, got {type(messages).__name__}.")
+    if not messages:
+        raise InvalidPromptError("messages is empty; give at least one message.")
+    return [_check_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _check_message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidPromptError(f'{where} must be a dict with "role" and "content", got {type(message).__name__}.')
+    for key in ("role", "content"):
+        if key not in message and not (key == "content" and message.get("tool_calls")):
+            raise InvalidPromptError(f'{where} has no "{key}"; it has {", ".join(map(repr, message)) or "no keys"}.')
+    if not isinstance(message["role"], str) or not message["role"]:
+        raise InvalidPromptError(f'{where}["role"] must be a name such as "user", got {shown(message["role"])}.')
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise InvalidPromptError(f'{where}["content"] is None; give a string.')
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        content = "\n".join(_text_of_part(f'{where}["content"][{j}]', part) for j, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        raise InvalidPromptError(f'{where}["content"] must be a string, got {type(content).__name__}.')
+    return {**message, "content": content}
+
+
+def _text_of_part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or "type" not in part:
+        raise InvalidPromptError(f'{where} must be {{"type": "text", "text": ...}}, got {shown(part)}.')
+    if part["type"] != "text":
+        raise InvalidPromptError(f'{where}["type"] is {shown(part["type"])}; only "text" is supported.')
+    if not isinstance(part.get("text"), str):
+        raise InvalidPromptError(f'{where}["text"] must be a string, got {shown(part.get("text"))}.')
+    return part["text"]
+
+
+def _check_tokenizer_files(directory: Path) -> None:
+    if any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return
+    if any(any(directory.glob(pattern)) for pattern in _TOKENIZER_PATTERNS):
+        return
+    raise CheckpointError(
+        f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the model's tokenizer files there, name"
+        " another tokenizer, or use token ids only with skip_tokenizer_init=True."
+    )
+
+
+def _load_error(name: str, is_local: bool, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())
+    if "custom code" in reason or "trust_remote_code" in reason:
+        return CheckpointError(
+            f"The tokenizer of {name} needs code of its own, which is never run; use a model with a tokenizer.json."
+        )
+    if is_local:
+        return CheckpointError(
+            f"The tokenizer in {name} cannot be read ({type(error).__name__}: {reason[:300]}); fetch its files anew."
+        )
+    return ModelNotFoundError(
+        f"No tokenizer for {name}: it is no local directory, and the hub gave none ({reason[:300]}). Check the spelling"
+        " and the connection, or give a directory."
+    )
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """transformers says at import that PyTorch is missing, which nobody here needs."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

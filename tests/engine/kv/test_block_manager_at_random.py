@@ -1,0 +1,478 @@
+"""The block manager, the pool, the prefix cache and the swap space together, without a scheduler, at random.
+
+Sequences start, with prefix hits in the pool and in host memory, append, fork, part by copy-on-write, search with
+beams, are swapped out and come back, end, and are pinned. After each action, which is one plan carried out in the order
+of `StepPlan`, three things are compared with a shadow of the device:
+
+    references     of each block: as many as tables and pins hold it
+    contents       of every sequence, of every named block, of everything in host memory: what its owner computed
+    chunks         free, or of one record, or of prefixes
+
+A token's content is a fingerprint of all tokens up to it, which is what keys and values depend on.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jpaged.engine.constraints.searches import Searches
+from jpaged.engine.interface import NULL_BLOCK, Logprobs, StepResult
+from jpaged.engine.kv.block_manager import BlockManager
+from jpaged.engine.kv.block_pool import BlockPool
+from jpaged.engine.kv.host_tier import HostTier
+from jpaged.engine.kv.swap_space import SwapSpace
+from jpaged.engine.scheduler.admission import NO_BLOCKS, Admission, PlanInProgress
+from jpaged.engine.sequences.beam_search import BeamGroup
+from jpaged.engine.sequences.group import SequenceGroup
+from jpaged.engine.sequences.request import Request, RequestStatus
+from jpaged.engine.sequences.slots import Slots
+from tests.engine.fake_executor import fingerprint
+from tests.engine.helpers import make_config, make_request, make_search
+
+SIZE, MAX_LEN, MAX_SEQS = 4, 64, 10
+
+
+class Memory:
+    """All that deals with blocks, and the contents of pool and host memory as a device would have them."""
+
+    def __init__(self, num_blocks: int, num_chunks: int, with_tier: bool) -> None:
+        config = make_config(
+            block_size=SIZE,
+            num_blocks=num_blocks,
+            max_num_seqs=MAX_SEQS,
+            max_model_len=MAX_LEN,
+            num_swap_chunks=num_chunks,
+            watermark=0.0,
+        )
+        self.pool = BlockPool(num_blocks, SIZE, True)
+        self.space = SwapSpace(num_chunks, HostTier() if with_tier else None)
+        self.cache = self.pool.cache
+        self.cache.host = self.space.tier
+        self.slots = Slots(config)
+        self.manager = BlockManager(self.pool, self.slots)
+        self.searches = Searches(self.slots, self.manager)
+        self.admission = Admission(config, self.pool, self.slots, self.space)
+        self.content = np.zeros((num_blocks, SIZE), np.int64)
+        self.host: dict[int, np.ndarray] = {}
+        self.pins: list[np.ndarray] = []
+        self.running: list[Request] = []
+        self.swapped: list[Request] = []
+        self.groups: list[BeamGroup] = []
+        self.prints_of: dict[bytes, list[int]] = {}  # of named blocks, by digest
+        self.num_steps = self.num_named = 0
+        self.done: Counter[str] = Counter()
+
+    @property
+    def plain(self) -> list[Request]:
+        """Running sequences that are no beams."""
+        return [request for request in self.running if request.beam is None]
+
+    def plan(self) -> PlanInProgress:
+        self.num_steps += 1
+        self.cache.step_id = self.num_steps
+        return PlanInProgress(self.num_steps, budget=10**6, runs_beams=False)
+
+    def name(self) -> str:
+        self.num_named += 1
+        return str(self.num_named)
+
+    def tokens(self, request: Request) -> np.ndarray:
+        return self.slots.known(request.slot)
+
+    def admit(self, request: Request) -> bool:
+        """Starts a sequence, or lets those come back that were swapped out with it, and computes what is known."""
+        members = [request] if request.swap is None else request.swap.members.copy()
+        plan, back = self.plan(), request.swap is not None
+        if not self.admission.admit(plan, request):
+            return False
+        self.carry_out(plan, [])
+        for source, _ in plan.copies:
+            self.pool.free(np.array([source], np.int32))
+        self.running += members
+        self.done["came back"] += back
+        for member in members:
+            first = int(self.slots.num_computed[member.slot])
+            assert first < len(self.tokens(member)), "something is left to compute"
+            self.write(member, first, len(self.tokens(member)))
+        if request.beam is not None:
+            self.searches.add(request.group)
+            self.groups.append(request.group)
+        return True
+
+    def carry_out(self, plan: PlanInProgress, copies: list[list[int]]) -> None:
+        """What a plan moves, in the order of `StepPlan`."""
+        self.space.keep_evicted(self.pool)
+        for out in self.space.end_plan():
+            assert 0 <= out.chunk < self.space.num_chunks
+            self.host[out.chunk] = self.content[out.block_ids].copy()
+        for back in plan.swap_ins:
+            held = self.host[back.chunk] if back.keep else self.host.pop(back.chunk)
+            wanted = np.flatnonzero(back.block_ids)
+            self.done["blocks hit in host memory"] += back.keep * len(wanted)
+            self.content[back.block_ids[wanted]] = held[wanted]
+        for source, target in [*copies, *plan.copies]:
+            self.content[target] = self.content[source]
+        self.done["copies on write"] += len(copies)
+        self.done["copies of parts"] += len(plan.copies)
+
+    def write(self, request: Request, start: int, stop: int) -> None:
+        """Computes tokens of a sequence, and names its full blocks. Nobody else may have what is written to."""
+        prints, table = prints_of(self.tokens(request)[:stop].tolist()), self.slots.blocks(request.slot)
+        for position in range(start, stop):
+            assert self.pool.ref_count(int(table[position // SIZE])) == 1
+            self.content[table[position // SIZE], position % SIZE] = prints[position]
+        self.slots.num_computed[request.slot] = max(stop, start)
+        self.register(request)
+
+    def register(self, request: Request) -> None:
+        """Names what a running sequence has computed, as the scheduler does when it leaves its slot."""
+        slot = request.slot
+        num_full = int(self.slots.num_computed[slot]) // SIZE
+        known, table = self.tokens(request), self.slots.blocks(slot)
+        self.cache.register(request.block_digests, known, table, request.num_registered_blocks, num_full, None)
+        request.num_registered_blocks = max(num_full, request.num_registered_blocks)
+        prints = prints_of(known[: num_full * SIZE].tolist())
+        for index, digest in enumerate(request.block_digests[:num_full]):
+            self.prints_of[digest] = prints[index * SIZE : (index + 1) * SIZE]
+
+    def fork(self, parent: Request) -> None:
+        """A sequence of its own that goes on from what another has computed."""
+        child = request_of(make_request(self.name(), self.tokens(parent), MAX_LEN))
+        self.slots.acquire(child, self.num_steps, NO_BLOCKS, NO_BLOCKS, 0)
+        self.manager.fork(parent.slot, [child.slot])
+        child.status = RequestStatus.RUNNING
+        child.block_digests = parent.block_digests.copy()
+        child.num_registered_blocks = parent.num_registered_blocks
+        self.running.append(child)
+
+    def append(self, tokens: dict[int, int | None]) -> bool:
+        """One step, if there is room: each slot computes a token, its last known one where None is given."""
+        rows = np.array(sorted(tokens), np.int64)
+        growth = self.manager.growth(rows)
+        if growth.num_blocks > self.pool.num_free:
+            return False
+        plan = self.plan()
+        _, copies = self.manager.append(growth)
+        assert not set(copies[:, 0].tolist()) & set(copies[:, 1].tolist())
+        self.carry_out(plan, copies.tolist())
+        for slot, token in tokens.items():
+            if token is not None:
+                self.slots.token_ids[slot, self.slots.num_known[slot]] = token
+                self.slots.num_known[slot] += 1
+            at = int(self.slots.num_computed[slot])
+            self.write(self.slots.requests[slot], at, at + 1)
+        return True
+
+    def leave(self, request: Request) -> None:
+        """Takes a sequence out of its slot; it keeps its tokens."""
+        self.register(request)
+        request.output_token_ids = self.tokens(request)[request.prompt_len :].tolist()
+        self.manager.free(request.slot)
+        self.slots.release(request.slot)
+        self.running.remove(request)
+        request.status = RequestStatus.PREEMPTED
+
+    def swap_out(self, members: list[Request]) -> bool:
+        """Sequences that leave together for host memory, if there is room. They take part in no plan, so the copies
+        are carried out at once.
+        """
+        if not self.space.store(members, self.slots, SIZE):
+            return False
+        self.carry_out(self.plan(), [])
+        if members[0].beam is not None:
+            self.searches.discard(members[0].group)
+            self.groups.remove(members[0].group)
+        for member in members:
+            self.leave(member)
+        self.swapped += members
+        self.done["swapped out"] += 1
+        self.done["searches swapped out"] += members[0].beam is not None
+        return True
+
+    def swap_in(self, request: Request) -> None:
+        """Those come back that were swapped out with a sequence, if there is room."""
+        back = request.swap.members.copy()
+        if request.beam is None:  # each knows one token more than it has computed, as a sequence that decodes does
+            for member in back:
+                member.output_token_ids.append(1)
+        if self.admit(back[0]):
+            self.swapped = [one for one in self.swapped if one not in back]
+        elif request.beam is None:
+            for member in back:
+                member.output_token_ids.pop()
+
+    def end_in_swap(self, request: Request) -> None:
+        """A sequence, or a whole search, ends while it is swapped out."""
+        for member in [request] if request.beam is None else request.group.members:
+            if len(member.swap.members) == 1:
+                self.space.discard(member.swap)
+            else:
+                member.swap.drop(member)
+            self.swapped.remove(member)
+
+    def turn_over(self) -> None:
+        """Sequences that nobody else resembles take all free blocks for a moment, so that prefixes are evicted."""
+        while self.slots.num_free and (length := min(SIZE * self.pool.num_free, MAX_LEN - SIZE)):
+            tokens = [1000 + self.num_steps] * length
+            assert self.admit(request_of(make_request(self.name(), tokens, MAX_LEN)))
+        for request in [one for one in self.plain if self.tokens(one)[0] >= 1000]:
+            self.leave(request)
+
+    def start_search(self, request: Request) -> bool:
+        group = BeamGroup(request_of(request, grouped=False))
+        if self.slots.num_free < len(group.members) or not self.admit(request):
+            return False
+        for sibling in group.members[1:]:
+            assert sibling.slot >= 0, "admitted with the leader"
+            self.running.append(sibling)
+        return True
+
+    def choose(self, group: BeamGroup, rng: np.random.Generator) -> None:
+        """Candidates come back for the beams of a search; it forks and frees tables, or is over."""
+        live = group.members[: group.search.num_live]
+        shape = (len(live), group.search.num_candidates)
+        ids = np.stack([rng.permutation(90)[: shape[1]] for _ in live]).astype(np.int32)
+        scores = -np.sort(rng.exponential(1.0, shape).astype(np.float32), axis=1)
+        zeros = np.zeros((len(live),), np.int32)
+        found = Logprobs(zeros[:, None].astype(np.float32), zeros[:, None], ids[:, None], scores[:, None])
+        slots = np.array([member.slot for member in live])
+        before = {member.slot: self.tokens(member).tolist() for member in live}
+        result = StepResult(ids[:, :1], zeros.astype(np.uint8), found)
+        over = self.searches.update(self.num_steps, slots, np.arange(len(live)), result)
+        _, moves = self.searches.take_changes()
+        if over:
+            self.end_search(group)
+            return
+        self.done["beams forked"] += int((moves[:, 0] != moves[:, 1]).sum())
+        for slot, parent, token in moves.tolist():
+            assert self.slots.known(slot).tolist() == [*before[parent], token]
+
+    def turn_of(self, group: BeamGroup, rng: np.random.Generator) -> None:
+        """A search chooses, and its beams compute their tokens. Where they do not all find room, they are swapped out,
+        or end.
+        """
+        if not group.is_ready:
+            self.choose(group, rng)
+            self.check()
+        if group not in self.groups:
+            return
+        if self.append({member.slot: None for member in group.members}):
+            group.is_ready = False
+        elif not self.swap_out(group.members):
+            self.end_search(group)
+
+    def end_all(self) -> None:
+        """Nothing must be left."""
+        for group in self.groups.copy():
+            self.end_search(group)
+        for request in self.running.copy():
+            self.leave(request)
+        while self.swapped:
+            self.end_in_swap(self.swapped[0])
+        while self.pins:
+            self.pool.free(self.pins.pop())
+        self.space.drop_prefixes()
+        self.check()
+        assert self.pool.num_free == self.pool.capacity
+        assert self.space.num_used == 0
+
+    def end_search(self, group: BeamGroup) -> None:
+        self.searches.discard(group)
+        self.groups.remove(group)
+        for member in group.members:
+            self.leave(member)
+
+    def check(self) -> None:
+        tables = [self.slots.blocks(request.slot) for request in self.running]
+        counts = np.zeros((self.pool.num_blocks,), np.int64)
+        for table in [*tables, *self.pins]:
+            assert NULL_BLOCK not in table
+            for block_id in table.tolist():
+                counts[block_id] += 1
+        assert self.pool.occupancy()[0].tolist() == counts.tolist(), "as many references as tables hold the block"
+        assert self.pool.num_free == self.pool.capacity - np.count_nonzero(counts)
+        self.pool.check_integrity([*tables, *self.pins])
+        self.space.check_integrity({id(r.swap): r.swap for r in self.swapped}.values())
+        for request, table in zip(self.running, tables, strict=True):
+            computed = int(self.slots.num_computed[request.slot])
+            held = self.content[table].reshape(-1)[:computed].tolist()
+            assert held == prints_of(self.tokens(request)[:computed].tolist())
+        for request in self.swapped:
+            record = request.swap
+            index = record.members.index(request)
+            chunks = np.concatenate([self.host[chunk] for chunk in record.chunks])
+            held = chunks[record.places[index]].reshape(-1)[: record.num_computed[index]].tolist()
+            assert held == prints_of(request.known_token_ids()[: len(held)].tolist())
+        for block in self.cache.named(np.arange(self.pool.num_blocks)):
+            assert self.content[block.block_id].tolist() == self.prints_of[block.digest]
+        if self.space.tier is not None:
+            for digest, (chunk, place) in self.space.tier._place_of.items():
+                assert self.host[chunk][place].tolist() == self.prints_of[digest]
+
+
+def prints_of(tokens: list[int]) -> list[int]:
+    prints: list[int] = []
+    for token in tokens:
+        prints.append(fingerprint(prints[-1] if prints else 0, token))
+    return prints
+
+
+def request_of(request: Request, grouped: bool = True) -> Request:
+    """A request as `Scheduler.add` leaves it."""
+    request.max_len = MAX_LEN if request.beam is None else request.prompt_len + request.beam.max_tokens
+    if grouped:
+        SequenceGroup(request)
+    return request
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.sampled_from([8, 16, 24, 40]),
+        num_chunks=st.sampled_from([0, 1, 3, 6]),
+        with_tier=st.sampled_from([True, True, False]),
+    )
+    def start_up(self, num_blocks, num_chunks, with_tier):
+        self.memory = Memory(num_blocks, num_chunks, with_tier)
+
+    @precondition(lambda self: self.memory.slots.num_free)
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24) | st.integers(24, 48).map(lambda n: [2] * n))
+    def start(self, tokens):
+        self.memory.admit(request_of(make_request(self.memory.name(), tokens, MAX_LEN)))
+
+    @precondition(lambda self: self.memory.slots.num_free)
+    @rule()
+    def turn_over(self):
+        self.memory.turn_over()
+
+    @precondition(lambda self: self.memory.plain and self.memory.slots.num_free)
+    @rule(data=st.data())
+    def fork(self, data):
+        self.memory.fork(data.draw(st.sampled_from(self.memory.plain)))
+
+    @precondition(lambda self: self.memory.plain)
+    @rule(data=st.data(), steps=st.integers(1, 6), rng=st.integers(0, 2**32 - 1).map(np.random.default_rng))
+    def append(self, data, steps, rng):
+        rows = [r.slot for r in self.memory.plain if len(self.memory.tokens(r)) < MAX_LEN - 6]
+        rows = data.draw(st.lists(st.sampled_from(rows), unique=True)) if rows else []
+        for _ in range(steps):
+            if not self.memory.append({slot: int(rng.integers(2)) for slot in rows}):
+                break
+            self.memory.check()
+
+    @precondition(lambda self: self.memory.plain)
+    @rule(data=st.data())
+    def end(self, data):
+        self.memory.leave(data.draw(st.sampled_from(self.memory.plain)))
+
+    @precondition(lambda self: self.memory.plain)
+    @rule(data=st.data())
+    def swap_out(self, data):
+        self.memory.swap_out(data.draw(st.lists(st.sampled_from(self.memory.plain), min_size=1, unique=True)))
+
+    @precondition(lambda self: self.memory.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data):
+        self.memory.swap_in(data.draw(st.sampled_from(self.memory.swapped)))
+
+    @precondition(lambda self: self.memory.swapped)
+    @rule(data=st.data())
+    def end_in_swap(self, data):
+        self.memory.end_in_swap(data.draw(st.sampled_from(self.memory.swapped)))
+
+    @precondition(lambda self: self.memory.slots.num_free)
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        width=st.integers(1, 4),
+        max_tokens=st.integers(1, 12),
+    )
+    def start_search(self, prompt, width, max_tokens):
+        self.memory.start_search(make_search(self.memory.name(), prompt, width, max_tokens))
+
+    @precondition(lambda self: self.memory.groups)
+    @rule(data=st.data(), steps=st.integers(1, 6), rng=st.integers(0, 2**32 - 1).map(np.random.default_rng))
+    def search(self, data, steps, rng):
+        group = data.draw(st.sampled_from(self.memory.groups))
+        for _ in range(steps):
+            if group in self.memory.groups:
+                self.memory.turn_of(group, rng)
+                self.memory.check()
+
+    @precondition(lambda self: self.memory.plain)
+    @rule(data=st.data())
+    def pin(self, data):
+        request = data.draw(st.sampled_from(self.memory.plain))
+        hits = self.memory.cache.match([], self.memory.tokens(request), len(self.memory.tokens(request)) // SIZE, None)
+        hits = hits[np.cumprod(hits != NULL_BLOCK, dtype=np.bool_)]
+        self.memory.pool.share(hits)
+        self.memory.pins.append(hits)
+
+    @precondition(lambda self: self.memory.pins)
+    @rule()
+    def unpin(self):
+        self.memory.pool.free(self.memory.pins.pop())
+
+    @precondition(lambda self: not self.memory.running)
+    @rule()
+    def reset(self):
+        while self.memory.pins:
+            self.unpin()
+        self.memory.cache.reset()
+        self.memory.space.drop_prefixes()
+        assert self.memory.space.tier is None or not len(self.memory.space.tier)
+
+    @invariant()
+    def every_block_holds_what_its_owners_believe_and_none_is_lost(self):
+        if hasattr(self, "memory"):
+            self.memory.check()
+
+    def teardown(self):
+        if hasattr(self, "memory"):
+            self.memory.end_all()
+
+
+TestBlockManagerMachine = BlockManagerMachine.TestCase
+TestBlockManagerMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("num_blocks", [25, 41])
+def test_a_long_walk_meets_everything_that_can_happen(num_blocks):
+    """What the machine above draws rarely: all actions equally often, over a few prompts that are asked for again."""
+    rng = np.random.default_rng(num_blocks)
+    memory = Memory(num_blocks, num_chunks=6, with_tier=True)
+    prompts = [rng.integers(0, 3, length).tolist() for length in (17, 30, 34, 41, 48)]
+    for _ in range(3000):
+        pick = lambda things: things[rng.integers(len(things))]  # noqa: E731
+        plain, swapped, free_slots = memory.plain, memory.swapped, memory.slots.num_free
+        match int(rng.integers(10)):
+            case 0 | 1 if free_slots:
+                memory.admit(request_of(make_request(memory.name(), pick(prompts), MAX_LEN)))
+            case 2 if free_slots:
+                memory.start_search(make_search(memory.name(), pick(prompts)[:18], int(rng.integers(1, 5)), 10))
+            case 3 if free_slots:
+                memory.turn_over()
+            case 4 if plain and free_slots:
+                memory.fork(pick(plain))
+            case 5 if plain:
+                rows = [request.slot for request in plain if len(memory.tokens(request)) < MAX_LEN - 6]
+                memory.append({slot: int(rng.integers(3)) for slot in rows if rng.random() < 0.7})
+            case 6 if plain:
+                for request in [request for request in plain if rng.random() < 0.4]:
+                    memory.leave(request)
+            case 7 if plain:
+                memory.swap_out([request for request in plain if rng.random() < 0.2] or [pick(plain)])
+            case 8 if swapped:
+                memory.swap_in(pick(swapped)) if rng.random() < 0.8 else memory.end_in_swap(pick(swapped))
+            case 9 if memory.groups:
+                group = pick(memory.groups)
+                for _ in range(4):
+                    if group in memory.groups:
+                        memory.turn_of(group, rng)
+        memory.check()
+    memory.end_all()
+    least = {"came back": 20, "swapped out": 50, "searches swapped out": 5, "beams forked": 50, "copies on write": 50}
+    least |= {"copies of parts": 10, "blocks hit in host memory": 10}
+    assert all(memory.done[what] >= count for what, count in least.items()), memory.done

@@ -1,0 +1,148 @@
+"""Compiles the step programs of a small model for an H200 and prints one JSON line a program: its parts.
+
+    {"name": "decode_64", "parts": {"kCommandBuffer": 1}, "commands": 12, "held": 33685516, "alias": 33685516}
+
+`held` bytes of a device are in what the program is donated, `alias` of them it updates in place. decode_16 and
+sample_16_0 are of the same model over two GPUs, with the one-shot all-reduce in the former.
+
+A part is what the host launches; a command buffer is a CUDA graph of `commands` kernels and copies. XLA says so in the
+dump of its "thunks", the launches that a compiled program consists of.
+
+    python tests/executor/step/compile_steps_for_h200.py DIRECTORY [all]        DIRECTORY: for the dump
+
+A program of its own: the CUDA compiler must be found before JAX starts. `test_cuda_graphs.py` runs it; with `all` it
+does not stop at the programs of a step.
+"""
+
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+os.environ["XLA_FLAGS"] = f"--xla_dump_to={sys.argv[1]} --xla_dump_hlo_as_text"
+os.environ["JPAGED_CACHE_DIR"] = ""
+
+from tools.h200_compile import h200_mesh  # isort: skip
+
+import jax
+
+from jpaged.engine.interface import SamplingVariant
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.mesh import DeviceMesh, Specs
+from jpaged.executor.start.compilation import Compiler
+from jpaged.models import ModelConfig, build
+from jpaged.pallas_kernels import backends
+from jpaged.pallas_kernels.gated_product import LEAST_ROWS
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+CONFIG = ExecutorConfig(
+    max_num_seqs=64,
+    max_model_len=2048,
+    block_size=16,
+    num_blocks=4096,
+    decode_buckets=(8, 64),
+    token_buckets=(LEAST_ROWS - 8, LEAST_ROWS),  # without and with the kernel of gate and up
+    shared_prefix_attention=True,
+)
+
+
+class H200(DeviceMesh):
+    """The device that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__(jax.devices()[:1])
+        self.topology = h200_mesh()
+
+    def jit(self, function: Callable[..., Any], args: Any, results: Specs, donate: tuple[int, ...] = ()) -> Any:
+        whole = jax.sharding.NamedSharding(self.topology, jax.sharding.PartitionSpec())
+        return jax.jit(function, in_shardings=whole, out_shardings=whole, donate_argnums=donate)
+
+
+def parts(name: str) -> tuple[Counter[str], int]:
+    """What a program that was compiled consists of, and how many of its kernels and copies are inside CUDA graphs."""
+    dump = Path(sys.argv[1])
+    names = (f"*.jit_{name}.thunk_sequence{when}.txt" for when in ("_after_thunk_passes", ""))
+    file = next(file for pattern in names for file in dump.glob(pattern))  # the first only where they change anything
+    lines = file.read_text().splitlines()
+    of_host = [match[1] for line in lines if (match := re.match(r"\d+: (\w+)", line))]
+    return Counter(of_host), sum(line.startswith(" ") for line in lines)
+
+
+def decode_over_two() -> Compiler:
+    """Compiles decode_16 and its greedy head, of two shards."""
+    mesh = DeviceMesh(tuple(h200_mesh(2).devices.flat))
+    config = replace(CONFIG, decode_buckets=(16, 64), one_shot_rows=16)
+    model = build(ModelConfig.from_dict(MODEL), "auto")
+    compiler = Compiler(mesh.shard_of(model), config, model.dtype, mesh)
+    with jax.sharding.use_abstract_mesh(mesh.mesh.abstract_mesh):
+        compiler.submit_decode(16)
+        compiler.submit_sample(16, SamplingVariant.GREEDY)
+        compiler.results()
+    return compiler
+
+
+def held_bytes(compiler: Compiler) -> int:
+    """Of a device, in the pool, the slot state and the all-reduce's state."""
+    leaves = jax.tree.leaves((compiler._pools, compiler._state, compiler._exchange))
+    return sum(
+        prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape) * leaf.dtype.itemsize
+        for leaf in leaves
+    )
+
+
+def main() -> None:
+    jax.default_backend = lambda: "gpu"  # what decides which options XLA gets ...
+    backends.device_runs_mosaic = lambda: True  # ... and which kernels are chosen
+    mesh = H200()
+    model = build(ModelConfig.from_dict(MODEL), "auto")
+    compiler = Compiler(model, CONFIG, model.dtype, mesh)
+    with jax.sharding.use_abstract_mesh(mesh.topology.abstract_mesh):
+        if sys.argv[2:] == ["all"]:
+            compiler.submit_all()
+        else:
+            for batch in CONFIG.decode_buckets:
+                compiler.submit_decode(batch)
+            for batch in CONFIG.shared_prefix_buckets:
+                compiler.submit_decode(batch, shares_prefix=True)
+            for tokens in CONFIG.token_buckets:
+                compiler.submit_mixed(tokens)
+            for variant in SamplingVariant:
+                compiler.submit_sample(CONFIG.decode_buckets[-1], variant)
+        compiled = dict.fromkeys(compiler.results(), compiler)
+    over_two = decode_over_two()
+    compiled |= dict.fromkeys((("decode", 16), ("sample", 16, SamplingVariant.GREEDY)), over_two)
+    for key, compiler in compiled.items():
+        name = "_".join(str(int(part) if isinstance(part, int) else part) for part in key)
+        if list(Path(sys.argv[1]).glob(f"*.jit_{name}.*")):  # not a variant that another one's program serves
+            launched, commands = parts(name)
+            record = {"name": name, "parts": launched, "commands": commands}
+            if key[0] == "decode":
+                record |= {"held": held_bytes(compiler), "alias": compiler.result(key).alias_bytes}
+            print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Step programs and runner, without a scheduler."""
+
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, HostCopy, SamplingVariant, SlotStart, StepPlan
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.mesh import DeviceMesh
+from jpaged.executor.sampling import state as sampling_state
+from jpaged.executor.start.compilation import Compiler, Program, abstract_pools
+from jpaged.executor.step import programs as step_programs
+from jpaged.executor.step.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
+from jpaged.executor.step.packing import PackedLayout
+from jpaged.executor.step.runner import Runner
+from jpaged.executor.step.state import initial_slot_state
+from jpaged.models import Model, ModelConfig, build, dense_causal_attend
+from jpaged.pallas_kernels import backends
+from jpaged.pallas_kernels.gated_product import LEAST_ROWS
+from tests.tiny_models import VOCAB_SIZE, tiny_model
+
+pytestmark = pytest.mark.xdist_group("programs")  # one worker, which compiles once
+
+CONFIG = ExecutorConfig(
+    max_num_seqs=4, max_model_len=64, block_size=4, num_blocks=8192, decode_buckets=(4,), token_buckets=(16,)
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return build(ModelConfig.from_dict(tiny_model("llama-gqa-d64-tied").config), "float32")
+
+
+@pytest.fixture(scope="module")
+def weights(model):
+    return model.init(0)
+
+
+@pytest.fixture(scope="module")
+def programs(model):
+    compiler = Compiler(model, CONFIG, model.dtype, DeviceMesh(jax.devices()[:1]))
+    compiler.submit_all()
+    return compiler.results()
+
+
+@pytest.fixture
+def runner(model, weights, programs):
+    pools = tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in abstract_pools(CONFIG, model, model.dtype))
+    pools = tuple(pool.at[0].set(0) for pool in pools)
+    state, sampling = initial_slot_state(CONFIG), sampling_state.init_state(CONFIG.max_num_seqs)
+    return Runner(CONFIG, programs, VOCAB_SIZE, weights, model.head_weights(weights), pools, state, sampling)
+
+
+def pool_bytes(model: Model) -> int:
+    return sum(pool.size * pool.dtype.itemsize for pool in abstract_pools(CONFIG, model, model.dtype))
+
+
+def start_of(slot: int, tokens: np.ndarray, blocks: list[int], *, max_len: int = 40, **changes) -> SlotStart:
+    fields = {"num_computed_tokens": 0, "sampling": GREEDY, "seed": 0, "stop_token_ids": (), **changes}
+    return SlotStart(
+        slot=slot,
+        token_ids=tokens,
+        prompt_len=len(tokens),
+        block_ids=np.array([blocks], np.int32),
+        max_len=max_len,
+        **fields,
+    )
+
+
+def plan(step: int = 0, **fields) -> StepPlan:
+    return StepPlan(step_id=step, variant=SamplingVariant.GREEDY, **fields)
+
+
+def greedy(model: Model, weights, prompt: np.ndarray, count: int) -> list[int]:
+    """By dense attention, one whole pass a token."""
+    tokens = prompt.tolist()
+    for _ in range(count):
+        hidden = model.forward(weights, jnp.array(tokens), jnp.arange(len(tokens)), dense_causal_attend)
+        tokens.append(int(model.logits(weights, hidden)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("key", [("decode", 4), ("mixed", 16), ("copy_blocks", 4), ("scatter_blocks",)])
+def test_a_step_updates_the_pool_in_place(model, programs, key):
+    pool, one_layer = pool_bytes(model), pool_bytes(model) // model.config.num_layers
+    assert programs[key].alias_bytes >= pool
+    assert programs[key].temp_bytes < one_layer / 4
+
+
+def test_no_program_but_the_steps_touches_the_pool(model, programs):
+    for key, program in programs.items():
+        if key[0] not in ("decode", "mixed", "copy_blocks", "scatter_blocks"):
+            assert program.output_bytes < pool_bytes(model) // model.config.num_layers, key
+
+
+def test_chunks_and_decode_steps_continue_the_prompt_greedily(model, weights, runner):
+    prompt = np.random.default_rng(0).integers(0, VOCAB_SIZE, 10).astype(np.int32)
+    started = start_of(2, prompt, [9, 4, 700, 33], max_len=15)
+    runner.execute(plan(0, starts=(started,), chunks=(Chunk(2, 0, prompt[:6], samples=False),)))
+    steps = [runner.execute(plan(1, chunks=(Chunk(2, 6, prompt[6:], samples=True),)))]
+    steps += [runner.execute(plan(2 + i, decode_slots=np.array([2], np.int32))) for i in range(6)]
+    results = [step.result() for step in steps]
+    tokens = [int(result.token_ids[0, 0]) for result in results]
+    assert tokens == [*greedy(model, weights, prompt, 5), NO_TOKEN, NO_TOKEN]
+    codes = [FinishCode(int(result.finish_codes[0])) for result in results]
+    assert codes == [FinishCode.RUNNING] * 4 + [FinishCode.LENGTH] + [FinishCode.RUNNING] * 2
+    assert all(step.is_ready() for step in steps)
+
+
+def test_a_slot_may_end_and_start_anew_in_one_plan(model, weights, runner):
+    old, new = np.random.default_rng(1).integers(0, VOCAB_SIZE, (2, 7)).astype(np.int32)
+    runner.execute(plan(0, starts=(start_of(0, old, [1, 2]),), chunks=(Chunk(0, 0, old, samples=True),)))
+    step = runner.execute(
+        plan(
+            1,
+            ends=np.array([0], np.int32),
+            starts=(start_of(0, new, [3, 4, 5]),),
+            chunks=(Chunk(0, 0, new, samples=True),),
+        )
+    )
+    then = runner.execute(plan(2, decode_slots=np.array([0], np.int32)))
+    assert [int(s.result().token_ids[0, 0]) for s in (step, then)] == greedy(model, weights, new, 2)
+
+
+def test_a_slot_that_ended_writes_to_the_null_block_only(runner):
+    prompt = np.arange(5, dtype=np.int32)
+    runner.execute(plan(0, starts=(start_of(1, prompt, [6, 7]),), chunks=(Chunk(1, 0, prompt, samples=True),)))
+    before = [np.asarray(pool) for pool in runner.pools]
+    runner.execute(plan(1, ends=np.array([1], np.int32)))
+    step = runner.execute(plan(2, decode_slots=np.array([1], np.int32)))
+    assert step.result().token_ids.tolist() == [[NO_TOKEN]]
+    for old, new in zip(before, runner.pools, strict=True):
+        np.testing.assert_array_equal(old[1:], np.asarray(new)[1:])
+
+
+def test_a_stop_token_ends_the_slot_on_the_device(model, weights, runner):
+    prompt = np.random.default_rng(2).integers(0, VOCAB_SIZE, 9).astype(np.int32)
+    expected = greedy(model, weights, prompt, 3)
+    stop = expected[1] if expected[1] != expected[0] else expected[2]
+    started = start_of(3, prompt, [11, 12, 13, 14], stop_token_ids=(stop,))
+    steps = [runner.execute(plan(0, starts=(started,), chunks=(Chunk(3, 0, prompt, samples=True),)))]
+    steps += [runner.execute(plan(1 + i, decode_slots=np.array([3], np.int32))) for i in range(4)]
+    results = [step.result() for step in steps]
+    tokens = [int(r.token_ids[0, 0]) for r in results if r.token_ids[0, 0] != NO_TOKEN]
+    assert tokens == expected[: expected.index(stop) + 1]
+    assert [int(r.finish_codes[0]) for r in results].count(FinishCode.STOP) == 1
+
+
+def test_more_changes_than_one_buffer_holds_are_all_applied(model, weights, programs, runner):
+    """Seven hundred block-table entries and every slot at once, through buffers that hold fewer."""
+    prompt = np.random.default_rng(3).integers(0, VOCAB_SIZE, 4).astype(np.int32)
+    starts = tuple(start_of(slot, prompt, [slot + 1]) for slot in range(4))
+    updates = np.array([(slot, 0, 1 + i, 100 + 20 * slot + i) for slot in range(4) for i in range(15)], np.int32)
+    chunks = tuple(Chunk(slot, 0, prompt, samples=True) for slot in range(4))
+    runner.execute(plan(0, starts=starts, chunks=chunks))
+    step = runner.execute(plan(1, decode_slots=np.arange(4, dtype=np.int32), table_updates=updates))
+    assert step.result().token_ids.tolist() == [greedy(model, weights, prompt, 2)[1:]] * 4
+
+
+def test_blocks_survive_host_memory_and_come_back_elsewhere(model, weights, runner):
+    """Two sequences fork, one is swapped out and in to other blocks, and both go on as if nothing had happened."""
+    prompt = np.random.default_rng(5).integers(0, VOCAB_SIZE, 6).astype(np.int32)
+    expected = greedy(model, weights, prompt, 4)
+    first, second = start_of(0, prompt, [1, 2]), start_of(1, prompt, [1, 2], num_computed_tokens=6)
+    chunks = (Chunk(0, 0, prompt, samples=True), Chunk(1, 6, prompt[:0], samples=True))
+    steps = [runner.execute(plan(0, starts=(first, second), chunks=chunks))]
+    both = np.array([0, 1], np.int32)
+    copied = {"copies": np.array([[2, 3]], np.int32), "table_updates": np.array([[0, 0, 1, 3]], np.int32)}
+    steps.append(runner.execute(plan(1, decode_slots=both, **copied)))
+    out = HostCopy(7, np.array([1, 2], np.int32))
+    steps.append(runner.execute(plan(2, ends=both[1:], swap_outs=(out,), decode_slots=both[:1])))
+    known = np.array([*prompt, *expected[:2]], np.int32)
+    again = start_of(1, known, [8, 9], num_computed_tokens=7)
+    back = HostCopy(7, np.array([8, 9], np.int32))
+    chunk = Chunk(1, 7, known[7:], samples=True)
+    steps.append(runner.execute(plan(3, starts=(again,), swap_ins=(back,), chunks=(chunk,), decode_slots=both[:1])))
+    tokens = [step.result().token_ids[:, 0].tolist() for step in steps]
+    assert tokens == [[expected[0]] * 2, [expected[1]] * 2, [expected[2]], [expected[3], expected[2]]]
+
+
+def test_a_beam_goes_on_from_another_slot_with_the_token_it_is_given(model, weights, runner):
+    prompt = np.random.default_rng(6).integers(0, VOCAB_SIZE, 5).astype(np.int32)
+    chunk = Chunk(2, 0, prompt, samples=True)
+    step = runner.execute(
+        StepPlan(step_id=0, variant=SamplingVariant.BEAM, starts=(start_of(2, prompt, [4, 5]),), chunks=(chunk,))
+    )
+    result = step.result()
+    best, second = result.logprobs.top_ids[0, 0, :2].tolist()
+    assert best == int(result.token_ids[0, 0])
+    moves = np.array([[0, 2, second], [2, 2, best]], np.int32)
+    step = runner.execute(
+        plan(
+            1,
+            starts=(start_of(0, prompt, []),),
+            beams=moves,
+            copies=np.array([[5, 6]], np.int32),
+            table_updates=np.array([[0, 0, 1, 6]], np.int32),
+            decode_slots=np.array([0, 2], np.int32),
+        )
+    )
+    followed = [greedy(model, weights, np.array([*prompt, token]), 1)[0] for token in (second, best)]
+    assert step.result().token_ids[:, 0].tolist() == followed
+
+
+def test_padding_never_reaches_a_real_block_or_a_result(runner):
+    """The pool is NaN wherever no token was written, and stays so."""
+    prompt = np.arange(3, dtype=np.int32)
+    step = runner.execute(plan(0, starts=(start_of(0, prompt, [5]),), chunks=(Chunk(0, 0, prompt, samples=True),)))
+    assert step.result().token_ids[0, 0] != NO_TOKEN
+    for pool in runner.pools:
+        pool = np.asarray(pool)
+        assert np.isfinite(pool[5, :, :, :3]).all()
+        assert np.isnan(pool[5, :, :, 3:]).all()
+        assert np.isnan(np.delete(pool, [0, 5], axis=0)).all()
+
+
+def test_an_executable_refuses_another_shape_instead_of_compiling(programs):
+    update = programs[("update",)].executable
+    with pytest.raises(TypeError):
+        update(initial_slot_state(CONFIG), sampling_state.init_state(CONFIG.max_num_seqs), np.zeros((3,), np.int32))
+
+
+@pytest.mark.skipif(backends.mosaic_missing() is not None, reason=str(backends.mosaic_missing()))
+@pytest.mark.parametrize(("kernel_backend", "has_kernel"), [(None, True), ("mosaic", True), ("xla", False)])
+def test_bodies_of_many_rows_have_the_kernel_of_gate_and_up_unless_the_backend_is_xla(
+    monkeypatch, kernel_backend, has_kernel
+):
+    monkeypatch.setattr(backends, "device_runs_mosaic", lambda: True)
+    model = build(ModelConfig.from_dict(tiny_model("llama-gqa-d64-tied").config), "bfloat16")
+    shapes = {"block_size": 16, "decode_buckets": (4, LEAST_ROWS), "max_num_seqs": LEAST_ROWS}
+    config = replace(CONFIG, **shapes, token_buckets=(LEAST_ROWS,), kernel_backend=kernel_backend)
+    pools, state = abstract_pools(config, model, model.dtype), jax.eval_shape(partial(initial_slot_state, config))
+
+    def kernels(step, packed):
+        packed = jax.ShapeDtypeStruct((packed.size,), jnp.int32)
+        program = jax.make_jaxpr(step)(model.abstract_weights, pools, state, None, packed)
+        return str(program).count("name=gated_product")
+
+    few, many = (partial(step_programs.decode_step, model, config, rows, False) for rows in config.decode_buckets)
+    assert not kernels(few, step_programs.decode_layout(4))
+    assert bool(kernels(many, step_programs.decode_layout(LEAST_ROWS))) == has_kernel
+    mixed = partial(step_programs.mixed_step, model, config, LEAST_ROWS)
+    assert bool(kernels(mixed, step_programs.mixed_layout(config, LEAST_ROWS))) == has_kernel
+
+
+def test_warm_up_leaves_no_trace(model, weights, runner):
+    runner.warm_up()
+    prompt = np.random.default_rng(4).integers(0, VOCAB_SIZE, 6).astype(np.int32)
+    step = runner.execute(plan(0, starts=(start_of(0, prompt, [1, 2]),), chunks=(Chunk(0, 0, prompt, samples=True),)))
+    assert step.result().token_ids.tolist() == [greedy(model, weights, prompt, 1)]
+    assert all(np.isnan(np.asarray(pool)[3:]).all() for pool in runner.pools)
+
+
+def test_programs_of_several_devices_are_dispatched_one_after_the_other_whichever_runner_they_are_of():
+    started, running, together = threading.Barrier(2), [], []
+
+    def executable(*arguments: object) -> None:
+        running.append(arguments)
+        together.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+
+    def run() -> None:
+        pool = SimpleNamespace(sharding=SimpleNamespace(device_set={0, 1}))
+        one = Runner(CONFIG, {("move",): Program(executable)}, VOCAB_SIZE, (), (), (pool,), None, None)
+        started.wait()
+        for _ in range(5):
+            one._call(("move",))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(together) == 1
+
+
+def test_buckets_end_exactly_at_the_largest_size():
+    assert geometric_buckets(1, 64, 4) == (1, 4, 16, 64)
+    assert geometric_buckets(16, 100) == (16, 32, 64, 100)
+    assert geometric_buckets(16, 8) == (8,)
+    assert fine_buckets(8, 320) == (8, 16, 32, 64, 96, 128, 192, 256, 320)
+    assert fine_buckets(8, 100) == (8, 16, 32, 64, 96, 100)
+    assert fine_buckets(8, 5) == (5,)
+    assert doublings((8, 16, 32, 64, 96, 128, 192, 256, 320)) == (8, 16, 32, 64, 128, 320)
+    assert doublings((32,)) == (32,)
+    assert bucket_for(16, (16, 32)) == 16
+    assert bucket_for(17, (16, 32)) == 32
+    with pytest.raises(ValueError, match="33"):
+        bucket_for(33, (16, 32))
+
+
+def test_a_packed_buffer_reads_back_on_host_and_device():
+    layout = PackedLayout(scalar=(), rows=(3,), table=(2, 2))
+    buffer, host = layout.new(scalar=7, rows=-1)
+    host["table"][...] = [[1, 2], [3, 4]]
+    assert buffer.size == layout.size == 8
+    fields = jax.jit(layout.unpack)(buffer)
+    assert int(fields["scalar"]) == 7
+    assert fields["rows"].tolist() == [-1, -1, -1]
+    assert fields["table"].tolist() == [[1, 2], [3, 4]]

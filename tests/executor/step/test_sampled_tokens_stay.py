@@ -1,0 +1,96 @@
+"""Sampled tokens that are written over those of earlier steps, so that buffers stay where they are."""
+
+from dataclasses import replace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged import EngineArgs, LLMEngine
+from jpaged.engine.interface import SamplingVariant
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.start.compilation import Compiler
+from jpaged.executor.start.startup import Startup, start
+from jpaged.executor.step.programs import SampleResult
+from jpaged.executor.step.runner import Runner, Step
+from tests.parallel.tensor_parallel_runs import ARGS, FEW_BLOCKS, NUM_REQUESTS, prompts, run
+from tests.tiny_models import tiny_model, write_tiny_model
+
+pytestmark = pytest.mark.xdist_group("sampled-tokens")  # one worker, which compiles once
+
+TOKENS = ARGS.token_buckets[0]
+
+
+def submit_few(compiler: Compiler) -> None:
+    """What greedy tokens need."""
+    compiler.submit_update()
+    compiler.submit_mixed(TOKENS)
+    compiler.submit_decode(NUM_REQUESTS)
+    compiler.submit_sample(NUM_REQUESTS, SamplingVariant.GREEDY)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory) -> tuple[EngineArgs, Startup]:
+    directory = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path_factory.mktemp("tokens"), use_torch=False)
+    args = replace(ARGS, model=str(directory))
+    few = mock.patch.object(Compiler, "submit_bodies", submit_few)
+    with few, mock.patch.object(Compiler, "submit_heads"), mock.patch.object(Runner, "warm_up"):
+        return args, start(args, directory)
+
+
+def test_a_head_updates_all_that_it_returns_in_place(started):
+    program = started[1].runner._programs["sample", NUM_REQUESTS, SamplingVariant.GREEDY]
+    pointers = 8 * len(jax.tree.leaves(program.executable.out_info))  # to the results; XLA counts them
+    assert program.alias_bytes == program.output_bytes - pointers
+
+
+@pytest.mark.parametrize("num_blocks", [ARGS.num_gpu_blocks_override, FEW_BLOCKS], ids=["enough", "preempted"])
+@pytest.mark.parametrize("pipeline_depth", [0, 2])
+def test_tokens_are_those_in_new_buffers_and_take_as_many_as_steps_in_flight_and_one(
+    started, monkeypatch, num_blocks, pipeline_depth
+):
+    args, startup = started
+    args = replace(args, num_gpu_blocks_override=num_blocks, pipeline_depth=pipeline_depth, preemption_mode="recompute")
+    with mock.patch.object(Runner, "_earlier_tokens", lambda runner, rows: np.zeros((2, rows), np.int32)):
+        expected = run(LLMEngine(args, startup), prompts())
+    startup.runner._tokens_read.clear()
+
+    given = []
+    earlier_tokens = Runner._earlier_tokens
+
+    def noted(runner: Runner, rows: int) -> jax.Array | np.ndarray:
+        given.append(earlier_tokens(runner, rows))
+        return given[-1]
+
+    monkeypatch.setattr(Runner, "_earlier_tokens", noted)
+    assert run(LLMEngine(args, startup), prompts()) == expected
+    new = [array for array in given if isinstance(array, np.ndarray)]
+    assert 1 <= len(new) <= pipeline_depth + 1
+    assert len(given) > 5 * len(new)
+
+
+def test_what_was_read_stands_when_other_tokens_are_written_over_it():
+    given_back = []
+    step = Step(2, SampleResult(jnp.array([[7, 8, 0], [1, 0, 0]], jnp.int32), None), when_read=given_back.append)
+    first = step.result()
+    (array,) = given_back
+    array.delete()  # as donating it does
+    assert step.is_ready()
+    again = step.result()
+    assert first.token_ids.tolist() == again.token_ids.tolist() == [[7], [8]]
+    assert len(given_back) == 1
+
+
+def test_a_closed_runner_keeps_no_tokens():
+    config = ExecutorConfig(
+        max_num_seqs=4, max_model_len=8, block_size=4, num_blocks=2, decode_buckets=(4,), token_buckets=(8,)
+    )
+    pool, read, read_late = jnp.zeros((2,)), jnp.zeros((2, 4), jnp.int32), jnp.ones((2, 4), jnp.int32)
+    runner = Runner(config, {}, 8, (), (), (pool,), None, None)  # type: ignore[arg-type]
+    runner._keep_tokens(read)
+    runner.close()
+    runner._keep_tokens(read_late)
+    assert read.is_deleted()
+    assert read_late.is_deleted()

@@ -1,0 +1,74 @@
+"""The engine process's loop, in a thread, before a fake executor: what it does between requests."""
+
+import socket
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.engine.loop import EngineCore
+from jpaged.engine.pace import Pace
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.processes.engine_process import Connection, EngineProcess
+from jpaged.processes.wire import Add, Answer, Call, FrameReader, FromEngine, Shutdown, Step, frame
+from tests.engine.fake_executor import FakeExecutor
+from tests.engine.helpers import make_config
+
+
+class Clock:
+    """Stands still unless it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Client:
+    """The other end of the engine process's connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._reader, self._messages = sock, FrameReader(FromEngine), []
+
+    def send(self, message) -> None:
+        self._sock.sendall(frame(message))
+
+    def receive(self):
+        while not self._messages:
+            self._messages.extend(self._reader.feed(self._sock.recv(1 << 16)))
+        return self._messages.pop(0)
+
+    def generate(self, handle: int, max_tokens: int) -> None:
+        prompt = np.arange(4, dtype=np.int32).tobytes()
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        self.send(Add(handle, prompt, sampling, None, (), 0, None, 0.0))
+        finished = False
+        while not finished:
+            message = self.receive()
+            assert isinstance(message, Step)
+            finished = any(update.finish_reason for update in message.updates)
+
+
+def test_time_without_requests_is_no_part_of_the_hosts_turns():
+    config, clock = make_config(pipeline_depth=2), Clock()
+    pace = Pace(clock)
+    core = EngineCore(Scheduler(config, 0), FakeExecutor(config), pace)
+    engine = SimpleNamespace(core=core, eos_token_ids=(), args=SimpleNamespace(scheduling_policy="fcfs"))
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(60)
+    process = EngineProcess(engine, [Connection(ours)])
+    thread = threading.Thread(target=process.run, daemon=True)
+    thread.start()
+    client = Client(theirs)
+    for handle in range(2):
+        client.generate(handle, max_tokens=5)
+        client.send(Call(handle, "stats"))  # answered between two turns
+        assert isinstance(client.receive(), Answer)
+        clock.now += 30.0
+    client.send(Shutdown())
+    thread.join(60)
+    assert not thread.is_alive()
+    assert core.stats().generated_tokens == 10
+    assert max(pace._tellings) < 1.0

@@ -1,0 +1,215 @@
+"""OpenAI batch files through the embedded model."""
+
+import json
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jpaged import LLM, BeamSearchParams, SamplingParams
+from jpaged.api.errors import InvalidParameterError
+from jpaged.api.outputs import CompletionOutput, RequestOutput
+from jpaged.cli import main
+from jpaged.scoring.inputs import Record
+from jpaged.scoring.workers import Shard
+from jpaged.serving import batch
+
+ENGINE = ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def request(name, url, **body):
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+MESSAGES = [{"role": "user", "content": "A story about a fox"}]
+GOOD = [
+    request("greedy", COMPLETIONS, prompt="Once upon a time", temperature=0, max_tokens=12),
+    request("chat", CHAT, messages=MESSAGES, temperature=0, max_completion_tokens=10, logprobs=True, top_logprobs=2),
+    request("several", COMPLETIONS, prompt=["One day", "There was"], temperature=0, max_tokens=5, logprobs=1),
+    request("sampled", COMPLETIONS, prompt="Once", max_tokens=20, temperature=1.0),
+    request("twice", COMPLETIONS, prompt="Once", max_tokens=20, temperature=1.0, n=2),
+]
+BAD = [
+    request("suffix", COMPLETIONS, prompt="a", suffix="b"),
+    request("streamed", CHAT, messages=MESSAGES, stream=True),
+    request("hot", COMPLETIONS, prompt="a", temperature=-1),
+    request("long", COMPLETIONS, prompt="fox " * 200),
+    request("empty", COMPLETIONS, prompt=[]),
+    request("roles", CHAT, messages=[{"role": "user"}]),
+    request("late", COMPLETIONS, prompt=["fine", "fox " * 200]),
+]
+NO_REQUESTS = [{"url": CHAT}, request("where", "/v1/embeddings", input="a"), {**GOOD[0], "body": None}, "text"]
+
+
+def run(path, lines, *options) -> tuple[int, list[dict]]:
+    path.mkdir()
+    source = path / "in.jsonl"
+    source.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    code = main(["run-batch", "-i", str(source), "-o", str(path / "out.jsonl"), "-q", *ENGINE, *options])
+    return code, [json.loads(line) for line in (path / "out.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.xdist_group("scoring-demo")
+def test_every_line_is_answered_in_order_with_its_text_or_its_error(tmp_path, capsys):
+    code, answers = run(tmp_path / "all", [*GOOD, *BAD, *NO_REQUESTS, *GOOD], "--shard-size", "3")
+    assert code == 1
+    assert "11 of 21 requests failed" in capsys.readouterr().err
+    ids = [line.get("custom_id") for line in (*GOOD, *BAD)]
+    assert [answer["custom_id"] for answer in answers[:12]] == ids
+    statuses = [answer["response"] and answer["response"]["status_code"] for answer in answers]
+    assert statuses == [200] * 5 + [400] * 7 + [None] * 4 + [200] * 5
+
+    bodies = [answer["response"]["body"] for answer in answers[:5]]
+    llm = LLM(dtype="float32", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, verbose=False)
+    prompts = ["Once upon a time", "One day", "There was"]
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (12, 5, 5)]
+    expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    chat = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)[0]
+    assert bodies[0]["choices"][0]["text"] == expected[0]
+    assert bodies[0]["choices"][0]["finish_reason"] == "length"
+    assert [choice["text"] for choice in bodies[2]["choices"]] == expected[1:]
+    message = {"role": "assistant", "content": chat.outputs[0].text, "refusal": None}
+    assert bodies[1]["choices"][0]["message"] == message
+    assert bodies[1]["usage"]["prompt_tokens"] == len(chat.prompt_token_ids)
+    content = bodies[1]["choices"][0]["logprobs"]["content"]
+    assert len(content) == bodies[1]["usage"]["completion_tokens"]
+    assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in content)  # greedy
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+    assert len(bodies[2]["choices"][1]["logprobs"]["tokens"]) == 5
+    assert [choice["index"] for choice in bodies[4]["choices"]] == [0, 1]
+    assert bodies[4]["choices"][0]["text"] != bodies[4]["choices"][1]["text"]
+    for answer, line in ((answers[3], 3), (answers[19], 19)):  # a request's seed is the number of its line
+        seeded = replace(llm.get_default_sampling_params(), temperature=1.0, max_tokens=20, seed=line)
+        [sampled] = llm.generate("Once", seeded, use_tqdm=False)
+        assert answer["response"]["body"]["choices"][0]["text"] == sampled.outputs[0].text
+
+    errors = [answer["response"]["body"]["error"]["message"] for answer in answers[5:12]]
+    for message, part in zip(
+        errors,
+        (
+            "suffix is not supported",
+            "stream is not supported in a batch",
+            "temperature",
+            "max_model_len=128",
+            "empty list",
+            "content",
+            "tokens",
+        ),
+        strict=True,
+    ):
+        assert part in message
+    reasons = [answer["error"]["message"] for answer in answers[12:16]]
+    for reason, part in zip(reasons, ("custom_id", "url must be", "body must be", "not JSON"), strict=True):
+        assert part in reason
+
+
+@pytest.mark.xdist_group("scoring-demo")
+def test_a_batch_takes_what_the_server_takes_and_blames_the_field_that_is_wrong(tmp_path):
+    search = {"use_beam_search": True, "n": 2, "length_penalty": 0.5}
+    lines = [
+        request("echo", COMPLETIONS, prompt="Once upon a time", echo=True, logprobs=2, max_tokens=0),
+        request("beams", COMPLETIONS, prompt="One day", max_tokens=6, **search),
+        request("salted", COMPLETIONS, prompt="One day", temperature=0, max_tokens=4, cache_salt="a"),
+        request("ids", CHAT, messages=MESSAGES, temperature=0, max_tokens=3, return_token_ids=True),
+        request("type", COMPLETIONS, prompt="a", max_tokens="ten"),
+        request("variable", CHAT, messages=MESSAGES, chat_template_kwargs={"tokenize": False}),
+        request("tools", CHAT, messages=MESSAGES, tools=[{"type": "function"}]),
+        request("late", COMPLETIONS, prompt="a", priority=3),
+        request("cut", COMPLETIONS, prompt="a", truncate_prompt_tokens=0),
+        request("named", COMPLETIONS, prompt="a", model="\ud800"),
+        request("odd", COMPLETIONS, prompt="a", **{"\ud800": 1}),
+        request("bare", COMPLETIONS, prompt="One day", temperature=0, max_tokens=4, add_special_tokens=False),
+    ]
+    code, answers = run(tmp_path / "all", lines)
+    assert code == 1
+    assert [answer["response"]["status_code"] for answer in answers] == [200] * 4 + [400] * 7 + [200]
+    blamed = [answer["response"]["body"]["error"]["param"] for answer in answers[4:9]]
+    assert blamed == ["max_tokens", "chat_template_kwargs", "tools", "priority", "truncate_prompt_tokens"]
+    assert all("lone surrogate" in answer["response"]["body"]["error"]["message"] for answer in answers[9:11])
+
+    llm = LLM(dtype="float32", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, verbose=False)
+    [echo], beams, [salted], [chat] = (answer["response"]["body"]["choices"] for answer in answers[:4])
+    [scored] = llm.generate("Once upon a time", SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False)
+    expected = [p[t].logprob for p, t in zip(scored.prompt_logprobs[1:], scored.prompt_token_ids[1:], strict=True)]
+    assert echo["text"] == "Once upon a time"
+    np.testing.assert_allclose(echo["logprobs"]["token_logprobs"][1:], expected, rtol=1e-4)
+    params = BeamSearchParams(beam_width=2, n=2, max_tokens=6, length_penalty=0.5)
+    [found] = llm.beam_search(["One day"], params, use_tqdm=False)
+    assert [choice["text"] for choice in beams] == [beam.text for beam in found.outputs]
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    assert salted["text"] == llm.generate("One day", greedy, use_tqdm=False)[0].outputs[0].text
+    bare = llm.get_tokenizer().encode("One day", add_special_tokens=False)
+    [output] = llm.generate({"prompt_token_ids": bare}, greedy, use_tqdm=False)
+    assert answers[11]["response"]["body"]["choices"][0]["text"] == output.outputs[0].text
+    assert answers[11]["response"]["body"]["usage"]["prompt_tokens"] == len(bare)
+    told = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]
+    assert chat["token_ids"] == told.outputs[0].token_ids
+
+
+def test_an_input_without_requests_is_refused(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text("\n")
+    assert main(["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 2
+    assert "has no requests" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": ["in.jsonl"]}, "An input must be a path"),
+        ({"output": None}, "output must be a path, got None"),
+        ({"model": 5}, "model must be"),
+        ({"shard_size": "x"}, "shard_size must be an integer, got 'x'"),
+        ({"overwrite": "yes"}, "overwrite must be True or False"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_begun(tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text(json.dumps(GOOD[0]) + "\n")
+    with pytest.raises(InvalidParameterError, match=message):
+        batch.run_batch(**({"inputs": "in.jsonl", "output": "out.jsonl"} | changes))
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+class FakeEngine:
+    """Finishes one request a step."""
+
+    def __init__(self, args) -> None:
+        self.tokenizer = SimpleNamespace()
+        self.startup = SimpleNamespace(config=SimpleNamespace(max_num_seqs=100))
+        self.default_sampling_params = SamplingParams()
+        self.open: list[str] = []
+
+    def add_request(self, request_id, prompt, params, *, cache_salt):
+        self.open.append(request_id)
+
+    def step(self):
+        completion = CompletionOutput(0, "text", [1], finish_reason="length")
+        return [RequestOutput(self.open.pop(), None, [1], [completion], True)]
+
+    def abort_request(self, request_ids):
+        assert not request_ids
+
+
+@pytest.mark.timeout(30)
+def test_shards_that_come_only_when_others_are_done_are_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch, "LLMEngine", FakeEngine)
+    room = threading.Semaphore(2)  # as a worker's coordinator does it
+
+    def shards():
+        for number in range(6):
+            room.acquire()
+            yield Shard(
+                number, [Record(i, "f", i, request(f"{number}-{i}", COMPLETIONS, prompt="a")) for i in range(3)]
+            )
+
+    entries = []
+
+    def done(entry):
+        entries.append(entry)
+        room.release()
+
+    batch.BatchShards({"engine": {}}, tmp_path).run(shards(), done, lambda rows, tokens: None)
+    assert sorted(entry["shard"] for entry in entries) == list(range(6))
