@@ -1,16 +1,15 @@
-"""What adding rows over GPUs costs: XLA's all-reduce, and the one-shot kernel; up to how many rows the kernel wins.
+"""The cost of an all-reduce by rows: XLA's beside the one-shot kernel.
 
     python benchmarks/all_reduce.py --devices 2 --json all_reduce_2.json        # four minutes
 
-A case is a program of 64 times: two small products, then the sum over devices, the residual and the norm, as in a
-decode step. Its time is that of many runs enqueued back to back; from it is taken the time of the same program that
-adds nothing over devices. First each way has to be right: near float64 sums, and on all devices the same bits, which
-they must still be after all the runs.
+A case is a program that does 64 times what a decode step does: two small products, then the sum over devices, the
+residual and the norm. It is timed over many runs enqueued back to back; the same program without the sum is the
+baseline. Each way is checked first: it must be near float64 sums, with the same bits on all devices, before and after
+the runs.
 
-XLA reads its flags once, so every way has a process of its own. One that prints nothing for a while is killed, and
-costs its time limit only.
+XLA reads its flags once, so every way has a process of its own. A process that prints nothing for a while is killed.
 
-    none                what the others are compared with
+    none                no sum over devices: the baseline
     kernel              jpaged.pallas_kernels.all_reduce_add_norm, residual and norm in it
     psum                XLA's default: NCCL, between CUDA graphs
 
@@ -82,7 +81,7 @@ def main() -> None:
         return
     cases: list[dict[str, Any]] = []
     devices: dict[str, Any] = {"num_devices": args.devices}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends in a report too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # still writes the report
     try:
         for way in args.ways:
             for record in in_own_process(args, way):

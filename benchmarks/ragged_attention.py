@@ -2,9 +2,9 @@
 
     python benchmarks/ragged_attention.py --json OUT.json [--cases prefill_1x16384,...] [--tilings "128,2,2,1,1;..."]
 
-Timed in jitted programs of several calls, each on its own copy of the data so that the L2 cache cannot hold them,
-queued so that dispatch hides; medians. The work list is planned once a program, as in a model whose layers share it,
-and timed by itself. FLOPs are counted causally: 4 * D * heads * visible (query, key) pairs.
+Timed are jitted programs of several calls, each on its own copy of the data so that the L2 cache cannot hold them, and
+queued to hide dispatch. Figures are medians. The work list is planned once a program, as in a model, and timed by
+itself. FLOPs are counted causally: 4 * D * heads * visible (query, key) pairs.
 """
 
 import argparse

@@ -2,12 +2,12 @@
 
     python benchmarks/serving_overhead.py --engine-cpus 0 --other-cpus 1 --json overhead.json
 
-Client, API process and engine compete where there are few cores. So the engine is bound to some of them, in both
-measurements, and what only the server has (API processes and client) to others. Left out, nothing is bound.
+Client, API process and engine compete for few cores. So `--engine-cpus` binds the engine to some of them in both
+measurements, and `--other-cpus` binds API processes and client to others. Without these options nothing is bound.
 
 latency      one request at a time, of a given output length, whole and over one kept connection, in turns with the same
              request through `LLMEngine`: the difference of the medians, and of the 10th percentiles, which others on
-             the machine disturb less. The client is a bare socket: what another takes is its own
+             the machine disturb less. The client is a bare socket, so that its own cost is small
 saturation   more requests at once than run together, streamed, by the client of `jpaged bench serve`, in turns with the
              same requests through `LLMEngine`: the ratio of output tokens/s, median of the rounds
 """

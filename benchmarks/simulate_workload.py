@@ -1,4 +1,4 @@
-"""What the order and the limits of scheduling do to a whole run on an H200, without one.
+"""Whole runs on an H200, simulated: what the order and the limits of scheduling do to them.
 
     python benchmarks/simulate_workload.py --model llama-3.1-8b --workload alpaca
     python benchmarks/simulate_workload.py --model llama-3.1-8b --workload alpaca --max-num-seqs 2048 --exact-buckets
@@ -10,8 +10,8 @@ its rows, their context and its bucket, by a line fitted to what `jpaged bench s
     + 0.2 + context_ms * tokens of context                         attention of decode rows
     + pairs of a query and a key * layer operations                attention of prompts, at 550 TFLOP/s
 
-docs/performance.md says how near it comes to what was measured. Short runs of a small model also wait for the host,
-which is not in it.
+It underestimates runs of mixed lengths by several percent, and leaves out the host, for which short runs of a small
+model wait. So compare its results with each other, not with measurements.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     from jpaged.pallas_kernels.decode_attention.api import decode_attention      # in jpaged/pallas_kernels/__init__.py
 
-To Python `jpaged.pallas_kernels.decode_attention` is then the function. Griffe reads the sources without running them and
-takes the submodule; this extension gives it the function. mkdocs.yml names this file.
+To Python `jpaged.pallas_kernels.decode_attention` is then the function. Griffe reads the sources without running them
+and takes the submodule; this extension gives it the function. mkdocs.yml names this file.
 """
 
 from typing import Any

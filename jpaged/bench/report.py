@@ -1,11 +1,11 @@
 """A benchmark's JSON file: its figures, and everything that is needed to read them or to measure them again.
 
-{"benchmark": "throughput",
- "environment": {"date", "commit", "command", "host", "driver", "jpaged", "jax", ..., "device", "num_devices", ...},
- "settings": {option: value, ...},
- "results": [{...}, ...]}
+    {"benchmark": "throughput",
+     "environment": {"date", "commit", "command", "host", "driver", "jpaged", "jax", ..., "device", "num_devices", ...},
+     "settings": {option: value, ...},
+     "results": [{...}, ...]}
 
-python -c "import json, jpaged.bench.report as r; print(json.dumps(r.environment(), indent=1))"     # of this machine
+All benchmarks write this form, those of `benchmarks/` included.
 """
 
 import json
