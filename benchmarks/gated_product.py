@@ -1,17 +1,18 @@
-"""The first half of a gated MLP, in one kernel and in XLA; and what plain products cost by their rows.
+"""The first half of a gated MLP, in one kernel and in XLA; and the cost of plain products by their rows.
 
     python benchmarks/gated_product.py --json OUT.json         # on a Hopper GPU, within four minutes
     python benchmarks/gated_product.py --tiny                  # anywhere: whether it runs
 
-Three parts, each in a process of its own, which is killed if it hangs; a part leaves out what it has no time for.
+Three parts run in processes of their own, which are killed if they hang. A part leaves out what it has no time for.
 
     kernel, clusters    the kernel without and with clusters, in its likeliest tilings, and XLA's product and
                         activation (with the first of them) as the engine compiles them; TFLOP/s beside the card's
                         8192^3 product
     products            microseconds of a layer's four products (XLA) by rows: which batch sizes are worth a program
 
-A time is that of a jitted program of calls on different weights, more than the L2 cache holds, enqueued often enough
-that dispatch hides: the median of several series, with the least and the most. Each kernel is compared with XLA.
+Timed are jitted programs of calls on different weights, more than the L2 cache holds, enqueued often enough to hide
+dispatch. Figures are the median of several series, with the least and the most. Each kernel's result is compared with
+XLA's.
 """
 
 import argparse

@@ -17,7 +17,7 @@ GPU_MEMORY_UTILIZATION = "fraction of the device's memory to use"
 PIPELINE_DEPTH = "steps dispatched before the first one's tokens are read"
 KERNEL_BACKEND = "attention and cache kernels (default: by device)"
 TENSOR_PARALLEL_SIZE = "devices to split the model over"
-"""What options mean that benchmarks have in common."""
+"""Help texts that several benchmarks share."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -83,8 +83,8 @@ def make_llm(args: argparse.Namespace) -> LLM:
 
 
 def end_replicas(llm: LLM) -> None:
-    """Ends an `LLM` that has replicas, whose devices are theirs until then: what names the device in a report opens it.
-    Does nothing to one that runs here."""
+    """Ends an `LLM`'s replicas, which hold the devices: a report opens these to name them. Does nothing to an engine
+    that runs in this process."""
     if isinstance(llm.engine, ReplicatedEngine):
         llm.engine.close()
 

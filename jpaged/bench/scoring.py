@@ -1,8 +1,8 @@
-"""`jpaged bench scoring`: tokens a second of scoring whole rows, and how near that comes to the card's matrix rate.
+"""`jpaged bench scoring`: scored tokens a second, and how near that comes to the card's matrix rate.
 
-Rows are random token ids, every token but the first is scored. A warm-up run comes first; reported is the median of
-the runs. The roofline is the prefill's: the operations that the model needs for a token over the rate of a large
-matrix product, measured on the same device in the same run.
+Rows are random token ids; every token but the first is scored. The figure is the median of the runs after a warm-up.
+The roofline is that of prefill: the operations that the model needs for a token, over the rate of a large matrix
+product measured on the same device in the same run.
 """
 
 import argparse

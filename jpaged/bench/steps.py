@@ -1,15 +1,14 @@
 """`jpaged bench steps`: what a decode step costs at several batch sizes, and which kernels it goes to.
 
-Each batch size gets that many requests of one context length; once all of them decode, steps are timed through the
-whole engine (scheduler, dispatch, reading tokens), and then recorded by JAX's profiler. Beside the time stands the
-floor: the bytes a step must read (weights and the KV cache of its tokens) over the card's read bandwidth.
+Each batch size gets as many requests of one context length. Once all of them decode, steps are timed through the whole
+engine (scheduler, dispatch, reading tokens), and then recorded by JAX's profiler. The floor is the bytes that a step
+must read (weights and the KV cache of its tokens) over the card's read bandwidth.
 
     wall     time of a step, by the clock, steps following one another as they do when serving
     busy     time in which the device ran a kernel, of a step recorded by the profiler
     kernels  the busy time by kernel, largest first
 
-Of a model over several devices (`--tensor-parallel-size`), floor, busy and kernels are one device's, the mean over
-them.
+With `--tensor-parallel-size`, floor, busy and kernels are those of one device, the mean over all.
 
 While it records, the profiler makes XLA launch kernel by kernel instead of as CUDA graphs, so `wall` comes from
 steps that it does not see.

@@ -1,4 +1,4 @@
-"""The options that commands share, and what they become: engine options and sampling parameters."""
+"""The options that commands share, and the engine options and sampling parameters made from them."""
 
 import argparse
 import secrets

@@ -1,5 +1,5 @@
 """What the one-shot all-reduce takes, and its XLA implementation. That the kernel compiles is in `test_hopper_compile`,
-what it sends and awaits in `test_protocol`; it runs on several GPUs only (`tools/one_shot_drill.py`,
+what it sends and awaits in `test_protocol`; it runs on several GPUs only (`tests/drills/one_shot.py`,
 `benchmarks/all_reduce.py`). Over several CPU devices the XLA implementation runs in `tests/parallel`."""
 
 from functools import partial
