@@ -1,7 +1,8 @@
-"""Shared memory in the layouts that the kernels for Hopper keep their operands in."""
+"""Shared memory in the layout that products and copies agree on, and reads into registers."""
 
 from typing import Any
 
+import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -18,3 +19,8 @@ def swizzle(columns: int) -> tuple[int, tuple[Any, ...]]:
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory of 16-bit numbers in that layout."""
     return plgpu.SMEM(shape, dtype, transforms=swizzle(shape[-1])[1])
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Reads a reference into registers of the given layout, by whatever loads it takes."""
+    return plgpu.load(ref, layout=layout, optimized=False)

@@ -43,12 +43,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common.hopper_memory import swizzled
+from jpaged.pallas_kernels.common.hopper_memory import load, swizzled
 from jpaged.pallas_kernels.decode_attention import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.decode_attention import hopper_rows as heads_as_rows
 from jpaged.pallas_kernels.decode_attention import plan as decode_plan
 from jpaged.pallas_kernels.decode_attention.hopper_primitives import WARPGROUP
-from jpaged.pallas_kernels.decode_attention.hopper_rows import load
 from jpaged.pallas_kernels.decode_attention.hopper_shape import LOG2E, DecodeShape
 from jpaged.pallas_kernels.decode_attention.plan import Cuts, Plan, max_chunks, plan
 from jpaged.pallas_kernels.devices import num_multiprocessors

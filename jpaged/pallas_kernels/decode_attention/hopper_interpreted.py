@@ -6,18 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jpaged.pallas_kernels.common.hopper_interpreted import add_product, await_kernel_before, in_warps, set_registers
+from jpaged.pallas_kernels.common.hopper_interpreted import *  # noqa: F403  (kernels call them through this module)
 from jpaged.pallas_kernels.decode_attention.hopper_primitives import WARPGROUP
-
-__all__ = [
-    "add_product",
-    "await_kernel_before",
-    "in_warps",
-    "is_last_to_arrive",
-    "load_entries",
-    "set_registers",
-    "store_heads",
-]
 
 
 def is_last_to_arrive(counters_ref: Any, index: jax.Array, expected: jax.Array) -> jax.Array:

@@ -11,18 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jpaged.pallas_kernels.common.hopper_primitives import add_product, await_kernel_before, in_warps, set_registers
+from jpaged.pallas_kernels.common.hopper_primitives import *  # noqa: F403  (kernels call them through this module)
 from jpaged.pallas_kernels.common.inline_mlir import constant, offset, scalar, warp_and_lane
-
-__all__ = [
-    "add_product",
-    "await_kernel_before",
-    "in_warps",
-    "is_last_to_arrive",
-    "load_entries",
-    "set_registers",
-    "store_heads",
-]
 
 WARPGROUP = 128  # threads
 _FIRST_OWN_BARRIER = 8  # of the hardware's 16; those below are Mosaic's own

@@ -36,10 +36,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common.hopper_memory import swizzled
+from jpaged.pallas_kernels.common.hopper_memory import load, swizzled
 from jpaged.pallas_kernels.decode_attention import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.decode_attention.hopper_shape import LOG2E, DecodeShape
-from jpaged.pallas_kernels.decode_attention.plan import max_chunks
+from jpaged.pallas_kernels.decode_attention.plan import chunks_of, max_chunks
 from jpaged.pallas_kernels.devices import num_multiprocessors
 
 _NO_KEYS = -1e30
@@ -152,13 +152,7 @@ def plan(kv_lens: jax.Array, max_len: int, chunk: int, tile: int, sliding_window
     """Cuts every sequence at multiples of `chunk` and lists the pieces, full ones first, then the longest first."""
     batch, slots = kv_lens.shape[0], max_chunks(max_len, chunk, sliding_window)
     rows = jnp.arange(batch, dtype=jnp.int32)
-    ends = jnp.clip(kv_lens, 0, max_len)
-    if sliding_window is None:
-        begins = jnp.zeros_like(ends)
-    else:
-        begins = jnp.maximum(ends - sliding_window, 0) // tile * tile
-    first = begins // chunk
-    num_chunks = jnp.maximum((ends + chunk - 1) // chunk - first, 1)
+    begins, ends, first, num_chunks = chunks_of(kv_lens, max_len, chunk, tile, sliding_window)
 
     row = jnp.repeat(rows, slots)
     slot = jnp.tile(jnp.arange(slots, dtype=jnp.int32), batch)
@@ -420,11 +414,6 @@ def _load_tile(
 
 _HEADS_BY_KEYS = plgpu.Layout.WGMMA  # of every product: [query heads, keys] and [query heads, head_dim]
 _BY_HEAD = _HEADS_BY_KEYS.reduce(1)
-
-
-def load(ref: Any, layout: Any) -> jax.Array:
-    """Reads a reference into registers of the given layout, by whatever loads it takes."""
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def _across(x: jax.Array, columns: int) -> jax.Array:

@@ -8,21 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common.hopper_interpreted import in_warps, set_registers
+from jpaged.pallas_kernels.common.hopper_interpreted import *  # noqa: F403  (kernels call them through this module)
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
-
-__all__ = [
-    "add_products",
-    "await_products",
-    "await_products_before",
-    "in_warps",
-    "load_for_all_rows",
-    "reciprocal",
-    "set_registers",
-    "store_rows",
-    "stored_shape",
-    "zeros",
-]
 
 
 def zeros(columns: int) -> tuple[jax.Array, jax.Array]:

@@ -15,22 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from jpaged.pallas_kernels.common.hopper_primitives import in_warps, set_registers
+from jpaged.pallas_kernels.common.hopper_primitives import *  # noqa: F403  (kernels call them through this module)
 from jpaged.pallas_kernels.common.inline_mlir import constant, offset, scalar, warp_and_lane
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
-
-__all__ = [
-    "add_products",
-    "await_products",
-    "await_products_before",
-    "in_warps",
-    "load_for_all_rows",
-    "reciprocal",
-    "set_registers",
-    "store_rows",
-    "stored_shape",
-    "zeros",
-]
 
 STORED = 32  # columns that four threads store of a row at once
 LINES = (plgpu.SwizzleTransform(128),)

@@ -12,19 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common.hopper_interpreted import add_product, in_warps, set_registers
-
-__all__ = [
-    "await_product",
-    "in_warps",
-    "issue_product",
-    "no_sum",
-    "put_back",
-    "set_registers",
-    "store_rows",
-    "turn_barrier",
-    "zero_rows",
-]
+from jpaged.pallas_kernels.common.hopper_interpreted import *  # noqa: F403  (kernels call them through this module)
+from jpaged.pallas_kernels.common.hopper_interpreted import add_product
 
 
 def no_sum(rows: int, columns: int) -> jax.Array:

@@ -9,20 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-from jpaged.pallas_kernels.common.hopper_primitives import in_warps, set_registers
+from jpaged.pallas_kernels.common.hopper_primitives import *  # noqa: F403  (kernels call them through this module)
 from jpaged.pallas_kernels.common.inline_mlir import constant, instruction, offset, scalar, warp_and_lane
-
-__all__ = [
-    "await_product",
-    "in_warps",
-    "issue_product",
-    "no_sum",
-    "put_back",
-    "set_registers",
-    "store_rows",
-    "turn_barrier",
-    "zero_rows",
-]
 
 _FIRST_TURN_BARRIER = 8  # of the hardware's 16; those below are Mosaic's own
 

@@ -15,8 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jpaged.pallas_kernels.sample_tokens import hopper_primitives
 from jpaged.pallas_kernels.sample_tokens.hopper_cluster import Cluster
 
-__all__ = ["exchange", "exchange_memory", "leave", "reinterpret", "warp_any", "warp_max"]
-
 
 def exchange_memory(cluster: Cluster) -> tuple[Any, Any]:
     """Shared memory for `exchange`, and a barrier at which all warpgroups arrive."""

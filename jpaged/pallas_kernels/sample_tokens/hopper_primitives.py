@@ -23,8 +23,6 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 from jpaged.pallas_kernels.common.inline_mlir import constant, scalar
 from jpaged.pallas_kernels.sample_tokens.hopper_cluster import RECORD_WORDS, WARPS, Cluster
 
-__all__ = ["exchange", "exchange_memory", "leave", "reinterpret", "warp_any", "warp_max"]
-
 _NOTHING = -math.inf
 
 
