@@ -111,7 +111,7 @@ class LLMEngine(RequestIntake):
 
     @property
     def core(self) -> EngineCore:
-        """Scheduler and executor, for a caller that processes inputs and outputs itself (`jpaged.serving`)."""
+        """Scheduler and executor, for a caller that processes inputs and outputs itself (`jpaged.processes`)."""
         return self._core
 
     @property
@@ -252,6 +252,15 @@ class LLMEngine(RequestIntake):
         forgotten = self._core.reset_prefix_cache()
         assert forgotten  # nothing runs
         self.startup.user = self._reference
+
+
+def check_one_host(args: EngineArgs) -> None:
+    """Raises InvalidParameterError if replicas are asked for of a model over several processes."""
+    if args.data_parallel_size > 1 and Cluster.find(args) is not None:
+        raise InvalidParameterError(
+            f"data_parallel_size={args.data_parallel_size} is for one host; with num_processes, use"
+            f" tensor_parallel_size, or start one engine a host."
+        )
 
 
 _FREE_TO_DIFFER = {

@@ -16,8 +16,8 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.errors import InvalidPromptError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.inputs import ProcessedInput, as_prompt_list
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.answers import Answer, ChatAnswer, CompletionAnswer
-from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.chat_template import render_chat, template_arguments
 from jpaged.serving.errors import ApiError
 from jpaged.serving.options import AppOptions
