@@ -87,14 +87,9 @@ class LLMEngine(RequestIntake):
                 "max_num_batched_tokens", args.max_num_batched_tokens, config.token_buckets[-1]
             ),
             max_model_len=_at_most("max_model_len", args.max_model_len, config.max_model_len),
-            enable_prefix_caching=args.enable_prefix_caching,
-            shared_prefix_attention=args.shared_prefix_attention,
             policy=args.scheduling_policy,
-            watermark=args.watermark,
-            pipeline_depth=args.pipeline_depth,
             num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
-            preemption_mode=args.preemption_mode,
-            host_prefix_cache=args.host_prefix_cache,
+            **args.scheduling(),
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
@@ -264,27 +259,6 @@ def check_one_host(args: EngineArgs) -> None:
         )
 
 
-_FREE_TO_DIFFER = {
-    "tokenizer",
-    "max_model_len",
-    "num_gpu_blocks_override",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "enable_prefix_caching",
-    "shared_prefix_attention",
-    "scheduling_policy",
-    "watermark",
-    "pipeline_depth",
-    "swap_space",
-    "preemption_mode",
-    "host_prefix_cache",
-    "seed",
-    "skip_tokenizer_init",
-    "verbose",
-}
-"""Options that an engine on a runner started before may have of its own."""
-
-
 def _start(args: EngineArgs, directory: Path) -> Startup:
     """Starts a runner here and, where there are several processes, in all of them."""
     cluster = Cluster.find(args)
@@ -301,12 +275,12 @@ def _start(args: EngineArgs, directory: Path) -> Startup:
 
 
 def _same_start(args: EngineArgs, startup: Startup) -> Startup:
-    for name in EngineArgs.__dataclass_fields__:
-        if name not in _FREE_TO_DIFFER and getattr(args, name) != getattr(startup.args, name):
-            raise InvalidParameterError(
-                f"{name}={getattr(args, name)!r} differs from the {getattr(startup.args, name)!r} that the runner was "
-                f"started with; start a new one."
-            )
+    name = args.differs_from(startup.args)
+    if name is not None:
+        raise InvalidParameterError(
+            f"{name}={getattr(args, name)!r} differs from the {getattr(startup.args, name)!r} that the runner was "
+            f"started with; start a new one."
+        )
     if startup.runner.closed:
         raise InvalidParameterError("startup was that of an engine that was closed; start a new one.")
     if args.shared_prefix_attention and not startup.args.shared_prefix_attention:
