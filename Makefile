@@ -53,6 +53,7 @@ test-browser: install-test
 lint: install-test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/lint-imports
 
 types: install-test
 	$(BIN)/python -m mypy
