@@ -11,8 +11,7 @@ from jpaged.cli import BENCHMARKS, _parser
 from jpaged.scoring import files
 from jpaged.serving import batch
 from jpaged.serving.limits import ServerLimits
-from jpaged.serving.options import AppOptions
-from jpaged.serving.server import ServerOptions
+from jpaged.serving.options import AppOptions, ServerOptions
 
 COMMANDS = ("generate", "chat", "score", "run-batch", "serve", "worker", "convert")
 DEFAULTS = {
