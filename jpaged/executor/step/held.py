@@ -22,7 +22,7 @@ from jpaged.executor.step.program import Setup
 from jpaged.executor.step.state import initial_slot_state
 from jpaged.models.collectives import ExchangeState
 from jpaged.pallas_kernels import initial_all_reduce_state
-from jpaged.pallas_kernels.all_reduce import EMPTY
+from jpaged.pallas_kernels.all_reduce.inbox import EMPTY
 
 Held = dict[str, Any]
 """Trees of arrays by name."""

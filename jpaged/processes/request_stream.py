@@ -1,0 +1,150 @@
+"""A request as an API process knows it, from what its engine process reports to what its consumer takes.
+
+    Step, Update --> take, add_token --> pending tokens ... next() --OutputProcessor--> RequestOutput
+
+News only gather and wake the consumer; text is made when it looks, so one that lags behind gets several tokens at once.
+"""
+
+import asyncio
+import time
+
+from jpaged.api.errors import JPagedError
+from jpaged.api.outputs import RequestOutput
+from jpaged.engine.scheduler.scheduler import RequestUpdate
+from jpaged.engine.sequences.request import Request, RequestStatus
+from jpaged.frontend.inputs import ProcessedInput
+from jpaged.frontend.output_processor import OutputProcessor
+from jpaged.processes.links import AsyncLink
+from jpaged.processes.wire import Finish, Update
+from jpaged.text.tokenizer import Tokenizer
+
+
+class RequestStream:
+    """A request as this process knows it, and what its consumer has not taken yet.
+
+    request: kept as the scheduler keeps its own, from what the engine reports. replica: where it runs.
+    pending: by sequence, tokens that came since the consumer last looked; empty also where only other news came.
+    queued: it has not run yet. closed: nothing more will come. is_counted: its end belongs in the metrics.
+    """
+
+    __slots__ = (
+        "_changed",
+        "_error",
+        "_news",
+        "_outputs",
+        "_waiter",
+        "closed",
+        "handle",
+        "is_counted",
+        "last_token_time",
+        "pending",
+        "queued",
+        "replica",
+        "request",
+    )
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        handle: int,
+        request: Request,
+        checked: ProcessedInput,
+        replica: AsyncLink,
+    ) -> None:
+        self.handle = handle
+        self.request = request
+        self.replica = replica
+        self.pending: list[list[int]] = [[] for _ in request.group.members]
+        self._changed: set[int] = set()
+        self.queued = True
+        self.closed = False
+        self.is_counted = True
+        self.last_token_time = 0.0
+        self._news = False
+        self._error: JPagedError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._outputs = OutputProcessor(_RemoteCore(self), tokenizer)
+        self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
+
+    def add_token(self, token_id: int, now: float) -> None:
+        """News from the engine: one token of a request for one sequence, and nothing else."""
+        self.request.output_token_ids.append(token_id)
+        self.last_token_time = now
+        self.pending[0].append(token_id)
+        self.wake()
+
+    def take(self, update: Update, now: float) -> None:
+        """News from the engine."""
+        request = self.request.group.members[update.index]
+        self.request.num_cached_tokens = update.num_cached_tokens
+        request.output_token_ids.extend(update.token_ids)
+        if update.logprobs is not None and request.logprobs is not None:
+            request.logprobs.extend(update.logprobs)
+        if update.prompt_logprobs is not None:
+            request.prompt_logprobs = update.prompt_logprobs
+        if update.stats is not None:
+            for member in request.group.members:  # it is one for all of them
+                member.stats = update.stats
+        if update.finish_reason is not None:
+            request.status = RequestStatus.FINISHED
+            request.finish_reason = update.finish_reason  # type: ignore[assignment]  # the scheduler's own words
+            request.stop_reason = update.stop_reason
+            request.cumulative_logprob, request.score = update.cumulative_logprob, update.score
+        self.last_token_time = now
+        self.pending[update.index].extend(update.token_ids)
+        self._changed.add(update.index)
+        self.wake()
+
+    def end(self) -> bool:
+        """Ends the sequences that have not ended, as aborted; returns whether there were any."""
+        members = [member for member in self.request.group.members if not member.finished]
+        for member in members:
+            member.status, member.finish_reason = RequestStatus.FINISHED, "abort"
+            member.stats.finished_time = time.monotonic()
+            self._changed.add(member.index)
+        return bool(members)
+
+    def fail(self, error: JPagedError) -> None:
+        self._error = error
+        self.wake()
+
+    def wake(self) -> None:
+        self._news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> RequestOutput | None:
+        """Waits for news; returns the output that they make, or None if the request does not report yet."""
+        while not self._news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._news = False
+        if self._error is not None:
+            self.closed = True
+            raise self._error
+        group, changed = self.request.group, self._changed
+        updates = []
+        for i, new_token_ids in enumerate(self.pending):
+            if new_token_ids or i in changed:
+                updates.append(RequestUpdate(group.members[i], new_token_ids))
+                self.pending[i] = []
+        changed.clear()
+        outputs = self._outputs.process(updates)
+        self.closed = group.finished
+        return outputs[-1] if outputs else None
+
+
+class _RemoteCore:
+    """What an `OutputProcessor` asks of a core: to end a request whose text reached a stop string."""
+
+    def __init__(self, stream: RequestStream) -> None:
+        self._stream = stream
+
+    def finish(self, request_id: str, stop_reason: int | str | None, index: int = 0) -> Request | None:
+        request = self._stream.request.group.members[index]
+        if request.finished:
+            return None
+        request.status = RequestStatus.FINISHED
+        request.stats.finished_time = time.monotonic()
+        self._stream.replica.send(Finish(self._stream.handle, index, str(stop_reason)))
+        return request

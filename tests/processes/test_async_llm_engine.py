@@ -1,0 +1,298 @@
+"""`AsyncLLMEngine` with an engine process that the test plays: what it does for each message, and when."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from array import array
+
+import pytest
+
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.assets import demo_model_path
+from jpaged.engine.limits import RequestLimits
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.processes.board import Board
+from jpaged.processes.launch import Link
+from jpaged.processes.request_metrics import NUM_COLUMNS
+from jpaged.processes.tokenizing import INLINE_CHARACTERS
+from jpaged.processes.wire import Abort, Add, FrameReader, Ready, Refused, Step, ToEngine, Update, frame
+from jpaged.serving.jobs import JobMaker
+from jpaged.serving.metrics import exposition
+from jpaged.serving.options import AppOptions
+from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
+from jpaged.text.tokenizer import Tokenizer
+
+LIMITS = RequestLimits(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=64, block_size=16, num_blocks=256)
+READY = Ready(1, "played", 2816, LIMITS, (2,), SamplingParams(), {})
+
+
+def test_the_processes_of_the_api_do_without_jax():
+    """Which the engine's process has; it takes a second or two to import, and memory."""
+    code = """if True:
+        import sys
+        from jpaged.api.config import EngineArgs
+        from jpaged.serving import api_process
+        from jpaged.processes.async_llm_engine import load_tokenizer
+        load_tokenizer(EngineArgs()).encode("A snail")
+        print("jax" in sys.modules)"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+class Played:
+    """An engine process as the test plays it, and the `AsyncLLMEngine` at the other end of its socket."""
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        self.sock = theirs
+        theirs.settimeout(60)
+        self.engine = AsyncLLMEngine(EngineArgs(), link=Link([ours], Board(1, 1, NUM_COLUMNS)))
+        self._reader, self._messages = FrameReader(ToEngine), []
+        self.send(READY)
+
+    def send(self, message):
+        self.sock.sendall(frame(message))
+
+    async def receive(self):
+        """The next message."""
+        while not self._messages:
+            data = await asyncio.to_thread(self.sock.recv, 65536)
+            self._messages += self._reader.feed(data)
+        return self._messages.pop(0)
+
+    def finished(self):
+        """How many requests the metrics have seen end."""
+        lines = exposition(self.engine.metrics, "jpaged", "model", {}).splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("jpaged:request_success_total"))
+
+    def open(self):
+        return self.engine.num_unfinished, self.engine.num_queued, self.engine.num_queued_tokens
+
+
+def play(scene):
+    async def run():
+        played = Played()
+        try:
+            async with asyncio.timeout(120):
+                await scene(played)
+        finally:
+            await played.engine.shutdown()
+            played.sock.close()
+
+    asyncio.run(run())
+
+
+async def last(outputs):
+    async for output in outputs:
+        latest = output
+    return latest
+
+
+def update(handle, token_ids, finish_reason=None):
+    return Update(handle, 0, token_ids, finish_reason, None, 0, None, None, None, None, None)
+
+
+def step(updates=(), handles=(), tokens=(), started=()):
+    return Step(
+        array("q", handles).tobytes(), array("i", tokens).tobytes(), list(updates), array("q", started).tobytes()
+    )
+
+
+def test_a_request_is_open_until_its_last_token_and_queued_until_its_start():
+    async def scene(played):
+        asked = asyncio.ensure_future(last(played.engine.generate([5, 6, 7], SamplingParams(max_tokens=3))))
+        add = await played.receive()
+        assert isinstance(add, Add)
+        assert played.open() == (1, 1, 3)
+        played.send(step([update(add.handle, [8])], started=[add.handle]))
+        played.send(step(handles=[add.handle], tokens=[9]))
+        played.send(step([update(add.handle, [10], "length")]))
+        output = await asked
+        assert output.outputs[0].token_ids == [8, 9, 10]
+        assert played.open() == (0, 0, 0)
+        assert played.finished() == 1
+
+    play(scene)
+
+
+def test_a_first_token_is_not_kept_waiting_by_the_next_ones_of_others():
+    async def scene(played):
+        came = []
+
+        async def listen(name):
+            async for output in played.engine.generate([5, 6, 7], SamplingParams(max_tokens=9)):
+                came.append((name, len(output.outputs[0].token_ids)))
+
+        async def until(count):
+            while len(came) < count:
+                await asyncio.sleep(0.001)
+
+        tasks, handles = [], []
+        for name in "abc":
+            tasks.append(asyncio.ensure_future(listen(name)))
+            handles.append((await played.receive()).handle)
+        played.send(step([update(handle, [8]) for handle in handles[:2]], started=handles[:2]))
+        await until(2)
+        played.send(step([update(handles[2], [8])], handles[:2], [9, 9], started=handles[2:]))
+        await until(5)
+        assert came[2:] == [("c", 1), ("a", 2), ("b", 2)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_who_stops_listening_aborts_the_request_before_or_after_its_start(num_tokens):
+    async def scene(played):
+        asked = asyncio.ensure_future(last(played.engine.generate([5, 6, 7], SamplingParams(max_tokens=3))))
+        add = await played.receive()
+        if num_tokens:
+            played.send(step([update(add.handle, [8])], started=[add.handle]))
+            while played.engine.num_queued:
+                await asyncio.sleep(0.001)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        aborted = await played.receive()
+        assert isinstance(aborted, Abort)
+        assert aborted.handles == [add.handle]
+        assert played.open() == (0, 0, 0)
+        played.send(step([update(add.handle, [9])]))  # was under way
+        await asyncio.sleep(0.01)
+        assert played.finished() == 1
+
+    play(scene)
+
+
+def test_a_request_that_the_engine_refuses_is_over_and_counts_as_none_that_ended():
+    async def scene(played):
+        asked = asyncio.ensure_future(last(played.engine.generate([5], SamplingParams(n=16))))
+        add = await played.receive()
+        played.send(Refused(add.handle, "InvalidParameterError", "n=16 is too much."))
+        with pytest.raises(InvalidParameterError, match="n=16 is too much"):
+            await asked
+        assert played.open() == (0, 0, 0)
+        assert played.finished() == 0
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "options", "error", "says"),
+    [
+        ([5], SamplingParams(n=17), {}, InvalidParameterError, "^n=17 exceeds max_num_seqs=16"),
+        ([5], SamplingParams(best_of=17), {}, InvalidParameterError, "^best_of=17 exceeds max_num_seqs=16"),
+        ([5] * 500, SamplingParams(n=10**9), {}, InvalidParameterError, "^n=1000000000 exceeds"),
+        ([5] * 1024, SamplingParams(), {}, InvalidPromptError, "^The prompt has 1024 tokens; with max_model_len=1024"),
+        ([5], BeamSearchParams(beam_width=5, max_tokens=1000), {}, OutOfMemoryError, "^beam_width=5 may need 315 blo"),
+        ([5], "greedy", {}, InvalidParameterError, "^params must be"),
+        ([5], SamplingParams(), {"request_id": ""}, InvalidParameterError, "^request_id must be"),
+        ([5], SamplingParams(), {"request_id": 5}, InvalidParameterError, "^request_id must be"),
+        ([5], SamplingParams(), {"priority": "high"}, InvalidParameterError, "^priority must be"),
+        ([5], SamplingParams(), {"cache_salt": ""}, InvalidParameterError, "^cache_salt must be"),
+        ([5], BeamSearchParams(beam_width=12, max_tokens=1, stop_token_ids=range(3, 12)), {}, InvalidParameterError,
+         "^beam_width=12 and 10 stop tokens"),
+    ],
+)  # fmt: skip
+def test_what_the_engine_cannot_serve_is_refused_before_it_hears_of_it(prompt, params, options, error, says):
+    async def scene(played):
+        with pytest.raises(error, match=says):
+            await last(played.engine.generate(prompt, params, **options))
+        assert played.open() == (0, 0, 0)
+        asked = asyncio.ensure_future(last(played.engine.generate([6, 7], SamplingParams(max_tokens=1))))
+        add = await played.receive()  # the first that comes
+        assert isinstance(add, Add)
+        assert array("i", add.prompt).tolist() == [6, 7]
+        played.send(step([update(add.handle, [8], "length")], started=[add.handle]))
+        await asked
+
+    play(scene)
+
+
+def test_a_job_of_prompts_that_cannot_all_be_served_is_refused_in_the_words_of_its_request():
+    async def scene(played):
+        jobs = JobMaker(played.engine, AppOptions())
+        search = CompletionRequest(prompt=[[5], [6]], use_beam_search=True, n=1, best_of=17, max_tokens=4)
+        with pytest.raises(InvalidParameterError, match=r"^best_of=17 exceeds max_num_seqs=16; .* so lower best_of"):
+            await jobs.completion(search)
+        with pytest.raises(InvalidParameterError, match=r"^n=17 exceeds max_num_seqs=16"):
+            await jobs.completion(CompletionRequest(prompt=[[5], [6]], n=17))
+        search = ChatCompletionRequest(
+            messages=[{"role": "user", "content": "a"}], use_beam_search=True, n=5, max_completion_tokens=1000
+        )
+        with pytest.raises(OutOfMemoryError, match=r"^n=5 may need .*; lower n or max_completion_tokens or"):
+            await jobs.chat(search)
+        assert played.open() == (0, 0, 0)
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    "end", [b"", b"\x05\x00\x00\x00what?", b"\xff\xff\xff\xff"], ids=["closed", "nonsense", "huge"]
+)
+def test_an_engine_that_is_gone_or_talks_nonsense_fails_what_is_open_and_what_comes_later(end):
+    async def scene(played):
+        asked = asyncio.ensure_future(last(played.engine.generate([5], SamplingParams())))
+        await played.receive()
+        called = asyncio.ensure_future(played.engine.get_metrics())
+        await played.receive()
+        if end:
+            played.sock.sendall(end)
+        else:
+            played.sock.close()
+        for task in (asked, called):
+            with pytest.raises(EngineDeadError):
+                await task
+        with pytest.raises(EngineDeadError):
+            await played.engine.check_health()
+        with pytest.raises(EngineDeadError):
+            await last(played.engine.generate([5], SamplingParams()))
+        assert played.open() == (0, 0, 0)
+
+    play(scene)
+
+
+def test_the_event_loop_goes_on_while_another_thread_has_the_tokenizer():
+    """As with a long prompt: short ones wait in a thread, not in the loop."""
+
+    async def scene(played):
+        await played.engine.ready()
+        tokenizer = played.engine.tokenizer
+        expected = tokenizer.encode("Once upon a time")
+        tokenizer._lock.acquire()
+        release = threading.Timer(10, tokenizer._lock.release)  # only if the loop stands still
+        release.start()
+        waiting = [
+            asyncio.ensure_future(played.engine.encode("Once upon a time")),
+            asyncio.ensure_future(played.engine.process("Once upon a time", SamplingParams())),
+            asyncio.ensure_future(played.engine.process([5], SamplingParams(bad_words=["snail"]))),
+        ]
+        assert (await played.engine.process([5], SamplingParams())).prompt_token_ids == [5]  # takes no tokenizer
+        assert not release.finished.is_set()
+        release.cancel()
+        tokenizer._lock.release()
+        encoded, processed, _ = await asyncio.gather(*waiting)
+        assert encoded == processed.prompt_token_ids == expected
+
+    play(scene)
+
+
+def test_text_is_refused_by_its_length_before_it_is_tokenized(monkeypatch):
+    longest = Tokenizer.load(demo_model_path()).max_token_characters
+    text = "a" * (LIMITS.max_model_len * longest + 1)
+    assert len(text) > INLINE_CHARACTERS
+
+    async def scene(played):
+        monkeypatch.setattr(played.engine.tokenizer, "encode", None)
+        with pytest.raises(ValueError, match=f"has {len(text)} characters; max_model_len=1024"):
+            await played.engine.encode(text)
+        with pytest.raises(ValueError, match=f"has {len(text)} characters"):
+            await played.engine.process(text, SamplingParams())
+
+    play(scene)
