@@ -227,19 +227,19 @@ def _begin(adds: str, size: int, state: tuple) -> tuple:
         return state
     from jpaged.pallas_kernels import all_reduce_peers
 
-    return *state, all_reduce_peers(state[0], axis="model", num_devices=size, backend="mosaic")
+    return *state, all_reduce_peers(state[0], axis="model", num_devices=size, backend="hopper")
 
 
 def _reduce(adds: str, size: int, state: tuple, part: Any, residual: Any, scale: Any) -> tuple:
     """state, the new residual, its norm."""
     from jax import lax
 
-    from jpaged.pallas_kernels.reference import rms_norm
+    from jpaged.pallas_kernels.common.numerics import rms_norm
 
     if adds == "kernel":
         from jpaged.pallas_kernels import all_reduce_add_norm
 
-        how = {"axis": "model", "num_devices": size, "backend": "mosaic"}
+        how = {"axis": "model", "num_devices": size, "backend": "hopper"}
         inbox, generations, residual, normed = all_reduce_add_norm(
             *state, part, residual, scale=scale, norm_eps=NORM_EPS, **how
         )
@@ -272,7 +272,7 @@ def _initial_state(mesh: Any, max_rows: int, hidden: int) -> tuple:
 
     from jpaged.executor.mesh import EXCHANGE, DeviceMesh
     from jpaged.pallas_kernels import initial_all_reduce_state
-    from jpaged.pallas_kernels.all_reduce import EMPTY
+    from jpaged.pallas_kernels.all_reduce.inbox import EMPTY
 
     devices = DeviceMesh(mesh.devices.tolist())
     shapes = initial_all_reduce_state(mesh.size, max_rows, hidden, jnp.bfloat16)
@@ -282,9 +282,9 @@ def _initial_state(mesh: Any, max_rows: int, hidden: int) -> tuple:
 
 def _unsupported(hidden: int, size: int) -> str | None:
     from jpaged.pallas_kernels import all_reduce_unsupported
-    from jpaged.pallas_kernels.backends import device_runs_mosaic
+    from jpaged.pallas_kernels.registry import runs_here
 
-    return all_reduce_unsupported(hidden, "bfloat16", size) if device_runs_mosaic() else "this is no Hopper GPU"
+    return all_reduce_unsupported(hidden, "bfloat16", size) if runs_here("hopper") else "this is no Hopper GPU"
 
 
 def table(cases: list[dict[str, Any]]) -> str:

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.pallas_kernels import ragged_attention_mosaic as kernel
-from jpaged.pallas_kernels import reference
-from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing
+from jpaged.pallas_kernels.ragged_attention import hopper as kernel
+from jpaged.pallas_kernels.ragged_attention import reference
+from jpaged.pallas_kernels.registry import missing, runs_here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--no-cudnn", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     args = parser.parse_args()
-    if mosaic_missing() or not device_runs_mosaic():
+    if missing("hopper") or not runs_here("hopper"):
         parser.error(
             f"needs a Hopper GPU and JAX 0.11 or newer; this is JAX {jax.__version__} on {jax.default_backend()}"
         )

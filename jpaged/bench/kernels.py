@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from jpaged import pallas_kernels as ops
+from jpaged.api.config import kernel_backend_called
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import TRACES
@@ -427,7 +428,12 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         help="run only the cases whose name contains this; may be repeated (default: all)",
     )
-    parser.add_argument("--backend", choices=["xla", "mosaic"], help="force one backend (default: by device)")
+    parser.add_argument(
+        "--backend",
+        type=kernel_backend_called,
+        choices=("hopper", "xla"),
+        help="force one backend (default: by device)",
+    )
     parser.add_argument(
         "--json",
         type=Path,

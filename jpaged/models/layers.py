@@ -12,8 +12,8 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from jpaged.models.config import ModelConfig
 from jpaged.pallas_kernels import gated_product
-from jpaged.pallas_kernels.gated_product import ACTIVATIONS
-from jpaged.pallas_kernels.reference import precision_of, rms_norm
+from jpaged.pallas_kernels.common.numerics import precision_of, rms_norm
+from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
 
 class Attend(Protocol):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
-from jpaged.api.config import SchedulerConfig
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import StepPlan
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.scheduler.scheduler import RequestUpdate, Scheduler

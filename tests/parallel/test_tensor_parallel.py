@@ -9,7 +9,7 @@ from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.mesh import pick_devices
 from jpaged.models import ModelConfig
 from jpaged.models.sharding import VOCAB_UNIT, shard_config
-from jpaged.pallas_kernels.all_reduce import EMPTY
+from jpaged.pallas_kernels.all_reduce.inbox import EMPTY
 from tests.parallel.eight_devices import call_with_eight_devices
 from tests.parallel.models import VOCAB_SIZE, eight_heads
 from tests.parallel.tensor_parallel_runs import check_tokens

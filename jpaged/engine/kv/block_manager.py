@@ -22,7 +22,7 @@ import numpy as np
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.sequences.slots import Slots
 
-_NO_UPDATES, _NO_COPIES = np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32)
+_NO_UPDATES, _NO_COPIES = np.zeros((0, 4), np.int32), np.zeros((0, 2), np.int32)
 
 
 class Growth(NamedTuple):
@@ -70,7 +70,7 @@ class BlockManager:
     def append(self, growth: Growth) -> tuple[np.ndarray, np.ndarray]:
         """Makes room for one more token of each row.
 
-        Returns: table updates, int32 [u, 3], and copies, int32 [c, 2], as in `StepPlan`.
+        Returns: table updates, int32 [u, 4], and copies, int32 [c, 2], as in `StepPlan`.
 
         Raises:
             OutOfMemoryError: the pool has not so many blocks free; nothing is changed.
@@ -110,16 +110,16 @@ class BlockManager:
     def _grow(self, growth: Growth) -> tuple[np.ndarray, np.ndarray]:
         slots, growing, copying = self._slots, growth.growing, growth.copying
         num_growing = len(growing)
-        updates, copies = np.zeros((growth.num_blocks, 3), np.int32), _NO_COPIES
+        updates, copies = np.zeros((growth.num_blocks, 4), np.int32), _NO_COPIES
         block_ids = self._pool.allocate(len(updates))
         index = slots.capacity[growing] // self._block_size
         slots.block_table[growing, index] = block_ids[:num_growing]
         slots.capacity[growing] += self._block_size
-        updates[:num_growing, 0], updates[:num_growing, 1], updates[:, 2] = growing, index, block_ids
+        updates[:num_growing, 0], updates[:num_growing, 2], updates[:, 3] = growing, index, block_ids
         if copying:
             last = slots.capacity[copying] // self._block_size - 1
             copies = np.stack([slots.block_table[copying, last], block_ids[num_growing:]], axis=1)
-            updates[num_growing:, 0], updates[num_growing:, 1] = copying, last
+            updates[num_growing:, 0], updates[num_growing:, 2] = copying, last
             slots.block_table[copying, last] = copies[:, 1]
             self._pool.unshare(copies[:, 0])
         return updates, copies

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jpaged.api.config import SchedulerConfig
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NULL_BLOCK, Chunk, HostCopy, SlotStart
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.prefix_cache import root_digest
@@ -213,7 +213,7 @@ def slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, n
         slot=request.slot,
         token_ids=token_ids,
         prompt_len=request.prompt_len,
-        block_ids=block_ids,
+        block_ids=block_ids[None],
         num_computed_tokens=num_computed,
         max_len=request.max_len,
         sampling=request.sampling,

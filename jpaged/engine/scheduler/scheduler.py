@@ -40,8 +40,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jpaged.api.config import SchedulerConfig
 from jpaged.api.errors import EngineDeadError, InvalidParameterError
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import (
     NO_TOKEN,
@@ -497,7 +497,7 @@ class Scheduler:
         if plan.chunks:
             rows_slots = np.concatenate([rows_slots, np.array([chunk.slot for chunk in plan.chunks], np.intp)])
         owned = self.slots.start_step[rows_slots] <= plan.step_id
-        rows = np.flatnonzero(owned & (result.token_ids != NO_TOKEN))
+        rows = np.flatnonzero(owned & (result.token_ids[:, 0] != NO_TOKEN))
         num_due = int(np.count_nonzero(owned)) - sum(
             not chunk.samples and bool(owned[len(plan.decode_slots) + i]) for i, chunk in enumerate(plan.chunks)
         )
@@ -524,7 +524,7 @@ class Scheduler:
         self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray, now: float
     ) -> list[RequestUpdate]:
         """Takes in the tokens of these rows, ends the sequences whose last they are, and tells of those that report."""
-        slots, tokens, codes = self.slots, result.token_ids, result.finish_codes
+        slots, tokens, codes = self.slots, result.token_ids[:, 0], result.finish_codes
         live = rows_slots[rows]
         slots.token_ids[live, slots.num_known[live]] = tokens[rows]
         slots.num_known[live] += 1

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpaged.api.config import SchedulerConfig
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import SamplingVariant
 from jpaged.engine.kv.shared_prefix import SharedPrefixes
 from jpaged.engine.sequences.request import Request

@@ -58,7 +58,7 @@ from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build, load
 from jpaged.models.collectives import ExchangeState
 from jpaged.models.sharding import load_sharded
-from jpaged.pallas_kernels.all_reduce import EMPTY
+from jpaged.pallas_kernels.all_reduce.inbox import EMPTY
 
 log = logging.getLogger("jpaged.startup")
 

@@ -23,8 +23,8 @@ from jpaged.executor.step.packing import PackedLayout
 from jpaged.executor.step.runner import Runner
 from jpaged.executor.step.state import initial_slot_state
 from jpaged.models import Model, ModelConfig, build, dense_causal_attend
-from jpaged.pallas_kernels import backends
-from jpaged.pallas_kernels.gated_product import LEAST_ROWS
+from jpaged.pallas_kernels import devices, registry
+from jpaged.pallas_kernels.gated_product.hopper_tiling import LEAST_ROWS
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.xdist_group("programs")  # one worker, which compiles once
@@ -69,7 +69,12 @@ def pool_bytes(model: Model) -> int:
 def start_of(slot: int, tokens: np.ndarray, blocks: list[int], *, max_len: int = 40, **changes) -> SlotStart:
     fields = {"num_computed_tokens": 0, "sampling": GREEDY, "seed": 0, "stop_token_ids": (), **changes}
     return SlotStart(
-        slot=slot, token_ids=tokens, prompt_len=len(tokens), block_ids=np.array(blocks), max_len=max_len, **fields
+        slot=slot,
+        token_ids=tokens,
+        prompt_len=len(tokens),
+        block_ids=np.array([blocks], np.int32),
+        max_len=max_len,
+        **fields,
     )
 
 
@@ -113,7 +118,7 @@ def test_chunks_and_decode_steps_continue_the_prompt_greedily(model, weights, ru
     steps = [runner.execute(plan(1, chunks=(Chunk(2, 6, prompt[6:], samples=True),)))]
     steps += [runner.execute(plan(2 + i, decode_slots=np.array([2], np.int32))) for i in range(6)]
     results = [step.result() for step in steps]
-    tokens = [int(result.token_ids[0]) for result in results]
+    tokens = [int(result.token_ids[0, 0]) for result in results]
     assert tokens == [*greedy(model, weights, prompt, 5), NO_TOKEN, NO_TOKEN]
     codes = [FinishCode(int(result.finish_codes[0])) for result in results]
     assert codes == [FinishCode.RUNNING] * 4 + [FinishCode.LENGTH] + [FinishCode.RUNNING] * 2
@@ -132,7 +137,7 @@ def test_a_slot_may_end_and_start_anew_in_one_plan(model, weights, runner):
         )
     )
     then = runner.execute(plan(2, decode_slots=np.array([0], np.int32)))
-    assert [int(s.result().token_ids[0]) for s in (step, then)] == greedy(model, weights, new, 2)
+    assert [int(s.result().token_ids[0, 0]) for s in (step, then)] == greedy(model, weights, new, 2)
 
 
 def test_a_slot_that_ended_writes_to_the_null_block_only(runner):
@@ -141,7 +146,7 @@ def test_a_slot_that_ended_writes_to_the_null_block_only(runner):
     before = [np.asarray(pool) for pool in runner.pools]
     runner.execute(plan(1, ends=np.array([1], np.int32)))
     step = runner.execute(plan(2, decode_slots=np.array([1], np.int32)))
-    assert step.result().token_ids.tolist() == [NO_TOKEN]
+    assert step.result().token_ids.tolist() == [[NO_TOKEN]]
     for old, new in zip(before, runner.pools, strict=True):
         np.testing.assert_array_equal(old[1:], np.asarray(new)[1:])
 
@@ -154,7 +159,7 @@ def test_a_stop_token_ends_the_slot_on_the_device(model, weights, runner):
     steps = [runner.execute(plan(0, starts=(started,), chunks=(Chunk(3, 0, prompt, samples=True),)))]
     steps += [runner.execute(plan(1 + i, decode_slots=np.array([3], np.int32))) for i in range(4)]
     results = [step.result() for step in steps]
-    tokens = [int(r.token_ids[0]) for r in results if r.token_ids[0] != NO_TOKEN]
+    tokens = [int(r.token_ids[0, 0]) for r in results if r.token_ids[0, 0] != NO_TOKEN]
     assert tokens == expected[: expected.index(stop) + 1]
     assert [int(r.finish_codes[0]) for r in results].count(FinishCode.STOP) == 1
 
@@ -163,11 +168,11 @@ def test_more_changes_than_one_buffer_holds_are_all_applied(model, weights, prog
     """Seven hundred block-table entries and every slot at once, through buffers that hold fewer."""
     prompt = np.random.default_rng(3).integers(0, VOCAB_SIZE, 4).astype(np.int32)
     starts = tuple(start_of(slot, prompt, [slot + 1]) for slot in range(4))
-    updates = np.array([(slot, 1 + i, 100 + 20 * slot + i) for slot in range(4) for i in range(15)], np.int32)
+    updates = np.array([(slot, 0, 1 + i, 100 + 20 * slot + i) for slot in range(4) for i in range(15)], np.int32)
     chunks = tuple(Chunk(slot, 0, prompt, samples=True) for slot in range(4))
     runner.execute(plan(0, starts=starts, chunks=chunks))
     step = runner.execute(plan(1, decode_slots=np.arange(4, dtype=np.int32), table_updates=updates))
-    assert step.result().token_ids.tolist() == [greedy(model, weights, prompt, 2)[1]] * 4
+    assert step.result().token_ids.tolist() == [greedy(model, weights, prompt, 2)[1:]] * 4
 
 
 def test_blocks_survive_host_memory_and_come_back_elsewhere(model, weights, runner):
@@ -178,7 +183,7 @@ def test_blocks_survive_host_memory_and_come_back_elsewhere(model, weights, runn
     chunks = (Chunk(0, 0, prompt, samples=True), Chunk(1, 6, prompt[:0], samples=True))
     steps = [runner.execute(plan(0, starts=(first, second), chunks=chunks))]
     both = np.array([0, 1], np.int32)
-    copied = {"copies": np.array([[2, 3]], np.int32), "table_updates": np.array([[0, 1, 3]], np.int32)}
+    copied = {"copies": np.array([[2, 3]], np.int32), "table_updates": np.array([[0, 0, 1, 3]], np.int32)}
     steps.append(runner.execute(plan(1, decode_slots=both, **copied)))
     out = HostCopy(7, np.array([1, 2], np.int32))
     steps.append(runner.execute(plan(2, ends=both[1:], swap_outs=(out,), decode_slots=both[:1])))
@@ -187,7 +192,7 @@ def test_blocks_survive_host_memory_and_come_back_elsewhere(model, weights, runn
     back = HostCopy(7, np.array([8, 9], np.int32))
     chunk = Chunk(1, 7, known[7:], samples=True)
     steps.append(runner.execute(plan(3, starts=(again,), swap_ins=(back,), chunks=(chunk,), decode_slots=both[:1])))
-    tokens = [step.result().token_ids.tolist() for step in steps]
+    tokens = [step.result().token_ids[:, 0].tolist() for step in steps]
     assert tokens == [[expected[0]] * 2, [expected[1]] * 2, [expected[2]], [expected[3], expected[2]]]
 
 
@@ -198,8 +203,8 @@ def test_a_beam_goes_on_from_another_slot_with_the_token_it_is_given(model, weig
         StepPlan(step_id=0, variant=SamplingVariant.BEAM, starts=(start_of(2, prompt, [4, 5]),), chunks=(chunk,))
     )
     result = step.result()
-    best, second = result.logprobs.top_ids[0, :2].tolist()
-    assert best == int(result.token_ids[0])
+    best, second = result.logprobs.top_ids[0, 0, :2].tolist()
+    assert best == int(result.token_ids[0, 0])
     moves = np.array([[0, 2, second], [2, 2, best]], np.int32)
     step = runner.execute(
         plan(
@@ -207,19 +212,19 @@ def test_a_beam_goes_on_from_another_slot_with_the_token_it_is_given(model, weig
             starts=(start_of(0, prompt, []),),
             beams=moves,
             copies=np.array([[5, 6]], np.int32),
-            table_updates=np.array([[0, 1, 6]], np.int32),
+            table_updates=np.array([[0, 0, 1, 6]], np.int32),
             decode_slots=np.array([0, 2], np.int32),
         )
     )
     followed = [greedy(model, weights, np.array([*prompt, token]), 1)[0] for token in (second, best)]
-    assert step.result().token_ids.tolist() == followed
+    assert step.result().token_ids[:, 0].tolist() == followed
 
 
 def test_padding_never_reaches_a_real_block_or_a_result(runner):
     """The pool is NaN wherever no token was written, and stays so."""
     prompt = np.arange(3, dtype=np.int32)
     step = runner.execute(plan(0, starts=(start_of(0, prompt, [5]),), chunks=(Chunk(0, 0, prompt, samples=True),)))
-    assert step.result().token_ids[0] != NO_TOKEN
+    assert step.result().token_ids[0, 0] != NO_TOKEN
     for pool in runner.pools:
         pool = np.asarray(pool)
         assert np.isfinite(pool[5, :, :, :3]).all()
@@ -233,12 +238,12 @@ def test_an_executable_refuses_another_shape_instead_of_compiling(programs):
         update(initial_slot_state(CONFIG), sampling_state.init_state(CONFIG.max_num_seqs), np.zeros((3,), np.int32))
 
 
-@pytest.mark.skipif(backends.mosaic_missing() is not None, reason=str(backends.mosaic_missing()))
-@pytest.mark.parametrize(("kernel_backend", "has_kernel"), [(None, True), ("mosaic", True), ("xla", False)])
+@pytest.mark.skipif(registry.missing("hopper") is not None, reason=str(registry.missing("hopper")))
+@pytest.mark.parametrize(("kernel_backend", "has_kernel"), [(None, True), ("hopper", True), ("xla", False)])
 def test_bodies_of_many_rows_have_the_kernel_of_gate_and_up_unless_the_backend_is_xla(
     monkeypatch, kernel_backend, has_kernel
 ):
-    monkeypatch.setattr(backends, "device_runs_mosaic", lambda: True)
+    monkeypatch.setattr(devices, "default_device", lambda: devices.Device("gpu", (9, 0)))
     model = build(ModelConfig.from_dict(tiny_model("llama-gqa-d64-tied").config), "bfloat16")
     shapes = {"block_size": 16, "decode_buckets": (4, LEAST_ROWS), "max_num_seqs": LEAST_ROWS}
     config = replace(CONFIG, **shapes, token_buckets=(LEAST_ROWS,), kernel_backend=kernel_backend)
@@ -260,7 +265,7 @@ def test_warm_up_leaves_no_trace(model, weights, runner):
     runner.warm_up()
     prompt = np.random.default_rng(4).integers(0, VOCAB_SIZE, 6).astype(np.int32)
     step = runner.execute(plan(0, starts=(start_of(0, prompt, [1, 2]),), chunks=(Chunk(0, 0, prompt, samples=True),)))
-    assert step.result().token_ids.tolist() == greedy(model, weights, prompt, 1)
+    assert step.result().token_ids.tolist() == [greedy(model, weights, prompt, 1)]
     assert all(np.isnan(np.asarray(pool)[3:]).all() for pool in runner.pools)
 
 
