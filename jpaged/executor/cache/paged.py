@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +36,13 @@ from jpaged.pallas_kernels import (
 
 Pools = tuple[Float[Array, "blocks 2 kv_heads block_size head_dim"], ...]
 
-POOL = PartitionSpec(None, None, MODEL_AXIS)
-"""How an array of the pool is split over a mesh: each device has its heads' part of every block."""
-
-STAGING = PartitionSpec(None, None, None, MODEL_AXIS)
-"""The same of the blocks that `gather` collects, [arrays, blocks, 2, kv_heads, block_size, head_dim]."""
-
 
 @dataclass(frozen=True)
 class PagedCache:
     """The pool of one device, for layers that keep `spec`.
+
+    pools_spec, staging_spec: how `pools` and `staging` are split over a mesh: each device has its heads' part of every
+        block.
 
     Raises:
         UnsupportedModelError: the layers cannot share a pool (`group_layers`).
@@ -53,6 +50,9 @@ class PagedCache:
 
     spec: CacheSpec
     config: ExecutorConfig
+
+    pools_spec: ClassVar[PartitionSpec] = PartitionSpec(None, None, MODEL_AXIS)
+    staging_spec: ClassVar[PartitionSpec] = PartitionSpec(None, None, None, MODEL_AXIS)
 
     @cached_property
     def grouping(self) -> Grouping:
@@ -71,7 +71,7 @@ class PagedCache:
 
     @property
     def staging(self) -> jax.ShapeDtypeStruct:
-        """The shape of what `gather` collects of a chunk of blocks."""
+        """The shape of what `gather` collects: [arrays, SWAP_CHUNK_BLOCKS, 2, kv_heads, block_size, head_dim]."""
         pools = self.pools
         return jax.ShapeDtypeStruct((len(pools), SWAP_CHUNK_BLOCKS, *pools[0].shape[1:]), pools[0].dtype)
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jpaged.executor.mesh import WHOLE, DeviceMesh
+from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start.cache_directories import cache_directory
 from jpaged.executor.start.compile_processes import CompileProcesses, are_many
 from jpaged.executor.start.executable_cache import KEPT_PLATFORMS, ExecutableCache
@@ -250,7 +250,7 @@ class Compiler:
     def _new_task(self, program: StepProgram) -> _Task:
         setup, signature = self.setup, program.signature(self.setup)
         args = tuple(self._arguments(program, signature))
-        specs = (*(self._held[name].spec for name in signature.updates), program.result_spec)
+        specs = (*(self._held[name].spec for name in signature.updates), program.result_spec(setup))
 
         def named(*args: Any) -> Any:
             updated, result = program.body(setup, **dict(zip(signature.takes, args, strict=True)))
@@ -267,14 +267,13 @@ class Compiler:
 
     def _arguments(self, program: StepProgram, signature: Signature) -> Iterator[Any]:
         """Shapes of what it takes, in order, on all devices together."""
-        inputs = program.inputs(self.setup)
+        inputs, specs = program.inputs(self.setup), program.input_specs(self.setup)
         for name in signature.takes:
             if name == PACKED:
                 assert isinstance(signature.layout, PackedLayout)
                 yield int32(signature.layout.size)
             elif name in inputs:
-                spec = program.input_specs.get(name, WHOLE)
-                yield inputs[name] if spec == WHOLE else self._mesh.split(inputs[name], spec)
+                yield self._mesh.split(inputs[name], specs[name]) if name in specs else inputs[name]
             else:
                 yield self._held[name].shapes
 

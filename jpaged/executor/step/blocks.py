@@ -13,7 +13,8 @@ import jax
 from jaxtyping import Array, Int
 
 from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS
-from jpaged.executor.cache.paged import STAGING, Pools
+from jpaged.executor.cache.paged import Pools
+from jpaged.executor.mesh import Specs
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, StepProgram
 
@@ -47,7 +48,6 @@ class GatherBlocks(StepProgram):
 
     kind = "gather_blocks"
     reads = ("pools",)
-    result_spec = STAGING
 
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
@@ -55,6 +55,9 @@ class GatherBlocks(StepProgram):
 
     def layout(self, setup: Setup) -> PackedLayout:
         return PackedLayout(block_ids=Field((SWAP_CHUNK_BLOCKS,), NULL_BLOCK))
+
+    def result_spec(self, setup: Setup) -> Specs:
+        return setup.cache.staging_spec
 
     def body(self, setup: Setup, *, pools: Pools, packed: Int[Array, " n"]) -> tuple[dict[str, object], jax.Array]:
         return {}, setup.cache.gather(pools, self.layout(setup).unpack(packed)["block_ids"])
@@ -65,7 +68,6 @@ class ScatterBlocks(StepProgram):
     """Puts one chunk's blocks into the pool; places of no interest name the null block."""
 
     kind = "scatter_blocks"
-    input_specs = {"staging": STAGING}  # noqa: RUF012  # never changed
 
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
@@ -79,6 +81,9 @@ class ScatterBlocks(StepProgram):
 
     def inputs(self, setup: Setup) -> dict[str, Any]:
         return {"staging": setup.cache.staging}
+
+    def input_specs(self, setup: Setup) -> dict[str, Specs]:
+        return {"staging": setup.cache.staging_spec}
 
     def body(
         self, setup: Setup, *, pools: Pools, staging: Array, packed: Int[Array, " n"]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jpaged.executor.cache.paged import POOL
 from jpaged.executor.mesh import EXCHANGE, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.step.program import Setup
@@ -54,7 +53,7 @@ def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
     held = {
         "weights": HeldShapes(weights, None),
         "head": HeldShapes(model.head_weights(weights), None),
-        "pools": HeldShapes(tuple(mesh.split(pool, POOL) for pool in cache.pools), POOL),
+        "pools": HeldShapes(tuple(mesh.split(pool, cache.pools_spec) for pool in cache.pools), cache.pools_spec),
         "state": HeldShapes(jax.eval_shape(lambda: initial_slot_state(cache)), WHOLE),
         "sampling": HeldShapes(jax.eval_shape(lambda: sampling_state.init_state(config.max_num_seqs)), WHOLE),
         "full": HeldShapes(full._replace(token_counts=mesh.split(full.token_counts, TOKEN_COUNTS)), full_spec),

@@ -25,7 +25,7 @@ The runner calls it, `self._run(CountActive(64), packed=buffer)`, and gets the r
 `kinds.KINDS`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -85,8 +85,6 @@ class StepProgram:
     reads: what it reads of what is held on the device.
     creates: what it makes anew of what is held on the device.
     consumes: inputs that are donated to it, whose memory its result takes.
-    input_specs: how inputs are split over a mesh; those not named are whole on each device.
-    result_spec: how its result is.
     body: what it computes: body(setup, **arrays) takes all that `Signature.takes` names, and gives what it updates and
         creates, by name, and its result.
     """
@@ -95,8 +93,6 @@ class StepProgram:
     reads: ClassVar[tuple[str, ...]] = ()
     creates: ClassVar[tuple[str, ...]] = ()
     consumes: ClassVar[tuple[str, ...]] = ()
-    input_specs: ClassVar[Mapping[str, Specs]] = {}
-    result_spec: ClassVar[Specs] = WHOLE
     body: ClassVar[Callable[..., tuple[dict[str, Any], Any]]]
 
     @classmethod
@@ -122,6 +118,14 @@ class StepProgram:
     def inputs(self, setup: Setup) -> dict[str, Any]:
         """Shapes of its other inputs, trees of `ShapeDtypeStruct`s by name, on one device. Other programs made them."""
         return {}
+
+    def input_specs(self, setup: Setup) -> dict[str, Specs]:
+        """How these are split over a mesh, by name; those not named are whole on each device."""
+        return {}
+
+    def result_spec(self, setup: Setup) -> Specs:
+        """How its result is split over a mesh."""
+        return WHOLE
 
     def product_rows(self, setup: Setup) -> int:
         """Rows of its matrix products; 0 if it has none."""

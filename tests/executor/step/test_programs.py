@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, HostCopy, SamplingVariant, SlotStart, StepPlan
 from jpaged.executor.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
@@ -154,6 +155,11 @@ def test_chunks_and_decode_steps_continue_the_prompt_greedily(model, weights, ru
     codes = [FinishCode(int(result.finish_codes[0])) for result in results]
     assert codes == [FinishCode.RUNNING] * 4 + [FinishCode.LENGTH] + [FinishCode.RUNNING] * 2
     assert all(step.is_ready() for step in steps)
+
+
+def test_a_plan_for_several_tokens_a_row_is_refused_by_name(runner):
+    with pytest.raises(InvalidParameterError, match="tokens_per_row=2 is not supported"):
+        runner.execute(plan(0, decode_slots=np.array([2], np.int32), tokens_per_row=2))
 
 
 def test_a_slot_may_end_and_start_anew_in_one_plan(model, weights, runner):
