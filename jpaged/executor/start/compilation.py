@@ -148,10 +148,10 @@ class Compiler:
         programs = [program for program in step_programs(self.setup) if program.uses_pool(self.setup)]
         if self._helpers is not None:
             # What is autotuned stays here: processes that time kernels at once on one device spoil each other's clock.
-            worth_sharing = [one for one in programs if one.product_rows(self.setup) > AUTOTUNED_ROWS]
-            missing = self._claim([self._task(program) for program in worth_sharing])
-            elsewhere = self._helpers.share_out(self.setup.config, [task.program for task in missing])
-            for task in missing:
+            missing = self._claim([self._task(one) for one in programs if one.product_rows(self.setup)])
+            worth_sharing = [task for task in missing if task.program.product_rows(self.setup) > AUTOTUNED_ROWS]
+            elsewhere = self._helpers.share_out(self.setup.config, [task.program for task in worth_sharing])
+            for task in worth_sharing:
                 if task.program in elsewhere and task.program not in self._pending:
                     self._pending[task.program] = _Pending(task, None, elsewhere[task.program])
         self.submit(programs)

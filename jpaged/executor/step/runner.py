@@ -157,8 +157,6 @@ class Runner:
                     f" form {self._num_groups}."
                 )
 
-    # What changed before the step's rows run
-
     def _end_and_start(self, ends: np.ndarray, starts: Sequence[SlotStart]) -> None:
         """Ends, then starts with their first blocks; the running sequences' new blocks ride with the step itself."""
         for start in starts:
@@ -236,8 +234,6 @@ class Runner:
         buffer, host = self._packed(_SCATTER)
         host["block_ids"][: len(copy.block_ids)] = copy.block_ids
         self._run(_SCATTER, staging=staging, packed=buffer)
-
-    # The step's rows
 
     def _run_decode(self, plan: StepPlan) -> Step:
         """A step of decode rows alone."""
@@ -358,8 +354,6 @@ class Runner:
         tokens = hidden.shape[0]
         size = bucket_for(tokens, self._config.scored_buckets)
         return hidden if size == tokens else self._run(WidenTokens(tokens, size), hidden=hidden)
-
-    # Calling programs
 
     def _packed(self, program: StepProgram) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """A buffer for what the host tells a program, all padding, and views of its fields."""
