@@ -66,7 +66,8 @@ class Linear(nnx.Module):
         outputs_first: bool = False,
     ) -> None:
         shape = outputs + inputs if outputs_first else inputs + outputs
-        x, y = ascii_lowercase[: len(inputs)], ascii_uppercase[: len(outputs)]
+        # einsum contracts axes in the order of their letters: the innermost first.
+        x, y = ascii_lowercase[: len(inputs)][::-1], ascii_uppercase[: len(outputs)]
         self._pattern = f"...{x},{y + x if outputs_first else x + y}->...{y}"
         self.kernel = parameter(rngs, Normal(std), shape, dtype, shard_axis, kv_heads=kv_heads, suffix="")
         first = 0 if outputs_first else len(inputs)  # of the kernel's axes of outputs
