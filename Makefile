@@ -59,6 +59,7 @@ docs: $(VENV)/.installed
 lint: install-test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/lint-imports
 
 types: install-test
 	$(BIN)/python -m mypy

@@ -17,12 +17,12 @@ from jpaged.api.version import __version__
 if TYPE_CHECKING:
     from jpaged.frontend.llm_engine import LLMEngine
     from jpaged.llm import LLM
-    from jpaged.serving.async_llm_engine import AsyncLLMEngine
+    from jpaged.processes.async_llm_engine import AsyncLLMEngine
 
 _LAZY = {  # `LLM` and `LLMEngine` import jax, which takes a second or two
     "LLM": "jpaged.llm",
     "LLMEngine": "jpaged.frontend.llm_engine",
-    "AsyncLLMEngine": "jpaged.serving.async_llm_engine",
+    "AsyncLLMEngine": "jpaged.processes.async_llm_engine",
 }
 
 __all__ = [

@@ -18,9 +18,9 @@ from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import Messages, ProcessedInput, Prompt, as_prompt_list
-from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.host.interrupt import Interruptible
-from jpaged.processes.replicas import start_engine
+from jpaged.processes.replicas import ReplicatedEngine
 from jpaged.text.tokenizer import Tokenizer
 
 
@@ -50,7 +50,7 @@ class LLM:
         if unknown:
             known = ", ".join(EngineArgs.__dataclass_fields__)
             raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; it has {known}.")
-        self.engine = start_engine(EngineArgs(model=model, **options))
+        self.engine = _start_engine(EngineArgs(model=model, **options))
         self._request_ids = map(str, count())
         self._turns = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever
         self._between_steps = _FairLock()  # around whatever reaches the engine
@@ -311,6 +311,16 @@ class LLM:
                         refresh=False,
                     )
         return finished
+
+
+def _start_engine(args: EngineArgs) -> LLMEngine | ReplicatedEngine:
+    """One engine, or as many replicas as `data_parallel_size` asks for.
+
+    Raises:
+        InvalidParameterError: replicas are asked for of a model over several processes.
+    """
+    check_one_host(args)
+    return LLMEngine(args) if args.data_parallel_size == 1 else ReplicatedEngine(args)
 
 
 @contextmanager

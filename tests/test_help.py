@@ -11,8 +11,7 @@ from jpaged.cli import BENCHMARKS, _parser
 from jpaged.scoring import files
 from jpaged.serving import batch
 from jpaged.serving.limits import ServerLimits
-from jpaged.serving.options import AppOptions
-from jpaged.serving.server import ServerOptions
+from jpaged.serving.options import AppOptions, ServerOptions
 
 COMMANDS = ("generate", "chat", "score", "run-batch", "serve", "worker", "convert")
 DEFAULTS = {
@@ -79,3 +78,9 @@ def test_every_option_of_a_command_says_what_it_means_and_its_default(command):
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_every_option_of_a_benchmark_says_what_it_means_and_its_default(benchmark, monkeypatch):
     _check(_benchmark_parser(benchmark, monkeypatch), {})
+
+
+def test_a_kernel_backend_may_be_given_by_its_alias():
+    arguments = _parser().parse_args(["serve", "--kernel-backend", "mosaic"])
+    assert arguments.kernel_backend == "hopper"
+    assert EngineArgs(kernel_backend="mosaic") == EngineArgs(kernel_backend="hopper")

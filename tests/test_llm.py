@@ -485,6 +485,7 @@ def test_parameters_with_another_output_kind_are_equal_in_all_else():
         ({"scheduling_policy": "random"}, InvalidParameterError, "scheduling_policy"),
         ({"kernel_backend": "triton"}, InvalidParameterError, "kernel_backend must be"),
         ({"kernel_backend": "hopper"}, InvalidParameterError, "kernel_backend='hopper' cannot serve this"),
+        ({"kernel_backend": "mosaic"}, InvalidParameterError, "kernel_backend='hopper' cannot serve this"),
         ({"preemption_mode": "kill"}, InvalidParameterError, "preemption_mode must be one of"),
         ({"swap_space": -1}, InvalidParameterError, "swap_space must be a number of GiB"),
         ({"swap_space": 1e9}, InvalidParameterError, "swap_space=1000000000.0 exceeds the .* GiB of memory"),

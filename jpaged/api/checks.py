@@ -4,7 +4,7 @@ Python's own are told by their type: asking an abstract class takes ten times as
 """
 
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 from jpaged.api.errors import InvalidParameterError, shown
 
@@ -34,6 +34,13 @@ def check_bool(name: str, value: object) -> None:
     """Raises InvalidParameterError for anything but True and False: what only counts as one is a mistake."""
     if not isinstance(value, bool):
         raise InvalidParameterError(f"{name} must be True or False, got {shown(value)}.")
+
+
+def check_choice(name: str, value: object, kind: Any) -> None:
+    """Raises InvalidParameterError if `value` is not of the values of the Literal type `kind`."""
+    if value not in get_args(kind):
+        choices = ", ".join(map(repr, get_args(kind)))
+        raise InvalidParameterError(f"{name} must be one of {choices}, got {shown(value)}.")
 
 
 def plain(value: Any) -> Any:

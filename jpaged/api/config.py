@@ -2,10 +2,10 @@
 
 import math
 import os
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
-from jpaged.api.checks import check_bool, check_integer, is_number, plain
+from jpaged.api.checks import check_bool, check_choice, check_integer, is_number, plain
 from jpaged.api.errors import InvalidParameterError, shown
 
 Policy = Literal["fcfs", "priority"]
@@ -25,8 +25,39 @@ def kernel_backend_called(name: str) -> str:
     return {"mosaic": "hopper"}.get(name, name)
 
 
+_FREE = {"free": True}
+"""Marks a field that engines on one runner may each have their own value of (`EngineArgs.differs_from`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class EngineArgs:
+class SchedulingOptions:
+    """The options that the scheduler takes as the user gave them; `EngineArgs` says what they mean.
+
+    Raises:
+        InvalidParameterError: a value of the wrong type or out of range.
+    """
+
+    enable_prefix_caching: bool = field(default=True, metadata=_FREE)
+    shared_prefix_attention: bool = field(default=False, metadata=_FREE)
+    watermark: float = field(default=0.01, metadata=_FREE)
+    pipeline_depth: int = field(default=2, metadata=_FREE)
+    preemption_mode: PreemptionMode = field(default="auto", metadata=_FREE)
+    host_prefix_cache: bool = field(default=False, metadata=_FREE)
+
+    def __post_init__(self) -> None:
+        check_choice("preemption_mode", self.preemption_mode, PreemptionMode)
+        check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
+        _check_fraction("watermark", self.watermark, zero_allowed=True)
+        for name in ("enable_prefix_caching", "shared_prefix_attention", "host_prefix_cache"):
+            check_bool(name, getattr(self, name))
+
+    def scheduling(self) -> dict[str, Any]:
+        """These options, by name."""
+        return {name: getattr(self, name) for name in SchedulingOptions.__dataclass_fields__}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs(SchedulingOptions):
     """What a user asks of an engine. None means: chosen to fit the model and the device.
 
     Args:
@@ -80,26 +111,20 @@ class EngineArgs:
     """
 
     model: str | None = None
-    tokenizer: str | None = None
+    tokenizer: str | None = field(default=None, metadata=_FREE)
     revision: str | None = None
     dtype: DType = "auto"
-    max_model_len: int | None = None
+    max_model_len: int | None = field(default=None, metadata=_FREE)
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
-    num_gpu_blocks_override: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    enable_prefix_caching: bool = True
-    shared_prefix_attention: bool = False
-    scheduling_policy: Policy = "fcfs"
-    watermark: float = 0.01
-    pipeline_depth: int = 2
-    swap_space: float = 4.0
-    preemption_mode: PreemptionMode = "auto"
-    host_prefix_cache: bool = False
+    num_gpu_blocks_override: int | None = field(default=None, metadata=_FREE)
+    max_num_seqs: int | None = field(default=None, metadata=_FREE)
+    max_num_batched_tokens: int | None = field(default=None, metadata=_FREE)
+    scheduling_policy: Policy = field(default="fcfs", metadata=_FREE)
+    swap_space: float = field(default=4.0, metadata=_FREE)
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
-    seed: int = 0
+    seed: int = field(default=0, metadata=_FREE)
     kernel_backend: KernelBackend | None = None
     tensor_parallel_size: int = 1
     one_shot_rows: int | None = None
@@ -108,10 +133,11 @@ class EngineArgs:
     num_processes: int | None = None
     process_id: int | None = None
     load_format: LoadFormat = "auto"
-    skip_tokenizer_init: bool = False
-    verbose: bool = True
+    skip_tokenizer_init: bool = field(default=False, metadata=_FREE)
+    verbose: bool = field(default=True, metadata=_FREE)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, what in (
             ("model", "a directory or a hub id, as a string"),
             ("tokenizer", "a directory or a hub id, as a string"),
@@ -121,15 +147,9 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidParameterError(f"{name} must be {what}, got {shown(value)}.")
-        for name, kind in (
-            ("dtype", DType),
-            ("load_format", LoadFormat),
-            ("scheduling_policy", Policy),
-            ("preemption_mode", PreemptionMode),
-        ):
-            if getattr(self, name) not in get_args(kind):
-                choices = ", ".join(map(repr, get_args(kind)))
-                raise InvalidParameterError(f"{name} must be one of {choices}, got {shown(getattr(self, name))}.")
+        check_choice("dtype", self.dtype, DType)
+        check_choice("load_format", self.load_format, LoadFormat)
+        check_choice("scheduling_policy", self.scheduling_policy, Policy)
         if isinstance(self.kernel_backend, str):
             object.__setattr__(self, "kernel_backend", kernel_backend_called(self.kernel_backend))
         if self.kernel_backend is not None and self.kernel_backend not in get_args(KernelBackend):
@@ -159,19 +179,11 @@ class EngineArgs:
             raise InvalidParameterError(
                 f"one_shot_rows={self.one_shot_rows} needs a tensor_parallel_size above 1: one device adds nothing up."
             )
-        check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
         check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
-        _check_fraction("watermark", self.watermark, zero_allowed=True)
         _check_swap_space(self.swap_space)
-        for name in (
-            "enable_prefix_caching",
-            "host_prefix_cache",
-            "shared_prefix_attention",
-            "skip_tokenizer_init",
-            "verbose",
-        ):
-            check_bool(name, getattr(self, name))
+        check_bool("skip_tokenizer_init", self.skip_tokenizer_init)
+        check_bool("verbose", self.verbose)
         if self.host_prefix_cache and not (self.enable_prefix_caching and self.swap_space):
             raise InvalidParameterError(
                 f"host_prefix_cache=True needs enable_prefix_caching=True and a swap_space above 0, got "
@@ -185,6 +197,15 @@ class EngineArgs:
             _check_buckets(name, getattr(self, name))
         for name in self.__dataclass_fields__:
             object.__setattr__(self, name, plain(getattr(self, name)))
+
+    def differs_from(self, started: "EngineArgs") -> str | None:
+        """The name of an option whose value is another than the runner was started with, and may not be; None if an
+        engine with these options can run on that runner.
+        """
+        for one in fields(EngineArgs):
+            if not one.metadata.get("free") and getattr(self, one.name) != getattr(started, one.name):
+                return one.name
+        return None
 
 
 def host_memory() -> int:

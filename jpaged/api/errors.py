@@ -62,3 +62,16 @@ class MissingPackageError(JPagedError, ImportError):
 
 class EngineDeadError(JPagedError, RuntimeError):
     """The engine met an internal error and cannot go on; the original exception is its `__cause__`."""
+
+
+def error_of(kind: str, message: str) -> JPagedError:
+    """An error that another process reported, as an exception of this one.
+
+    kind: the name of its type. A type that is not one of the above becomes an `EngineDeadError` that names it.
+    """
+    if kind in _TYPES:
+        return _TYPES[kind](message)
+    return EngineDeadError(f"{kind}: {message}")
+
+
+_TYPES = {name: kind for name, kind in globals().items() if isinstance(kind, type) and issubclass(kind, JPagedError)}

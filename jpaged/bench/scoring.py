@@ -37,7 +37,7 @@ from jpaged.bench.report import write_report
 from jpaged.executor.start.memory import reserve_device_memory
 from jpaged.models import Model, ModelConfig, build, resolve
 from jpaged.scoring import Scorer
-from jpaged.scoring.files import SHARD_SIZE, size_of
+from jpaged.scoring.files import SHARD_SIZE, ScoreShards, size_of
 from jpaged.scoring.inputs import Record
 from jpaged.scoring.jobs import shards_of
 from jpaged.scoring.shards import Entry
@@ -174,7 +174,7 @@ def measure_workers(options: dict[str, Any], rows: list[dict], args: argparse.Na
     """The same by worker processes, shard files and all; their start is part of the warm-up."""
     with tempfile.TemporaryDirectory() as directory:
         settings = {"window": None, "stride": None, "add_special_tokens": True, "logprobs": False, "suffix": ".jsonl"}
-        work = Work("score", directory, settings | {"engine": options})
+        work = Work(ScoreShards, settings | {"engine": options}, Path(directory))
         records = [Record(i, "rows", i + 1, row) for i, row in enumerate(rows)]
         seconds = []
         with WorkerPool(work, args.data_parallel_size, args.tensor_parallel_size) as pool:

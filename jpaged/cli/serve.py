@@ -127,8 +127,8 @@ def run(args: argparse.Namespace) -> int:
 
     gc.disable()  # a Ctrl-C that meets a collection would be lost in JAX's callback; and imports make no garbage
     try:
-        from jpaged.serving.options import DEMO_MODEL_NAME, AppOptions
-        from jpaged.serving.server import LOG_FORMAT, ServerOptions, default_api_workers, serve
+        from jpaged.serving.options import DEMO_MODEL_NAME, AppOptions, ServerOptions
+        from jpaged.serving.server import LOG_FORMAT, default_api_workers, serve
     finally:
         gc.enable()
 

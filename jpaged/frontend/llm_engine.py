@@ -87,14 +87,9 @@ class LLMEngine(RequestIntake):
                 "max_num_batched_tokens", args.max_num_batched_tokens, config.token_buckets[-1]
             ),
             max_model_len=_at_most("max_model_len", args.max_model_len, config.max_model_len),
-            enable_prefix_caching=args.enable_prefix_caching,
-            shared_prefix_attention=args.shared_prefix_attention,
             policy=args.scheduling_policy,
-            watermark=args.watermark,
-            pipeline_depth=args.pipeline_depth,
             num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
-            preemption_mode=args.preemption_mode,
-            host_prefix_cache=args.host_prefix_cache,
+            **args.scheduling(),
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
@@ -112,7 +107,7 @@ class LLMEngine(RequestIntake):
 
     @property
     def core(self) -> EngineCore:
-        """Scheduler and executor, for a caller that processes inputs and outputs itself (`jpaged.serving`)."""
+        """Scheduler and executor, for a caller that processes inputs and outputs itself (`jpaged.processes`)."""
         return self._core
 
     @property
@@ -255,25 +250,13 @@ class LLMEngine(RequestIntake):
         self.startup.user = self._reference
 
 
-_FREE_TO_DIFFER = {
-    "tokenizer",
-    "max_model_len",
-    "num_gpu_blocks_override",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "enable_prefix_caching",
-    "shared_prefix_attention",
-    "scheduling_policy",
-    "watermark",
-    "pipeline_depth",
-    "swap_space",
-    "preemption_mode",
-    "host_prefix_cache",
-    "seed",
-    "skip_tokenizer_init",
-    "verbose",
-}
-"""Options that an engine on a runner started before may have of its own."""
+def check_one_host(args: EngineArgs) -> None:
+    """Raises InvalidParameterError if replicas are asked for of a model over several processes."""
+    if args.data_parallel_size > 1 and Cluster.find(args) is not None:
+        raise InvalidParameterError(
+            f"data_parallel_size={args.data_parallel_size} is for one host; with num_processes, use"
+            f" tensor_parallel_size, or start one engine a host."
+        )
 
 
 def _start(args: EngineArgs, directory: Path) -> Startup:
@@ -292,12 +275,12 @@ def _start(args: EngineArgs, directory: Path) -> Startup:
 
 
 def _same_start(args: EngineArgs, startup: Startup) -> Startup:
-    for name in EngineArgs.__dataclass_fields__:
-        if name not in _FREE_TO_DIFFER and getattr(args, name) != getattr(startup.args, name):
-            raise InvalidParameterError(
-                f"{name}={getattr(args, name)!r} differs from the {getattr(startup.args, name)!r} that the runner was "
-                f"started with; start a new one."
-            )
+    name = args.differs_from(startup.args)
+    if name is not None:
+        raise InvalidParameterError(
+            f"{name}={getattr(args, name)!r} differs from the {getattr(startup.args, name)!r} that the runner was "
+            f"started with; start a new one."
+        )
     if startup.runner.closed:
         raise InvalidParameterError("startup was that of an engine that was closed; start a new one.")
     if args.shared_prefix_attention and not startup.args.shared_prefix_attention:

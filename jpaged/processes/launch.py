@@ -1,9 +1,9 @@
-"""Starts the engine processes of a server, one for each replica, and gives every API process a socket to each.
+"""Starts engine processes, one for each replica, and gives every client a socket to each.
 
-    API process 0   links[0].sockets[0] ----------- replica 0: engine process
-                    links[0].sockets[1] ---. .----'
-    API process 1   links[1].sockets[0] ---|-'
-                    links[1].sockets[1] ---'------- replica 1: engine process
+    client 0   links[0].sockets[0] ----------- replica 0: engine process
+               links[0].sockets[1] ---. .----'
+    client 1   links[1].sockets[0] ---|-'
+               links[1].sockets[1] ---'------- replica 1: engine process
 
 All are ends of socket pairs: nothing listens anywhere, and whoever ends, the kernel tells the others.
 """
@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 from jpaged.api.config import EngineArgs
 from jpaged.host.devices import package_environment, replica_environments
 from jpaged.processes.board import Board, shared_memory
-from jpaged.processes.wire import Start, frame
-from jpaged.serving.metrics import NUM_COLUMNS
+from jpaged.processes.request_metrics import NUM_COLUMNS
+from jpaged.processes.wire import Reports, Start, frame
 
 _SOCKET_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Link:
-    """What an API process has of the engine: a socket to each replica, and its row of the board."""
+    """What a client has of the engine: a socket to each replica, and its row of the board."""
 
     sockets: list[socket.socket]
     board: Board
@@ -36,18 +36,18 @@ class Link:
 class EngineProcesses:
     """The replicas of a model, starting.
 
-    args: `data_parallel_size` of them. num_clients: API processes that will talk to them; if there are several, all but
-        this one's links are to be inherited, by `pass_fds`.
+    args: `data_parallel_size` of them. num_clients: that will talk to them; if there are several, all but this
+        process's links are to be inherited, by `pass_fds`. reports: what the clients are told of each step.
 
     Attributes:
         links: for each client.
         board_fd: of the memory of their boards; -1 with one client.
 
     Raises:
-        InvalidParameterError: there are fewer GPUs than the replicas need.
+        InvalidParameterError: as `replica_environments`.
     """
 
-    def __init__(self, args: EngineArgs, num_clients: int = 1) -> None:
+    def __init__(self, args: EngineArgs, num_clients: int = 1, reports: Reports = "steps") -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         num_replicas = args.data_parallel_size
         environments = replica_environments(args, os.environ) if num_replicas > 1 else [package_environment(os.environ)]
@@ -65,7 +65,7 @@ class EngineProcesses:
             for link, (ours, _) in zip(self.links, pairs, strict=True):
                 link.sockets.append(ours)
             own = replace(args, verbose=args.verbose and replica == 0)
-            self.links[0].sockets[replica].sendall(frame(Start(own)))
+            self.links[0].sockets[replica].sendall(frame(Start(own, reports)))
 
     @property
     def pids(self) -> list[int]:
@@ -113,4 +113,5 @@ def _start(sockets: list[socket.socket], environment: Mapping[str, str]) -> subp
         stdin=subprocess.DEVNULL,
         pass_fds=fds,
         env=environment,
+        process_group=0,  # Ctrl-C is for this process, which deals with it
     )

@@ -6,40 +6,32 @@
 
 Processes, not threads: a step loop spends some 0.5 ms of Python on each step, and one interpreter would make the
 replicas take turns (`benchmarks/replicas.py` measures it). A replica sees only its own GPUs, so JAX in it needs
-no telling where to go. This process never touches a device. The replicas' pipes are inherited, nothing listens
-anywhere; a replica whose pipe closes ends itself.
+no telling where to go. This process never touches a device, and each replica makes its own text.
 
-    to a replica      Call                  a request to queue or to abort, or a question to all
-    from a replica    Ready | Failed        once; Failed later, too, if the engine fails
-                      list of outputs       of a step
-                      Refused, Aborted, Reply
-
-Replicas read whatever they do, so sending never waits for long. What comes from them is read in `step`, or while a
-reply is waited for; then outputs and refusals are kept for `step`.
+A replica is an engine process (`engine_process.py`) that reports outputs; `wire.py` has the messages. It reads between
+steps, so sending never waits for long. What comes from it is read in `step`, or while an answer is waited for; then
+outputs and refusals are kept for `step`.
 """
 
+import itertools
 import os
-import pickle
+import select
 import signal
-import socket
-import subprocess
 import sys
 import time
 import uuid
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
-from itertools import count
-from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError, shown
+from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError, error_of, shown
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.assets import demo_model_path
@@ -47,15 +39,35 @@ from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.request import Request, checked_salt
 from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
-from jpaged.executor.distributed import Cluster
 from jpaged.frontend.generation_config import get_default_sampling_params
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.frontend.intake import RequestIntake
-from jpaged.frontend.llm_engine import LLMEngine
-from jpaged.host.devices import replica_environments
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.hub import resolve
+from jpaged.processes.launch import EngineProcesses
+from jpaged.processes.links import SyncLink
 from jpaged.processes.router import Router
+from jpaged.processes.wire import (
+    Abort,
+    Add,
+    Answer,
+    Call,
+    Changed,
+    Error,
+    Failed,
+    FromEngine,
+    GetStats,
+    Outputs,
+    PinPrefix,
+    Question,
+    Ready,
+    Refused,
+    ResetPrefixCache,
+    Stats,
+    ToEngine,
+    UnpinPrefix,
+    frame,
+)
 from jpaged.text.tokenizer import Tokenizer
 
 _WAIT_S = 0.05
@@ -67,55 +79,30 @@ _STOP_S = 10.0
 _COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 """Of a request that is there to put its prompt into the prefix cache."""
 
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A method of the replica's engine to call. number: of a question; its value comes as a `Reply` of this number."""
-
-    method: str
-    arguments: Sequence[Any] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    number: int | None = None
+_AnswerT = TypeVar("_AnswerT", Stats, Changed)
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A replica's first word. limits: of a request. devices: what it runs on, in words."""
-
-    limits: RequestLimits
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    devices: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a question's method returned, or raised."""
-
-    number: int
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A request that a replica would not take."""
+class _Open:
+    """A request whose end `step` has not told yet. prompt, prompt_token_ids: as its outputs show them."""
 
     request_id: str
-    error: JPagedError
+    handle: int
+    prompt: str | None
+    prompt_token_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """Nothing more will come of these requests."""
+class _Replica:
+    """An engine process.
 
-    request_ids: Sequence[str]
+    Attributes:
+        ready: what it is like, once it serves. answer: the last one that came.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A replica cannot start or go on."""
-
-    error: Exception
+    def __init__(self, link: SyncLink) -> None:
+        self.link = link
+        self.ready: Ready | None = None
+        self.answer: Answer | None = None
 
 
 class ReplicatedEngine(RequestIntake):
@@ -133,63 +120,66 @@ class ReplicatedEngine(RequestIntake):
         directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
         self.args = args
         self.num_replicas = args.data_parallel_size
-        self._open: set[str] = set()  # requests whose end `step` has not told yet
+        self.tokenizer = None
+        self._open: dict[str, _Open] = {}
+        self._by_handle: dict[int, _Open] = {}
         self._outputs: list[RequestOutput] = []  # for `step` to return
-        self._refused: list[Refused] = []  # for `step` to raise
+        self._refused: list[tuple[_Open, JPagedError]] = []  # for `step` to raise
         self._ended = ""  # why the engine can do nothing more
         self._failure: BaseException | None = None
-        environments = replica_environments(args, os.environ)
-        self.tokenizer = None
-        if not args.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.load(args.tokenizer or directory)
-            set_objects_apart()
-        self.default_sampling_params = get_default_sampling_params(directory)
+        self._arrived = 0
+        self._handles, self._call_ids = itertools.count(1), itertools.count(1)
         begun = time.perf_counter()
-        own = replace(args, model=str(directory), data_parallel_size=1)
-        self._replicas = [
-            _Replica(index, replace(own, verbose=args.verbose and index == 0), environment)
-            for index, environment in enumerate(environments)
-        ]
-        self._finalizer = weakref.finalize(self, _stop, self._replicas)
+        self._processes = EngineProcesses(replace(args, model=str(directory)), reports="outputs")
+        links = [SyncLink(index, sock) for index, sock in enumerate(self._processes.links[0].sockets)]
+        self._finalizer = weakref.finalize(self, _stop, links, self._processes)
         _engines.add(self)
+        self._replicas = [_Replica(link) for link in links]
+        self._by_fd = {replica.link.sock.fileno(): replica for replica in self._replicas}
+        self._poll = select.poll()
+        for fd in self._by_fd:
+            self._poll.register(fd, select.POLLIN)
         try:
-            ready = [replica.wait_until_ready() for replica in self._replicas]
+            if not args.skip_tokenizer_init:
+                self.tokenizer = Tokenizer.load(args.tokenizer or directory)
+                set_objects_apart()
+            self.default_sampling_params = get_default_sampling_params(directory)
+            ready = [self._wait_until_ready(replica) for replica in self._replicas]
         except BaseException:
             self.close()
             raise
-        limits = RequestLimits.least(hello.limits for hello in ready)
+        limits = RequestLimits.least(one.limits for one in ready)
         self.max_model_len = limits.max_model_len
         self.vocab_size = ready[0].vocab_size
         self.eos_token_ids = ready[0].eos_token_ids
         self._inputs = InputProcessor(self.tokenizer, self.vocab_size, limits, self.eos_token_ids)
         self._router = Router(self.num_replicas, match_prefixes=args.enable_prefix_caching)
-        self._arrived = 0
-        self._numbers = count()
-        self._limits_are_known = True
         if args.verbose:
             seconds = time.perf_counter() - begun
             print(
-                f"  {self.num_replicas} replicas of {ready[0].devices} ready after {seconds:.1f} s",
+                f"  {self.num_replicas} replicas of {ready[0].device} ready after {seconds:.1f} s",
                 file=sys.stderr,
                 flush=True,
             )
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the replicas."""
+        return self._processes.pids
 
     def queue(self, request: Request, checked: ProcessedInput) -> None:
         """Sends a request to the replica that will be done with it first, which may begin with it at once; as
         `RequestIntake.queue`."""
         self._check_alive()
         self._check_new(request.request_id)
-        params = _own_class(request.sampling if request.beam is None else request.beam)
-        if isinstance(params, SamplingParams) and params.seed is None:
-            params = replace(params, seed=default_seed(self.args.seed, self._arrived))
+        request.sampling, request.beam = _own_class(request.sampling), request.beam and _own_class(request.beam)
+        if request.beam is None and request.sampling.seed is None:
+            request.sampling = replace(request.sampling, seed=default_seed(self.args.seed, self._arrived))
         self._arrived += 1
         room, most = self.max_model_len - request.prompt_len, request.sampling.max_tokens
         new_tokens = (room if most is None else min(room, most)) * request.num_sequences
-        sent: dict[str, Any] = {"prompt_token_ids": checked.prompt_token_ids}
-        if checked.prompt is not None:
-            sent["prompt"] = str.__str__(checked.prompt)
-        options = {"arrival_time": request.stats.arrival_time}
-        self._route("add_request", request, checked.prompt_token_ids, new_tokens, (sent, params), options)
+        one = self._numbered(request, checked.prompt, checked.prompt_token_ids)
+        self._route(one, request, checked.prompt_token_ids, new_tokens)
 
     def add_score_request(
         self,
@@ -211,7 +201,7 @@ class ReplicatedEngine(RequestIntake):
         self._check_new(request.request_id)
         assert request.score_targets is not None
         tokens = [*request.prompt_token_ids.tolist(), int(request.score_targets[-1])]
-        self._route("add_score_request", request, tokens, 0, (np.array(tokens, np.int32), int(first_scored)), {})
+        self._route(self._numbered(request, None, []), request, tokens, 0)
 
     def step(self) -> list[RequestOutput]:
         """Outputs that have come from any replica; waits for some for at most 50 ms.
@@ -224,30 +214,31 @@ class ReplicatedEngine(RequestIntake):
         if not self._refused:
             self._collect(0 if self._outputs else _WAIT_S)
         if self._refused:
-            refused = self._refused.pop(0)
-            self._open.discard(refused.request_id)
-            raise type(refused.error)(f"Request {refused.request_id!r}: {refused.error}") from refused.error
+            refused, error = self._refused.pop(0)
+            self._forget(refused)
+            raise type(error)(f"Request {refused.request_id!r}: {error}") from error
         outputs, self._outputs = self._outputs, []
-        self._open.difference_update(output.request_id for output in outputs if output.finished)
+        for output in outputs:
+            if output.finished:
+                self._forget(self._open[output.request_id])
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests and frees what they hold; no output will come for them. Unknown ids are passed over."""
-        ids = self._open.intersection(request_ids_to_abort(request_ids))
-        self._open -= ids
+        ids = self._open.keys() & set(request_ids_to_abort(request_ids))
         self._outputs = [output for output in self._outputs if output.request_id not in ids]
-        self._refused = [refused for refused in self._refused if refused.request_id not in ids]
-        by_replica: dict[int, list[str]] = {}
+        self._refused = [(one, error) for one, error in self._refused if one.request_id not in ids]
+        by_replica: dict[int, list[int]] = {}
         for request_id in ids:
-            replica = self._router.replica_of(request_id)
+            one, replica = self._open[request_id], self._router.replica_of(request_id)
+            self._forget(one)
             if replica is not None:
                 self._router.finish(request_id)
-                by_replica.setdefault(replica, []).append(request_id)
-        for replica, of_replica in by_replica.items():
+                by_replica.setdefault(replica, []).append(one.handle)
+        for index, handles in by_replica.items():
             if not self._ended:
-                self._replicas[replica].aborting.update(of_replica)
                 with suppress(EngineDeadError):  # they have ended, too; the next call says so
-                    self._send(replica, _pickled(Call("abort_request", (of_replica,))))
+                    self._send(self._replicas[index], frame(Abort(handles)))
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
@@ -255,13 +246,16 @@ class ReplicatedEngine(RequestIntake):
 
     def get_metrics(self) -> EngineStats:
         """The sum of the replicas' counters and occupancy."""
-        return EngineStats.total(self._ask_all("get_metrics"))
+        return EngineStats.total(self.get_replica_metrics())
+
+    def get_replica_metrics(self) -> list[EngineStats]:
+        """The counters and occupancy of each replica."""
+        return [answer.stats for answer in self._ask_all(GetStats(), Stats)]
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. Returns False where a replica had requests running and did nothing."""
         self._router.forget_prefixes()
-        self._limits_are_known = False
-        return all(self._ask_all("reset_prefix_cache"))
+        return all(self._change(ResetPrefixCache()))
 
     def pin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> int:
         """Computes a prompt on every replica, and keeps the beginning of it in the prefix cache of each, as
@@ -274,36 +268,36 @@ class ReplicatedEngine(RequestIntake):
             OutOfMemoryError: too little of a replica's pool would be left; nothing is pinned on any.
         """
         self._check_alive()
-        tokens, salt = self._inputs.process(prompt, _COMPUTE_ONLY).prompt_token_ids, checked_salt(cache_salt)
-        sent = {"prompt_token_ids": tokens}
-        request_ids = [f"pin-{uuid.uuid4()}" for _ in self._replicas]
-        self._open.update(request_ids)
+        salt = checked_salt(cache_salt)
+        requests = [
+            self._inputs.request(f"pin-{uuid.uuid4()}", prompt, _COMPUTE_ONLY, cache_salt=salt) for _ in self._replicas
+        ]
         try:
-            for index, request_id in enumerate(request_ids):
-                self._router.assign(request_id, index, tokens, 1, salt)
-                call = Call("add_request", (request_id, sent, _COMPUTE_ONLY), {"cache_salt": salt})
-                self._send(index, _pickled(call))
-            while any(self._router.replica_of(request_id) is not None for request_id in request_ids):
+            for replica, (request, checked) in zip(self._replicas, requests, strict=True):
+                tokens = checked.prompt_token_ids
+                self._router.assign(request.request_id, replica.link.index, tokens, 1, salt)
+                one = self._numbered(request, None, tokens)
+                self._submit(replica, one, _framed(Add.of(one.handle, request)))
+            while any(self._router.replica_of(request.request_id) is not None for request, _ in requests):
                 self._collect(_WAIT_S)
-            for refused in self._refused:
-                if refused.request_id in request_ids:
-                    raise refused.error
+            for refused, error in self._refused:
+                if any(refused.request_id == request.request_id for request, _ in requests):
+                    raise error
         finally:
-            self.abort_request(request_ids)  # what came of them is for nobody
-        self._limits_are_known = False
+            self.abort_request([request.request_id for request, _ in requests])  # what came of them is for nobody
+        token_ids = requests[0][0].prompt_token_ids.tobytes()
         try:
-            return min(self._ask_all("pin_prefix", sent, salt))
+            return min(self._change(PinPrefix(token_ids, salt)))
         except JPagedError:
             if not self._ended:
-                self._ask_all("unpin_prefix", sent, salt)
+                self._change(UnpinPrefix(token_ids, salt))
             raise
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
         self._check_alive()
-        tokens = self._inputs.process(prompt, _COMPUTE_ONLY).prompt_token_ids
-        self._limits_are_known = False
-        return any(self._ask_all("unpin_prefix", {"prompt_token_ids": tokens}, checked_salt(cache_salt)))
+        tokens = np.array(self._inputs.process(prompt, _COMPUTE_ONLY).prompt_token_ids, np.int32)
+        return any(self._change(UnpinPrefix(tokens.tobytes(), checked_salt(cache_salt))))
 
     def close(self) -> None:
         """Ends the replicas; the engine is of no more use. Called when it is collected, too. The second time it does
@@ -311,96 +305,115 @@ class ReplicatedEngine(RequestIntake):
         self._ended = self._ended or "The engine was closed; start another one."
         self._finalizer()
 
-    def _route(
-        self,
-        method: str,
-        request: Request,
-        tokens: Sequence[int],
-        new_tokens: int,
-        arguments: Sequence[Any],
-        options: Mapping[str, Any],
-    ) -> None:
-        """Sends a checked request to the replica that will be done with it first. All that is sent is of types that
-        every process knows."""
-        request_id, salt = request.request_id, request.cache_salt
-        options = {**options, "priority": request.priority, "cache_salt": salt}
-        message = _pickled(Call(method, (request_id, *arguments), options))
-        replica = self._router.route(request_id, tokens, new_tokens, salt)
-        self._open.add(request_id)
+    def _numbered(self, request: Request, prompt: str | None, prompt_token_ids: list[int]) -> _Open:
+        text = None if prompt is None else str.__str__(prompt)
+        return _Open(request.request_id, next(self._handles), text, prompt_token_ids)
+
+    def _route(self, one: _Open, request: Request, tokens: Sequence[int], new_tokens: int) -> None:
+        """Sends a checked request to the replica that will be done with it first."""
+        message = _framed(Add.of(one.handle, request))  # before anything is counted
+        index = self._router.route(request.request_id, tokens, new_tokens, request.cache_salt)
+        self._submit(self._replicas[index], one, message)
+
+    def _submit(self, replica: _Replica, one: _Open, message: bytes) -> None:
+        self._open[one.request_id] = self._by_handle[one.handle] = one
         self._send(replica, message)
+
+    def _forget(self, one: _Open) -> None:
+        del self._open[one.request_id], self._by_handle[one.handle]
 
     def _check_new(self, request_id: str) -> None:
         if request_id in self._open:
             raise InvalidParameterError(f"request_id={request_id!r} is in use by an unfinished request.")
 
-    def _send(self, index: int, message: bytes) -> None:
-        replica = self._replicas[index]
+    def _send(self, replica: _Replica, message: bytes) -> None:
         with self._unbroken():
             try:
-                replica.connection.send_bytes(message)
-                return
+                replica.link.send(message)
             except OSError:
-                error = replica.death()
-        self._fail(error)
+                while True:  # until its last words, or its end
+                    self._receive(replica)
 
     def _collect(self, timeout_s: float) -> None:
-        """Waits so long for messages of any replica, and takes one of each that has some."""
-        by_connection = {replica.connection: replica for replica in self._replicas}
-        for connection in wait(list(by_connection), timeout_s):
-            self._receive(by_connection[connection])  # type: ignore[index]
+        """Waits so long for messages of any replica, and takes what has come of each."""
+        for fd, _ in self._poll.poll(timeout_s * 1000):
+            self._receive(self._by_fd[fd])
 
-    def _receive(self, replica: "_Replica") -> None:
-        """Takes a replica's next message; what it says of requests that were aborted is left out."""
+    def _receive(self, replica: _Replica) -> None:
+        """Waits for something of a replica and takes the messages that it completes."""
         with self._unbroken():
-            message = replica.receive()
-        if isinstance(message, Failed):
-            self._fail(message.error)
-        elif isinstance(message, Reply):
-            replica.reply = message
-        elif isinstance(message, Aborted):
-            replica.aborting -= Counter(message.request_ids)
-        elif isinstance(message, Refused):
-            if self._expects(replica, message.request_id):
-                self._router.finish(message.request_id)
-                self._refused.append(message)
-        else:
-            for output in message:
-                if self._expects(replica, output.request_id):
-                    self._outputs.append(output)
+            try:
+                messages = replica.link.receive()
+            except EOFError as error:
+                raise self._death(replica) from error
+            for message in messages:
+                self._take(replica, message)
+
+    def _take(self, replica: _Replica, message: FromEngine) -> None:
+        """Takes a message; what it says of requests that were aborted is left out."""
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                one = self._by_handle.get(output.handle)
+                if one is not None:
+                    self._outputs.append(output.request_output(one.request_id, one.prompt, one.prompt_token_ids))
                     if output.finished:
-                        self._router.finish(output.request_id)
+                        self._router.finish(one.request_id)
+        elif isinstance(message, Answer):
+            replica.answer = message
+        elif isinstance(message, Refused):
+            one = self._by_handle.get(message.handle)
+            if one is not None:
+                self._router.finish(one.request_id)
+                self._refused.append((one, error_of(message.kind, message.message)))
+        elif isinstance(message, Ready):
+            replica.ready = message
+        elif isinstance(message, Failed):
+            raise error_of(message.kind, message.message)
 
-    def _expects(self, replica: "_Replica", request_id: str) -> bool:
-        """Whether what a replica says of a request is of the one that has this id now: the id of an aborted request is
-        free at once, while its replica may not know yet."""
-        return self._router.replica_of(request_id) is not None and request_id not in replica.aborting
+    def _wait_until_ready(self, replica: _Replica) -> Ready:
+        """Raises what went wrong in the replica, as it would without one."""
+        while replica.ready is None:
+            self._receive(replica)
+        return replica.ready
 
-    def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of each replica returns. Outputs and refusals that come in between are kept for `step`.
+    def _ask_all(self, question: Question, kind: type[_AnswerT]) -> list[_AnswerT]:
+        """Each replica's answer, of the kind that the question has. Outputs and refusals that come in between are kept
+        for `step`.
 
         Raises: what it raised in one of them.
         """
         self._check_alive()
-        number = next(self._numbers)
-        question = _pickled(Call(method, arguments, number=number))
-        for index in range(self.num_replicas):
-            self._send(index, question)
-        replies = []
+        call_id = next(self._call_ids)
+        message = frame(Call(call_id, question))
         for replica in self._replicas:
-            while replica.reply is None or replica.reply.number != number:
+            self._send(replica, message)
+        values = []
+        for replica in self._replicas:
+            while replica.answer is None or replica.answer.call_id != call_id:
                 self._receive(replica)
-            replies.append(replica.reply.value)
-        for reply in replies:
-            if isinstance(reply, JPagedError):
-                raise reply
-        return replies
+            values.append(replica.answer.value)
+        for value in values:
+            if isinstance(value, Error):
+                raise error_of(value.kind, value.message)
+        return [value for value in values if isinstance(value, kind)]
+
+    def _change(self, question: ResetPrefixCache | PinPrefix | UnpinPrefix) -> list[int]:
+        """Changes the replicas' prefix caches, and with them what a request must keep to."""
+        answers = self._ask_all(question, Changed)
+        self._inputs.limits = RequestLimits.least(answer.limits for answer in answers)
+        return [answer.value for answer in answers]
+
+    def _death(self, replica: _Replica) -> EngineDeadError:
+        """Why a replica does not answer."""
+        index = replica.link.index
+        code = self._processes.exit_code(index, _STOP_S)
+        if code is None:
+            return EngineDeadError(f"Replica {index} closed its socket.")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return EngineDeadError(f"Replica {index} {how}; what it wrote to stderr may say why.")
 
     def _check_ready(self) -> None:
-        """Asks the replicas what a request must keep to, where prefixes may have been pinned since."""
         self._check_alive()
-        if not self._limits_are_known:
-            self._inputs.limits = RequestLimits.least(self._ask_all("request_limits"))
-            self._limits_are_known = True
 
     def _check_alive(self) -> None:
         if self._ended:
@@ -408,109 +421,36 @@ class ReplicatedEngine(RequestIntake):
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
-        """For what leaves a pipe in the middle of a message if it is broken off, by Ctrl-C say: then it is of no more
-        use. (`LLM` and the commands hold Ctrl-C back.)"""
+        """Around whatever leaves a socket in the middle of a message when it is interrupted, by Ctrl-C for example.
+        The engine is then of no more use. (`LLM` and the commands hold Ctrl-C back.)"""
         try:
             yield
         except BaseException as error:
-            self._end(error)
+            self._ended, self._failure = "The engine failed earlier and must be started anew.", error
+            self.close()
             raise
-
-    def _end(self, failure: BaseException) -> None:
-        self._ended, self._failure = "The engine failed earlier and must be started anew.", failure
-        self.close()
-
-    def _fail(self, error: Exception) -> NoReturn:
-        self._end(error)
-        if isinstance(error, EngineDeadError):
-            raise error
-        raise EngineDeadError(f"A replica failed: {type(error).__name__}: {error}") from error
 
     def _leave_to_parent(self) -> None:
         """In a forked process: lets go of the replicas, which belong to the process that started them."""
         self._finalizer.detach()
         for replica in self._replicas:
-            replica.connection.close()
+            replica.link.close()
         self._ended = "The replicas belong to the process that this one was forked from; start an engine here."
 
 
-class _Replica:
-    """A process and the pipe to it.
-
-    Attributes:
-        reply: the last one that came.
-        aborting: ids of requests that the process has been told to abort, and has not yet said that it did.
-    """
-
-    def __init__(self, index: int, args: EngineArgs, environment: Mapping[str, str]) -> None:
-        self.index = index
-        self.reply: Reply | None = None
-        self.aborting: Counter[str] = Counter()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "jpaged.processes.replica_process", str(theirs.fileno())],
-                env=environment,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is for this process, which deals with it
-            )
-        self.connection = Connection(ours.detach())
-        self.connection.send(args)
-
-    def wait_until_ready(self) -> Ready:
-        """Raises what went wrong in the replica, as it would without one."""
-        message = self.receive()
-        if isinstance(message, Failed):
-            raise message.error
-        return message
-
-    def receive(self) -> Any:
-        """The next message; `Failed` where none will come."""
-        try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            return Failed(self.death())
-
-    def death(self) -> EngineDeadError:
-        """Why nobody answers."""
-        try:
-            code = self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            return EngineDeadError(f"Replica {self.index} closed its pipe.")
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return EngineDeadError(f"Replica {self.index} {how}; what it wrote to stderr may say why.")
-
-
-def start_engine(args: EngineArgs) -> LLMEngine | ReplicatedEngine:
-    """One engine, or as many replicas as `data_parallel_size` asks for.
-
-    Raises:
-        InvalidParameterError: replicas are asked for of a model over several processes.
-    """
-    check_one_host(args)
-    return LLMEngine(args) if args.data_parallel_size == 1 else ReplicatedEngine(args)
-
-
-def check_one_host(args: EngineArgs) -> None:
-    """Raises InvalidParameterError if replicas are asked for of a model over several processes."""
-    if args.data_parallel_size > 1 and Cluster.find(args) is not None:
-        raise InvalidParameterError(
-            f"data_parallel_size={args.data_parallel_size} is for one host; with num_processes, use"
-            f" tensor_parallel_size, or start one engine a host."
-        )
-
-
-def _pickled(call: Call) -> bytes:
-    """A call as it goes to a replica. Raises InvalidParameterError if an argument of it is of a type that cannot go."""
+def _framed(message: ToEngine) -> bytes:
+    """Raises InvalidParameterError if a value of the message is of a type that cannot be sent."""
     try:
-        return pickle.dumps(call)
-    except Exception as error:  # a type of the caller's, which may raise anything
-        raise InvalidParameterError(f"A replica cannot be sent {shown(call.arguments)}: {error}.") from error
+        return frame(message)
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise InvalidParameterError(f"A replica cannot be sent {shown(message)}: {error}.") from error
 
 
-def _own_class(params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
-    """The parameters as the class that a replica knows; a caller may have made one of its own of it."""
+_Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
+
+
+def _own_class(params: _Params) -> _Params:
+    """The parameters as jpaged's own class; a caller may have made one of its own of it."""
     kind = BeamSearchParams if isinstance(params, BeamSearchParams) else SamplingParams
     if type(params) is kind:
         return params
@@ -525,16 +465,10 @@ def _leave_to_parent() -> None:
         engine._leave_to_parent()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)  # or the child would keep the replicas' pipes open
+os.register_at_fork(after_in_child=_leave_to_parent)  # or the child would keep the replicas' sockets open
 
 
-def _stop(replicas: Sequence[_Replica]) -> None:
-    for replica in replicas:
-        replica.connection.close()
-    deadline = time.monotonic() + _STOP_S
-    for replica in replicas:
-        try:
-            replica.process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            replica.process.kill()
-            replica.process.wait()
+def _stop(links: Sequence[SyncLink], processes: EngineProcesses) -> None:
+    for link in links:
+        link.close()
+    processes.wait(_STOP_S)

@@ -1,36 +1,46 @@
-"""What the API process and the engine process say to each other: msgpack over a Unix socket, never pickle.
+"""The messages between an engine process and its clients: msgpack over a Unix socket, never pickle.
 
     frame     | length, 4 bytes little-endian | msgpack array, its first element the message's name |
 
     to the engine   Start            once, then
                     Add, Finish, Abort, Call, Shutdown
     from it         Ready | Failed   once, then
-                    Step             one for each engine step, for all its requests together
-                    Refused, Answer, Dead
+                    Step | Outputs   for each engine step that has news, for all requests of the client together
+                    Refused, Answer, Failed
 
-A request is known by its *handle*, an integer that the API process counts up and never uses again. A `Step` holds the
-usual case, one token of a running request, as two arrays; what is rarer is an `Update` each.
+A client is an API process (`AsyncLLMEngine`) or a program with replicas (`ReplicatedEngine`). `Start.reports` says
+which reports it wants:
+
+    "steps"     Step: token ids. The client turns them into text; the engine process does nothing that grows with text.
+                One token of a running request, the usual case, is an entry of two arrays; anything else is an `Update`.
+    "outputs"   Outputs: what `LLMEngine.step` returns. Each replica makes its own text, so one client can drain many.
+
+A request is known by its *handle*, an integer that the client counts up and never uses again.
 """
 
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError
-from jpaged.api.outputs import Logprob, RequestStateStats
+from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats, TargetScores
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.limits import RequestLimits
+from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
 from jpaged.processes.pool_view import PoolView
 
 _LENGTH = struct.Struct("<I")
 
 MAX_FRAME_BYTES = 2**31
-"""A frame that claims more is a defect, not a message."""
+"""A longer frame is a defect of the sender."""
+
+Reports = Literal["steps", "outputs"]
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -38,13 +48,17 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Start(_Message):
-    """What to run. The engine answers Ready or Failed."""
+    """What to run, and what to report of it. The engine answers Ready or Failed."""
 
     args: EngineArgs
+    reports: Reports
 
 
 class Add(_Message):
-    """A request that has passed the checks of `InputProcessor`. prompt: int32 token ids as bytes."""
+    """A request that has passed the checks of `InputProcessor`.
+
+    prompt, score_targets: int32 token ids as bytes.
+    """
 
     handle: int
     prompt: bytes
@@ -54,10 +68,41 @@ class Add(_Message):
     priority: int
     cache_salt: str | None
     arrival_time: float
+    score_targets: bytes | None = None
+
+    @classmethod
+    def of(cls, handle: int, request: Request) -> "Add":
+        """The message that asks for `request`."""
+        return cls(
+            handle=handle,
+            prompt=request.prompt_token_ids.tobytes(),
+            sampling=request.sampling,
+            beam=request.beam,
+            bad_words_token_ids=request.bad_words_token_ids,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            arrival_time=request.stats.arrival_time,
+            score_targets=None if request.score_targets is None else request.score_targets.tobytes(),
+        )
+
+    def request(self, request_id: str, eos_token_ids: tuple[int, ...]) -> Request:
+        """The request, as the engine's scheduler takes it. Raises what `Request` raises."""
+        return Request(
+            request_id,
+            np.frombuffer(self.prompt, np.int32),
+            self.sampling,
+            eos_token_ids=eos_token_ids,
+            bad_words_token_ids=self.bad_words_token_ids,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            arrival_time=self.arrival_time,
+            beam=self.beam,
+            score_targets=None if self.score_targets is None else np.frombuffer(self.score_targets, np.int32),
+        )
 
 
 class Finish(_Message):
-    """The text of a sequence of a request reached a stop string."""
+    """The text of a sequence of a request reached a stop string. Only clients that get steps send it."""
 
     handle: int
     index: int
@@ -70,11 +115,44 @@ class Abort(_Message):
     handles: list[int]
 
 
+class GetStats(_Message):
+    """Answered by Stats."""
+
+
+class GetPool(_Message):
+    """Answered by Pool."""
+
+
+class ResetPrefixCache(_Message):
+    """Answered by Changed: whether it was reset."""
+
+
+class PinPrefix(_Message):
+    """Answered by Changed: the tokens pinned. token_ids: int32 as bytes."""
+
+    token_ids: bytes
+    cache_salt: str | None
+
+
+class UnpinPrefix(_Message):
+    """Answered by Changed: whether the prefix was pinned. token_ids: int32 as bytes."""
+
+    token_ids: bytes
+    cache_salt: str | None
+
+
+class CheckIntegrity(_Message):
+    """Answered by Intact, or Error."""
+
+
+Question = GetStats | GetPool | ResetPrefixCache | PinPrefix | UnpinPrefix | CheckIntegrity
+
+
 class Call(_Message):
-    """A question: "stats", "pool", "reset_prefix_cache" or "check_integrity"."""
+    """A question. Its Answer carries the same call_id."""
 
     call_id: int
-    name: str
+    question: Question
 
 
 class Shutdown(_Message):
@@ -82,9 +160,10 @@ class Shutdown(_Message):
 
 
 class Ready(_Message):
-    """The engine runs. pid: of its process. limits: of a request."""
+    """The engine runs. pid: of its process. device: what it runs on, in words. limits: of a request."""
 
     pid: int
+    device: str
     vocab_size: int
     limits: RequestLimits
     eos_token_ids: tuple[int, ...]
@@ -93,7 +172,7 @@ class Ready(_Message):
 
 
 class Failed(_Message):
-    """The engine could not start. kind: the name of a type in `jpaged.api.errors`."""
+    """The engine could not start, or cannot go on. kind: the name of the error's type."""
 
     kind: str
     message: str
@@ -133,32 +212,110 @@ class Step(_Message):
     started: bytes
 
 
+class Scores(_Message):
+    """`TargetScores`: float32 and bool [m] as bytes."""
+
+    logprobs: bytes
+    greedy: bytes
+
+
+class Output(_Message):
+    """A `RequestOutput` without what the client knows already: the request's id and prompt."""
+
+    handle: int
+    completions: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    num_cached_tokens: int
+    metrics: RequestStateStats
+    scores: Scores | None
+
+    @classmethod
+    def of(cls, handle: int, output: RequestOutput) -> "Output":
+        scores = output.scores
+        return cls(
+            handle=handle,
+            completions=output.outputs,
+            finished=output.finished,
+            prompt_logprobs=output.prompt_logprobs,
+            num_cached_tokens=output.num_cached_tokens,
+            metrics=output.metrics,
+            scores=None if scores is None else Scores(scores.logprobs.tobytes(), scores.greedy.tobytes()),
+        )
+
+    def request_output(self, request_id: str, prompt: str | None, prompt_token_ids: list[int]) -> RequestOutput:
+        scores = self.scores
+        return RequestOutput(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            outputs=self.completions,
+            finished=self.finished,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=self.metrics,
+            scores=None
+            if scores is None
+            else TargetScores(
+                np.frombuffer(bytearray(scores.logprobs), np.float32), np.frombuffer(bytearray(scores.greedy), np.bool_)
+            ),
+        )
+
+
+class Outputs(_Message):
+    """What one step returned."""
+
+    outputs: list[Output]
+
+
 class Refused(_Message):
-    """The engine cannot take a request. kind: the name of a type in `jpaged.api.errors`."""
+    """The engine cannot take a request. kind: the name of the error's type."""
 
     handle: int
     kind: str
     message: str
 
 
-class Answer(_Message):
-    """The answer to a Call; its type follows from the question. error: what went wrong."""
+class Stats(_Message):
+    """Counters and occupancy."""
 
-    call_id: int
-    stats: EngineStats | None = None
-    pool: PoolView | None = None
-    done: bool | None = None
-    error: str | None = None
+    stats: EngineStats
 
 
-class Dead(_Message):
-    """The engine met an error that it does not survive."""
+class Pool(_Message):
+    """The same, and a picture of the KV pool."""
 
+    stats: EngineStats
+    view: PoolView
+
+
+class Changed(_Message):
+    """The prefix cache was asked to change. value: as the question says. limits: of a request, from then on."""
+
+    value: int
+    limits: RequestLimits
+
+
+class Intact(_Message):
+    """Blocks, tables, slots and queue agree."""
+
+
+class Error(_Message):
+    """What was asked for raised an error. kind: the name of its type."""
+
+    kind: str
     message: str
 
 
+class Answer(_Message):
+    """The answer to the Call of the same call_id."""
+
+    call_id: int
+    value: Stats | Pool | Changed | Intact | Error
+
+
 ToEngine = Start | Add | Finish | Abort | Call | Shutdown
-FromEngine = Ready | Failed | Step | Refused | Answer | Dead
+FromEngine = Ready | Failed | Step | Outputs | Refused | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 

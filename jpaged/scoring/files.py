@@ -109,6 +109,7 @@ def score_files(
     }
     job = Job(
         task="score",
+        processor=ScoreShards,
         inputs=paths,
         output=target,
         settings=settings | {"suffix": target.suffix},

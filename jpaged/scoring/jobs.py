@@ -14,7 +14,7 @@ from jpaged.api.version import __version__
 from jpaged.scoring.inputs import Record, fingerprint, read_records
 from jpaged.scoring.progress import ProgressBar
 from jpaged.scoring.shards import Entry, ShardStore, writing
-from jpaged.scoring.workers import Shard, Work, run_work
+from jpaged.scoring.workers import Shard, ShardProcessor, Work, run_work
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,15 @@ class JobSummary:
 class Job:
     """What is to be done.
 
-    task: who does it (`workers`). settings, engine: options for it and for the engine, as JSON; with the contents of
-        the inputs and shard_size they define the output.
+    task: its name. processor: what works on its shards.
+    settings, engine: options for the processor and for the engine, as JSON; with task, shard_size and the contents of
+        the inputs they define the output.
     size_of: what a record adds to its shard, which ends at shard_size.
     merge: puts the shards' files together.
     """
 
     task: str
+    processor: type[ShardProcessor]
     inputs: Sequence[str | Path]
     output: Path
     settings: dict[str, Any]
@@ -99,7 +101,7 @@ def run_job(
             store.add(entry)
 
         if resumed < num_rows and not store.complete:
-            work = Work(job.task, str(store.directory), job.settings | {"engine": job.engine})
+            work = Work(job.processor, job.settings | {"engine": job.engine}, store.directory)
             shards = shards_of(read_records(job.inputs), job.shard_size, job.size_of)
             todo = (shard for shard in shards if shard.number not in store.finished)
             devices_each = int(job.engine.get("tensor_parallel_size", 1))

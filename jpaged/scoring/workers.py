@@ -1,7 +1,7 @@
 """Who works on the shards: this process, or several worker processes, each with an engine on devices of its own.
 
     coordinator                                   worker (its `main` in a process of its own)
-      reads the input, cuts shards   --stdin-->   {"task": ..., "directory": ..., ...}, then shards
+      reads the input, cuts shards   --stdin-->   {"directory": ..., "options": ...}, then shards
       keeps the manifest             <--stdout--  progress, the manifest entry of each shard it has written, errors
 
 The lines are JSON. A worker has two shards at most: one it works on and one to begin at once after it. It ends when its
@@ -20,12 +20,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from jpaged.api import errors
-from jpaged.api.errors import EngineDeadError, JPagedError
+from jpaged.api.errors import EngineDeadError, JPagedError, error_of
 from jpaged.host.devices import device_shares
 from jpaged.scoring.inputs import Record
 from jpaged.scoring.progress import Progress
@@ -36,8 +34,16 @@ SHARDS_AHEAD = 2
 
 _PROGRESS_PERIOD_S = 0.2
 
-_TASKS = {"score": "jpaged.scoring.files:ScoreShards", "batch": "jpaged.serving.batch:BatchShards"}
-"""What makes a task's `ShardProcessor` of (options, directory)."""
+_PROGRAM = """
+from jpaged.scoring.workers import main
+
+def processor():
+    from {module} import {name}
+    return {name}
+
+raise SystemExit(main(processor))
+"""
+"""A worker. What libraries print when they are imported must not go to the stdout that it was started with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +58,29 @@ Done = Callable[[Entry], None]
 
 
 class ShardProcessor(Protocol):
-    """Writes a file for each shard (`write_shard`) and reports its manifest entry."""
+    """Writes a file for each shard (`write_shard`) and reports its manifest entry.
+
+    options: as JSON. directory: where shard files go.
+    """
+
+    def __init__(self, options: dict[str, Any], directory: Path) -> None: ...
 
     def run(self, shards: Iterable[Shard], done: Done, progress: Progress) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """task: a key of `_TASKS`. directory: where shard files go. options: for the task, as JSON."""
+    """What makes a `ShardProcessor`.
 
-    task: str
-    directory: str
+    processor: its class, at the top of a module. options, directory: its arguments.
+    """
+
+    processor: type[ShardProcessor]
     options: dict[str, Any]
+    directory: Path
 
-    def processor(self) -> ShardProcessor:
-        module, name = _TASKS[self.task].split(":")
-        return getattr(import_module(module), name)(self.options, Path(self.directory))
+    def make(self) -> ShardProcessor:
+        return self.processor(self.options, self.directory)
 
 
 def run_work(
@@ -82,7 +95,7 @@ def run_work(
         JPagedError: whatever a worker met.
     """
     if num_workers == 1:
-        work.processor().run(shards, done, progress)
+        work.make().run(shards, done, progress)
         return
     with WorkerPool(work, num_workers, devices_each) as pool:
         pool.run(shards, done, progress)
@@ -139,13 +152,14 @@ class WorkerProcess:
 
     def __init__(self, number: int, work: Work, environment: dict[str, str]) -> None:
         self._number = number
+        program = _PROGRAM.format(module=work.processor.__module__, name=work.processor.__name__)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from jpaged.scoring.workers import main; raise SystemExit(main())"],
+            [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | environment,
         )
-        self._send(asdict(work))
+        self._send({"options": work.options, "directory": str(work.directory)})
 
     def serve(self, next_shard: Callable[[], Shard | None], done: Done, progress: Progress) -> None:
         """Gives it shards until there are none and all of its own are done.
@@ -172,7 +186,7 @@ class WorkerProcess:
                 open_shards -= 1
                 done(message["entry"])
             else:
-                raise _error_of(message)
+                raise error_of(message["error"], message["text"])
 
     def kill(self) -> None:
         """Ends it, whatever it does: what it has not reported is not finished."""
@@ -202,13 +216,11 @@ class WorkerProcess:
         return json.loads(line)
 
 
-def _error_of(message: dict[str, Any]) -> JPagedError:
-    kind = getattr(errors, message["error"], JPagedError)
-    return kind(message["text"])
+def main(processor: Callable[[], type[ShardProcessor]]) -> int:
+    """A worker. It speaks on the stdout it was started with; what libraries print there goes to stderr.
 
-
-def main() -> int:
-    """A worker. It speaks on the stdout it was started with; what libraries print there goes to stderr."""
+    processor: imports what works on the shards.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's affair
     protocol = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -216,7 +228,9 @@ def main() -> int:
     threading.Thread(target=_read, args=(sys.stdin.buffer, messages), daemon=True).start()
     reporter = _Reporter(protocol)
     try:
-        Work(**messages.get()).processor().run(_shards(messages), reporter.done, reporter.progress)
+        start = messages.get()
+        work = Work(processor(), start["options"], Path(start["directory"]))
+        work.make().run(_shards(messages), reporter.done, reporter.progress)
     except JPagedError as error:
         reporter.send({"error": type(error).__name__, "text": str(error)})
         return 1

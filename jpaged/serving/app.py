@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import error_response
 from jpaged.serving.live import LiveView

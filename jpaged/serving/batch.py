@@ -78,6 +78,7 @@ def run_batch(
     check_bool("use_tqdm", use_tqdm)
     job = Job(
         task="batch",
+        processor=BatchShards,
         inputs=paths,
         output=checked_output(output, paths, (".jsonl",)),
         settings={},

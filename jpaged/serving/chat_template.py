@@ -1,20 +1,12 @@
-"""Chat templates under a time limit. transformers renders them in Jinja's sandbox, which limits what they reach but not
-how long they take, so each runs in a thread that is ended when its time is up.
-"""
+"""Chat templates of requests: their fields as arguments of a template, and its time limit as an HTTP error."""
 
-import asyncio
-import ctypes
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, TokenizeRequest
+from jpaged.text.chat_template import render_chat
 from jpaged.text.tokenizer import Tokenizer
-
-
-class _TimeUp(BaseException):
-    """Raised inside a template's thread; no handler for errors in the template takes it for one."""
 
 
 def template_arguments(body: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -50,46 +42,15 @@ def template_arguments(body: ChatCompletionRequest | TokenizeRequest, tokenizer:
     }
 
 
-async def render_chat(
+async def chat_prompt(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], timeout_s: float, arguments: Mapping[str, Any]
 ) -> str:
-    """A conversation to the text of its prompt. arguments: of `Tokenizer.render_chat`.
-
-    Raises:
-        InvalidPromptError, InvalidParameterError: as `Tokenizer.render_chat`. ApiError: the template takes longer than
-            timeout_s.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[str] = loop.create_future()
-
-    def settle(result: str | Exception) -> None:
-        if done.done():
-            return  # nobody waits any longer
-        if isinstance(result, Exception):
-            done.set_exception(result)
-        else:
-            done.set_result(result)
-
-    def work() -> None:
-        try:
-            text = tokenizer.render_chat(messages, **arguments)
-        except _TimeUp:
-            return
-        except Exception as error:  # whatever it is, it is for the one who waits
-            loop.call_soon_threadsafe(settle, error)
-        else:
-            loop.call_soon_threadsafe(settle, text)
-
-    thread = threading.Thread(target=work, name="jpaged-chat-template", daemon=True)
-    thread.start()
+    """As `jpaged.text.chat_template.render_chat`. Raises ApiError where that raises TimeoutError."""
     try:
-        return await asyncio.wait_for(done, timeout_s)
+        return await render_chat(tokenizer, messages, timeout_s, arguments)
     except TimeoutError:
         if arguments.get("chat_template") is None:
             message, param = f"messages: the chat template took longer than {timeout_s:g} s; send less.", "messages"
         else:
             message, param = f"chat_template took longer than {timeout_s:g} s; let it do less.", "chat_template"
         raise ApiError(400, message, param=param) from None
-    finally:
-        if done.cancelled() and thread.is_alive() and thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_TimeUp))

@@ -16,9 +16,9 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.errors import InvalidPromptError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.inputs import ProcessedInput, as_prompt_list
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.answers import Answer, ChatAnswer, CompletionAnswer
-from jpaged.serving.async_llm_engine import AsyncLLMEngine
-from jpaged.serving.chat_template import render_chat, template_arguments
+from jpaged.serving.chat_template import chat_prompt, template_arguments
 from jpaged.serving.errors import ApiError
 from jpaged.serving.options import AppOptions
 from jpaged.serving.protocol import (
@@ -109,7 +109,7 @@ class JobMaker:
                 param="chat_template",
             )
         arguments = template_arguments(body, tokenizer)
-        text = await render_chat(tokenizer, body.messages or [], self._limits.template_timeout_s, arguments)
+        text = await chat_prompt(tokenizer, body.messages or [], self._limits.template_timeout_s, arguments)
         return await self._engine.encode(text, add_special_tokens=False)
 
     def check_model(self, name: str | None) -> None:

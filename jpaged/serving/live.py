@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from jpaged.engine.stats import EngineStats
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.pool_view import PoolView
 from jpaged.serving.answers import event
-from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import OverloadedError
 from jpaged.serving.http import reported
 

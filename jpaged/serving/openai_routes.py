@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged.api.errors import InvalidPromptError, JPagedError
-from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.http import guarded, json_response, read_body, unless_disconnected
 from jpaged.serving.jobs import Job, JobMaker

@@ -5,10 +5,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged.api.version import __version__
-from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import guarded, json_response
 from jpaged.serving.live import LiveView
+from jpaged.serving.metrics import exposition
 from jpaged.serving.openapi import openapi
 from jpaged.serving.options import AppOptions
 from jpaged.serving.streams import LiveStream
@@ -50,7 +51,7 @@ class _Handlers:
     async def metrics(self, request: Request) -> Response:
         stats = await self._engine.get_replica_metrics()
         options = self._options
-        text = self._engine.metrics.exposition(options.metrics_prefix, options.served_model_names[0], stats)
+        text = exposition(self._engine.metrics, options.metrics_prefix, options.served_model_names[0], stats)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def reset_prefix_cache(self, request: Request) -> Response:

@@ -1,12 +1,20 @@
-"""`AppOptions`: what whoever starts a server can choose about its answers."""
+"""What whoever starts a server can choose: how it answers (`AppOptions`), and where it listens (`ServerOptions`)."""
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.serving.limits import ServerLimits
+from jpaged.serving.listeners import Listeners
 
 DEMO_MODEL_NAME = "jpaged-demo"
+
+LAST_WORDS_S = 2.0
+"""For answers of requests that were aborted when the time to drain was up."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Begin to drain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +53,52 @@ class AppOptions:
             raise InvalidParameterError(
                 f"metrics_prefix must be letters, digits and underscores, got {self.metrics_prefix!r}."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where and how to listen.
+
+    Args:
+        host, port: port 0 takes a free one. uds: a Unix socket instead.
+        ssl_keyfile, ssl_certfile: PEM files, for HTTPS; both or none.
+        root_path: under which a proxy shows the server.
+        shutdown_timeout_s: for running requests to end after SIGTERM; then they are aborted.
+        api_workers: processes that tokenize, detokenize and speak HTTP; one engine serves them all.
+
+    Raises:
+        InvalidParameterError: a value out of range, or files that are not there.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    root_path: str = ""
+    shutdown_timeout_s: float = 30.0
+    api_workers: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise InvalidParameterError(f"port must be from 0 to 65535, got {self.port}.")
+        if not 0 <= self.shutdown_timeout_s < float("inf"):
+            raise InvalidParameterError(f"shutdown_timeout must be at least 0 s, got {self.shutdown_timeout_s}.")
+        if self.api_workers < 1:
+            raise InvalidParameterError(f"api_workers must be at least 1, got {self.api_workers}.")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise InvalidParameterError("ssl_keyfile and ssl_certfile belong together; give both.")
+        for name in ("ssl_keyfile", "ssl_certfile"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise InvalidParameterError(f"{name}={path} is no file.")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise InvalidParameterError(f"root_path must begin with a slash, got {self.root_path!r}.")
+        if self.uds == "":  # the kernel would take any name
+            raise InvalidParameterError("uds is empty; give the path of a socket.")
+
+    def listen(self) -> Listeners:
+        """Takes the address. Raises OSError, which names it."""
+        if self.uds is not None:
+            return Listeners.on_path(self.uds, self.api_workers)
+        return Listeners.on_port(self.host, self.port, self.api_workers)

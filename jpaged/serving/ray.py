@@ -22,7 +22,7 @@ import msgspec
 
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, MissingPackageError
-from jpaged.serving.async_llm_engine import AsyncLLMEngine
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.options import AppOptions
 
 try:

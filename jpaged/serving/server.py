@@ -8,30 +8,23 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import uvicorn
 
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import InvalidParameterError
 from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.app import build_app
-from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.http_connection import limited_protocol
-from jpaged.serving.listeners import BACKLOG, Listeners
+from jpaged.serving.listeners import BACKLOG
 from jpaged.serving.live import LiveView
-from jpaged.serving.options import AppOptions
+from jpaged.serving.options import LAST_WORDS_S, SIGNALS, AppOptions, ServerOptions
+from jpaged.serving.workers import supervise
 
 log = logging.getLogger("jpaged.server")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
-
-LAST_WORDS_S = 2.0
-"""For answers of requests that were aborted when the time to drain was up."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Begin to drain."""
 
 
 def keep_torch_out() -> None:
@@ -51,55 +44,6 @@ def default_api_workers(num_replicas: int) -> int:
     return 1 if num_replicas > 1 else min(4, max(1, usable_cores() // 4))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Where and how to listen.
-
-    Args:
-        host, port: port 0 takes a free one. uds: a Unix socket instead.
-        ssl_keyfile, ssl_certfile: PEM files, for HTTPS; both or none.
-        root_path: under which a proxy shows the server.
-        shutdown_timeout_s: for running requests to end after SIGTERM; then they are aborted.
-        api_workers: processes that tokenize, detokenize and speak HTTP; one engine serves them all.
-
-    Raises:
-        InvalidParameterError: a value out of range, or files that are not there.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    root_path: str = ""
-    shutdown_timeout_s: float = 30.0
-    api_workers: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise InvalidParameterError(f"port must be from 0 to 65535, got {self.port}.")
-        if not 0 <= self.shutdown_timeout_s < float("inf"):
-            raise InvalidParameterError(f"shutdown_timeout must be at least 0 s, got {self.shutdown_timeout_s}.")
-        if self.api_workers < 1:
-            raise InvalidParameterError(f"api_workers must be at least 1, got {self.api_workers}.")
-        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise InvalidParameterError("ssl_keyfile and ssl_certfile belong together; give both.")
-        for name in ("ssl_keyfile", "ssl_certfile"):
-            path = getattr(self, name)
-            if path is not None and not Path(path).is_file():
-                raise InvalidParameterError(f"{name}={path} is no file.")
-        if self.root_path and not self.root_path.startswith("/"):
-            raise InvalidParameterError(f"root_path must begin with a slash, got {self.root_path!r}.")
-        if self.uds == "":  # the kernel would take any name
-            raise InvalidParameterError("uds is empty; give the path of a socket.")
-
-    def listen(self) -> Listeners:
-        """Takes the address. Raises OSError, which names it."""
-        if self.uds is not None:
-            return Listeners.on_path(self.uds, self.api_workers)
-        return Listeners.on_port(self.host, self.port, self.api_workers)
-
-
 def serve(args: EngineArgs, app_options: AppOptions, options: ServerOptions) -> None:
     """Serves until SIGTERM or SIGINT, then drains. The port is taken before the model is loaded.
 
@@ -109,8 +53,6 @@ def serve(args: EngineArgs, app_options: AppOptions, options: ServerOptions) -> 
     keep_torch_out()
     with contextlib.closing(options.listen()) as listeners:
         if options.api_workers > 1:
-            from jpaged.serving.workers import supervise
-
             asyncio.run(supervise(args, app_options, options, listeners.sockets))
             return
         import uvloop

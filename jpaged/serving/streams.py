@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jpaged.api.outputs import RequestOutput
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.answers import event
-from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import ClientDisconnected, error_response, reported, unless_disconnected
 from jpaged.serving.jobs import Job

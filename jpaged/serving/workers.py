@@ -25,10 +25,9 @@ import msgspec
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError
 from jpaged.host.devices import package_environment
+from jpaged.processes.async_llm_engine import AsyncLLMEngine, load_tokenizer
 from jpaged.processes.launch import EngineProcesses, Link, python_command
-from jpaged.serving.async_llm_engine import AsyncLLMEngine, load_tokenizer
-from jpaged.serving.options import AppOptions
-from jpaged.serving.server import LAST_WORDS_S, SIGNALS, ServerOptions
+from jpaged.serving.options import LAST_WORDS_S, SIGNALS, AppOptions, ServerOptions
 
 log = logging.getLogger("jpaged.server")
 

@@ -19,6 +19,7 @@ from jpaged.pallas_kernels import (
     write_kv,
 )
 from jpaged.pallas_kernels.registry import missing
+from tests.pallas_kernels.marks import needs_mosaic
 
 
 def array(*shape, dtype=jnp.float32):
@@ -176,15 +177,15 @@ def test_an_option_that_some_ops_have_is_checked_too(op, good, name, bad):
         jax.eval_shape(lambda kw: op(**kw, **{name: bad}), good)
 
 
-def test_a_forced_mosaic_backend_says_why_it_cannot():
+def test_a_forced_backend_says_why_it_cannot():
     reason = "JAX" if missing("hopper") else "float32"
     with pytest.raises(ValueError, match=rf"backend='hopper' cannot do this decode_attention: .*{reason}"):
         jax.eval_shape(lambda kw: decode_attention(**kw, backend="hopper"), DECODE)
 
 
-@pytest.mark.skipif(missing("hopper") is not None, reason=str(missing("hopper")))
+@needs_mosaic
 @pytest.mark.parametrize(("head_dim", "block_size", "reason"), [(72, 16, "head_dim 72"), (64, 8, "block size 8")])
-def test_mosaic_names_the_shape_it_does_not_have(head_dim, block_size, reason):
+def test_the_kernel_names_the_shape_it_does_not_have(head_dim, block_size, reason):
     half = jnp.bfloat16
     arguments = {
         **DECODE,

@@ -43,17 +43,18 @@ def two_replicas_of_four_shards(name: str) -> dict[str, Any]:
         stats = engine.get_metrics()
         result["finished"] = stats.num_finished
         result["preemptions_and_hits"] = [stats.num_preemptions, stats.prefix_cache_hits]
-        result["by_replica"] = [stats.num_finished for stats in engine._ask_all("get_metrics")]
+        result["by_replica"] = [stats.num_finished for stats in engine.get_replica_metrics()]
         result["scores"] = [score(llm.engine, [[3, 4, *prompt] for prompt in prompts()]) for llm in (one, two)]
         result["wrong_score"] = _error(lambda: engine.add_score_request("x", [3, 4], 2))
         result["reset"] = engine.reset_prefix_cache()
         result |= _pinned(two, engine)
         result["wrong_token"] = _error(lambda: two.generate([[3, 10**6]], use_tqdm=False))
         result["still_serves"] = len(run(engine, prompts()[:1])[0])
-        os.kill(engine._replicas[1].process.pid, signal.SIGKILL)
+        pids = engine.pids
+        os.kill(pids[1], signal.SIGKILL)
         result["killed"] = _error(lambda: two.generate(prompts(), use_tqdm=False))
         result["afterwards"] = _error(lambda: two.generate(prompts(), use_tqdm=False))
-        result["others_ended"] = [replica.process.poll() is not None for replica in engine._replicas]
+        result["others_ended"] = [_has_ended(pid) for pid in pids]
         result["no_start"] = _error(lambda: ReplicatedEngine(replace(ARGS, model=directory, **_TOO_MANY)))
         return result
 
@@ -72,6 +73,14 @@ def _pinned(llm: LLM, engine: ReplicatedEngine) -> dict[str, Any]:
     found["hits"] = [output.num_cached_tokens for output in outputs]
     found["unpinned"] = [llm.unpin_prefix(system), llm.unpin_prefix(system), llm.unpin_prefix(prompts()[3])]
     return found
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 _TOO_MANY = {"tensor_parallel_size": 16, "data_parallel_size": 2}

@@ -10,8 +10,10 @@ from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.pace import Pace
 from jpaged.engine.scheduler.scheduler import Scheduler
-from jpaged.processes.engine_process import Connection, EngineProcess
-from jpaged.processes.wire import Add, Answer, Call, FrameReader, FromEngine, Shutdown, Step, frame
+from jpaged.processes.connection import Connection
+from jpaged.processes.engine_process import EngineProcess
+from jpaged.processes.tenants import StepTenants
+from jpaged.processes.wire import Add, Answer, Call, FrameReader, FromEngine, GetStats, Shutdown, Stats, Step, frame
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.helpers import make_config
 
@@ -55,17 +57,20 @@ def test_time_without_requests_is_no_part_of_the_hosts_turns():
     config, clock = make_config(pipeline_depth=2), Clock()
     pace = Pace(clock)
     core = EngineCore(Scheduler(config, 0), FakeExecutor(config), pace)
-    engine = SimpleNamespace(core=core, eos_token_ids=(), args=SimpleNamespace(scheduling_policy="fcfs"))
+    args = SimpleNamespace(scheduling_policy="fcfs")
+    engine = SimpleNamespace(core=core, eos_token_ids=(), args=args, get_metrics=core.stats)
     ours, theirs = socket.socketpair()
     theirs.settimeout(60)
-    process = EngineProcess(engine, [Connection(ours)])
+    process = EngineProcess(engine, [Connection(ours)], StepTenants(engine))
     thread = threading.Thread(target=process.run, daemon=True)
     thread.start()
     client = Client(theirs)
     for handle in range(2):
         client.generate(handle, max_tokens=5)
-        client.send(Call(handle, "stats"))  # answered between two turns
-        assert isinstance(client.receive(), Answer)
+        client.send(Call(handle, GetStats()))  # answered between two turns
+        answer = client.receive()
+        assert isinstance(answer, Answer)
+        assert isinstance(answer.value, Stats)
         clock.now += 30.0
     client.send(Shutdown())
     thread.join(60)

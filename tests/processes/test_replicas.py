@@ -4,8 +4,7 @@ over the pipes, and what comes of calls, refusals, aborts, interrupts and forks 
 import gc
 import os
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 import weakref
@@ -14,20 +13,20 @@ from dataclasses import fields
 from enum import StrEnum
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from jpaged import LLM, BeamSearchParams, EngineArgs, SamplingParams
 from jpaged.api.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
-from jpaged.api.outputs import CompletionOutput, RequestOutput
+from jpaged.api.outputs import CompletionOutput, RequestOutput, TargetScores
 from jpaged.engine.limits import RequestLimits
+from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
-from jpaged.processes import replica_process, replicas
+from jpaged.frontend.inputs import ProcessedInput
+from jpaged.processes import engine_process, launch
 from jpaged.processes.replicas import ReplicatedEngine
-
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a thread's sys.exit
 
 REFUSED_TOKEN = 99
 PARAMS = SamplingParams(temperature=0, max_tokens=1)
@@ -42,31 +41,28 @@ class EchoEngine:
     """
 
     vocab_size, eos_token_ids = 100, (1,)
-    startup = SimpleNamespace(device="a thread")
+    default_sampling_params = SamplingParams()
+    startup = SimpleNamespace(device="a thread", seconds=dict[str, float]())
+    core: ClassVar[None] = None
 
     def __init__(self) -> None:
-        self.requests: dict[str, list[int]] = {}
-        self.received: list[tuple[str, Any]] = []
+        self.requests: dict[str, tuple[Request, list[int]]] = {}
+        self.received: list[Request] = []
         self.num_answered = 0
         self.held = False
         self.size = 1
         self.num_blocks = 2000
-        self.ended = threading.Event()
 
     def request_limits(self) -> RequestLimits:
         return RequestLimits(
             max_model_len=8000, max_num_seqs=16, max_num_batched_tokens=64, block_size=4, num_blocks=self.num_blocks
         )
 
-    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any, **options: Any) -> None:
-        self.received.append((request_id, (params, options)))
-        if prompt["prompt_token_ids"][0] == REFUSED_TOKEN:
+    def queue(self, request: Request, checked: ProcessedInput) -> None:
+        self.received.append(request)
+        if checked.prompt_token_ids[0] == REFUSED_TOKEN:
             raise OutOfMemoryError("no room")
-        self.requests[request_id] = prompt["prompt_token_ids"]
-
-    def add_score_request(self, request_id: str, tokens: np.ndarray, first_scored: int, **options: Any) -> None:
-        self.received.append((request_id, ((tokens, first_scored), options)))
-        self.requests[request_id] = tokens.tolist()
+        self.requests[request.request_id] = request, checked.prompt_token_ids
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -75,11 +71,14 @@ class EchoEngine:
         if self.held:
             time.sleep(0.001)
             return []
-        request_id, tokens = next(iter(self.requests.items()))
+        request_id, (request, tokens) = next(iter(self.requests.items()))
         del self.requests[request_id]
         self.num_answered += 1
-        completion = CompletionOutput(0, "", tokens[-1:], finish_reason="length")
-        return [RequestOutput(request_id, None, tokens * self.size, [completion], finished=True)]
+        if request.score_targets is not None:
+            scores = TargetScores(request.score_targets.astype(np.float32), request.score_targets % 2 == 0)
+            return [RequestOutput(request_id, None, tokens, [], finished=True, scores=scores)]
+        completion = CompletionOutput(0, "x" * self.size, tokens[-1:], finish_reason="length")
+        return [RequestOutput(request_id, None, tokens, [completion], finished=True)]
 
     def abort_request(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -93,51 +92,56 @@ class EchoEngine:
         self.num_blocks = 2000
         return True
 
-    def pin_prefix(self, prompt: dict[str, Any], cache_salt: str | None) -> int:
-        self.num_blocks -= len(prompt["prompt_token_ids"])
-        return len(prompt["prompt_token_ids"])
+    def pin_prefix(self, prompt: list[int], cache_salt: str | None) -> int:
+        self.num_blocks -= len(prompt)
+        return len(prompt)
 
-    def unpin_prefix(self, prompt: dict[str, Any], cache_salt: str | None) -> bool:
-        self.num_blocks += len(prompt["prompt_token_ids"])
+    def unpin_prefix(self, prompt: list[int], cache_salt: str | None) -> bool:
+        self.num_blocks += len(prompt)
         return False
 
 
 class ReplicaThread:
-    """Stands for a replica's process: runs its main, with an `EchoEngine`."""
+    """Stands for a replica's process: serves what comes over its socket, with an `EchoEngine`."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, sock: socket.socket, ended: list[int]) -> None:
         self.engine = EchoEngine()
-        self._fd = os.dup(int(command[-1]))
-        thread = threading.Thread(target=self._run, daemon=True)
-        thread.engine = self.engine  # type: ignore[attr-defined]
-        thread.start()
+        self.pid = 0
+        self._ended = ended
+        self._thread = threading.Thread(target=self._run, args=(sock.dup(),), daemon=True)
+        self._thread.engine = self.engine  # type: ignore[attr-defined]
+        self._thread.start()
 
-    def _run(self) -> None:
-        replica_process.main(self._fd)
+    def _run(self, sock: socket.socket) -> None:
+        try:
+            engine_process.serve([sock])
+        except EngineDeadError:
+            pass  # its client has been told
+        finally:
+            sock.close()
+            self._ended.append(0)
 
     def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
         return 0
+
+    def kill(self) -> None:
+        pass
 
 
 @pytest.fixture
 def ended(monkeypatch) -> Iterator[list[int]]:
-    """Replaces processes by threads; a list of exit codes of those that have ended with their pipe."""
+    """Replaces processes by threads; a list of exit codes of those that have ended."""
     codes: list[int] = []
     started: list[ReplicaThread] = []
 
-    def start(command: list[str], **options: Any) -> ReplicaThread:
-        started.append(ReplicaThread(command))
+    def start(sockets: list[socket.socket], environment: Any) -> ReplicaThread:
+        started.append(ReplicaThread(sockets[0], codes))
         return started[-1]
 
-    def end(code: int) -> None:
-        codes.append(code)
-        sys.exit()  # ends a thread and says nothing
-
-    known = SimpleNamespace(Popen=start, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr(replicas, "subprocess", known)
-    monkeypatch.setattr(replica_process, "LLMEngine", lambda args: threading.current_thread().engine)  # type: ignore[attr-defined]
-    monkeypatch.setattr(replica_process, "os", SimpleNamespace(_exit=end))
+    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.setattr(engine_process, "LLMEngine", lambda args: threading.current_thread().engine)  # type: ignore[attr-defined]
     yield codes
     wait_until(lambda: len(codes) == len(started))
 
@@ -159,7 +163,7 @@ def llm(ended) -> Iterator[LLM]:
 
 
 def echoes(engine: ReplicatedEngine) -> list[EchoEngine]:
-    return [replica.process.engine for replica in engine._replicas]  # type: ignore[attr-defined]
+    return [process.engine for process in engine._processes._processes]  # type: ignore[attr-defined]
 
 
 def wait_until(happens: Callable[[], Any]) -> None:
@@ -224,7 +228,7 @@ def test_an_interrupt_in_the_middle_of_a_message_ends_the_engine(engine, monkeyp
         raise KeyboardInterrupt
 
     engine.add_request("a", [2], PARAMS)
-    monkeypatch.setattr(engine._replicas[0].connection, "recv", interrupt)
+    monkeypatch.setattr(engine._replicas[0].link, "receive", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(engine)
     with pytest.raises(EngineDeadError, match="failed earlier"):
@@ -259,9 +263,9 @@ def test_an_id_is_in_use_until_step_has_told_the_end(engine):
 
 def test_requests_can_be_added_while_nobody_reads_what_came_of_those_before(engine):
     for echo in echoes(engine):
-        echo.size = 1000
+        echo.size = 1 << 18
     prompt = [3] * 2000
-    for i in range(100):  # outputs fill the pipes as soon as the first are done
+    for i in range(100):  # outputs fill the sockets as soon as the first are done
         engine.add_request(str(i), prompt, PARAMS)
         if i == 10:
             wait_until(lambda: all(echo.num_answered for echo in echoes(engine)))
@@ -372,19 +376,27 @@ def test_replicas_get_plain_types_only_whatever_the_caller_has_made_of_them(engi
         arrival_time=Fraction(1, 2),
     )
     assert run(engine) == {"tenant": 3}
-    [(request_id, (params, options))] = [one for echo in echoes(engine) for one in echo.received]
-    assert options == {"priority": 4, "cache_salt": "tenant", "arrival_time": 0.5}
-    sent = [request_id, params, *options.values()]
-    assert [type(value) for value in sent] == [str, SamplingParams, float, int, str]
+    [request] = [one for echo in echoes(engine) for one in echo.received]
+    sent = [request.priority, request.cache_salt, request.stats.arrival_time]
+    assert sent == [4, "tenant", 0.5]
+    assert [type(value) for value in (request.sampling, *sent)] == [SamplingParams, int, str, float]
     assert type(SamplingParams(stop=[_Name.TENANT]).stop[0]) is str
 
 
-def test_scored_tokens_arrive_as_they_were_given(engine):
+def test_scored_tokens_arrive_as_they_were_given_and_their_scores_come_back(engine):
     engine.add_score_request("a", [4, 5, 6, 7], 2, priority=3, cache_salt="x")
-    assert run(engine) == {"a": 7}
-    [(_, ((tokens, first_scored), options))] = [one for echo in echoes(engine) for one in echo.received]
-    assert (tokens.tolist(), tokens.dtype, first_scored) == ([4, 5, 6, 7], np.int32, 2)
-    assert options == {"priority": 3, "cache_salt": "x"}
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    [request] = [one for echo in echoes(engine) for one in echo.received]
+    assert request.prompt_token_ids.tolist() == [4, 5, 6]
+    assert request.score_targets.tolist() == [6, 7]
+    assert request.prompt_token_ids.dtype == request.score_targets.dtype == np.int32
+    assert (request.priority, request.cache_salt) == (3, "x")
+    [output] = outputs
+    assert (output.request_id, output.prompt_token_ids, output.outputs) == ("a", [], [])
+    assert (output.scores.logprobs.tolist(), output.scores.greedy.tolist()) == ([6.0, 7.0], [True, False])
+    assert (output.scores.logprobs.dtype, output.scores.greedy.dtype) == (np.float32, np.bool_)
 
 
 # --- threads, interrupts ----------------------------------------------------------------------------------------------
@@ -549,8 +561,8 @@ def test_replicas_end_when_nobody_has_the_engine_any_more(ended):
 
 
 def test_a_message_that_a_replica_cannot_read_ends_the_engine_and_does_not_hang(engine):
-    engine._replicas[0].connection.send_bytes(b"no pickle")
-    with pytest.raises(EngineDeadError, match="A replica failed: RuntimeError: UnpicklingError"):
+    engine._replicas[0].link.send(b"\3\0\0\0no!")
+    with pytest.raises(EngineDeadError, match="A frame is no message"):
         engine.get_metrics()
 
 

@@ -18,10 +18,9 @@ from jpaged.api.errors import InvalidParameterError, ModelNotFoundError
 from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.engine.sequences.request import RequestStatus
 from jpaged.frontend.llm_engine import LLMEngine
-from jpaged.processes.engine_process import EngineProcess
+from jpaged.processes.tenants import StepTenants
 from jpaged.serving.limits import ServerLimits
-from jpaged.serving.options import AppOptions
-from jpaged.serving.server import ServerOptions
+from jpaged.serving.options import AppOptions, ServerOptions
 from jpaged.serving.workers import supervise
 from tests.serving.server_process import Server, ended_within
 
@@ -228,12 +227,12 @@ def test_what_has_started_is_told_though_another_with_less_priority_waits_before
             self.request = SimpleNamespace(status=status)
 
     engine = SimpleNamespace(args=EngineArgs(scheduling_policy=policy), core=None)
-    process = EngineProcess(engine, [])
+    tenants = StepTenants(engine)
     waiting, running = Tenant(RequestStatus.WAITING), Tenant(RequestStatus.RUNNING)
-    process._not_started.extend([waiting, running] if policy == "priority" else [running, waiting])
-    assert process._take_started() == [running]
-    assert list(process._not_started) == [waiting]
-    assert process._take_started() == []
+    tenants._not_started.extend([waiting, running] if policy == "priority" else [running, waiting])
+    assert tenants._take_started() == [running]
+    assert list(tenants._not_started) == [waiting]
+    assert tenants._take_started() == []
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (128, 4)])

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jpaged.engine.stats import STEP_TOKENS_BOUNDS, EngineStats
-from jpaged.serving.metrics import NUM_COLUMNS, ServingMetrics
+from jpaged.processes.request_metrics import NUM_COLUMNS, RequestMetrics
+from jpaged.serving.metrics import exposition
 
 ROOT = Path(__file__).parent.parent.parent
 DASHBOARD = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
@@ -24,7 +25,7 @@ def exposed(prefix):
     cells = np.zeros((1, 1, NUM_COLUMNS))
     counts = {field.name: i for i, field in enumerate(fields(EngineStats), start=1)}
     stats = EngineStats(**counts | {"step_tokens": (1,) * (1 + len(STEP_TOKENS_BOUNDS))})
-    text = ServingMetrics(cells, 0).exposition(prefix, "model", {0: stats})
+    text = exposition(RequestMetrics(cells, 0), prefix, "model", {0: stats})
     samples = re.findall(rf"^{prefix}:{NAME}{{(.*)}} ", text, re.MULTILINE)
     assert len(samples) > 100
     labels = {}

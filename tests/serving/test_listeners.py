@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.serving.listeners import Listeners
-from jpaged.serving.server import ServerOptions
+from jpaged.serving.options import ServerOptions
 
 
 @pytest.fixture

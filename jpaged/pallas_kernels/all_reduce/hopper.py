@@ -46,7 +46,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from jpaged.pallas_kernels.all_reduce.inbox import EMPTY, MAX_CTAS
-from jpaged.pallas_kernels.common.hopper_primitives import constant, instruction, offset, scalar
+from jpaged.pallas_kernels.common.inline_mlir import constant, instruction, offset, scalar
 
 _THREADS = 128
 _WORDS = 64

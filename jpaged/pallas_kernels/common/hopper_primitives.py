@@ -1,48 +1,47 @@
-"""Words for the bodies of `plgpu.inline_mgpu`, in which a kernel says in MLIR or PTX what Pallas has no word for.
+"""What the kernels for Hopper ask of a GPU beside products, copies and barriers.
 
-Such a body is what one thread does. A scalar comes to it as an array of one register, the same in all threads
-(`scalar`); an array as the registers that hold this thread's part of it, dealt out as its layout says.
+A kernel's body is written for the GPU alone. It calls these functions, and those of the `hopper_primitives.py` beside
+it, through a name that is bound where the kernel is entered: to that module, or to `hopper_interpreted.py`, which has
+the same functions in words that Pallas' interpreter on a CPU knows.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+__all__ = ["add_product", "await_kernel_before", "in_warps", "set_registers"]
 
 
-def scalar(x: Any) -> Any:
-    """The MLIR value of a scalar that `inline_mgpu` passes."""
-    return x.registers.item()
+def await_kernel_before() -> None:
+    """Waits until the kernel before this one has ended, whose results are read: grids start while it ends."""
+    plgpu.griddepcontrol_wait()
 
 
-def constant(value: int, bits: int = 32) -> Any:
-    """An integer of so many bits."""
-    kind = ir.IntegerType.get_signless(bits)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, value))
+def set_registers(count: int, action: str) -> None:
+    """Has each thread of the warpgroup take or give back registers ("increase", "decrease"), to have `count`."""
+    plgpu.set_max_registers(count, action=action)
 
 
-def warp_and_lane() -> tuple[Any, Any]:
-    """Which warp of its warpgroup the thread is in, and which lane of the warp it is."""
-    thread = arith.remui(mgpu.utils.thread_idx(), constant(128))
-    return arith.divui(thread, constant(32)), arith.remui(thread, constant(32))
+def in_warps(run: Callable[[Sequence[str]], None], *jobs: str) -> None:
+    """Runs `run([job])` for each job, in a warp each, and waits until all are done.
 
-
-def offset(base: Any, elements: Any, dtype: Any) -> Any:
-    """The address so many elements of an MLIR type behind a pointer."""
-    return mgpu.utils.getelementptr(base, [elements], dtype)
-
-
-def instruction(ptx: str, *operands: Any, result: Any = None) -> Any:
-    """A PTX instruction that is neither moved nor left out; $0 and up are its results, if any, and its operands.
-
-    Operands are integers of 32 bits or pointers to global memory; result, an MLIR type of 32 bits, or a list of two or
-    more, for which it gives a list.
+    A copy that the warpgroup asks for has all of its threads meet first, and then arrive at the copy's barrier.
     """
-    i32 = ir.IntegerType.get_signless(32)
-    kinds = result if isinstance(result, list) else [] if result is None else [result]
-    constraints = ["=r"] * len(kinds) + ["r" if operand.type == i32 else "l" for operand in operands]
-    names = ", ".join(map(str, kinds))
-    kind = ir.Type.parse(f"!llvm.struct<({names})>" if len(kinds) > 1 else names or "!llvm.void")
-    found = llvm.inline_asm(kind, list(operands), ptx, ",".join(constraints), has_side_effects=True)
-    return [llvm.extractvalue(one, found, [i]) for i, one in enumerate(kinds)] if len(kinds) > 1 else found
+
+    @plgpu.warp_map
+    def _(warp: jax.Array) -> None:
+        for number, job in enumerate(jobs):
+            pl.when(warp == number)(partial(run, [job]))
+
+
+def add_product(acc: jax.Array, lhs: Any, rhs: Any) -> jax.Array:
+    """acc + lhs @ rhs. rhs is in shared memory; lhs is too, or in registers."""
+
+    def product(acc_ref: Any) -> None:
+        plgpu.wgmma(acc_ref, lhs, rhs)
+
+    return pl.run_state(product)(plgpu.ACC.init(acc))

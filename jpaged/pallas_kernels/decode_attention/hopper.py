@@ -32,7 +32,7 @@ PagedAttention (arXiv:2309.06180).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,10 +43,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.common.hopper_memory import load, swizzled
+from jpaged.pallas_kernels.decode_attention import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.decode_attention import hopper_rows as heads_as_rows
 from jpaged.pallas_kernels.decode_attention import plan as decode_plan
-from jpaged.pallas_kernels.decode_attention.hopper_primitives import WARPGROUP, arrive, load_entries, store_heads
-from jpaged.pallas_kernels.decode_attention.hopper_rows import load
+from jpaged.pallas_kernels.decode_attention.hopper_primitives import WARPGROUP
 from jpaged.pallas_kernels.decode_attention.hopper_shape import LOG2E, DecodeShape
 from jpaged.pallas_kernels.decode_attention.plan import Cuts, Plan, max_chunks, plan
 from jpaged.pallas_kernels.devices import num_multiprocessors
@@ -151,7 +152,7 @@ def decode_attention(
         logit_softcap=logit_softcap,
         alibi=alibi_slopes is not None,
         config=config,
-        interpret=interpret is not None,
+        gpu=hopper_primitives if interpret is None else hopper_interpreted,
     )
     work = plan(kv_lens, max_len, groups, sliding_window, config)
     if alibi_slopes is None:
@@ -202,11 +203,6 @@ class _Shape(DecodeShape):
     def boxes_a_block(self) -> int:
         return self.block_size // self.box
 
-    @property
-    def table_entries(self) -> int:
-        """Of a unit that are read at once: a chunk's, one a thread; the interpreter reads no more than there are."""
-        return max(1, self.config.chunk // self.block_size) if self.interpret else WARPGROUP
-
 
 def _launch(
     s: _Shape, q: jax.Array, pool: jax.Array, tables: jax.Array, work: Plan, slopes: jax.Array, interpret: Any
@@ -233,7 +229,7 @@ def _launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane,  # layouts as stated here; the other infers them
         ),
         kernel_name="paged_decode",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )(q, pool, tables, work.units, work.num_units, slopes, counters)
     return out, lse
 
@@ -279,7 +275,7 @@ class _Scratch(NamedTuple):
     k_s: Any  # [stages, tile, head_dim], as v_s
     v_s: Any
     p_s: Any  # [columns, tile]: P, as wgmma takes its second operand from shared memory only; the consumer's own
-    table_s: Any  # int32 [table_entries]: the producer's own
+    table_s: Any  # int32 [128]: the producer's own
     handover_s: _State  # [handovers, ..]
     q_full: Any
     q_free: Any
@@ -293,13 +289,13 @@ class _Scratch(NamedTuple):
 
 def _scratch(s: _Shape) -> _Scratch:
     tile, stages, q_stages, handovers = s.config.tile, s.config.stages, s.config.q_stages, s.config.handovers
-    ring = _swizzled((stages, tile, s.head_dim), s.dtype)
+    ring = swizzled((stages, tile, s.head_dim), s.dtype)
     return _Scratch(
-        q_s=_swizzled((q_stages, s.columns, s.head_dim), s.dtype),
+        q_s=swizzled((q_stages, s.columns, s.head_dim), s.dtype),
         k_s=ring,
         v_s=ring,
-        p_s=_swizzled((s.columns, tile), s.dtype),
-        table_s=plgpu.SMEM((s.table_entries,), jnp.int32),
+        p_s=swizzled((s.columns, tile), s.dtype),
+        table_s=plgpu.SMEM((WARPGROUP,), jnp.int32),
         handover_s=_states(s, plgpu.SMEM, handovers),
         q_full=plgpu.Barrier(num_barriers=q_stages, num_arrivals=s.columns // _Q_TILE),
         q_free=plgpu.Barrier(num_barriers=q_stages),
@@ -310,12 +306,6 @@ def _scratch(s: _Shape) -> _Scratch:
         handed=plgpu.Barrier(num_barriers=handovers),
         taken=plgpu.Barrier(num_barriers=handovers),
     )
-
-
-def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the layout that wgmma and TMA agree on: tiles of 8 rows by 128 bytes, in each of which pieces of
-    16 bytes are permuted by row. Rows are multiples of 128 bytes here."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 class _Unit(NamedTuple):
@@ -378,8 +368,7 @@ def _seat(s: _Shape, cta: jax.Array, turn: jax.Array) -> jax.Array:
 
 def _kernel(s: _Shape, *refs: Any) -> None:
     gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), _Scratch(*refs[len(_Arguments._fields) :])
-    if not s.interpret:
-        plgpu.griddepcontrol_wait()  # the grid starts while the kernel before it ends, whose results are read
+    s.gpu.await_kernel_before()
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     total = gmem.num_units[0] * s.groups
     full_turns = lax.div(total, s.config.ctas)
@@ -391,8 +380,7 @@ def _kernel(s: _Shape, *refs: Any) -> None:
 
 
 def _play(c: _Cta, role: int, run: Callable[[_Cta], None]) -> None:
-    if not c.shape.interpret:
-        plgpu.set_max_registers(_REGISTERS[role], action="decrease" if role == _PRODUCER else "increase")
+    c.shape.gpu.set_registers(_REGISTERS[role], "decrease" if role == _PRODUCER else "increase")
     run(c)
 
 
@@ -402,8 +390,7 @@ def _produce(c: _Cta) -> None:
     Under load a read takes as long as a short unit does: a unit's part of the table is fetched a unit ahead, and what
     says where it is, two.
     """
-    smem, config = c.smem, c.shape.config
-    keys, values = _Ring(0, smem.k_s, smem.k_full, smem.k_free), _Ring(1, smem.v_s, smem.v_full, smem.v_free)
+    s, smem = c.shape, c.smem
 
     def load_unit(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, table, u, ahead = carry
@@ -414,15 +401,7 @@ def _produce(c: _Cta) -> None:
         plgpu.commit_smem()
         next_table = _fetch_table(c, ahead)
         next_ahead = c.unit(i + 2)
-        if c.shape.interpret:  # it has no warps; and the consumer waits for values before it takes the next keys
-            _load_queries(c, u, i)
-            _load_tiles(c, source, step, keys, values)
-        else:
-            _in_warps(
-                partial(_load_tiles, c, source, step, keys),
-                partial(_load_tiles, c, source, step, values),
-                partial(_load_queries, c, u, i),
-            )
+        s.gpu.in_warps(partial(_load_unit, c, u, i, source, step), "keys", "values", "queries")
         return step + source.tiles, next_table, ahead, next_ahead
 
     u, ahead = c.unit(jnp.int32(0)), c.unit(jnp.int32(1))
@@ -430,47 +409,45 @@ def _produce(c: _Cta) -> None:
     step, *_ = lax.fori_loop(0, c.mine, load_unit, (jnp.int32(0), _fetch_table(c, u), u, ahead))
     # No barrier may have an arrival outstanding when the CTA ends. Each thread counts the phases of a barrier that it
     # has waited for itself, so every warp waits for its own.
-    drains = (
-        partial(_drain, keys.free, config.stages, step),
-        partial(_drain, values.free, config.stages, step),
-        partial(_drain, smem.q_free, config.q_stages, c.mine),
-    )
-    if c.shape.interpret:
-        for drain in drains:
-            drain()
-    else:
-        _in_warps(*drains)
+    s.gpu.in_warps(partial(_drain, c, step), "keys", "values", "queries")
 
 
-def _in_warps(*jobs: Callable[[], None]) -> None:
-    """Runs jobs in a warp each, and waits until all are done.
+def _drain(c: _Cta, steps: jax.Array, what: Sequence[str]) -> None:
+    """Waits until the last that was brought to each slot has been read."""
+    smem, config = c.smem, c.shape.config
+    free = {
+        "keys": (smem.k_free, config.stages, steps),
+        "values": (smem.v_free, config.stages, steps),
+        "queries": (smem.q_free, config.q_stages, c.mine),
+    }
+    for barriers, slots, used in (free[name] for name in what):
+        for slot in range(slots):
 
-    A copy that the warpgroup asks for has all of its threads meet first, and then arrive at the copy's barrier.
-    """
-
-    @plgpu.warp_map
-    def _(warp: jax.Array) -> None:
-        for number, job in enumerate(jobs):
-            pl.when(warp == number)(job)
-
-
-def _drain(free: Any, slots: int, used: jax.Array) -> None:
-    """Waits until the last that was brought to each slot has been read; `used` times one was filled."""
-    for slot in range(slots):
-
-        @pl.when(slot < used)
-        def _wait(slot: int = slot) -> None:
-            plgpu.barrier_wait(free.at[slot])
+            @pl.when(slot < used)
+            def _wait(barriers: Any = barriers, slot: int = slot) -> None:
+                plgpu.barrier_wait(barriers.at[slot])
 
 
 def _fetch_table(c: _Cta, u: _Unit) -> jax.Array:
     """The unit's entries of its sequence's table, and what follows them; past the table's end, its last."""
-    s, tables = c.shape, c.gmem.tables
-    first = lax.div(u.begin, s.block_size)
-    if not s.interpret:
-        return load_entries(tables, u.row, first)
-    entries = [tables[u.row, jnp.minimum(first + j, tables.shape[1] - 1)] for j in range(s.table_entries)]
-    return jnp.stack(entries)
+    return c.shape.gpu.load_entries(c.gmem.tables, u.row, lax.div(u.begin, c.shape.block_size))
+
+
+def _load_unit(c: _Cta, u: _Unit, i: jax.Array, source: "_Source", step: jax.Array, what: Sequence[str]) -> None:
+    """Brings the i-th unit's queries, keys or values, or several of these: then keys and values by turns, since the
+    consumer waits for values before it takes the next keys. The unit's first tile is the producer's `step`-th."""
+    if "queries" in what:
+        _load_queries(c, u, i)
+    smem = c.smem
+    rings = {
+        "keys": _Ring(0, smem.k_s, smem.k_full, smem.k_free),
+        "values": _Ring(1, smem.v_s, smem.v_full, smem.v_free),
+    }
+    if into := [ring for name, ring in rings.items() if name in what]:
+
+        @pl.loop(0, source.tiles)
+        def _(nth: jax.Array) -> None:
+            _load_tile(c, source, nth, step + nth, into)
 
 
 def _load_queries(c: _Cta, u: _Unit, i: jax.Array) -> None:
@@ -513,16 +490,8 @@ class _Ring(NamedTuple):
     free: Any
 
 
-def _load_tiles(c: _Cta, source: _Source, step: jax.Array, *rings: _Ring) -> None:
-    """The unit's tiles, to several rings by turns; the first is the producer's `step`-th."""
-
-    @pl.loop(0, source.tiles)
-    def _(nth: jax.Array) -> None:
-        _load_tile(c, source, nth, step + nth, rings)
-
-
-def _load_tile(c: _Cta, source: _Source, nth: jax.Array, step: jax.Array, rings: tuple[_Ring, ...]) -> None:
-    """The unit's nth tile, as the producer's `step`-th."""
+def _load_tile(c: _Cta, source: _Source, nth: jax.Array, step: jax.Array, rings: Sequence[_Ring]) -> None:
+    """The unit's nth tile, as the producer's `step`-th, into each of the rings."""
     s = c.shape
     stage = lax.rem(step, s.config.stages)
     start = (source.first + nth) * s.config.tile
@@ -530,7 +499,7 @@ def _load_tile(c: _Cta, source: _Source, nth: jax.Array, step: jax.Array, rings:
     for j in range(s.boxes):
         position = start + j * s.box
         entry = lax.div(position, s.block_size) - source.first_entry
-        entry = jnp.minimum(entry, s.table_entries - 1)
+        entry = jnp.minimum(entry, WARPGROUP - 1)
         part = lax.rem(lax.div(position, s.box), s.boxes_a_block)
         boxes.append((c.smem.table_s[entry] * (2 * s.kv_heads) + source.kv_head) * s.boxes_a_block + part)
     for ring in rings:
@@ -670,7 +639,7 @@ def _attend_tile(
     plgpu.commit_smem()  # the tensor cores read shared memory through another proxy: a fence, and a barrier
     plgpu.barrier_wait(smem.v_full.at[stage])
     _zero_unowned(c, u, start, stage)
-    acc = _add_values(c, acc, stage)
+    acc = s.gpu.add_product(acc, smem.v_s.at[stage].T, smem.p_s.T)
     plgpu.barrier_arrive(smem.v_free.at[stage])
     return _Running(acc, new_top, totals)
 
@@ -702,19 +671,6 @@ def _zero_unowned(c: _Cta, u: _Unit, start: jax.Array, stage: jax.Array) -> None
                 v = load(at, _ROWS_BY_HEADS)
                 at[...] = jnp.where((key < u.end) & (key >= first_seen), v, jnp.zeros_like(v))
         plgpu.commit_smem()
-
-
-def _add_values(c: _Cta, acc: jax.Array, stage: jax.Array) -> jax.Array:
-    """acc + V^T P^T, with the values in `stage`."""
-    s, smem = c.shape, c.smem
-
-    def product(acc_ref: Any) -> Any:
-        plgpu.wgmma(acc_ref, smem.v_s.at[stage].T, smem.p_s.T)
-        return acc_ref[...] if s.interpret else None
-
-    if s.interpret:  # it has no accumulators that start from registers
-        return acc + pl.run_scoped(product, plgpu.ACC((s.head_dim, s.columns), jnp.float32))
-    return pl.run_state(product)(plgpu.ACC.init(acc))
 
 
 def _finish(c: _Cta) -> None:
@@ -785,13 +741,8 @@ def _join(c: _Cta, u: _Unit, parts: _Parts, n: jax.Array, state: _State, finish:
 
 def _is_last(c: _Cta, u: _Unit, parts: _Parts) -> jax.Array:
     """Counts a part in, after its state is stored: whether all are there now."""
-    counters, counter = c.gmem.counters, (parts.counted_from + parts.number) * c.shape.groups + u.group
-    if not c.shape.interpret:
-        return arrive(counters, counter, parts.count) != 0
-    # The interpreter has no atomic operation that returns a value: there one CTA does all of a sequence.
-    count = counters[counter] + 1
-    counters[counter] = count
-    return count == parts.count
+    counter = (parts.counted_from + parts.number) * c.shape.groups + u.group
+    return c.shape.gpu.is_last_to_arrive(c.gmem.counters, counter, parts.count)
 
 
 def _fold_parts(s: _Shape, parts: _Parts) -> _State:
@@ -821,13 +772,4 @@ def _store(c: _Cta, to: _Heads, state: _State) -> None:
     out = (state.acc / _across(total, s.head_dim)).astype(s.dtype)
     lse = (state.top + jnp.log2(total)) * (1 / LOG2E)
     lse = jnp.where(seen, lse, jnp.full_like(lse, -jnp.inf))
-    if not s.interpret:
-        store_heads(gmem.out, gmem.lse, out, lse, to.first, to.column, s.rows)
-        return
-    for at in range(0, s.columns - s.rows + 1):
-
-        @pl.when(to.column == at)
-        def _store_columns(at: int = at) -> None:
-            for j in range(s.rows):
-                gmem.out[to.first + j] = out[:, at + j]
-                gmem.lse[to.first + j] = lse[at + j]
+    s.gpu.store_heads(gmem.out, gmem.lse, out, lse, to.first, to.column, s.rows)

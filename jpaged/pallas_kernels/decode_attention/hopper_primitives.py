@@ -1,5 +1,5 @@
-"""What the decode attention kernel does for which Pallas has no word: arrivals counted in global memory, a warpgroup's
-read of a row of a table, stores of any number of heads."""
+"""What the decode attention kernels ask of a GPU for which Pallas has no word: arrivals counted in global memory, a
+warpgroup's read of a row of a table, stores of any number of heads. `hopper_interpreted.py` has the same for a CPU."""
 
 from typing import Any
 
@@ -11,15 +11,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jpaged.pallas_kernels.common.hopper_primitives import constant, offset, scalar, warp_and_lane
+from jpaged.pallas_kernels.common.hopper_primitives import *  # noqa: F403  (kernels call them through this module)
+from jpaged.pallas_kernels.common.inline_mlir import constant, offset, scalar, warp_and_lane
 
 WARPGROUP = 128  # threads
 _FIRST_OWN_BARRIER = 8  # of the hardware's 16; those below are Mosaic's own
 
 
-def arrive(counters_ref: Any, index: jax.Array, expected: jax.Array) -> jax.Array:
-    """Counts this warpgroup's arrival at counters [n], after all its stores to memory: int32 [], 1 if it is the last
-    of `expected`, else 0.
+def is_last_to_arrive(counters_ref: Any, index: jax.Array, expected: jax.Array) -> jax.Array:
+    """Counts this warpgroup's arrival at counters [n], after all its stores to memory: whether it is the last of
+    `expected`.
 
     What the others stored before they arrived may be read by the last.
     """
@@ -61,7 +62,7 @@ def arrive(counters_ref: Any, index: jax.Array, expected: jax.Array) -> jax.Arra
         )
         return mgpu.FragmentedArray.splat(last, (), is_signed=True)
 
-    return count(counters_ref, index, expected)
+    return count(counters_ref, index, expected) != 0
 
 
 def load_entries(tables_ref: Any, row: jax.Array, first: jax.Array) -> jax.Array:

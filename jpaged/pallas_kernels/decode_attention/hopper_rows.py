@@ -36,8 +36,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.common.hopper_memory import load, swizzled
+from jpaged.pallas_kernels.decode_attention import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.decode_attention.hopper_shape import LOG2E, DecodeShape
-from jpaged.pallas_kernels.decode_attention.plan import max_chunks
+from jpaged.pallas_kernels.decode_attention.plan import chunks_of, max_chunks
 from jpaged.pallas_kernels.devices import num_multiprocessors
 
 _NO_KEYS = -1e30
@@ -120,7 +122,7 @@ def decode_attention(
         logit_softcap=logit_softcap,
         alibi=alibi_slopes is not None,
         config=config,
-        interpret=interpret is not None,
+        gpu=hopper_primitives if interpret is None else hopper_interpreted,
     )
     work = plan(kv_lens, max_len, config.chunk, config.tile, sliding_window)
     slopes = jnp.zeros((8,), jnp.float32) if alibi_slopes is None else jnp.pad(alibi_slopes, (8, _ROWS))
@@ -150,13 +152,7 @@ def plan(kv_lens: jax.Array, max_len: int, chunk: int, tile: int, sliding_window
     """Cuts every sequence at multiples of `chunk` and lists the pieces, full ones first, then the longest first."""
     batch, slots = kv_lens.shape[0], max_chunks(max_len, chunk, sliding_window)
     rows = jnp.arange(batch, dtype=jnp.int32)
-    ends = jnp.clip(kv_lens, 0, max_len)
-    if sliding_window is None:
-        begins = jnp.zeros_like(ends)
-    else:
-        begins = jnp.maximum(ends - sliding_window, 0) // tile * tile
-    first = begins // chunk
-    num_chunks = jnp.maximum((ends + chunk - 1) // chunk - first, 1)
+    begins, ends, first, num_chunks = chunks_of(kv_lens, max_len, chunk, tile, sliding_window)
 
     row = jnp.repeat(rows, slots)
     slot = jnp.tile(jnp.arange(slots, dtype=jnp.int32), batch)
@@ -227,7 +223,7 @@ def _attend_units(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_decode_units",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )(q, pool, tables, work.units, work.num_units, slopes)
 
 
@@ -269,16 +265,15 @@ class _Scratch(NamedTuple):
     v_free: Any
     handover: _Handover | None = None  # of two consumers
     out_s: Any = None  # [64, head_dim]: of two consumers, the result, if it is not of o_s's type
-    p_s: Any = None  # [consumers, 64, tile]: P, which the interpreter cannot take from registers
 
 
 def _scratch(s: _Shape) -> dict[str, Any]:
     tile, stages, q_stages, consumers = s.config.tile, s.config.stages, s.config.q_stages, s.config.consumers
     boxes = tile // s.box
     scratch: dict[str, Any] = {
-        "q_s": _swizzled((q_stages, _ROWS, s.head_dim), s.dtype),
-        "k_s": _swizzled((consumers * stages, tile, s.head_dim), s.dtype),
-        "v_s": _swizzled((consumers * stages, tile, s.head_dim), s.dtype),
+        "q_s": swizzled((q_stages, _ROWS, s.head_dim), s.dtype),
+        "k_s": swizzled((consumers * stages, tile, s.head_dim), s.dtype),
+        "v_s": swizzled((consumers * stages, tile, s.head_dim), s.dtype),
         "o_s": plgpu.SMEM((_ROWS, s.head_dim), jnp.float32 if consumers > 1 else s.o_dtype),
         "lse_s": plgpu.SMEM((_ROWS, _LSE_COLUMNS), jnp.float32),
         "q_full": plgpu.Barrier(num_barriers=q_stages),
@@ -293,17 +288,7 @@ def _scratch(s: _Shape) -> dict[str, Any]:
         scratch["handover"] = _Handover(row_of_floats, row_of_floats, plgpu.Barrier(), plgpu.Barrier())
         if s.o_dtype != jnp.float32:
             scratch["out_s"] = plgpu.SMEM((_ROWS, s.head_dim), s.o_dtype)
-    if s.interpret:
-        scratch["p_s"] = _swizzled((consumers, _ROWS, tile), s.dtype)
     return scratch
-
-
-def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the layout that wgmma and TMA agree on."""
-    swizzle = plgpu.find_swizzle(shape[-1] * 16)
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-    )
 
 
 class _Unit(NamedTuple):
@@ -431,11 +416,6 @@ _HEADS_BY_KEYS = plgpu.Layout.WGMMA  # of every product: [query heads, keys] and
 _BY_HEAD = _HEADS_BY_KEYS.reduce(1)
 
 
-def load(ref: Any, layout: Any) -> jax.Array:
-    """Reads a reference into registers of the given layout, by whatever loads it takes."""
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
 def _across(x: jax.Array, columns: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (_ROWS, columns), [0])
 
@@ -522,7 +502,7 @@ def _attend_tile(
     p = p.astype(s.dtype)
     plgpu.barrier_wait(smem.v_full.at[stage])
     _zero_unowned(c, u, start, stage)
-    acc = _add_values(c, acc, p, stage)
+    acc = s.gpu.add_product(acc, p, smem.v_s.at[stage])
     plgpu.barrier_arrive(smem.v_free.at[stage])
     return _State(acc, new_top, total)
 
@@ -554,27 +534,6 @@ def _zero_unowned(c: _Cta, u: _Unit, start: jax.Array, stage: jax.Array) -> None
             v = plgpu.layout_cast(at[...], _HEADS_BY_KEYS)
             at[...] = jnp.where((key < u.end) & (key >= first_seen), v, jnp.zeros_like(v))
         plgpu.commit_smem()
-
-
-def _add_values(c: _Cta, acc: jax.Array, p: jax.Array, stage: jax.Array) -> jax.Array:
-    """acc + P V, with the values in `stage`."""
-    smem = c.smem
-    if not c.shape.interpret:
-
-        def accumulate(acc_ref: Any) -> None:
-            plgpu.wgmma(acc_ref, p, smem.v_s.at[stage])
-
-        return pl.run_state(accumulate)(plgpu.ACC.init(acc))
-
-    # The interpreter has no accumulators that start from registers, nor operands in them.
-    smem.p_s.at[c.warpgroup][...] = p
-    plgpu.commit_smem()
-
-    def product(acc_ref: Any) -> jax.Array:
-        plgpu.wgmma(acc_ref, smem.p_s.at[c.warpgroup], smem.v_s.at[stage])
-        return acc_ref[...]
-
-    return acc + pl.run_scoped(product, plgpu.ACC((_ROWS, c.shape.head_dim), jnp.float32))
 
 
 def _hand_over(c: _Cta, to: _Handover, i: jax.Array, state: _State) -> None:
@@ -647,7 +606,7 @@ def _merge_chunks(
         grid_names=("row", "part", "column"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_decode_merge",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )(o_parts, lse_parts, num_chunks)
 
 
@@ -663,8 +622,8 @@ def _merge_kernel(
     lse_s: Any,
 ) -> None:
     row, part, column = (lax.axis_index(name) for name in ("row", "part", "column"))
-    if s.config.overlap_merge and not s.interpret:
-        plgpu.griddepcontrol_wait()
+    if s.config.overlap_merge:
+        s.gpu.await_kernel_before()
     chunks = num_chunks_ref[row]
     columns = pl.ds(column * _MERGE_COLUMNS, _MERGE_COLUMNS)
     unroll = min(_MERGE_UNROLL, s.slots)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ class DecodeShape:
     """Sizes and options of a call; `rows` query heads of one KV head make a group.
 
     slots: the most chunks that a sequence can touch. alibi: whether there are slopes. config: of the kernel.
+    gpu: the primitives that the kernel calls: `hopper_primitives`, or `hopper_interpreted` on a CPU.
     """
 
     batch: int
@@ -31,7 +33,7 @@ class DecodeShape:
     logit_softcap: float | None
     alibi: bool
     config: Any
-    interpret: bool
+    gpu: ModuleType
 
     @property
     def groups(self) -> int:

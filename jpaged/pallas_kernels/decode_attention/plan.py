@@ -63,6 +63,20 @@ def max_chunks(max_len: int, chunk: int, sliding_window: int | None) -> int:
     return chunks if sliding_window is None else min(chunks, (sliding_window - 2) // chunk + 2)
 
 
+def chunks_of(
+    kv_lens: jax.Array, max_len: int, chunk: int, tile: int, sliding_window: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Of each sequence, int32 [batch]: where the first tile begins that is seen, where the sequence ends, the number of
+    its first chunk, and how many it has. An empty sequence has one, so that its zeros are written."""
+    ends = jnp.clip(kv_lens, 0, max_len)
+    if sliding_window is None:
+        begins = jnp.zeros_like(ends)
+    else:
+        begins = jnp.maximum(ends - sliding_window, 0) // tile * tile
+    first = begins // chunk
+    return begins, ends, first, jnp.maximum((ends + chunk - 1) // chunk - first, 1)
+
+
 def max_cut_chunks(batch: int, groups: int, slots: int, cuts: Cuts) -> int:
     """The most chunks that `plan` cuts into leaves: units for half of the CTAs."""
     return min(batch * slots, cuts.ctas // (2 * groups))
@@ -98,13 +112,7 @@ def _list_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """All chunks [batch * slots, 10], longest first and those that do not exist last, and how many do."""
     batch, chunk, tile = kv_lens.shape[0], cuts.chunk, cuts.tile
-    ends = jnp.clip(kv_lens, 0, max_len)
-    if sliding_window is None:
-        begins = jnp.zeros_like(ends)
-    else:
-        begins = jnp.maximum(ends - sliding_window, 0) // tile * tile
-    first = begins // chunk
-    chunks = jnp.maximum((ends + chunk - 1) // chunk - first, 1)  # an empty sequence has its zeros written
+    begins, ends, first, chunks = chunks_of(kv_lens, max_len, chunk, tile, sliding_window)
     doublings = (ends > _LEAVES * cuts.leaf).astype(jnp.int32) + (ends > 2 * _LEAVES * cuts.leaf)
     leaf_tiles = (cuts.leaf // tile) << doublings
 

@@ -27,6 +27,7 @@ A row's sums are added in one order whatever the tiling, so its bits do not depe
 import dataclasses
 import functools
 import math
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -36,8 +37,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.devices import num_multiprocessors
-from jpaged.pallas_kernels.gated_product import hopper_primitives as inline
-from jpaged.pallas_kernels.gated_product.hopper_primitives import LINES
+from jpaged.pallas_kernels.gated_product import hopper_interpreted, hopper_primitives
+from jpaged.pallas_kernels.gated_product.hopper_primitives import LINES, STORED
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, LEAST_ROWS, ROWS, Tiling, pick_tiling
 
 _GROUP_BYTES = 16 << 20  # of x, to stay in the L2 cache while all of w passes by
@@ -86,12 +87,10 @@ def gated_product(
         bias = x  # which nobody reads there; zeros would be a kernel of their own
     else:  # a strip's end may lie past it
         bias = jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, s.padded[1] - columns)))
-    out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
-    if interpret is not None:  # it has no store that leaves out what is past an end
-        out = jax.ShapeDtypeStruct(s.padded, x.dtype)
+    gpu = hopper_primitives if interpret is None else hopper_interpreted
     kernel = plgpu.kernel(
-        functools.partial(_kernel, s, interpret is not None),
-        out_type=out,
+        functools.partial(_kernel, s, gpu),
+        out_type=jax.ShapeDtypeStruct(gpu.stored_shape((rows, columns), s.padded), x.dtype),
         scratch_types=_scratch(s),
         grid=(s.clusters,),
         grid_names=("cta",),
@@ -101,7 +100,7 @@ def gated_product(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="gated_product",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )
     return kernel(x, w, bias)[:rows, :columns]
 
@@ -183,7 +182,7 @@ class _Cta(NamedTuple):
     shape: _Shape
     gmem: _Arguments
     smem: _Scratch
-    interpret: bool
+    gpu: ModuleType  # `hopper_primitives`, or `hopper_interpreted` on a CPU
     cluster: jax.Array
     rank: jax.Array
     wg: jax.Array  # 0 .. consumers - 1, then the producer
@@ -206,25 +205,19 @@ class _Cta(NamedTuple):
         return lax.rem(step, self.shape.tiling.stages)
 
 
-def _kernel(s: _Shape, interpret: bool, *refs: Any) -> None:
+def _kernel(s: _Shape, gpu: ModuleType, *refs: Any) -> None:
     gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), _Scratch(*refs[len(_Arguments._fields) :])
     cluster, rank, wg = lax.axis_index("cta"), lax.axis_index(_RANK), lax.axis_index("wg")
     turns = lax.div(s.row_tiles * s.strips - 1 - cluster, s.clusters) + 1
-    c = _Cta(s, gmem, smem, interpret, cluster, rank, wg, turns)
+    c = _Cta(s, gmem, smem, gpu, cluster, rank, wg, turns)
     pl.when(wg == s.tiling.consumers)(functools.partial(_produce, c))
     pl.when(wg < s.tiling.consumers)(functools.partial(_consume, c))
 
 
 def _produce(c: _Cta) -> None:
     """The producer warpgroup, of which one warp does all."""
-    if c.interpret:  # it has no warps
-        _load(c)
-        return
-    plgpu.set_max_registers(c.shape.tiling.registers[1], action="decrease")
-
-    @plgpu.warp_map
-    def _(warp: jax.Array) -> None:
-        pl.when(warp == 0)(lambda: _load(c))
+    c.gpu.set_registers(c.shape.tiling.registers[1], "decrease")
+    c.gpu.in_warps(lambda _: _load(c), "operands")
 
 
 def _load(c: _Cta) -> None:
@@ -261,56 +254,32 @@ def _load(c: _Cta) -> None:
 def _consume(c: _Cta) -> None:
     """A consumer warpgroup."""
     s, t, smem = c.shape, c.shape.tiling, c.smem
-    if not c.interpret:
-        plgpu.set_max_registers(t.registers[0], action="increase")
+    c.gpu.set_registers(t.registers[0], "increase")
 
     def consume_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
         row, column = c.tile(turn)
 
         def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             plgpu.barrier_wait(smem.full.at[c.slot(step)])
-            return _add_products(c, sums, c.slot(step))
+            x, w = smem.x.at[c.slot(step), pl.ds(c.wg * ROWS, ROWS)], smem.w.at[c.slot(step)]
+            return c.gpu.add_products(*sums, x, w)
 
         def next_step(_: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             step, sums = carry
             sums = add(step, sums)
-            if not c.interpret:
-                plgpu.wgmma_wait(1)  # for the step before
+            c.gpu.await_products_before()
             plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
             return step + 1, sums
 
-        step, sums = lax.fori_loop(1, s.steps, next_step, (step + 1, add(step, _zeros(c))))
-        gate, up = sums if c.interpret else inline.await_products(*sums)
+        step, sums = lax.fori_loop(1, s.steps, next_step, (step + 1, add(step, c.gpu.zeros(t.columns))))
+        gate, up = c.gpu.await_products(*sums)
         plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
-        for first in range(0, t.columns, inline.STORED):
-            part = slice(first, min(first + inline.STORED, t.columns))
+        for first in range(0, t.columns, STORED):
+            part = slice(first, min(first + STORED, t.columns))
             _finish(c, gate[:, part], up[:, part], row + c.wg * ROWS, column + first)
         return step
 
     lax.fori_loop(0, c.turns, consume_tile, jnp.int32(0))
-
-
-def _zeros(c: _Cta) -> tuple[jax.Array, jax.Array]:
-    columns = c.shape.tiling.columns
-    return (jnp.zeros((ROWS, columns), jnp.float32),) * 2 if c.interpret else inline.zeros(columns)
-
-
-def _add_products(c: _Cta, sums: tuple[jax.Array, jax.Array], slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Issues the products of a stage, of this consumer's rows; the interpreter computes them at once."""
-    x, w = c.smem.x.at[slot, pl.ds(c.wg * ROWS, ROWS)], c.smem.w.at[slot]
-    if not c.interpret:
-        return inline.add_products(*sums, x, w)
-
-    def product(half: int, block: int) -> jax.Array:
-        def multiply(acc_ref: Any) -> jax.Array:
-            plgpu.wgmma(acc_ref, x, w.at[half, block])
-            return acc_ref[...]
-
-        return pl.run_scoped(multiply, plgpu.ACC((ROWS, DEPTH), jnp.float32))
-
-    columns, blocks = c.shape.tiling.columns, range(c.shape.tiling.blocks)
-    products = [jnp.concatenate([product(half, i) for i in blocks], axis=1)[:, :columns] for half in range(2)]
-    return sums[0] + products[0], sums[1] + products[1]
 
 
 def _finish(c: _Cta, gate: jax.Array, up: jax.Array, row: jax.Array, column: jax.Array) -> None:
@@ -318,18 +287,12 @@ def _finish(c: _Cta, gate: jax.Array, up: jax.Array, row: jax.Array, column: jax
     if c.shape.biased:
         gate, up = gate + _bias(c, 0, column, gate.shape), up + _bias(c, 1, column, up.shape)
     tile = _activated(c, gate) * up
-    if not c.interpret:
-        inline.store_rows(c.gmem.out, tile, row, column)
-        return
-    c.gmem.out[pl.ds(row, ROWS), pl.ds(column, tile.shape[1])] = tile.astype(c.shape.dtype)
+    c.gpu.store_rows(c.gmem.out, tile, row, column)
 
 
 def _bias(c: _Cta, half: int, column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The same for every row."""
-    part = c.gmem.bias.at[half, pl.ds(column, shape[1])]
-    row = part[...] if c.interpret else plgpu.load(part, layout=inline.ACCUMULATOR.reduce(0), optimized=False)
-    spread = lax.broadcast_in_dim(row, shape, [1])
-    return spread if c.interpret else plgpu.layout_cast(spread, inline.ACCUMULATOR)
+    return c.gpu.load_for_all_rows(c.gmem.bias.at[half, pl.ds(column, shape[1])], shape[0])
 
 
 def _activated(c: _Cta, x: jax.Array) -> jax.Array:
@@ -345,5 +308,4 @@ def _activated(c: _Cta, x: jax.Array) -> jax.Array:
 
 
 def _sigmoid(c: _Cta, x: jax.Array) -> jax.Array:
-    shifted = 1.0 + jnp.exp(-x)
-    return 1.0 / shifted if c.interpret else inline.reciprocal(shifted)
+    return c.gpu.reciprocal(1.0 + jnp.exp(-x))

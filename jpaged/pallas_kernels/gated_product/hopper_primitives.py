@@ -1,4 +1,5 @@
-"""What the gated product does for which Pallas has no word: wgmma of any width, and the store of a tile of rows.
+"""What the gated product asks of a GPU for which Pallas has no word: wgmma of any width, stores of a tile of rows.
+`hopper_interpreted.py` has the same for a CPU.
 
 A tile of accumulators [64, columns] has one register an element (`ACCUMULATOR`): thread l of warp w holds rows
 16 w + l / 4 and 8 below, of each eight columns 2 (l % 4) and the next, in the order in which wgmma takes them.
@@ -8,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from jpaged.pallas_kernels.common.hopper_primitives import constant, offset, scalar, warp_and_lane
+from jpaged.pallas_kernels.common.hopper_primitives import *  # noqa: F403  (kernels call them through this module)
+from jpaged.pallas_kernels.common.inline_mlir import constant, offset, scalar, warp_and_lane
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
 
 STORED = 32  # columns that four threads store of a row at once
@@ -81,6 +84,11 @@ def add_products(first: jax.Array, second: jax.Array, x_ref: Any, w_ref: Any) ->
     return tuple(issue(first, second, x_ref, w_ref))
 
 
+def await_products_before() -> None:
+    """Waits until all products are in but those issued last."""
+    plgpu.wgmma_wait(1)
+
+
 def await_products(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The accumulators, once all products are in."""
 
@@ -106,6 +114,18 @@ def reciprocal(x: jax.Array) -> jax.Array:
         return _rebuilt(x, [llvm.inline_asm(f32, [v], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for v in values])
 
     return approximate(x)
+
+
+def load_for_all_rows(columns_ref: Any, rows: int) -> jax.Array:
+    """Numbers [columns] in global memory as an array [rows, columns], the same in each row."""
+    row = plgpu.load(columns_ref, layout=ACCUMULATOR.reduce(0), optimized=False)
+    return plgpu.layout_cast(lax.broadcast_in_dim(row, (rows, *row.shape), [1]), ACCUMULATOR)
+
+
+def stored_shape(shape: tuple[int, int], padded: tuple[int, int]) -> tuple[int, int]:
+    """The shape of an output that `store_rows` stores: without what tiles have more than it, up to `padded`."""
+    del padded
+    return shape
 
 
 def store_rows(out_ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array) -> None:

@@ -102,7 +102,7 @@ def estimated_cycles(tiling: Tiling, rows: int, depth: int, columns: int, ctas: 
     """
     t = tiling
     products = ROWS * t.consumers * 2 * t.columns * DEPTH / 2048
-    whole = t.columns == DEPTH * t.blocks  # then x is read once for both, see `add_products`
+    whole = t.columns == DEPTH * t.blocks  # then x is read once for both, see `hopper_primitives.add_products`
     lines = t.consumers * ((1 if whole else 2) * ROWS + 2 * t.columns)
     shared = 2 * DEPTH * (lines + t.rows + 2 * t.blocks * DEPTH) / 128
     down, across = t.cluster

@@ -83,7 +83,7 @@ def _move(
         grid=(tiles // piece, pairs, layers),
         grid_names=("piece", "pair", "layer"),
         kernel_name="paged_move_blocks",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )(*pools, *staged, *ids)
 
 

@@ -25,7 +25,8 @@ products of the others and, where registers allow, of themselves.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -34,9 +35,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.common.hopper_memory import swizzle, swizzled
 from jpaged.pallas_kernels.devices import num_multiprocessors
-from jpaged.pallas_kernels.ragged_attention import work_list
-from jpaged.pallas_kernels.ragged_attention.hopper_primitives import store_rows, turn_barrier, zero_rows
+from jpaged.pallas_kernels.ragged_attention import hopper_interpreted, hopper_primitives, work_list
 from jpaged.pallas_kernels.ragged_attention.work_list import plan_tiles
 
 _LOG2E = math.log2(math.e)
@@ -138,7 +139,7 @@ def ragged_attention(
         alibi=alibi_slopes is not None,
         causal=causal,
         ctas=ctas or num_multiprocessors(),
-        interpret=interpret is not None,
+        gpu=hopper_primitives if interpret is None else hopper_interpreted,
     )
     # TMA boxes start at multiples of 8 tokens and reach past the end only by whole boxes of the array's tiles.
     padded = max(-(-tokens // 8) * 8, s.tokens)
@@ -167,7 +168,7 @@ def ragged_attention(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         kernel_name="ragged_attention",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )
     out, lse = kernel(q, kv_pool, block_tables, work, count, _slopes_by_row(s, alibi_slopes))
     return out[:tokens], lse[:tokens]
@@ -205,7 +206,7 @@ class _Shape:
     alibi: bool
     causal: bool
     ctas: int
-    interpret: bool
+    gpu: ModuleType  # `hopper_primitives`, or `hopper_interpreted` on a CPU
 
     @property
     def window(self) -> int:
@@ -219,10 +220,6 @@ class _Shape:
     @property
     def copies(self) -> int:
         return self.tiling.block_kv // self.copy_rows
-
-    @property
-    def turns(self) -> bool:
-        return self.tiling.turns and not self.interpret
 
 
 class _Arguments(NamedTuple):
@@ -245,7 +242,6 @@ class _Scratch(NamedTuple):
     keys: Any  # [stages, block_kv, D]
     values: Any  # [stages, block_kv, D]
     items: Any  # int32 [consumers, 4, 32]: rows of the work list
-    p: Any  # [consumers, 64, block_kv]; None but in the interpreter, whose products take nothing from registers
     q_full: Any
     q_free: Any
     k_full: Any
@@ -257,18 +253,14 @@ class _Scratch(NamedTuple):
 
 def _scratch(s: _Shape) -> _Scratch:
     tiling = s.tiling
-    _, transforms = _swizzle(s.head_dim)
-    _, p_transforms = _swizzle(tiling.block_kv)
-    smem = functools.partial(plgpu.SMEM, dtype=s.dtype)
     tiles = tiling.q_stages * tiling.consumers
     full = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=s.copies)
     free = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=tiling.consumers)
     return _Scratch(
-        queries=smem((tiles, _ROWS, s.head_dim), transforms=transforms),
-        keys=smem((tiling.stages, tiling.block_kv, s.head_dim), transforms=transforms),
-        values=smem((tiling.stages, tiling.block_kv, s.head_dim), transforms=transforms),
+        queries=swizzled((tiles, _ROWS, s.head_dim), s.dtype),
+        keys=swizzled((tiling.stages, tiling.block_kv, s.head_dim), s.dtype),
+        values=swizzled((tiling.stages, tiling.block_kv, s.head_dim), s.dtype),
         items=plgpu.SMEM((tiling.consumers, _ITEMS_HELD, work_list.COLUMNS), jnp.int32),
-        p=smem((tiling.consumers, _ROWS, tiling.block_kv), transforms=p_transforms) if s.interpret else None,
         q_full=plgpu.Barrier(num_barriers=tiles, num_arrivals=s.heads + 1),
         q_free=plgpu.Barrier(num_barriers=tiles),
         k_full=full,
@@ -277,16 +269,6 @@ def _scratch(s: _Shape) -> _Scratch:
         v_free=free,
         v_landed=plgpu.Barrier(num_arrivals=s.copies),
     )
-
-
-def _swizzle(head_dim: int) -> tuple[int, tuple]:
-    """(bytes, transforms) of the widest swizzle whose lines a row of head_dim 16-bit values fills.
-
-    Tiles of 8 rows by one line, in each of which 16-byte pieces are permuted by row: the layout that TMA writes and
-    wgmma reads without bank conflicts.
-    """
-    swizzle = next(size for size in (128, 64, 32) if head_dim * 2 % size == 0)
-    return swizzle, (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
 
 
 class _Cta(NamedTuple):
@@ -327,15 +309,9 @@ def _kernel(s: _Shape, *refs: Any) -> None:
 
 def _produce(c: _Cta) -> None:
     """The producer warpgroup: a warp each for queries, keys and values, so that none waits for the others' buffers."""
-    if c.shape.interpret:  # it has no warps
-        _load(c, {"queries", "keys", "values"})
-        return
-    plgpu.set_max_registers(c.shape.tiling.registers[1], action="decrease")
-
-    @plgpu.warp_map
-    def _(warp: jax.Array) -> None:
-        for number, what in enumerate(("keys", "values", "queries")):
-            pl.when(warp == number)(functools.partial(_load, c, {what}))
+    s = c.shape
+    s.gpu.set_registers(s.tiling.registers[1], "decrease")
+    s.gpu.in_warps(functools.partial(_load, c), "keys", "values", "queries")
 
 
 class _Source(NamedTuple):
@@ -351,7 +327,7 @@ class _Source(NamedTuple):
     hi: jax.Array
 
 
-def _load(c: _Cta, what: Collection[str]) -> None:
+def _load(c: _Cta, what: Sequence[str]) -> None:
     """Brings all items' queries, keys or values, or several of these, into shared memory."""
     s, smem = c.shape, c.smem
     stages, q_stages, consumers = s.tiling.stages, s.tiling.q_stages, s.tiling.consumers
@@ -474,12 +450,7 @@ def _load_values(c: _Cta, source: _Source, t: jax.Array, blocks: list, slot: jax
         # Slots past the last token may hold NaN, and 0 * NaN is NaN: they are zeroed before anyone looks.
         _copy_step(c, source, 1, t, blocks, smem.values.at[slot], smem.v_landed)
         plgpu.barrier_wait(smem.v_landed)
-        if s.interpret:
-            position = t * block_kv + lax.broadcasted_iota(jnp.int32, (block_kv, s.head_dim), 0)
-            smem.values[slot] = jnp.where(position < source.kv_len, smem.values[slot], 0).astype(s.dtype)
-            plgpu.commit_smem()
-        else:
-            zero_rows(smem.values.at[slot], source.kv_len - t * block_kv, *_swizzle(s.head_dim))
+        s.gpu.zero_rows(smem.values.at[slot], source.kv_len - t * block_kv, *swizzle(s.head_dim))
         for _ in range(s.copies):  # in place of the copies, which arrive there otherwise
             plgpu.barrier_arrive(smem.v_full.at[slot])
 
@@ -505,9 +476,8 @@ class _Tile(NamedTuple):
 def _consume(c: _Cta) -> None:
     """A consumer warpgroup."""
     s, smem, consumers = c.shape, c.smem, c.shape.tiling.consumers
-    if not s.interpret:
-        plgpu.set_max_registers(s.tiling.registers[0], action="increase")
-    if s.turns:
+    s.gpu.set_registers(s.tiling.registers[0], "increase")
+    if s.tiling.turns:
         pl.when(c.wg == consumers - 1)(lambda: _pass_turn(c))  # to the first
 
     def consume_item(r: jax.Array, step: jax.Array) -> jax.Array:
@@ -552,19 +522,19 @@ def _consume(c: _Cta) -> None:
         return step + jnp.where(exists, x.steps, 0)
 
     lax.fori_loop(0, c.rounds, consume_item, jnp.int32(0))
-    if s.turns:
+    if s.tiling.turns:
         pl.when(c.wg == 0)(lambda: _take_turn(c))  # the last one passed
 
 
 def _take_turn(c: _Cta) -> None:
     """Waits until the consumer before this one has issued its products."""
-    if c.shape.turns:
-        turn_barrier("sync", c.wg)
+    if c.shape.tiling.turns:
+        c.shape.gpu.turn_barrier("sync", c.wg)
 
 
 def _pass_turn(c: _Cta) -> None:
-    if c.shape.turns:
-        turn_barrier("arrive", jnp.where(c.wg == c.shape.tiling.consumers - 1, 0, c.wg + 1))
+    if c.shape.tiling.turns:
+        c.shape.gpu.turn_barrier("arrive", jnp.where(c.wg == c.shape.tiling.consumers - 1, 0, c.wg + 1))
 
 
 def _stand_by(c: _Cta, x: _Tile) -> None:
@@ -591,8 +561,8 @@ class _Running(NamedTuple):
     added, by its probabilities p [64, block_kv]. top [64] is the greatest score, in powers of 2. total [64, 8] sums
     2^(score - top), each lane its own columns.
 
-    acc is None where it lives in the accumulator, in flight while the softmax runs. The interpreter can neither write
-    such a reference nor take p from registers: there it is a value.
+    acc is None on a GPU: the sum lives in the accumulator, in flight while the softmax runs. In the interpreter it is
+    here.
     """
 
     acc: jax.Array | None
@@ -648,17 +618,14 @@ def _attend(c: _Cta, x: _Tile, acc_ref: Any) -> None:
 
         acc, p, top, total, shrink = pl.run_scoped(products, scores_type)
         acc = _await_values(c, x, acc_ref, acc, j - 1) * _spread(shrink, s.head_dim)
-        if not s.interpret:
-            acc_ref[...] = acc
-            acc = None
+        acc = s.gpu.put_back(acc_ref, acc)
         return _Running(acc, p.astype(s.dtype), top, total)
 
     await_keys(0)
     _take_turn(c)
     p, top, total, _ = pl.run_scoped(first_step, scores_type)
     await_keys(1)
-    acc = jnp.zeros((_ROWS, s.head_dim), jnp.float32) if s.interpret else None
-    carry = _Running(acc, p.astype(s.dtype), top, total)
+    carry = _Running(s.gpu.no_sum(_ROWS, s.head_dim), p.astype(s.dtype), top, total)
     begin = x.lo
     for until, masked in ((x.lo_full, True), (x.hi_full, False), (x.hi, True)):
         if until is x.lo_full and s.sliding_window is None:
@@ -689,26 +656,14 @@ def _score(c: _Cta, x: _Tile, scores_ref: Any, j: Any, and_then: Callable[[], No
 
 def _add_values(c: _Cta, x: _Tile, acc_ref: Any, acc: Any, p: jax.Array, j: Any) -> Any:
     """Issues the product of p and the values of the j-th step, onto acc."""
-    s, smem = c.shape, c.smem
     slot = c.slot(x, j)
-    plgpu.barrier_wait(smem.v_full.at[slot])
-    if not s.interpret:
-        plgpu.wgmma(acc_ref, p, smem.values.at[slot])
-        return acc
-    smem.p[c.wg] = p
-    plgpu.commit_smem()
-
-    def product(product_ref: Any) -> jax.Array:
-        plgpu.wgmma(product_ref, smem.p.at[c.wg], smem.values.at[slot])
-        return product_ref[...]
-
-    return acc + pl.run_scoped(product, plgpu.ACC((_ROWS, s.head_dim), jnp.float32))
+    plgpu.barrier_wait(c.smem.v_full.at[slot])
+    return c.shape.gpu.issue_product(acc_ref, acc, p, c.smem.values.at[slot])
 
 
 def _await_values(c: _Cta, x: _Tile, acc_ref: Any, acc: Any, j: Any) -> jax.Array:
     """acc, when the product with the values of the j-th step is done."""
-    if not c.shape.interpret:
-        acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+    acc = c.shape.gpu.await_product(acc_ref, acc)
     plgpu.barrier_arrive(c.smem.v_free.at[c.slot(x, j)])
     return acc
 
@@ -788,14 +743,5 @@ def _mask(
 def _store(c: _Cta, x: _Tile, out: jax.Array, lse: jax.Array) -> None:
     """The rows of a consumer's tile whose token is in [first, end)."""
     s, gmem = c.shape, c.gmem
-    out = out.astype(s.dtype)
-    if not s.interpret:
-        store_rows(gmem.out, gmem.lse, out, lse, x.token, x.first, x.end, x.head, s.tokens, s.heads)
-        return
-    for g in range(s.heads):
-        for i in range(s.tokens):
-
-            @pl.when((x.token + i >= x.first) & (x.token + i < x.end))
-            def _(g: int = g, i: int = i) -> None:
-                gmem.out[x.token + i, x.head + g] = out[g * s.tokens + i]
-                gmem.lse[x.token + i, x.head + g] = lse[g * s.tokens + i]
+    rows = out.astype(s.dtype), lse
+    s.gpu.store_rows(gmem.out, gmem.lse, *rows, x.token, x.first, x.end, x.head, s.tokens, s.heads)

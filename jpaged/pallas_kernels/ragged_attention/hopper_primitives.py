@@ -1,4 +1,5 @@
-"""What the ragged attention kernel does for which Pallas has no word: parts of a tile, and barriers of the hardware."""
+"""What the ragged attention kernel asks of a GPU beside what Pallas has words for: a sum that stays in its accumulator,
+stores of parts of a tile, and barriers of the hardware. `hopper_interpreted.py` has the same for a CPU."""
 
 from typing import Any
 
@@ -8,9 +9,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-from jpaged.pallas_kernels.common.hopper_primitives import constant, instruction, offset, scalar, warp_and_lane
+from jpaged.pallas_kernels.common.hopper_primitives import *  # noqa: F403  (kernels call them through this module)
+from jpaged.pallas_kernels.common.inline_mlir import constant, instruction, offset, scalar, warp_and_lane
 
 _FIRST_TURN_BARRIER = 8  # of the hardware's 16; those below are Mosaic's own
+
+
+def no_sum(rows: int, columns: int) -> None:
+    """What a loop carries of a sum [rows, columns] that begins as zeros: nothing, it is in the accumulator."""
+    del rows, columns
+
+
+def issue_product(acc_ref: Any, acc: None, lhs: jax.Array, rhs: Any) -> None:
+    """Issues the product of lhs, in registers, and rhs, in shared memory, onto the accumulator."""
+    plgpu.wgmma(acc_ref, lhs, rhs)
+
+
+def await_product(acc_ref: Any, acc: None) -> jax.Array:
+    """The sum, when all products are done."""
+    return plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+
+
+def put_back(acc_ref: Any, acc: jax.Array) -> None:
+    """Makes acc what further products are added to; gives what a loop carries of it."""
+    acc_ref[...] = acc
 
 
 def store_rows(

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.common import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.rope_and_write.hopper_layout import thread_layout
 
 _VECTOR = 4  # columns a load; 8 would be 32 bytes of the float32 tables, twice what a load can have
@@ -49,6 +50,7 @@ def rope_and_write(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`rope_and_write` of the package, checked. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU."""
+    gpu = hopper_primitives if interpret is None else hopper_interpreted
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
     tokens, group, dtype = qkv.shape[0], qkv.shape[2] - 2, qkv.dtype
     most = max(1, _CTA_NUMBERS // ((group + 2) * head_dim))
@@ -59,8 +61,7 @@ def rope_and_write(
     layout_of = {shape: thread_layout(shape, _VECTOR) for shape in shapes}
 
     def body(pool_ref: Any, qkv_ref: Any, slots_ref: Any, rotation_ref: Any, norms_ref: Any, q_ref: Any) -> None:
-        if interpret is None:
-            plgpu.griddepcontrol_wait()
+        gpu.await_kernel_before()
         token = lax.axis_index("token")
         slot = slots_ref[token]
 
@@ -118,6 +119,6 @@ def rope_and_write(
             reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         kernel_name="rope_and_write",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )(pool_ref, qkv, slot_mapping, rotation, norms)
     return q.reshape(tokens, kv_heads * group, head_dim), pool_ref[...]

@@ -32,6 +32,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -39,13 +40,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
 
-from jpaged.pallas_kernels.common.hopper_primitives import scalar
-from jpaged.pallas_kernels.sample_tokens import hopper_primitives as cluster_reduce
+from jpaged.pallas_kernels.sample_tokens import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.sample_tokens import noise as sample_noise
+from jpaged.pallas_kernels.sample_tokens.hopper_cluster import Cluster
 
 _LOG2E = math.log2(math.e)
 _LN2 = math.log(2)
@@ -58,7 +57,7 @@ _SLACK = 0.01  # of a bound on scores, far above their rounding
 
 
 @dataclass(frozen=True)
-class Config(cluster_reduce.Cluster):
+class Config(Cluster):
     """Shape of the kernel: the cluster that shares a row, and
 
     ahead: tiles whose loads from memory are in flight at once.
@@ -97,6 +96,7 @@ def sample_tokens(
 ) -> jax.Array:
     """`sample_tokens` of the package, checked. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU."""
     rows, vocab_size = logits.shape
+    gpu = hopper_primitives if interpret is None else hopper_interpreted
     if config is None:
         config = Config()
     greedy = temperature <= 0
@@ -115,16 +115,13 @@ def sample_tokens(
     padding = max(-vocab_size % 4, config.tile - vocab_size)
     if padding > 0:
         logits = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-_INF)
-    scratch: list[Any] = [
-        plgpu.SMEM((config.warpgroups, config.tiles_each(logits.shape[1]) * config.tile), jnp.float32),
-        config.records_type(),
-    ]
-    if interpret is not None:
-        scratch.append(plgpu.Barrier(num_arrivals=config.warpgroups))
     return plgpu.kernel(
-        partial(_kernel, config),
+        partial(_kernel, config, gpu),
         out_type=jax.ShapeDtypeStruct((rows,), jnp.int32),
-        scratch_types=scratch,
+        scratch_types=[
+            plgpu.SMEM((config.warpgroups, config.tiles_each(logits.shape[1]) * config.tile), jnp.float32),
+            gpu.exchange_memory(config),
+        ],
         grid=(rows,),
         grid_names=("row",),
         cluster=(config.ctas,),
@@ -140,7 +137,7 @@ def sample_tokens(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         kernel_name="sample_tokens",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )(
         logits,
         jnp.stack(floats, axis=1).astype(jnp.float32),
@@ -155,8 +152,8 @@ class _Row(NamedTuple):
     config: Config
     vocab_size: int  # padded: a multiple of 4 and at least a tile
     x_s: Any  # [warpgroups, tiles of a warpgroup * tile]: the row's logits in shared memory, without NaN
-    records_s: Any
-    barrier: Any  # the interpreter's; None on a GPU
+    exchange_s: Any  # as `exchange_memory` says
+    gpu: ModuleType  # `hopper_primitives`, or `hopper_interpreted` on a CPU
     warpgroup: jax.Array
     worker: jax.Array  # warpgroup of the cluster
     positions: jax.Array  # int32 [tile]: 0, 1, ..
@@ -168,10 +165,6 @@ class _Row(NamedTuple):
     k: jax.Array  # the same in float32, as counts are: exact far beyond any vocabulary
     keys: tuple[jax.Array, jax.Array]  # of the noise
     top: jax.Array  # the largest logit
-
-    @property
-    def interpret(self) -> bool:
-        return self.barrier is not None
 
     @property
     def tiles(self) -> int:
@@ -193,48 +186,45 @@ class _Row(NamedTuple):
         return plgpu.load(at, layout=self.config.layout, optimized=False)
 
     def exchange(self, kind: str, turn: jax.Array, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Reduces over the cluster; see `cluster_reduce.exchange`."""
-        arguments = kind, arrays, self.top_k, self.records_s, turn, self.config
-        if self.interpret:
-            return cluster_reduce.exchange_interpreted(*arguments, self.barrier)
-        return cluster_reduce.exchange(*arguments)
+        """Reduces over the cluster; see `hopper_primitives.exchange`."""
+        return self.gpu.exchange(kind, arrays, self.top_k, self.exchange_s, turn, self.config)
 
     def warp_any(self, x: jax.Array, threshold: jax.Array) -> jax.Array:
-        return cluster_reduce.warp_any(x, threshold, self.config.layout, self.interpret)
+        return self.gpu.warp_any(x, threshold, self.config.layout)
 
     def warp_max(self, x: jax.Array) -> jax.Array:
-        return cluster_reduce.warp_max(x, self.config.layout, self.interpret)
+        return self.gpu.warp_max(x, self.config.layout)
 
     def below(self, x: jax.Array) -> jax.Array:
         """The next float down, so that x is above it; minus infinity stays."""
-        bits = _reinterpret(x, jnp.int32, self.interpret)
+        bits = self.gpu.reinterpret(x, jnp.int32)
         down = jnp.where(bits > 0, bits - 1, jnp.where(x == 0, np.int32(-0x7FFFFFFF), bits + 1))
-        return jnp.where(x == -_INF, x, _reinterpret(down, jnp.float32, self.interpret))
+        return jnp.where(x == -_INF, x, self.gpu.reinterpret(down, jnp.float32))
 
     def image(self, x: jax.Array) -> jax.Array:
         """An int32 that is ordered as the floats are."""
-        bits = _reinterpret(x, jnp.int32, self.interpret)
+        bits = self.gpu.reinterpret(x, jnp.int32)
         return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 
     def of_image(self, image: jax.Array) -> jax.Array:
-        return _reinterpret(image ^ ((image >> 31) & np.int32(0x7FFFFFFF)), jnp.float32, self.interpret)
+        return self.gpu.reinterpret(image ^ ((image >> 31) & np.int32(0x7FFFFFFF)), jnp.float32)
 
 
 def _kernel(
     config: Config,
+    gpu: ModuleType,
     logits_ref: Any,
     floats_ref: Any,
     ints_ref: Any,
     keys_ref: Any,
     out_ref: Any,
     x_s: Any,
-    records_s: Any,
-    barrier: Any = None,
+    exchange_s: Any,
 ) -> None:
     """Draws the token of one row: out int32 [R], of logits float32 [R, V].
 
     floats: float32 [R, 4]; rate, strength, top_p and min_p_offset of `_Row`. ints: int32 [R, 1]; top_k. keys: uint32
-    [R, 2]. The interpreter has a barrier.
+    [R, 2].
     """
     row, cta, warpgroup = (lax.axis_index(name) for name in ("row", "cta", "warpgroup"))
     worker = cta * config.warpgroups + warpgroup
@@ -244,8 +234,8 @@ def _kernel(
         config=config,
         vocab_size=logits_ref.shape[1],
         x_s=x_s,
-        records_s=records_s,
-        barrier=barrier,
+        exchange_s=exchange_s,
+        gpu=gpu,
         warpgroup=warpgroup,
         worker=worker,
         rate=rate,
@@ -268,8 +258,7 @@ def _kernel(
     def _store() -> None:
         out_ref[row] = last.token
 
-    if not r.interpret:
-        cluster_reduce.leave()
+    gpu.leave()
 
 
 def _load_row(r: _Row, logits_ref: Any) -> tuple[jax.Array, jax.Array]:
@@ -454,21 +443,3 @@ def _search(r: _Row, mass: jax.Array, known: _Bracket) -> tuple[jax.Array, ...]:
     start = known._replace(low=r.image(known.low), high=r.image(known.high))
     turn, low, _, least, most = lax.while_loop(unclear, narrow, start)
     return turn, r.of_image(low), least, most
-
-
-def _reinterpret(x: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
-    """The same 32 bits of a scalar, as another dtype."""
-    if interpret:
-        return lax.bitcast_convert_type(x, dtype)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WG_SPLAT,),
-        return_type=plgpu.ShapeDtypeStruct((), dtype, layout=plgpu.Layout.WG_SPLAT),
-    )
-    def cast(ctx: Any, x: Any) -> Any:
-        del ctx
-        to = mgpu.utils.dtype_to_ir_type(dtype)
-        is_signed = None if jnp.issubdtype(dtype, jnp.floating) else True
-        return mgpu.FragmentedArray.splat(arith.bitcast(to, scalar(x)), (), is_signed=is_signed)
-
-    return cast(x)

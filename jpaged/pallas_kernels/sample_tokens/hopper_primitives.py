@@ -6,63 +6,29 @@
                 from its own CTA, a lane each, and merges them by a butterfly again
 
 One barrier, then, and every thread gets the same result. Merges are in a fixed order, so sums are the same each time.
-The interpreter, which has no warps and no clusters, gets the same results for one CTA in other words.
+`hopper_interpreted.py` has the same functions for a CPU.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
-from jpaged.pallas_kernels.common.hopper_primitives import constant, scalar
+from jpaged.pallas_kernels.common.inline_mlir import constant, scalar
+from jpaged.pallas_kernels.sample_tokens.hopper_cluster import RECORD_WORDS, WARPS, Cluster
 
-_WARPS = 4  # of a warpgroup
-_RECORD_WORDS = 8  # a record's place: two stores of 16 bytes
 _NOTHING = -math.inf
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Who reduces, and arrays of which shape.
-
-    ctas: of a cluster; 1, 2, 4 or 8.
-    warpgroups: of a CTA.
-    tile: elements that a warpgroup handles at once, a multiple of 512.
-    """
-
-    ctas: int = 8
-    warpgroups: int = 2
-    tile: int = 1024
-
-    @property
-    def workers(self) -> int:
-        """Warpgroups."""
-        return self.ctas * self.warpgroups
-
-    @property
-    def records(self) -> int:
-        """Of an exchange: one a warp of the cluster, a power of two."""
-        return self.workers * _WARPS
-
-    @property
-    def layout(self) -> Any:
-        """Of a tile in a warpgroup's registers: four neighbours a thread, as one load of 16 bytes brings them."""
-        return plgpu.Layout.WG_STRIDED((self.tile,), vec_size=4)
-
-    def records_type(self) -> Any:
-        """Shared memory for `exchange`: two turns of records."""
-        return plgpu.SMEM((2, self.records, _RECORD_WORDS), jnp.int32)
-
-    def records_bytes(self) -> int:
-        return 2 * self.records * _RECORD_WORDS * 4
+def exchange_memory(cluster: Cluster) -> Any:
+    """Shared memory for `exchange`: two turns of records."""
+    return plgpu.SMEM((2, cluster.records, RECORD_WORDS), jnp.int32)
 
 
 def exchange(
@@ -74,7 +40,7 @@ def exchange(
         "sums": the sum of each array.
         "highest", of one array: its largest element, and the k-th largest of the warps' largest elements, which k
         elements at least are not below; minus infinity where there are fewer warps.
-    records_ref: `Cluster.records_type`.
+    records_ref: of `exchange_memory`.
     turn: int32 []; 0 and 1 in turn. A record is overwritten two exchanges later: the one between keeps it from being
         overwritten under a slow reader.
     """
@@ -97,10 +63,10 @@ def exchange(
         thread = mgpu.utils.thread_idx()
         lane, warp = arith.remui(thread, constant(32)), arith.divui(thread, constant(32))
         base = mgpu.utils.memref_ptr(smem)
-        first = arith.muli(scalar(turn), constant(cluster.records * _RECORD_WORDS))
+        first = arith.muli(scalar(turn), constant(cluster.records * RECORD_WORDS))
 
         def address(record: Any, word: int) -> Any:
-            at = arith.addi(first, arith.addi(arith.muli(record, constant(_RECORD_WORDS)), constant(word)))
+            at = arith.addi(first, arith.addi(arith.muli(record, constant(RECORD_WORDS)), constant(word)))
             return mgpu.utils.getelementptr(base, [at], i32)
 
         _send(record, warp, lane, address, cluster)
@@ -119,45 +85,6 @@ def exchange(
     return list(reduce(records_ref, turn, k, *arrays))
 
 
-def exchange_interpreted(
-    kind: str,
-    arrays: Sequence[jax.Array],
-    k: jax.Array,
-    records_ref: Any,
-    turn: jax.Array,
-    cluster: Cluster,
-    barrier: Any,
-) -> list[jax.Array]:
-    """`exchange` in words that the interpreter knows, for one CTA; records are warpgroups' instead of warps'.
-
-    barrier: a `plgpu.Barrier` at which all warpgroups arrive.
-    """
-    warpgroup = lax.axis_index("warpgroup")
-
-    def merged(columns: Sequence[jax.Array]) -> list[jax.Array]:
-        if kind == "sums":
-            return [jnp.sum(x) for x in columns]
-        if kind == "highest":
-            return [jnp.max(columns[0])]
-        scores, ids, _ = columns
-        winner = jnp.argmin(jnp.where(scores == jnp.max(scores), ids, jnp.iinfo(jnp.int32).max))
-        return [x[winner] for x in columns]
-
-    for i, value in enumerate(merged(arrays)):
-        records_ref[turn, warpgroup, i] = lax.bitcast_convert_type(value, jnp.int32)
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
-    columns = []
-    for i, array in enumerate(arrays):
-        words = jnp.stack([records_ref[turn, g, i] for g in range(cluster.warpgroups)])
-        columns.append(lax.bitcast_convert_type(words, array.dtype))
-    if kind != "highest":
-        return merged(columns)
-    ranked = jnp.sort(columns[0], descending=True)
-    few = (k > 0) & (k <= cluster.warpgroups)
-    return [ranked[0], jnp.where(few, ranked[jnp.clip(k - 1, 0, cluster.warpgroups - 1)], _NOTHING)]
-
-
 def leave() -> None:
     """Keeps a CTA, whose shared memory goes when it ends, until no other sends to it any more."""
 
@@ -170,10 +97,8 @@ def leave() -> None:
     wait()
 
 
-def warp_any(x: jax.Array, threshold: jax.Array, layout: Any, interpret: bool) -> jax.Array:
-    """Whether any of the warp's elements is above the threshold; the interpreter asks the warpgroup's."""
-    if interpret:
-        return jnp.any(x > threshold)
+def warp_any(x: jax.Array, threshold: jax.Array, layout: Any) -> jax.Array:
+    """Whether any of the warp's elements is above the threshold."""
 
     @plgpu.inline_mgpu(
         arg_types=(layout, plgpu.Layout.WG_SPLAT),
@@ -191,10 +116,8 @@ def warp_any(x: jax.Array, threshold: jax.Array, layout: Any, interpret: bool) -
     return any_above(x, threshold)
 
 
-def warp_max(x: jax.Array, layout: Any, interpret: bool) -> jax.Array:
-    """The largest of the warp's elements; the interpreter takes the warpgroup's."""
-    if interpret:
-        return jnp.max(x)
+def warp_max(x: jax.Array, layout: Any) -> jax.Array:
+    """The largest of the warp's elements."""
 
     @plgpu.inline_mgpu(
         arg_types=(layout,),
@@ -208,6 +131,22 @@ def warp_max(x: jax.Array, layout: Any, interpret: bool) -> jax.Array:
         return _splat(_butterfly("highest", [best], 32)[0], jnp.float32)
 
     return largest(x)
+
+
+def reinterpret(x: jax.Array, dtype: Any) -> jax.Array:
+    """The same 32 bits of a scalar, as another dtype."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct((), dtype, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def cast(ctx: Any, x: Any) -> Any:
+        del ctx
+        to = mgpu.utils.dtype_to_ir_type(dtype)
+        is_signed = None if jnp.issubdtype(dtype, jnp.floating) else True
+        return mgpu.FragmentedArray.splat(arith.bitcast(to, scalar(x)), (), is_signed=is_signed)
+
+    return cast(x)
 
 
 def _elements(array: Any) -> list[Any]:
@@ -249,7 +188,7 @@ def _send(record: list[Any], warp: Any, lane: Any, address: Callable[[Any, int],
     words = [value if value.type == i32 else arith.bitcast(i32, value) for value in record]
     words += [constant(0)] * (-len(words) % 4)
     rank = nvvm.read_ptx_sreg_cluster_ctarank()
-    place = arith.addi(arith.muli(rank, constant(cluster.warpgroups * _WARPS)), warp)
+    place = arith.addi(arith.muli(rank, constant(cluster.warpgroups * WARPS)), warp)
     with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, lane, constant(cluster.ctas))):
         for w in range(0, len(words), 4):
             target = mgpu.utils.get_cluster_ptr(address(place, w), lane, generic=False)

@@ -79,6 +79,6 @@ def write_kv(
         grid=(tokens // count,),
         grid_names=("cta",),
         kernel_name="paged_write_kv",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )(pool_ref, k, v, slot_mapping)
     return pool_ref[...]

@@ -1,6 +1,6 @@
 """The decode attention kernel on a Hopper GPU, where warps of its own bring keys, values and queries.
 
-The interpreter, which has no warps, runs it in `test_mosaic_interpreter.py`. What these warps do depends on
+The interpreter, which has no warps, runs it in `test_hopper_interpreted.py`. What these warps do depends on
 
     head_dim      64, 128, 256: tokens of a tile, depth of the rings
     block size    16 to 128: copies of a tile, 8 to 1, or two tiles of one block

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.pallas_kernels.ragged_attention import hopper as kernel
-from jpaged.pallas_kernels.registry import missing
-from tests.pallas_kernels.marks import on_gpu
+from tests.pallas_kernels.marks import needs_mosaic, on_gpu
 
 
 def dense(q, pool, tables, kv_lens, starts, slopes, *, scale, sliding_window, logit_softcap, causal=True):
@@ -191,7 +190,7 @@ def test_what_the_kernel_refuses_it_names():
     assert "block size" in kernel.unsupported(q, jnp.zeros((3, 2, 2, 4, 128), jnp.bfloat16))
 
 
-@pytest.mark.skipif(missing("hopper") is not None, reason="needs JAX >= 0.11")
+@needs_mosaic
 @pytest.mark.parametrize(
     "features",
     [

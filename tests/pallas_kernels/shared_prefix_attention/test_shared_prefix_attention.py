@@ -174,4 +174,4 @@ def test_on_the_gpu_rows_that_share_a_prefix_and_others_are_right(case, dtype):
     lens = (shared_len + rng.integers(1, 6 * prefix[0], rows)).tolist()
     lens[3], lens[-1], lens[-2] = 0, 0, 1
     for num_sharing in (0, rows // 2 + 3, rows - 2):
-        check(rows, lens, num_sharing, shape, prefix, dtype, "mosaic", **case)
+        check(rows, lens, num_sharing, shape, prefix, dtype, "hopper", **case)

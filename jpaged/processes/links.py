@@ -1,9 +1,8 @@
-"""The connection to an engine process: messages out, messages in, and the news that it is gone.
+"""A client's end of the socket to an engine process, for programs on asyncio and for those that wait.
 
-    send(Add, Abort, ...) --frames--> socket --frames--> on_message(Step, Answer, ...)
-                                      closed, or no frames any more --> on_end
+    send(Add, Abort, ...) --frames--> socket --frames--> Step, Outputs, Answer, ...
 
-It knows nothing of what the messages mean.
+Neither knows what the messages mean.
 """
 
 import asyncio
@@ -13,9 +12,45 @@ from collections.abc import Callable
 from jpaged.api.errors import EngineDeadError, JPagedError
 from jpaged.processes.wire import FrameReader, FromEngine, Ready, ToEngine, frame
 
+_RECEIVE_BYTES = 1 << 18
 
-class ReplicaLink:
-    """An engine process, as an API process knows it.
+
+class SyncLink:
+    """An engine process, as a program that waits for it knows it.
+
+    index: the replica's number. sock: the end of its socket pair.
+    """
+
+    def __init__(self, index: int, sock: socket.socket) -> None:
+        self.index = index
+        self.sock = sock
+        self._reader = FrameReader(FromEngine)
+
+    def send(self, framed: bytes) -> None:
+        """A message that `frame` made. Waits while the socket is full. Raises OSError when the other end is gone."""
+        self.sock.sendall(framed)
+
+    def receive(self) -> list[FromEngine]:
+        """Waits for something to come; returns the messages that it completes, if any.
+
+        Raises:
+            EOFError: the other end is gone.
+            EngineDeadError: what came are no messages.
+        """
+        try:
+            data = self.sock.recv(_RECEIVE_BYTES)
+        except ConnectionError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        return list(self._reader.feed(data))
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class AsyncLink:
+    """An engine process, as a program on asyncio knows it.
 
     index: the replica's number. sock: the end of its socket pair.
 
@@ -33,8 +68,8 @@ class ReplicaLink:
 
     async def connect(
         self,
-        on_message: "Callable[[ReplicaLink, FromEngine], None]",
-        on_end: "Callable[[ReplicaLink, EngineDeadError | None], None]",
+        on_message: "Callable[[AsyncLink, FromEngine], None]",
+        on_end: "Callable[[AsyncLink, EngineDeadError | None], None]",
     ) -> None:
         """Begins to read. on_end: called at least once, with what is wrong with the frames, or None when it closed."""
 

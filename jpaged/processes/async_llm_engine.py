@@ -5,7 +5,7 @@
        +-- OutputProcessor <-- RequestStream <---------- Step
 
 Tokenizing, detokenizing and stop strings are done in this process. This module knows which request runs where, and
-what is open; a request's outputs are `request_stream.py`'s, the tokenizer `tokenizing.py`'s, bytes `replica_link.py`'s.
+what is open; `request_stream.py` makes a request's outputs, `tokenizing.py` tokenizes, `links.py` sends and receives.
 """
 
 import asyncio
@@ -16,12 +16,11 @@ from array import array
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
-from jpaged.api import errors
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError
+from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError, error_of
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.assets import demo_model_path
@@ -33,25 +32,34 @@ from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
 from jpaged.host.hub import resolve
 from jpaged.processes.launch import EngineProcesses, Link
+from jpaged.processes.links import AsyncLink
 from jpaged.processes.pool_view import PoolView
-from jpaged.processes.replica_link import ReplicaLink
+from jpaged.processes.request_metrics import RequestMetrics
+from jpaged.processes.request_stream import RequestStream
 from jpaged.processes.router import Router
+from jpaged.processes.tokenizing import AsyncTokenizer
 from jpaged.processes.wire import (
     Abort,
     Add,
     Answer,
     Call,
-    Dead,
+    Changed,
+    CheckIntegrity,
+    Error,
     Failed,
     FromEngine,
+    GetPool,
+    GetStats,
+    Intact,
+    Pool,
+    Question,
     Ready,
     Refused,
+    ResetPrefixCache,
     Shutdown,
+    Stats,
     Step,
 )
-from jpaged.serving.metrics import ServingMetrics
-from jpaged.serving.request_stream import RequestStream
-from jpaged.serving.tokenizing import AsyncTokenizer
 from jpaged.text.tokenizer import Tokenizer
 
 SHUTDOWN_S = 10.0
@@ -60,6 +68,7 @@ _LAST_WORDS_S = 0.5
 """How long its exit code is waited for after it has closed its socket."""
 
 _T = TypeVar("_T")
+_AnswerT = TypeVar("_AnswerT", Stats, Pool, Changed, Intact)
 
 
 def load_tokenizer(args: EngineArgs) -> Tokenizer | None:
@@ -117,8 +126,8 @@ class AsyncLLMEngine:
                 processes.wait(SHUTDOWN_S)
             raise
         self._board = link.board
-        self.metrics = ServingMetrics(link.board.metrics, link.board.worker)
-        self._replicas = [ReplicaLink(index, sock) for index, sock in enumerate(link.sockets)]
+        self.metrics = RequestMetrics(link.board.metrics, link.board.worker)
+        self._replicas = [AsyncLink(index, sock) for index, sock in enumerate(link.sockets)]
         self._router = Router(len(self._replicas), match_prefixes=args.enable_prefix_caching)
         self._is_ready: asyncio.Future[Ready] | None = None
         self._ready: Ready | None = None
@@ -128,7 +137,7 @@ class AsyncLLMEngine:
         self._request_ids: set[str] = set()
         self._handles = itertools.count(1 + link.board.worker, link.board.num_workers)
         self._call_ids = itertools.count(1)
-        self._calls: dict[int, tuple[ReplicaLink, asyncio.Future[Answer]]] = {}
+        self._calls: dict[int, tuple[AsyncLink, asyncio.Future[Answer]]] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
 
     async def __aenter__(self) -> Self:
@@ -272,19 +281,19 @@ class AsyncLLMEngine:
 
     async def get_replica_metrics(self) -> dict[int, EngineStats]:
         """The same of each replica that serves. Raises EngineDeadError."""
-        return {replica: answer.stats for replica, answer in (await self._call("stats")).items() if answer.stats}
+        return {replica: answer.stats for replica, answer in (await self._ask(GetStats(), Stats)).items()}
 
     async def get_pool_views(self) -> dict[int, tuple[EngineStats, PoolView]]:
         """The same, and a picture of the KV pool, of each replica that serves; reads the whole pool. In a picture
         requests go by numbers, which say nothing about them. Raises EngineDeadError.
         """
-        answers = (await self._call("pool")).items()
-        return {replica: (answer.stats, answer.pool) for replica, answer in answers if answer.stats and answer.pool}
+        answers = await self._ask(GetPool(), Pool)
+        return {replica: (answer.stats, answer.view) for replica, answer in answers.items()}
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. Returns False where requests ran: on such a replica nothing was done."""
-        answers = await self._call("reset_prefix_cache")
-        done = all(answer.done for answer in answers.values())
+        answers = await self._ask(ResetPrefixCache(), Changed)
+        done = all(answer.value for answer in answers.values())
         if done:
             self._router.forget_prefixes()
         return done
@@ -298,7 +307,7 @@ class AsyncLLMEngine:
 
     async def check_integrity(self) -> None:
         """Checks the engine's blocks, tables, slots and queue; reads everything. Raises EngineDeadError."""
-        await self._call("check_integrity")
+        await self._ask(CheckIntegrity(), Intact)
 
     async def shutdown(self) -> None:
         """Ends the engine process, if it is this one's, and all requests. Does nothing the second time."""
@@ -325,7 +334,7 @@ class AsyncLLMEngine:
         if self._failure is not None:
             raise EngineDeadError(str(self._failure)) from self._failure
 
-    def _replica_for(self, handle: int, request: Request) -> ReplicaLink:
+    def _replica_for(self, handle: int, request: Request) -> AsyncLink:
         """Where a request will run."""
         if len(self._replicas) == 1:
             return self._replicas[0]
@@ -339,8 +348,8 @@ class AsyncLLMEngine:
         self._board.set("owed_tokens", index, own[index])
         return self._replicas[index]
 
-    async def _call(self, name: str) -> dict[int, Answer]:
-        """What the replicas that serve answer, by their numbers."""
+    async def _ask(self, question: Question, kind: type[_AnswerT]) -> dict[int, _AnswerT]:
+        """What the replicas that serve answer, by their numbers. kind: of the answers that the question has."""
         await self.ready()
         self._check_alive()
         futures: dict[int, asyncio.Future[Answer]] = {}
@@ -350,12 +359,12 @@ class AsyncLLMEngine:
             call_id = next(self._call_ids)
             futures[replica.index] = asyncio.get_running_loop().create_future()
             self._calls[call_id] = replica, futures[replica.index]
-            replica.send(Call(call_id, name))
+            replica.send(Call(call_id, question))
         answers = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
         for answer in answers.values():
-            if answer.error is not None:
-                raise EngineDeadError(answer.error)
-        return answers
+            if isinstance(answer.value, Error):
+                raise EngineDeadError(answer.value.message)
+        return {index: answer.value for index, answer in answers.items() if isinstance(answer.value, kind)}
 
     def _open(self, stream: RequestStream) -> None:
         request = stream.request
@@ -365,18 +374,7 @@ class AsyncLLMEngine:
         self._board.add("unfinished", replica.index, 1)
         self._board.add("queued", replica.index, 1)
         self._board.add("queued_tokens", replica.index, request.prompt_len)
-        replica.send(
-            Add(
-                handle=stream.handle,
-                prompt=request.prompt_token_ids.tobytes(),
-                sampling=request.sampling,
-                beam=request.beam,
-                bad_words_token_ids=request.bad_words_token_ids,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-                arrival_time=request.stats.arrival_time,
-            )
-        )
+        replica.send(Add.of(stream.handle, request))
 
     def _close(self, stream: RequestStream) -> None:
         """Forgets a stream; one whose request has not ended is aborted."""
@@ -405,7 +403,7 @@ class AsyncLLMEngine:
             self._board.add("queued", stream.replica.index, -1)
             self._board.add("queued_tokens", stream.replica.index, -stream.request.prompt_len)
 
-    def _take(self, replica: ReplicaLink, message: FromEngine) -> None:
+    def _take(self, replica: AsyncLink, message: FromEngine) -> None:
         if isinstance(message, Step):
             self._take_step(replica, message)
         elif isinstance(message, Answer):
@@ -416,15 +414,13 @@ class AsyncLLMEngine:
             stream = self._streams.get(message.handle)
             if stream is not None:
                 stream.is_counted = False  # it has not run, nor waited
-                stream.fail(_error(message.kind, message.message))
+                stream.fail(error_of(message.kind, message.message))
         elif isinstance(message, Ready):
             replica.ready = message
             if all(one.ready is not None for one in self._replicas):
                 self._take_ready([one.ready for one in self._replicas if one.ready is not None])
         elif isinstance(message, Failed):
-            self._die(replica, _error(message.kind, message.message))
-        elif isinstance(message, Dead):
-            self._die(replica, EngineDeadError(f"The engine failed: {message.message}"))
+            self._die(replica, error_of(message.kind, message.message))
 
     def _take_ready(self, ready: list[Ready]) -> None:
         """All replicas serve. What one of them cannot take, none is sent."""
@@ -436,7 +432,7 @@ class AsyncLLMEngine:
         if not self._is_ready.done():
             self._is_ready.set_result(first)
 
-    def _take_step(self, replica: ReplicaLink, step: Step) -> None:
+    def _take_step(self, replica: AsyncLink, step: Step) -> None:
         streams, now = self._streams, time.monotonic()
         for handle in array("q", step.started):
             stream = streams.get(handle)
@@ -456,7 +452,7 @@ class AsyncLLMEngine:
                 stream.add_token(token_id, now)
         self.metrics.count_intervals(replica.index, intervals)
 
-    def _die(self, replica: ReplicaLink, error: JPagedError) -> None:
+    def _die(self, replica: AsyncLink, error: JPagedError) -> None:
         """A replica is of no more use: nobody waits for it any longer."""
         if replica.failure is not None:
             return
@@ -474,7 +470,7 @@ class AsyncLLMEngine:
                 future.set_exception(EngineDeadError(str(error)))
         self._calls = {call_id: call for call_id, call in self._calls.items() if call[0] is not replica}
 
-    def _end(self, replica: ReplicaLink, error: EngineDeadError | None) -> None:
+    def _end(self, replica: AsyncLink, error: EngineDeadError | None) -> None:
         """A connection is of no more use. error: None if the engine process has ended, or is about to."""
         if replica.failure is not None:
             return
@@ -486,11 +482,3 @@ class AsyncLLMEngine:
             which = "" if len(self._replicas) == 1 else f" of replica {replica.index}"
             error = EngineDeadError(f"The engine process{which} {how}; start it anew.")
         self._die(replica, error)
-
-
-def _error(kind: str, message: str) -> JPagedError:
-    """An error of the engine process, as one of this."""
-    error_type: Any = getattr(errors, kind, None)
-    if isinstance(error_type, type) and issubclass(error_type, JPagedError):
-        return error_type(message)
-    return EngineDeadError(f"{kind}: {message}")

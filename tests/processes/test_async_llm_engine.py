@@ -15,19 +15,20 @@ from jpaged.api.errors import EngineDeadError, InvalidParameterError, InvalidPro
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.assets import demo_model_path
 from jpaged.engine.limits import RequestLimits
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.board import Board
 from jpaged.processes.launch import Link
+from jpaged.processes.request_metrics import NUM_COLUMNS
+from jpaged.processes.tokenizing import INLINE_CHARACTERS
 from jpaged.processes.wire import Abort, Add, FrameReader, Ready, Refused, Step, ToEngine, Update, frame
-from jpaged.serving.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.jobs import JobMaker
-from jpaged.serving.metrics import NUM_COLUMNS
+from jpaged.serving.metrics import exposition
 from jpaged.serving.options import AppOptions
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
-from jpaged.serving.tokenizing import INLINE_CHARACTERS
 from jpaged.text.tokenizer import Tokenizer
 
 LIMITS = RequestLimits(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=64, block_size=16, num_blocks=256)
-READY = Ready(1, 2816, LIMITS, (2,), SamplingParams(), {})
+READY = Ready(1, "played", 2816, LIMITS, (2,), SamplingParams(), {})
 
 
 def test_the_processes_of_the_api_do_without_jax():
@@ -36,7 +37,7 @@ def test_the_processes_of_the_api_do_without_jax():
         import sys
         from jpaged.api.config import EngineArgs
         from jpaged.serving import api_process
-        from jpaged.serving.async_llm_engine import load_tokenizer
+        from jpaged.processes.async_llm_engine import load_tokenizer
         load_tokenizer(EngineArgs()).encode("A snail")
         print("jax" in sys.modules)"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
@@ -65,7 +66,7 @@ class Played:
 
     def finished(self):
         """How many requests the metrics have seen end."""
-        lines = self.engine.metrics.exposition("jpaged", "model", {}).splitlines()
+        lines = exposition(self.engine.metrics, "jpaged", "model", {}).splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("jpaged:request_success_total"))
 
     def open(self):

@@ -14,7 +14,7 @@ from jpaged.engine.scheduler.scheduler import RequestUpdate
 from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.frontend.inputs import ProcessedInput
 from jpaged.frontend.output_processor import OutputProcessor
-from jpaged.processes.replica_link import ReplicaLink
+from jpaged.processes.links import AsyncLink
 from jpaged.processes.wire import Finish, Update
 from jpaged.text.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ class RequestStream:
         handle: int,
         request: Request,
         checked: ProcessedInput,
-        replica: ReplicaLink,
+        replica: AsyncLink,
     ) -> None:
         self.handle = handle
         self.request = request

@@ -1,0 +1,216 @@
+"""Requests in an engine process, and what each engine step has to report of them to the clients they came from.
+
+StepTenants     "steps"     EngineCore.step()  -> a Step a client:    token ids, as they come
+OutputTenants   "outputs"   LLMEngine.step()   -> Outputs a client:   whole outputs, text included
+"""
+
+from abc import ABC, abstractmethod
+from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jpaged.engine.scheduler.scheduler import RequestUpdate
+from jpaged.engine.sequences.request import Request, RequestStatus
+from jpaged.frontend.inputs import ProcessedInput
+from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.processes.connection import Connection
+from jpaged.processes.wire import Finish, FromEngine, Output, Outputs, Reports, Step, Update
+
+
+@dataclass(slots=True)
+class Tenant:
+    """A client's request. num_logprobs: positions sent, by the index of a sequence that has had an update."""
+
+    request: Request
+    connection: Connection
+    handle: int
+    num_logprobs: dict[int, int] = field(default_factory=dict)
+
+
+class Tenants(ABC):
+    """The unfinished requests of all clients."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._tenants: dict[str, Tenant] = {}
+
+    def add(self, request: Request, connection: Connection, handle: int) -> None:
+        """Queues a request. Raises what the scheduler raises; then nothing is left behind."""
+        self._queue(request)
+        self._tenants[request.request_id] = Tenant(request, connection, handle)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Nobody waits for these any more. Unknown ids are passed over."""
+        for request_id in request_ids:
+            self._tenants.pop(request_id, None)
+
+    def of(self, connection: Connection) -> list[str]:
+        """The ids of a client's requests."""
+        return [tenant.request.request_id for tenant in self._tenants.values() if tenant.connection is connection]
+
+    def tables(self) -> list[tuple[int, np.ndarray]]:
+        """The handle and the block table of every running sequence."""
+        slots, tables = self._engine.core.scheduler.slots, []
+        for slot in slots.used().tolist():
+            request = slots.requests[slot]
+            tenant = None if request is None else self._tenants.get(request.request_id)
+            if tenant is not None:  # else: it has ended, and steps that are under way still use its blocks
+                tables.append((tenant.handle, slots.blocks(slot)))
+        return tables
+
+    @abstractmethod
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything left to do."""
+
+    @abstractmethod
+    def spare_s(self) -> float:
+        """Seconds that the next step can wait for more requests; zero or less if it should not."""
+
+    @abstractmethod
+    def step(self) -> Mapping[Connection, FromEngine]:
+        """One turn of the engine; returns one message for each client that it has news for."""
+
+    @abstractmethod
+    def finish(self, request_id: str, message: Finish) -> None:
+        """A client has found a stop string."""
+
+    @abstractmethod
+    def _queue(self, request: Request) -> None: ...
+
+
+def make_tenants(engine: LLMEngine, reports: Reports) -> Tenants:
+    """Those whose clients want such reports."""
+    return StepTenants(engine) if reports == "steps" else OutputTenants(engine)
+
+
+class OutputTenants(Tenants):
+    """Of clients that wait for whole answers: steps are dispatched as early as possible."""
+
+    def has_unfinished(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
+    def spare_s(self) -> float:
+        return 0.0
+
+    def step(self) -> Mapping[Connection, FromEngine]:
+        news: dict[Connection, Outputs] = {}
+        for output in self._engine.step():
+            tenant = self._tenants[output.request_id]
+            news.setdefault(tenant.connection, Outputs([])).outputs.append(Output.of(tenant.handle, output))
+            if output.finished:
+                del self._tenants[output.request_id]
+        return news
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        ids = list(request_ids)
+        self._engine.abort_request(ids)
+        super().abort(ids)
+
+    def finish(self, request_id: str, message: Finish) -> None:
+        raise TypeError("Finish is for clients that look for stop strings; this engine process does.")
+
+    def _queue(self, request: Request) -> None:
+        self._engine.queue(request, ProcessedInput(None, request.prompt_token_ids.tolist(), ()))
+
+
+class StepTenants(Tenants):
+    """Of clients whose requests come and go: each step is dispatched as late as the device allows."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        super().__init__(engine)
+        self._core = engine.core
+        self._not_started: deque[Tenant] = deque()
+
+    def add(self, request: Request, connection: Connection, handle: int) -> None:
+        super().add(request, connection, handle)
+        self._not_started.append(self._tenants[request.request_id])
+
+    def has_unfinished(self) -> bool:
+        return self._core.has_unfinished()
+
+    def spare_s(self) -> float:
+        return self._core.spare_s()
+
+    def step(self) -> Mapping[Connection, FromEngine]:
+        return self._report(self._core.step(just_in_time=True))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        ids = list(request_ids)
+        self._core.abort(ids)
+        super().abort(ids)
+
+    def finish(self, request_id: str, message: Finish) -> None:
+        self._core.finish(request_id, message.stop_reason, message.index)
+        tenant = self._tenants.get(request_id)
+        if tenant is not None and tenant.request.group.finished:
+            del self._tenants[request_id]
+
+    def _queue(self, request: Request) -> None:
+        self._core.add_request(request)
+
+    def _report(self, updates: list[RequestUpdate]) -> dict[Connection, FromEngine]:
+        news: dict[Connection, tuple[array, array, list[Update], array]] = {}
+        current: Connection | None = None
+        ended: list[str] = []
+        for request, token_ids in updates:
+            tenant = self._tenants[request.request_id]
+            if tenant.connection is not current:  # nearly always there is only one
+                current = tenant.connection
+                handles, tokens, rare, _ = news.setdefault(current, _no_news())
+            is_plain = len(token_ids) == 1 and not request.finished and request.logprobs is None
+            if is_plain and tenant.num_logprobs and len(request.group.members) == 1:
+                handles.append(tenant.handle)
+                tokens.append(token_ids[0])
+            else:
+                rare.append(_update(tenant, request, token_ids))
+                if request.finished and request.group.finished:
+                    ended.append(request.request_id)
+        for request_id in ended:
+            self._tenants.pop(request_id, None)
+        for tenant in self._take_started():
+            news.setdefault(tenant.connection, _no_news())[3].append(tenant.handle)
+        return {
+            connection: Step(handles.tobytes(), tokens.tobytes(), rare, started.tobytes())
+            for connection, (handles, tokens, rare, started) in news.items()
+        }
+
+    def _take_started(self) -> list[Tenant]:
+        """Those that have started since the last call: the first in the queue, or any where some have priority."""
+        waiting, started = self._not_started, []
+        if self._engine.args.scheduling_policy == "priority":
+            started = [tenant for tenant in waiting if tenant.request.status != RequestStatus.WAITING]
+            if started:
+                self._not_started = deque(t for t in waiting if t.request.status == RequestStatus.WAITING)
+            return started
+        while waiting and waiting[0].request.status != RequestStatus.WAITING:
+            started.append(waiting.popleft())
+        return started
+
+
+def _no_news() -> tuple[array, array, list[Update], array]:
+    return array("q"), array("i"), [], array("q")
+
+
+def _update(tenant: Tenant, request: Request, token_ids: list[int]) -> Update:
+    first = request.index not in tenant.num_logprobs
+    logprobs, num_logprobs = None, 0
+    if request.logprobs is not None:
+        logprobs = request.logprobs[tenant.num_logprobs.get(request.index, 0) :]
+        num_logprobs = len(request.logprobs)
+    tenant.num_logprobs[request.index] = num_logprobs
+    return Update(
+        handle=tenant.handle,
+        index=request.index,
+        token_ids=token_ids,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        num_cached_tokens=request.num_cached_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs if first else None,
+        stats=request.stats if first or request.finished else None,
+        cumulative_logprob=request.cumulative_logprob,
+        score=request.score,
+    )
