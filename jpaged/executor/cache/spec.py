@@ -34,5 +34,5 @@ def cache_spec(model: Model) -> CacheSpec:
     config = model.config
     return tuple(
         LayerCache(config.num_kv_heads, config.head_dim, np.dtype(model.dtype), window)
-        for window in config.sliding_windows
+        for window in config.layer_windows
     )

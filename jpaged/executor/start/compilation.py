@@ -122,7 +122,7 @@ class Compiler:
         self._helpers = helpers
         self._threads = threads or WorkerThreads(usable_cores())
         model = setup.model
-        depends_on = (model.config, model.vocab_size, model.dtype, setup.config, mesh.key)
+        depends_on = (model.config, model.vocab_size, model.dtype, model.source_digest, setup.config, mesh.key)
         self._cache = ExecutableCache(cache_directory("programs"), depends_on, kept_on)
         self._tasks: dict[StepProgram, _Task] = {}
         self._pending: dict[StepProgram, _Pending] = {}

@@ -76,7 +76,7 @@ def test_trainers_get_gradients_on_any_device(on_hopper: None) -> None:
 
     gradients = nnx.jit(nnx.grad(loss_of))(model.module(model.init(0)))
     mlp = gradients["layers"][0]["mlp"]
-    for gradient in (mlp["gate_up"][...], mlp["gate_up_bias"][...]):
+    for gradient in (mlp["gate_up"]["kernel"][...], mlp["gate_up"]["bias"][...]):
         assert jnp.isfinite(gradient).all()
         assert (gradient != 0).any()
 

@@ -8,22 +8,23 @@ One declaration serves loading and saving:
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.models.config import ModelConfig
-
 
 @dataclass(frozen=True)
-class Part:
+class Piece:
     """One checkpoint tensor and its place in a parameter.
 
     tensor: its name in the checkpoint. shape: its shape there.
-    parameter: the name of the parameter it belongs to. start: where in it the piece begins; () for all zeros.
+    parameter: the name of the parameter it belongs to (`Model.parameter_names`). start: where in it the piece begins;
+        () for all zeros.
     split: the shape it is reshaped to first; axes: the transposition then.
-    copies: how often each entry of the split's first axis stands in the parameter (`ModelConfig.kv_head_copies`).
+    copies: how often each entry of the split's axis `copied_axis` stands in the parameter, side by side
+        (`ModelConfig.kv_head_copies`).
     """
 
     tensor: str
@@ -33,6 +34,7 @@ class Part:
     axes: tuple[int, ...]
     start: tuple[int, ...] = ()
     copies: int = 1
+    copied_axis: int = 0
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -52,8 +54,8 @@ class Part:
         if axis is None:
             return whole
         split_axis = self.axes[axis]
-        if self.copies > 1 and split_axis == 0:
-            return whole[np.arange(start, stop) // self.copies]
+        if self.copies > 1 and split_axis == self.copied_axis:
+            return whole.take(np.arange(start, stop) // self.copies, split_axis)
         index = [slice(None)] * whole.ndim
         index[split_axis] = slice(start, stop)
         return whole[tuple(index)]
@@ -67,23 +69,59 @@ class Part:
         return _take(parameter, self.shape, self.split, self.axes, self.offsets)
 
 
-def as_is(tensor: str, parameter: str, *shape: int) -> Part:
-    return Part(tensor, shape, parameter, shape, tuple(range(len(shape))))
+@dataclass(frozen=True)
+class TiedTensor:
+    """A tensor that a checkpoint may hold and need not, because it must equal another one: the head of a model whose
+    embedding is its head.
+
+    tensor, equals: names in the checkpoint.
+    """
+
+    tensor: str
+    equals: str
 
 
-def transposed(tensor: str, parameter: str, inputs: int, outputs: int) -> Part:
+class AttentionShape(Protocol):
+    """What of a `ModelConfig` lays out its attention's parameters."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def kv_head_copies(self) -> int: ...
+
+
+def as_is(tensor: str, parameter: str, *shape: int) -> Piece:
+    return Piece(tensor, shape, parameter, shape, tuple(range(len(shape))))
+
+
+def transposed(tensor: str, parameter: str, inputs: int, outputs: int) -> Piece:
     """A torch linear layer keeps [outputs, inputs]; the kernel is [inputs, outputs]."""
-    return Part(tensor, (outputs, inputs), parameter, (outputs, inputs), (1, 0))
+    return Piece(tensor, (outputs, inputs), parameter, (outputs, inputs), (1, 0))
 
 
-def separate_qkv(prefix: str, parameter: str, config: ModelConfig) -> Iterator[Part]:
-    """q_proj, k_proj and v_proj, torch linear layers, into the qkv kernel and its bias."""
+def linear(prefix: str, parameter: str, inputs: int, outputs: int, *, bias: bool) -> Iterator[Piece]:
+    """A torch linear layer, its bias included, into a `Linear` of one axis of inputs and one of outputs."""
+    yield transposed(f"{prefix}.weight", parameter, inputs, outputs)
+    if bias:
+        yield as_is(f"{prefix}.bias", f"{parameter}_bias", outputs)
+
+
+def separate_qkv(prefix: str, parameter: str, config: AttentionShape, *, bias: bool) -> Iterator[Piece]:
+    """q_proj, k_proj and v_proj, torch linear layers, into `Attention`'s qkv."""
     hidden, kv_heads, dim, group = config.hidden_size, config.num_kv_heads, config.head_dim, config.group_size
     for name, heads, slot in (("q", group, 0), ("k", 1, group), ("v", 1, group + 1)):
         copies = 1 if name == "q" else config.kv_head_copies
         split = (kv_heads // copies, heads, dim)
         rows = split[0] * heads * dim
-        yield Part(
+        yield Piece(
             f"{prefix}.{name}_proj.weight",
             (rows, hidden),
             f"{parameter}.qkv",
@@ -92,20 +130,20 @@ def separate_qkv(prefix: str, parameter: str, config: ModelConfig) -> Iterator[P
             (0, 0, slot, 0),
             copies,
         )
-        if config.qkv_bias:
-            bias = f"{prefix}.{name}_proj.bias"
-            yield Part(bias, (rows,), f"{parameter}.qkv_bias", split, (0, 1, 2), (0, slot, 0), copies)
+        if bias:
+            name = f"{prefix}.{name}_proj.bias"
+            yield Piece(name, (rows,), f"{parameter}.qkv_bias", split, (0, 1, 2), (0, slot, 0), copies)
 
 
-def output_projection(prefix: str, parameter: str, config: ModelConfig) -> Iterator[Part]:
-    """The torch linear layer after attention."""
+def output_projection(prefix: str, parameter: str, config: AttentionShape, *, bias: bool) -> Iterator[Piece]:
+    """The torch linear layer after attention, into `Attention`'s out."""
     hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
-    yield Part(f"{prefix}.weight", (hidden, heads * dim), f"{parameter}.out", (hidden, heads, dim), (1, 2, 0))
-    if config.output_bias:
+    yield Piece(f"{prefix}.weight", (hidden, heads * dim), f"{parameter}.out", (hidden, heads, dim), (1, 2, 0))
+    if bias:
         yield as_is(f"{prefix}.bias", f"{parameter}.out_bias", hidden)
 
 
-def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Part]:
+def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Piece]:
     yield as_is(f"{prefix}.weight", f"{parameter}.scale", size)
     yield as_is(f"{prefix}.bias", f"{parameter}.bias", size)
 
