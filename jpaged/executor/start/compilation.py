@@ -242,7 +242,7 @@ class Compiler:
             yield program
 
     def _task(self, program: StepProgram) -> _Task:
-        """Made once."""
+        """What compiles a program; made once for each."""
         if program not in self._tasks:
             self._tasks[program] = self._new_task(program)
         return self._tasks[program]

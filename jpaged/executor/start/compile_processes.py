@@ -1,11 +1,11 @@
 """Divides a cold start's lowering among processes: it is Python under one interpreter lock, about a second a body.
 
-    this process                                     python -m jpaged.executor.start.compile_process FD, several
-    ------------                                     ----------------------------------------------------
-    plans memory, lowers the heads                   import JAX, open the device, build the model from its
-      |                                              configuration (no weights)
-    share_out(config, programs) -- config, its --> lower and compile them, leave them in the executable cache
-    compiles its own share      <-- each one -----
+    this process                                       python -m jpaged.executor.start.compile_process FD, several
+    ------------                                       ----------------------------------------------------
+    plans memory, lowers the heads                     import JAX, open the device, build the model from its
+      |                                                configuration (no weights)
+    share_out(config, programs) -- config, share -->   lower and compile them, leave them in the executable cache
+    compiles its own share      <-- each program --
     loads theirs from the cache, as on a warm start
 
 A helper is never needed: what it does not deliver is compiled here. It ends when its share is done, when its socket

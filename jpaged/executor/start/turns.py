@@ -3,7 +3,8 @@
     replica 0   takes the turn, compiles, ends it
     replica 1   waits .......................... takes it, finds the programs in the executable cache, ends it
 
-A turn is a lock on a file. The kernel takes it from a process that ends, however it ends, so nobody waits for the dead.
+A turn is a lock on a file. The kernel releases it when its process ends, however that ends, so a process never waits
+for one that is gone.
 """
 
 import fcntl

@@ -7,8 +7,8 @@ of that kind, of one size, and is what compiled programs are found by:
     class CountActive(StepProgram):
         batch: int                                  # its size
 
-        kind = "count_active"                       # its name in profiles: count_active_64
-        reads = ("state",)                          # held on the device between steps; by name (`held.py`)
+        kind = "count_active"                       # in profiles count_active_64
+        reads = ("state",)                          # values that stay on the device between steps (`held.py`)
 
         @classmethod
         def programs(cls, setup):                   # the sizes that exist
@@ -19,10 +19,10 @@ of that kind, of one size, and is what compiled programs are found by:
 
         def body(self, setup, *, state, packed):    # a pure function
             slots = self.layout(setup).unpack(packed)["slots"]
-            return {}, state.active[slots].sum()    # what it changed of what is held, by name; its result
+            return {}, state.active[slots].sum()    # the held values that it updates (none); its result
 
-The runner calls it, `self._run(CountActive(64), packed=buffer)`, and gets the result. A kind takes part once it is in
-`kinds.KINDS`.
+The runner calls it, `self._run(CountActive(64), packed=buffer)`, and gets the result. `kinds.KINDS` lists all kinds: a
+new one is added to the `KINDS` at the end of its file.
 """
 
 from collections.abc import Callable, Iterable
@@ -65,10 +65,11 @@ class Setup:
 
 
 class Signature(NamedTuple):
-    """How a program is called.
+    """How a compiled program is called.
 
-    takes: names of its arguments, in order: what it reads, what it updates, what it consumes, its other inputs.
-    updates: names of its first results, in order: what is held on the device from then on. One more result follows.
+    takes: names of its arguments in order: held values that it reads, those that it updates, inputs that it consumes,
+        and its other inputs.
+    updates: names of its first results in order: new held values. Its own result comes after them.
     layout: of its packed input, if it has one.
     """
 
@@ -79,14 +80,17 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A program of some kind and size. Fields of a kind are its sizes and variants, in the order of its name.
+    """A program of one kind and size. The fields of a kind are its sizes and variants.
 
-    kind: names it.
-    reads: what it reads of what is held on the device.
-    creates: what it makes anew of what is held on the device.
-    consumes: inputs that are donated to it, whose memory its result takes.
-    body: what it computes: body(setup, **arrays) takes all that `Signature.takes` names, and gives what it updates and
-        creates, by name, and its result.
+    A program works on held values, which stay on the device between steps (`held.py`), and on inputs, which its caller
+    gives. Both go by name.
+
+    kind: the name of the kind.
+    reads: held values that it reads and leaves as they are.
+    creates: held values that it makes.
+    consumes: inputs that are donated to it; its result takes their memory.
+    body: a pure function, body(setup, **arrays), of everything that `Signature.takes` names. It returns a dictionary of
+        the held values that it updates and creates, and its result.
     """
 
     kind: ClassVar[str]
@@ -97,30 +101,32 @@ class StepProgram:
 
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
-        """Those of this kind that a runner may need."""
+        """The programs of this kind that a runner may need."""
         raise NotImplementedError
 
     @classmethod
     def largest(cls, setup: Setup) -> Self | None:
-        """The one of this kind that may need most memory while it runs, or have the largest results, of all programs;
-        None if one of another kind always needs more.
+        """The program of this kind that the memory plan has to look at. None if a program of another kind always needs
+        more memory to run and has larger results.
         """
         return None
 
     def updates(self, setup: Setup) -> tuple[str, ...]:
-        """What of what is held on the device is donated to it, and returned anew by its body."""
+        """Held values that are donated to it. Its body returns their new contents."""
         return ()
 
     def layout(self, setup: Setup) -> PackedLayout | None:
-        """Of what the host sends, its input "packed"; None if it sends nothing."""
+        """The fields of its input "packed", which the host fills. None if the host sends it nothing."""
         return None
 
     def inputs(self, setup: Setup) -> dict[str, Any]:
-        """Shapes of its other inputs, trees of `ShapeDtypeStruct`s by name, on one device. Other programs made them."""
+        """Its other inputs, which are results of other programs: trees of `ShapeDtypeStruct`s by name, as one device
+        has them.
+        """
         return {}
 
     def input_specs(self, setup: Setup) -> dict[str, Specs]:
-        """How these are split over a mesh, by name; those not named are whole on each device."""
+        """How inputs are split over a mesh. Inputs that are not named are whole on each device."""
         return {}
 
     def result_spec(self, setup: Setup) -> Specs:
@@ -137,7 +143,7 @@ class StepProgram:
         return "_".join([self.kind, *(str(int(getattr(self, field.name))) for field in fields(self))])
 
     def uses_pool(self, setup: Setup) -> bool:
-        """Whether it is another program when the pool has another size."""
+        """Whether it has to be compiled again when the size of the pool changes."""
         return "pools" in (*self.reads, *self.updates(setup))
 
     def signature(self, setup: Setup) -> Signature:

@@ -309,7 +309,7 @@ class Runner:
     def _run_prompt_logprobs(
         self, plan: StepPlan, hidden: jax.Array
     ) -> tuple[TokenLogprobs, list[tuple[int, int, int]]] | None:
-        """What `Step` wants of it; None where no chunk asks for log-probabilities of its prompt."""
+        """`prompt_scores` of the step's handle. None where no chunk asks for log-probabilities of its prompt."""
         if all(chunk.prompt_logprob_targets is None for chunk in plan.chunks):
             return None
         hidden = self._widened_tokens(hidden)
@@ -325,7 +325,7 @@ class Runner:
         return self._run(program, hidden=hidden, packed=buffer), scored
 
     def _run_score(self, plan: StepPlan, hidden: jax.Array) -> tuple[list[DeviceScores], list[tuple[int, int]]] | None:
-        """What `Step` wants of it; None where no chunk has targets."""
+        """`target_scores` of the step's handle. None where no chunk has targets."""
         tokens, targets, rows = [], [], []
         end = len(plan.decode_slots)
         for row, chunk in enumerate(plan.chunks, start=end):
@@ -356,14 +356,14 @@ class Runner:
         return hidden if size == tokens else self._run(WidenTokens(tokens, size), hidden=hidden)
 
     def _packed(self, program: StepProgram) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """A buffer for what the host tells a program, all padding, and views of its fields."""
+        """A buffer for a program's packed input, all padding, and views of its fields."""
         layout = self._programs[program].signature.layout
         assert layout is not None
         return layout.new()
 
     def _run(self, program: StepProgram, **inputs: Any) -> Any:
-        """Calls a program with these and with what it takes of what is held, keeps what it updates, and returns its
-        result.
+        """Calls a program with these inputs and the held values that it takes. Keeps the held values that it returns,
+        and returns its result.
         """
         compiled = self._programs[program]
         takes, updates, _ = compiled.signature
