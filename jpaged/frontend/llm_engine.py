@@ -6,7 +6,7 @@ add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputP
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -120,36 +120,6 @@ class LLMEngine(RequestIntake):
         self._check_ready()
         self._core.add_request(request)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
-
-    def add_score_request(
-        self,
-        request_id: str,
-        token_ids: Sequence[int] | np.ndarray,
-        first_scored: int = 1,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> None:
-        """Queues tokens whose log-probabilities are wanted, and nothing else: they are prefilled, nothing is sampled.
-
-        What comes before the scored tokens may come out of the prefix cache. `step` returns one output, finished, with
-        `scores` of token_ids[first_scored:] and no `outputs`.
-
-        Args:
-            token_ids: int [n], at least two and at most max_model_len tokens; the last is scored, never computed.
-            first_scored: index of the first token to score, from 1 to n-1; the others are its context.
-            request_id, priority, cache_salt: as in `add_request`.
-        Raises:
-            InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served; the message says
-                why.
-            EngineDeadError: the engine failed earlier.
-        """
-        self._check_ready()
-        request = self._inputs.score_request(
-            request_id, token_ids, first_scored, priority=priority, cache_salt=cache_salt
-        )
-        self._core.add_request(request)
-        self._outputs.add(request, None, [])
 
     def step(self) -> list[RequestOutput]:
         """One turn of the loop: dispatches a step and returns outputs of an earlier one.

@@ -168,40 +168,20 @@ class ReplicatedEngine(RequestIntake):
         return self._processes.pids
 
     def queue(self, request: Request, checked: ProcessedInput) -> None:
-        """Sends a request to the replica that will be done with it first, which may begin with it at once; as
-        `RequestIntake.queue`."""
+        """Sends a request to the replica that will be done with it first; as `RequestIntake.queue`. Requests with a
+        common prompt go where it is cached, unless waiting there would take longer than computing it elsewhere."""
         self._check_alive()
-        self._check_new(request.request_id)
-        request.sampling, request.beam = _own_class(request.sampling), request.beam and _own_class(request.beam)
-        if request.beam is None and request.sampling.seed is None:
-            request.sampling = replace(request.sampling, seed=default_seed(self.args.seed, self._arrived))
-        self._arrived += 1
-        room, most = self.max_model_len - request.prompt_len, request.sampling.max_tokens
-        new_tokens = (room if most is None else min(room, most)) * request.num_sequences
-        one = self._numbered(request, checked.prompt, checked.prompt_token_ids)
-        self._route(one, request, checked.prompt_token_ids, new_tokens)
-
-    def add_score_request(
-        self,
-        request_id: str,
-        token_ids: Sequence[int] | np.ndarray,
-        first_scored: int = 1,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> None:
-        """Queues tokens to score with the replica that will be done with them first; as `LLMEngine.add_score_request`.
-
-        Rows with a common prompt go where it is cached, as long as that takes less than it costs in waiting.
-        """
-        self._check_ready()
-        request = self._inputs.score_request(
-            request_id, token_ids, first_scored, priority=priority, cache_salt=cache_salt
-        )
-        self._check_new(request.request_id)
-        assert request.score_targets is not None
-        tokens = [*request.prompt_token_ids.tolist(), int(request.score_targets[-1])]
-        self._route(self._numbered(request, None, []), request, tokens, 0)
+        if request.request_id in self._open:
+            raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
+        if request.score_targets is None:
+            self._seed(request)
+            tokens, new_tokens = checked.prompt_token_ids, self._most_new_tokens(request)
+        else:
+            tokens, new_tokens = [*request.prompt_token_ids.tolist(), int(request.score_targets[-1])], 0
+        one = self._numbered(request, checked)
+        message = _framed(Add.of(one.handle, request))  # before anything is counted
+        index = self._router.route(request.request_id, tokens, new_tokens, request.cache_salt)
+        self._submit(self._replicas[index], one, message)
 
     def step(self) -> list[RequestOutput]:
         """Outputs that have come from any replica; waits for some for at most 50 ms.
@@ -276,7 +256,7 @@ class ReplicatedEngine(RequestIntake):
             for replica, (request, checked) in zip(self._replicas, requests, strict=True):
                 tokens = checked.prompt_token_ids
                 self._router.assign(request.request_id, replica.link.index, tokens, 1, salt)
-                one = self._numbered(request, None, tokens)
+                one = self._numbered(request, checked)
                 self._submit(replica, one, _framed(Add.of(one.handle, request)))
             while any(self._router.replica_of(request.request_id) is not None for request, _ in requests):
                 self._collect(_WAIT_S)
@@ -305,15 +285,20 @@ class ReplicatedEngine(RequestIntake):
         self._ended = self._ended or "The engine was closed; start another one."
         self._finalizer()
 
-    def _numbered(self, request: Request, prompt: str | None, prompt_token_ids: list[int]) -> _Open:
-        text = None if prompt is None else str.__str__(prompt)
-        return _Open(request.request_id, next(self._handles), text, prompt_token_ids)
+    def _seed(self, request: Request) -> None:
+        """Gives a request without a seed the one that it would get from one engine: all begin with the same."""
+        request.sampling, request.beam = _own_class(request.sampling), request.beam and _own_class(request.beam)
+        if request.beam is None and request.sampling.seed is None:
+            request.sampling = replace(request.sampling, seed=default_seed(self.args.seed, self._arrived))
+        self._arrived += 1
 
-    def _route(self, one: _Open, request: Request, tokens: Sequence[int], new_tokens: int) -> None:
-        """Sends a checked request to the replica that will be done with it first."""
-        message = _framed(Add.of(one.handle, request))  # before anything is counted
-        index = self._router.route(request.request_id, tokens, new_tokens, request.cache_salt)
-        self._submit(self._replicas[index], one, message)
+    def _most_new_tokens(self, request: Request) -> int:
+        room, most = self.max_model_len - request.prompt_len, request.sampling.max_tokens
+        return (room if most is None else min(room, most)) * request.num_sequences
+
+    def _numbered(self, request: Request, checked: ProcessedInput) -> _Open:
+        prompt = None if checked.prompt is None else str.__str__(checked.prompt)
+        return _Open(request.request_id, next(self._handles), prompt, checked.prompt_token_ids)
 
     def _submit(self, replica: _Replica, one: _Open, message: bytes) -> None:
         self._open[one.request_id] = self._by_handle[one.handle] = one
@@ -321,10 +306,6 @@ class ReplicatedEngine(RequestIntake):
 
     def _forget(self, one: _Open) -> None:
         del self._open[one.request_id], self._by_handle[one.handle]
-
-    def _check_new(self, request_id: str) -> None:
-        if request_id in self._open:
-            raise InvalidParameterError(f"request_id={request_id!r} is in use by an unfinished request.")
 
     def _send(self, replica: _Replica, message: bytes) -> None:
         with self._unbroken():
