@@ -1,4 +1,4 @@
-"""How a request comes in, whatever engine takes it: checked first, without a trace, then queued.
+"""How a request enters an engine: it is checked first, which leaves no trace, and then queued.
 
 add_request = check_request --> queue       LLMEngine          the scheduler of this process
 add_score_request           -->             ReplicatedEngine   the replica that will be done with it first
@@ -66,8 +66,8 @@ class RequestIntake(ABC):
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> tuple[Request, ProcessedInput]:
-        """The first half of `add_request`, which leaves nothing behind: for a caller that queues all of several
-        requests or none. Returns: what `queue` takes. Arguments and errors are those of `add_request`.
+        """The first half of `add_request`, which leaves nothing behind. It lets a caller queue all of several requests
+        or none. Returns: what `queue` takes. Arguments and errors are those of `add_request`.
         """
         self._check_ready()
         return self._inputs.request(
@@ -88,7 +88,7 @@ class RequestIntake(ABC):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queues tokens whose log-probabilities are wanted, and nothing else: they are prefilled, nothing is sampled.
+        """Queues tokens to score: they are prefilled for their log-probabilities, and nothing is sampled.
 
         What comes before the scored tokens may come out of the prefix cache. `step` returns one output, finished, with
         `scores` of token_ids[first_scored:] and no `outputs`.
@@ -120,4 +120,4 @@ class RequestIntake(ABC):
 
     @abstractmethod
     def _check_ready(self) -> None:
-        """Raises EngineDeadError where no request can be taken any more. From then on `_inputs` knows the limits."""
+        """Raises EngineDeadError if the engine can take no more requests."""

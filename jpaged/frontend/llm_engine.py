@@ -137,7 +137,7 @@ class LLMEngine(RequestIntake):
             raise EngineDeadError(f"The engine failed: {type(error).__name__}: {error}") from error
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Ends requests and frees what they hold; no output will come for them. Unknown ids are passed over."""
+        """Ends requests and frees what they hold. They bring no more outputs. Unknown ids are ignored."""
         ids = request_ids_to_abort(request_ids)
         if self._failure is None:  # else nothing runs, and the scheduler may be in the middle of something
             self._core.abort(ids)
@@ -149,7 +149,7 @@ class LLMEngine(RequestIntake):
         return not self._closed and self._failure is None and self._core.has_unfinished()
 
     def request_limits(self) -> RequestLimits:
-        """What a request must keep to, now."""
+        """The current limits of a request. Pinned prefixes lower them."""
         return self._core.scheduler.limits
 
     def get_metrics(self) -> EngineStats:
@@ -259,7 +259,7 @@ def _same_start(args: EngineArgs, startup: Startup) -> Startup:
 
 
 def _at_most(name: str, asked: int | None, available: int) -> int:
-    """What was asked for, which a runner started before may not have."""
+    """The value asked for, or all there is. Raises InvalidParameterError if the runner has less."""
     if asked is not None and asked > available:
         raise InvalidParameterError(f"{name}={asked} exceeds the {available} that the runner was started with.")
     return available if asked is None else asked

@@ -63,9 +63,9 @@ from jpaged.processes.wire import (
 from jpaged.text.tokenizer import Tokenizer
 
 SHUTDOWN_S = 10.0
-"""How long the engine process may take to end by itself."""
+"""The engine process gets this long to end by itself, then it is killed."""
 _LAST_WORDS_S = 0.5
-"""How long its exit code is waited for after it has closed its socket."""
+"""After its socket has closed, we wait this long for its exit code, so that the error can name it."""
 
 _T = TypeVar("_T")
 _AnswerT = TypeVar("_AnswerT", Stats, Pool, Changed, Intact)
@@ -148,7 +148,7 @@ class AsyncLLMEngine:
         await self.shutdown()
 
     async def ready(self) -> Ready:
-        """Waits until the engine serves; returns what it is like, of several replicas the first one.
+        """Waits until the engine serves. Returns its description; with several replicas, the first one's.
 
         Raises:
             ModelNotFoundError, CheckpointError, UnsupportedModelError, OutOfMemoryError, InvalidParameterError: as
@@ -166,7 +166,7 @@ class AsyncLLMEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be served, or will be once it has started: by some replica, not necessarily by all."""
+        """Whether at least one replica serves requests, or will once it has started."""
         return self._failure is None
 
     @property
@@ -176,17 +176,17 @@ class AsyncLLMEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run; of all API processes, like the next two."""
+        """Requests that wait or run, over all API processes."""
         return self._board.total("unfinished")
 
     @property
     def num_queued(self) -> int:
-        """Requests that have never run."""
+        """Requests that have never run, over all API processes."""
         return self._board.total("queued")
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of the prompts of those."""
+        """Prompt tokens of the requests that have never run, over all API processes."""
         return self._board.total("queued_tokens")
 
     async def generate(
@@ -198,7 +198,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Completes a prompt. Whoever stops iterating aborts the request, and its blocks are free at once.
+        """Completes a prompt. A caller that stops iterating aborts the request, which frees its blocks at once.
 
         Args:
             prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or what `process` made of it.
@@ -243,13 +243,13 @@ class AsyncLLMEngine:
             self._close(stream)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its iterator ends with finish_reason "abort" and what there is. Passes over unknown ids."""
+        """Ends a request. Its iterator returns what there is, with finish_reason "abort". Unknown ids are ignored."""
         for stream in list(self._streams.values()):
             if stream.request.request_id == request_id:
                 self._abort(stream)
 
     async def abort_all(self) -> None:
-        """Ends all requests, as `abort`."""
+        """Ends all requests, each as `abort` does."""
         for stream in list(self._streams.values()):
             self._abort(stream)
 
@@ -272,15 +272,15 @@ class AsyncLLMEngine:
         return await self._tokenizing.encode(text, limits.max_model_len, add_special_tokens=add_special_tokens)
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
-        """Runs something that takes long for the event loop, such as tokenizing a long text."""
+        """Runs work that would block the event loop for too long, such as tokenizing a long text."""
         return await self._tokenizing.in_thread(work)
 
     async def get_metrics(self) -> EngineStats:
-        """Counters and occupancy of the engine, of several replicas the sum. Raises EngineDeadError."""
+        """Counters and occupancy, summed over the replicas. Raises EngineDeadError."""
         return EngineStats.total((await self.get_replica_metrics()).values())
 
     async def get_replica_metrics(self) -> dict[int, EngineStats]:
-        """The same of each replica that serves. Raises EngineDeadError."""
+        """Counters and occupancy of each replica that serves, by its number. Raises EngineDeadError."""
         return {replica: answer.stats for replica, answer in (await self._ask(GetStats(), Stats)).items()}
 
     async def get_pool_views(self) -> dict[int, tuple[EngineStats, PoolView]]:
@@ -291,7 +291,7 @@ class AsyncLLMEngine:
         return {replica: (answer.stats, answer.view) for replica, answer in answers.items()}
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. Returns False where requests ran: on such a replica nothing was done."""
+        """Forgets all cached prefixes. A replica that is running requests does nothing; then this returns False."""
         answers = await self._ask(ResetPrefixCache(), Changed)
         done = all(answer.value for answer in answers.values())
         if done:
@@ -299,18 +299,18 @@ class AsyncLLMEngine:
         return done
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if the engine process, or that of any replica, has failed or ended."""
+        """Raises EngineDeadError if an engine process has failed or ended."""
         self._check_alive()
         for replica in self._replicas:
             if replica.failure is not None:
                 raise EngineDeadError(str(replica.failure)) from replica.failure
 
     async def check_integrity(self) -> None:
-        """Checks the engine's blocks, tables, slots and queue; reads everything. Raises EngineDeadError."""
+        """Checks that blocks, tables, slots and queue agree. Slow: it reads all of them. Raises EngineDeadError."""
         await self._ask(CheckIntegrity(), Intact)
 
     async def shutdown(self) -> None:
-        """Ends the engine process, if it is this one's, and all requests. Does nothing the second time."""
+        """Ends all requests, and the engine processes if this process started them. A second call does nothing."""
         if self._processes is not None:
             if self._ready is not None:
                 for replica in self._replicas:
@@ -335,7 +335,7 @@ class AsyncLLMEngine:
             raise EngineDeadError(str(self._failure)) from self._failure
 
     def _replica_for(self, handle: int, request: Request) -> AsyncLink:
-        """Where a request will run."""
+        """Picks the replica that a request will run on, and counts the request there."""
         if len(self._replicas) == 1:
             return self._replicas[0]
         assert self._ready is not None
@@ -349,7 +349,7 @@ class AsyncLLMEngine:
         return self._replicas[index]
 
     async def _ask(self, question: Question, kind: type[_AnswerT]) -> dict[int, _AnswerT]:
-        """What the replicas that serve answer, by their numbers. kind: of the answers that the question has."""
+        """Asks every replica that serves; returns the answers by replica number. kind: the type of the answers."""
         await self.ready()
         self._check_alive()
         futures: dict[int, asyncio.Future[Answer]] = {}
@@ -423,7 +423,7 @@ class AsyncLLMEngine:
             self._die(replica, error_of(message.kind, message.message))
 
     def _take_ready(self, ready: list[Ready]) -> None:
-        """All replicas serve. What one of them cannot take, none is sent."""
+        """All replicas serve. A request must keep to the limits of each, since any may get it."""
         first = ready[0]
         first.limits = RequestLimits.least(one.limits for one in ready)
         self._ready = first
@@ -453,7 +453,7 @@ class AsyncLLMEngine:
         self.metrics.count_intervals(replica.index, intervals)
 
     def _die(self, replica: AsyncLink, error: JPagedError) -> None:
-        """A replica is of no more use: nobody waits for it any longer."""
+        """Gives up on a replica: its requests and the questions to it fail with `error`."""
         if replica.failure is not None:
             return
         replica.failure = error

@@ -55,7 +55,7 @@ from jpaged.processes.wire import (
 )
 
 _SHORTEST_WAIT_S = 0.001
-"""Time-outs of a poll are whole milliseconds."""
+"""`poll` takes whole milliseconds, so a shorter wait is no wait."""
 
 
 class EngineProcess:
@@ -81,7 +81,7 @@ class EngineProcess:
                     connection.send(message)
 
     def _receive(self, wait_s: float | None) -> None:
-        """Takes what has come; if nothing has, waits for it, `wait_s` at most (None: for ever)."""
+        """Takes the messages that have come. Without any, waits for some, at most `wait_s` (None: for ever)."""
         wait_ms = None if wait_s is None else max(0, int(wait_s * 1000))
         unsent = False
         for connection in self._connections:
@@ -101,7 +101,7 @@ class EngineProcess:
                 self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
-        """A client is gone: nobody waits for its requests."""
+        """A client is gone: aborts its requests."""
         self._poll.unregister(connection.sock)
         connection.sock.close()
         self._connections.remove(connection)

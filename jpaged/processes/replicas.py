@@ -71,13 +71,13 @@ from jpaged.processes.wire import (
 from jpaged.text.tokenizer import Tokenizer
 
 _WAIT_S = 0.05
-"""Longest that `step` waits for outputs, so that its caller can look at the time or at Ctrl-C."""
+"""`step` waits at most this long, so that its caller can check the time or Ctrl-C."""
 
 _STOP_S = 10.0
-"""What a replica gets to end by itself."""
+"""A replica gets this long to end by itself, then it is killed."""
 
 _COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-"""Of a request that is there to put its prompt into the prefix cache."""
+"""Parameters of a request that only puts its prompt into the prefix cache."""
 
 _AnswerT = TypeVar("_AnswerT", Stats, Changed)
 
@@ -204,7 +204,7 @@ class ReplicatedEngine(RequestIntake):
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Ends requests and frees what they hold; no output will come for them. Unknown ids are passed over."""
+        """Ends requests and frees what they hold. They bring no more outputs. Unknown ids are ignored."""
         ids = self._open.keys() & set(request_ids_to_abort(request_ids))
         self._outputs = [output for output in self._outputs if output.request_id not in ids]
         self._refused = [(one, error) for one, error in self._refused if one.request_id not in ids]
@@ -286,7 +286,8 @@ class ReplicatedEngine(RequestIntake):
         self._finalizer()
 
     def _seed(self, request: Request) -> None:
-        """Gives a request without a seed the one that it would get from one engine: all begin with the same."""
+        """Gives a request without a seed the one that a single engine would give it. Replicas would count their own
+        arrivals only, and repeat each other's seeds."""
         request.sampling, request.beam = _own_class(request.sampling), request.beam and _own_class(request.beam)
         if request.beam is None and request.sampling.seed is None:
             request.sampling = replace(request.sampling, seed=default_seed(self.args.seed, self._arrived))
@@ -316,12 +317,12 @@ class ReplicatedEngine(RequestIntake):
                     self._receive(replica)
 
     def _collect(self, timeout_s: float) -> None:
-        """Waits so long for messages of any replica, and takes what has come of each."""
+        """Waits at most `timeout_s` for messages of any replica, and takes those that have come."""
         for fd, _ in self._poll.poll(timeout_s * 1000):
             self._receive(self._by_fd[fd])
 
     def _receive(self, replica: _Replica) -> None:
-        """Waits for something of a replica and takes the messages that it completes."""
+        """Waits for bytes from a replica and takes the messages that they complete."""
         with self._unbroken():
             try:
                 messages = replica.link.receive()
@@ -331,7 +332,7 @@ class ReplicatedEngine(RequestIntake):
                 self._take(replica, message)
 
     def _take(self, replica: _Replica, message: FromEngine) -> None:
-        """Takes a message; what it says of requests that were aborted is left out."""
+        """Takes a message. News of aborted requests are dropped: their handles are known no more."""
         if isinstance(message, Outputs):
             for output in message.outputs:
                 one = self._by_handle.get(output.handle)
@@ -352,7 +353,7 @@ class ReplicatedEngine(RequestIntake):
             raise error_of(message.kind, message.message)
 
     def _wait_until_ready(self, replica: _Replica) -> Ready:
-        """Raises what went wrong in the replica, as it would without one."""
+        """Raises the error that the engine met in the replica, if it could not start."""
         while replica.ready is None:
             self._receive(replica)
         return replica.ready
@@ -379,7 +380,7 @@ class ReplicatedEngine(RequestIntake):
         return [value for value in values if isinstance(value, kind)]
 
     def _change(self, question: ResetPrefixCache | PinPrefix | UnpinPrefix) -> list[int]:
-        """Changes the replicas' prefix caches, and with them what a request must keep to."""
+        """Changes the replicas' prefix caches; with them change the limits of a request, which pinned blocks lower."""
         answers = self._ask_all(question, Changed)
         self._inputs.limits = RequestLimits.least(answer.limits for answer in answers)
         return [answer.value for answer in answers]
@@ -431,7 +432,7 @@ _Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
 
 
 def _own_class(params: _Params) -> _Params:
-    """The parameters as jpaged's own class; a caller may have made one of its own of it."""
+    """The parameters as jpaged's own class: a caller may pass a subclass, whose constructor may be another."""
     kind = BeamSearchParams if isinstance(params, BeamSearchParams) else SamplingParams
     if type(params) is kind:
         return params
