@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROMPT ?= Tell me a story about a fox and a lantern.
 
-.PHONY: demo chat install install-test test test-ray test-browser lint types format clean help
+.PHONY: demo chat docs install install-test test test-ray test-browser lint types format clean help
 
 help:
 	@echo "make demo   install into $(VENV) and tell a story with the embedded model"
@@ -13,6 +13,7 @@ help:
 	@echo "make test   install what the tests need and run them, with lint and types"
 	@echo "make test-ray   the tests that need Ray, which this installs"
 	@echo "make test-browser   the tests of the server's page, which need Chromium (Debian: chromium, chromium-driver)"
+	@echo "make docs   build the documentation into site/"
 	@echo "make lint types format clean   the parts"
 
 demo: install
@@ -50,6 +51,11 @@ test-browser: install-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[browser]"
 	$(BIN)/python -m pytest tests/serving/test_browser.py
 
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html, or run $(BIN)/python -m http.server -d site"
+
 lint: install-test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -63,4 +69,4 @@ format: install-test
 	$(BIN)/python -m ruff format .
 
 clean:
-	rm -rf $(VENV) .venv312 build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv312 build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

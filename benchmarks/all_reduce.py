@@ -1,16 +1,15 @@
-"""What adding rows over GPUs costs: XLA's all-reduce, and the one-shot kernel; up to how many rows the kernel wins.
+"""The cost of an all-reduce by rows: XLA's beside the one-shot kernel.
 
     python benchmarks/all_reduce.py --devices 2 --json all_reduce_2.json        # four minutes
 
-A case is a program of 64 times: two small products, then the sum over devices, the residual and the norm, as in a
-decode step. Its time is that of many runs enqueued back to back; from it is taken the time of the same program that
-adds nothing over devices. First each way has to be right: near float64 sums, and on all devices the same bits, which
-they must still be after all the runs.
+A case is a program that does 64 times what a decode step does: two small products, then the sum over devices, the
+residual and the norm. It is timed over many runs enqueued back to back; the same program without the sum is the
+baseline. Each way is checked first: it must be near float64 sums, with the same bits on all devices, before and after
+the runs.
 
-XLA reads its flags once, so every way has a process of its own. One that prints nothing for a while is killed, and
-costs its time limit only.
+XLA reads its flags once, so every way has a process of its own. A process that prints nothing for a while is killed.
 
-    none                what the others are compared with
+    none                no sum over devices: the baseline
     kernel              jpaged.pallas_kernels.all_reduce_add_norm, residual and norm in it
     psum                XLA's default: NCCL, between CUDA graphs
 
@@ -26,6 +25,7 @@ import argparse
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -33,6 +33,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from jpaged.bench.report import write_report
 
 ROOT = Path(__file__).parents[1]
 GRAPHS = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
@@ -68,23 +72,29 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["none", "kernel", "psum"])
     parser.add_argument("--runs", type=int, default=20, help="of each program")
-    parser.add_argument("--json", type=Path, help="also write the figures there, after each case")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # in a process of its own
     args = parser.parse_args()
     if args.way is not None:
         for record in measure(args, WAYS[args.way][0]):
             print(json.dumps(record), flush=True)
         return
-    report: dict[str, Any] = {"devices": args.devices, "calls": CALLS, "cases": []}
-    for way in args.ways:
-        for record in in_own_process(args, way):
-            report.update({name: record.pop(name) for name in ("device", "jax") if name in record})
-            if record:
-                report["cases"].append({"way": way} | record)
-                print(json.dumps(report["cases"][-1]), flush=True)
-            if args.json is not None:
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report["cases"]))
+    cases: list[dict[str, Any]] = []
+    devices: dict[str, Any] = {"num_devices": args.devices}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # still writes the report
+    try:
+        for way in args.ways:
+            for record in in_own_process(args, way):
+                if "device" in record:
+                    devices |= record
+                else:
+                    cases.append({"way": way} | record)
+                    print(json.dumps(cases[-1]), flush=True)
+    finally:
+        print(table(cases))
+        if args.json is not None:
+            settings = {name: value for name, value in vars(args).items() if name != "way"}
+            write_report(args.json, "all_reduce", settings | {"calls": CALLS}, cases, devices=devices)
 
 
 def in_own_process(args: argparse.Namespace, way: str) -> Iterator[dict[str, Any]]:
@@ -127,7 +137,7 @@ def measure(args: argparse.Namespace, adds: str) -> Iterator[dict[str, Any]]:
     devices = jax.devices()[: args.devices]
     if len(devices) < args.devices:
         raise SystemExit(f"--devices {args.devices}: JAX has {len(devices)}.")
-    yield {"device": devices[0].device_kind, "jax": jax.__version__}
+    yield {"device": devices[0].device_kind}
     mesh = jax.sharding.Mesh(devices, ("model",))
     for hidden in args.hidden:
         state = () if adds != "kernel" else _initial_state(mesh, max(args.rows), hidden)
@@ -227,19 +237,19 @@ def _begin(adds: str, size: int, state: tuple) -> tuple:
         return state
     from jpaged.pallas_kernels import all_reduce_peers
 
-    return *state, all_reduce_peers(state[0], axis="model", num_devices=size, backend="mosaic")
+    return *state, all_reduce_peers(state[0], axis="model", num_devices=size, backend="hopper")
 
 
 def _reduce(adds: str, size: int, state: tuple, part: Any, residual: Any, scale: Any) -> tuple:
     """state, the new residual, its norm."""
     from jax import lax
 
-    from jpaged.pallas_kernels.reference import rms_norm
+    from jpaged.pallas_kernels.common.numerics import rms_norm
 
     if adds == "kernel":
         from jpaged.pallas_kernels import all_reduce_add_norm
 
-        how = {"axis": "model", "num_devices": size, "backend": "mosaic"}
+        how = {"axis": "model", "num_devices": size, "backend": "hopper"}
         inbox, generations, residual, normed = all_reduce_add_norm(
             *state, part, residual, scale=scale, norm_eps=NORM_EPS, **how
         )
@@ -272,7 +282,7 @@ def _initial_state(mesh: Any, max_rows: int, hidden: int) -> tuple:
 
     from jpaged.executor.mesh import EXCHANGE, DeviceMesh
     from jpaged.pallas_kernels import initial_all_reduce_state
-    from jpaged.pallas_kernels.all_reduce import EMPTY
+    from jpaged.pallas_kernels.all_reduce.inbox import EMPTY
 
     devices = DeviceMesh(mesh.devices.tolist())
     shapes = initial_all_reduce_state(mesh.size, max_rows, hidden, jnp.bfloat16)
@@ -282,9 +292,9 @@ def _initial_state(mesh: Any, max_rows: int, hidden: int) -> tuple:
 
 def _unsupported(hidden: int, size: int) -> str | None:
     from jpaged.pallas_kernels import all_reduce_unsupported
-    from jpaged.pallas_kernels.backends import device_runs_mosaic
+    from jpaged.pallas_kernels.registry import runs_here
 
-    return all_reduce_unsupported(hidden, "bfloat16", size) if device_runs_mosaic() else "this is no Hopper GPU"
+    return all_reduce_unsupported(hidden, "bfloat16", size) if runs_here("hopper") else "this is no Hopper GPU"
 
 
 def table(cases: list[dict[str, Any]]) -> str:

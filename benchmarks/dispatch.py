@@ -2,10 +2,9 @@
 
     python benchmarks/dispatch.py [--json OUT.json]
 
-A body takes all weights, which it reads, and the KV pool of each layer, which is donated. Here both are arrays of
-eight numbers, so that a call is little else than what JAX and XLA do for its arguments: microseconds from a call to its
-return, with a numpy array of 32 numbers as a step's packed input. Beside it the same for copying such an array to the
-device, and for asking for a copy of one to the host.
+A step's body reads all weights and is donated the KV pool of each layer. Here both are arrays of eight numbers, so a
+call is little more than what JAX and XLA do for its arguments. The time is that from a call to its return, with a numpy
+array of 32 numbers as the packed input. Copies of such an array to the device and to the host are timed, too.
 """
 
 import argparse

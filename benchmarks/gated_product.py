@@ -1,17 +1,18 @@
-"""The first half of a gated MLP, in one kernel and in XLA; and what plain products cost by their rows.
+"""The first half of a gated MLP, in one kernel and in XLA; and the cost of plain products by their rows.
 
     python benchmarks/gated_product.py --json OUT.json         # on a Hopper GPU, within four minutes
     python benchmarks/gated_product.py --tiny                  # anywhere: whether it runs
 
-Three parts, each in a process of its own, which is killed if it hangs; a part leaves out what it has no time for.
+Three parts run in processes of their own, which are killed if they hang. A part leaves out what it has no time for.
 
     kernel, clusters    the kernel without and with clusters, in its likeliest tilings, and XLA's product and
                         activation (with the first of them) as the engine compiles them; TFLOP/s beside the card's
                         8192^3 product
     products            microseconds of a layer's four products (XLA) by rows: which batch sizes are worth a program
 
-A time is that of a jitted program of calls on different weights, more than the L2 cache holds, enqueued often enough
-that dispatch hides: the median of several series, with the least and the most. Each kernel is compared with XLA.
+Timed are jitted programs of calls on different weights, more than the L2 cache holds, enqueued often enough to hide
+dispatch. Figures are the median of several series, with the least and the most. Each kernel's result is compared with
+XLA's.
 """
 
 import argparse
@@ -37,8 +38,10 @@ from jax import lax
 
 from jpaged.bench.report import write_report
 from jpaged.executor.start.compilation import _GPU_OPTIONS
-from jpaged.pallas_kernels import gated_product, gated_product_mosaic
-from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing, num_multiprocessors
+from jpaged.pallas_kernels import gated_product
+from jpaged.pallas_kernels.devices import num_multiprocessors
+from jpaged.pallas_kernels.gated_product import hopper, hopper_tiling
+from jpaged.pallas_kernels.registry import missing, runs_here
 
 
 @dataclass(frozen=True)
@@ -170,25 +173,25 @@ def kernel_cases(plan: Plan, part: str) -> list[Case]:
             record = {"model": name, "rows": rows}
             if not clusters:
                 cases.append((0, Case(record | {"what": "xla"}, in_xla, *shape)))
-            if mosaic_missing() or not device_runs_mosaic():
+            if missing("hopper") or not runs_here("hopper"):
                 continue
             ctas = num_multiprocessors()
-            picked = gated_product_mosaic.pick_tiling(rows, model.hidden, model.inner, ctas)
+            picked = hopper_tiling.pick_tiling(rows, model.hidden, model.inner, ctas)
             for rank, tiling in enumerate(_tilings(rows, model, clusters, ctas)):
-                call = partial(gated_product_mosaic.gated_product, bias=None, activation="silu", tiling=tiling)
+                call = partial(hopper.gated_product, bias=None, activation="silu", tiling=tiling)
                 described = record | {"what": "kernel", "tiling": asdict(tiling), "picked": tiling == picked}
                 cases.append((1 + rank, Case(described, call, *shape, reference=in_xla)))
     return [case for _, case in sorted(cases, key=lambda ranked: ranked[0])]
 
 
-def _tilings(rows: int, model: Model, clusters: bool, ctas: int) -> list[gated_product_mosaic.Tiling]:
+def _tilings(rows: int, model: Model, clusters: bool, ctas: int) -> list[hopper_tiling.Tiling]:
     """The likeliest first; and the largest in any case."""
 
-    def cycles(tiling: gated_product_mosaic.Tiling) -> float:
-        return gated_product_mosaic.estimated_cycles(tiling, rows, model.hidden, model.inner, ctas)
+    def cycles(tiling: hopper_tiling.Tiling) -> float:
+        return hopper_tiling.estimated_cycles(tiling, rows, model.hidden, model.inner, ctas)
 
-    ranked = sorted((t for t in gated_product_mosaic.tilings(rows) if (t.shared is not None) == clusters), key=cycles)
-    return list(dict.fromkeys([*ranked[:LIKELIEST], gated_product_mosaic.Tiling(shared=ranked[0].shared)]))
+    ranked = sorted((t for t in hopper_tiling.tilings(rows) if (t.shared is not None) == clusters), key=cycles)
+    return list(dict.fromkeys([*ranked[:LIKELIEST], hopper_tiling.Tiling(shared=ranked[0].shared)]))
 
 
 def product_cases(plan: Plan) -> list[Case]:

@@ -3,15 +3,15 @@
     python benchmarks/host_turn.py --model qwen3-0.6b --load-format dummy --json OUT.json
     python benchmarks/host_turn.py --log-updates        # how to see what XLA updates of its CUDA graphs
 
-In each turn some requests decode, and every few steps another comes with a prompt, as when serving. Steps are told
-apart by what is dispatched in them: "mixed", with a prompt, and "decode". Parts of a step, in the host's time:
+Some requests decode, and every few steps another one arrives with a prompt, as when serving. A step is "mixed" if it
+computes a prompt, else "decode". Parts of a step, in the host's time:
 
     schedule    planning it
     change      the call of the program that starts and ends sequences, if any do
     body        the call of its body's executable, with all that JAX and XLA do in it
     sample      the same of its head
-    read        waiting for an earlier step, and taking its tokens; where the device is slower, the host rests here
-    update      telling the scheduler of them
+    read        waiting for an earlier step's tokens; if the device is slower, the host waits here
+    update      giving them to the scheduler
     other       the rest: packing, bookkeeping, outputs
 
 `host` is a step without `read`. The engine has room for these requests and few more, so that it starts soon.
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-from jpaged.api.config import EngineArgs
+from jpaged.api.config import EngineArgs, kernel_backend_called
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, LOAD_FORMAT, PIPELINE_DEPTH
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rounds", type=int, default=5, help="turns of each batch")
     result.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
-    result.add_argument("--kernel-backend", choices=("mosaic", "xla"), help=KERNEL_BACKEND)
+    result.add_argument("--kernel-backend", type=kernel_backend_called, choices=("hopper", "xla"), help=KERNEL_BACKEND)
     result.add_argument("--log-updates", action="store_true", help="say how to see XLA's updates of graphs, no more")
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result

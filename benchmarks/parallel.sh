@@ -43,7 +43,7 @@ one_shot_rows() { # STEP: what its name ends with
 for name in "$@"; do
     case $name in
         one-shot-2 | one-shot-4)
-            step "$name" 220 "$PYTHON" tools/one_shot_drill.py --devices "${name##*-}" ;;
+            step "$name" 220 "$PYTHON" -m tests.drills.one_shot --devices "${name##*-}" ;;
         all-reduce-2 | all-reduce-4)
             step "$name" 560 "$PYTHON" benchmarks/all_reduce.py --devices "${name##*-}" --json "$OUT/$name$SUFFIX" ;;
         tp2-8b)

@@ -2,25 +2,29 @@
 
     python benchmarks/ragged_attention.py --json OUT.json [--cases prefill_1x16384,...] [--tilings "128,2,2,1,1;..."]
 
-Timed in jitted programs of several calls, each on its own copy of the data so that the L2 cache cannot hold them,
-queued so that dispatch hides; medians. The work list is planned once a program, as in a model whose layers share it,
-and timed by itself. FLOPs are counted causally: 4 * D * heads * visible (query, key) pairs.
+Timed are jitted programs of several calls, each on its own copy of the data so that the L2 cache cannot hold them, and
+queued to hide dispatch. Figures are medians. The work list is planned once a program, as in a model, and timed by
+itself. FLOPs are counted causally: 4 * D * heads * visible (query, key) pairs.
 """
 
 import argparse
 import dataclasses
 import functools
-import json
 import statistics
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.pallas_kernels import ragged_attention_mosaic as kernel
-from jpaged.pallas_kernels import reference
-from jpaged.pallas_kernels.backends import device_runs_mosaic, mosaic_missing
+from jpaged.bench.report import write_report
+from jpaged.pallas_kernels.ragged_attention import hopper as kernel
+from jpaged.pallas_kernels.ragged_attention import reference
+from jpaged.pallas_kernels.registry import missing, runs_here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,13 +179,13 @@ def parse_tiling(text: str) -> kernel.Tiling | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", required=True)
+    parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--tilings", default="best")
     parser.add_argument("--no-cudnn", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     args = parser.parse_args()
-    if mosaic_missing() or not device_runs_mosaic():
+    if missing("hopper") or not runs_here("hopper"):
         parser.error(
             f"needs a Hopper GPU and JAX 0.11 or newer; this is JAX {jax.__version__} on {jax.default_backend()}"
         )
@@ -214,8 +218,7 @@ def main() -> None:
                 {k: round(v, 5 if k == "error" else 1) if isinstance(v, float) else v for k, v in result.items()},
                 flush=True,
             )
-        with open(args.json, "w") as file:
-            json.dump(results, file, indent=1)
+        write_report(args.json, "ragged_attention", vars(args), results)
 
 
 if __name__ == "__main__":

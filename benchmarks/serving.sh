@@ -3,7 +3,7 @@
 #
 #   benchmarks/serving.sh [OUT_DIR] [serve options ...]      e.g. benchmarks/serving.sh benchmarks/results --api-workers 4
 #
-# Writes OUT_DIR/serve-MODEL-RATE-DATE.json for Llama-3.1-8B's shape at 25 requests/s and all at once, and for
+# Writes OUT_DIR/serve-MODEL-RATE.json for Llama-3.1-8B's shape at 25 requests/s and all at once, and for
 # Qwen3-0.6B's shape all at once and at 50: random weights, ShareGPT-like lengths, greedy, streamed. PYTHON names the
 # interpreter, MODELS one of the two or both, with a space between.
 set -euo pipefail
@@ -38,7 +38,7 @@ start() { # MODEL, serve options
 load() { # MODEL RATE NUM_PROMPTS SEED
   curl -sf -X POST "$url/reset_prefix_cache" >/dev/null
   "$python" -m jpaged bench serve --base-url "$url" --dataset sharegpt-like --request-rate "$2" --num-prompts "$3" \
-    --seed "$4" --json "$out/serve-$1-$2-$(date +%F).json"
+    --seed "$4" --json "$out/serve-$1-$2.json"
 }
 
 read -ra models <<<"${MODELS-llama-3.1-8b qwen3-0.6b}"

@@ -2,7 +2,7 @@
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-python}
 OUT=${OUT:-benchmarks/results}
-SUFFIX="${TAG:+-$TAG}-$(date +%F).json"
+SUFFIX="${TAG:+-$TAG}.json"
 mkdir -p "$OUT"
 
 step() { # NAME LIMIT_S COMMAND...

@@ -78,3 +78,9 @@ def test_every_option_of_a_command_says_what_it_means_and_its_default(command):
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_every_option_of_a_benchmark_says_what_it_means_and_its_default(benchmark, monkeypatch):
     _check(_benchmark_parser(benchmark, monkeypatch), {})
+
+
+def test_a_kernel_backend_may_be_given_by_its_alias():
+    arguments = _parser().parse_args(["serve", "--kernel-backend", "mosaic"])
+    assert arguments.kernel_backend == "hopper"
+    assert EngineArgs(kernel_backend="mosaic") == EngineArgs(kernel_backend="hopper")

@@ -27,7 +27,7 @@ MEAN_ERROR = 0.005
 def llm() -> LLM:
     return LLM(
         dtype="bfloat16",
-        kernel_backend="mosaic" if jax.default_backend() == "gpu" else None,
+        kernel_backend="hopper" if jax.default_backend() == "gpu" else None,
         max_model_len=512,
         max_num_seqs=8,
         max_num_batched_tokens=64,  # long prompts come in chunks, beside the decoding of others

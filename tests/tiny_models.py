@@ -23,7 +23,7 @@ WINDOW = 12
 
 @dataclass(frozen=True)
 class TinyModel:
-    """name: for test ids. family: as in `ModelConfig.family`. config: the contents of config.json."""
+    """name: for test ids. family: its file in `jpaged.models.families`. config: the contents of config.json."""
 
     name: str
     family: str
@@ -163,8 +163,9 @@ def _write_with_jpaged(case: TinyModel, directory: Path, dtype: str) -> None:
     model = models.build(models.ModelConfig.from_dict(case.config), "float32")
     shapes = dict(zip(model.parameter_names, model.abstract_weights, strict=True))
     arrays = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
-    for part in model.parts:
-        arrays[part.parameter] = part.place(arrays[part.parameter], jnp.asarray(draw(case, part.tensor, part.shape)))
+    for piece in model.pieces:
+        drawn = jnp.asarray(draw(case, piece.tensor, piece.shape))
+        arrays[piece.parameter] = piece.place(arrays[piece.parameter], drawn)
     models.save_pretrained(model, tuple(arrays.values()), directory, dtype)
 
 

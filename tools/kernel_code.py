@@ -28,12 +28,10 @@ from tests.pallas_kernels import compile_for_h200 as tested  # isort: skip  (fin
 import jax
 import jax.numpy as jnp
 
-from jpaged.pallas_kernels import (
-    decode_attention_mosaic,
-    decode_attention_rows_mosaic,
-    ragged_attention_mosaic,
-    sample_mosaic,
-)
+from jpaged.pallas_kernels.decode_attention import hopper as decode_attention
+from jpaged.pallas_kernels.decode_attention import hopper_rows as decode_attention_rows
+from jpaged.pallas_kernels.ragged_attention import hopper as ragged_attention
+from jpaged.pallas_kernels.sample_tokens import hopper as sample_tokens
 
 Program = tuple[str, Any, tuple[Any, ...]]
 Shape, ids = jax.ShapeDtypeStruct, tested.ids
@@ -61,8 +59,8 @@ RAGGED: list[tuple[int, int, int, dict[str, Any]]] = [
 ]
 """head_dim, query heads a KV head, block size, options."""
 
-UNCUT = decode_attention_mosaic.Config(tile=64, stages=3, leaf=128, chunk=2048, ctas=1)
-ONE_LEAF = decode_attention_mosaic.Config(tile=64, stages=2, leaf=1024, chunk=1024, ctas=132, q_stages=3, handovers=1)
+UNCUT = decode_attention.Config(tile=64, stages=3, leaf=128, chunk=2048, ctas=1)
+ONE_LEAF = decode_attention.Config(tile=64, stages=2, leaf=1024, chunk=1024, ctas=132, q_stages=3, handovers=1)
 DECODE: list[tuple[int, int, int, dict[str, Any]]] = [
     *(
         (head_dim, group, block, {})
@@ -83,8 +81,8 @@ DECODE: list[tuple[int, int, int, dict[str, Any]]] = [
     (256, 4, 16, {"sliding_window": 700, "logit_softcap": 20.0}),
 ]
 
-ONE_CONSUMER = decode_attention_rows_mosaic.Config(tile=64, stages=4, chunk=1024, ctas=132, consumers=1)
-LATE_MERGE = decode_attention_rows_mosaic.Config(tile=64, stages=3, chunk=1024, ctas=132, overlap_merge=False)
+ONE_CONSUMER = decode_attention_rows.Config(tile=64, stages=4, chunk=1024, ctas=132, consumers=1)
+LATE_MERGE = decode_attention_rows.Config(tile=64, stages=3, chunk=1024, ctas=132, overlap_merge=False)
 ROWS: list[tuple[int, int, int, dict[str, Any]]] = [
     *((head_dim, group, block, {}) for head_dim in (80, 96) for group, block in ((1, 16), (4, 16), (8, 64))),
     (80, 2, 32, {"dtype": jnp.float16, "alibi": True, "logit_softcap": 3.0, "sliding_window": 900}),
@@ -142,25 +140,25 @@ def ragged() -> Iterator[Program]:
         rest = dict(options)
         tokens = rest.pop("tokens", 300)
         name, call, (pool, tables, slopes) = _attention(
-            "ragged", ragged_attention_mosaic.ragged_attention, head_dim, group, block, rest
+            "ragged", ragged_attention.ragged_attention, head_dim, group, block, rest
         )
         q = Shape((tokens, KV_HEADS * group, head_dim), pool.dtype)
         yield name, call, (slopes, q, pool, ids(9, tables), ids(9), ids(10))
 
 
 def decode() -> Iterator[Program]:
-    yield from _decode("decode", decode_attention_mosaic.decode_attention, DECODE)
+    yield from _decode("decode", decode_attention.decode_attention, DECODE)
 
 
 def rows() -> Iterator[Program]:
-    yield from _decode("rows", decode_attention_rows_mosaic.decode_attention, ROWS)
+    yield from _decode("rows", decode_attention_rows.decode_attention, ROWS)
 
 
 def sample() -> Iterator[Program]:
     for count, vocab, fields in SAMPLE:
         floats, whole = Shape((count,), jnp.float32), ids(count)
         logits, seeds = Shape((count, vocab), jnp.float32), Shape((count, 2), jnp.uint32)
-        call = partial(sample_mosaic.sample_tokens, config=sample_mosaic.Config(**fields))
+        call = partial(sample_tokens.sample_tokens, config=sample_tokens.Config(**fields))
         yield f"sample {count} x {vocab}{_with(fields)}", call, (logits, floats, whole, floats, floats, seeds, whole)
 
 

@@ -13,15 +13,14 @@ pool has shared blocks, blocks of several owners, and blocks that are kept for p
 import argparse
 import contextlib
 import io
-import os
 import shutil
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
 from PIL import Image
@@ -29,6 +28,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
+
+from tests.support.served import serving
 
 CHROMIUM_FLAGS = (
     "--headless=new",
@@ -55,23 +56,8 @@ def served(url: str | None) -> Iterator[str]:
     if url is not None:
         yield url.rstrip("/")
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = ["--port", str(port), "--max-num-seqs", "16", "--num-gpu-blocks-override", "600", "--quiet"]
-    environment = {name: value for name, value in os.environ.items() if name != "JPAGED_API_KEY"}
-    process = subprocess.Popen([sys.executable, "-m", "jpaged", "serve", *options], env=environment)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        for _ in range(1200):
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(address + "/health", trust_env=False).status_code == 200:
-                    break
-            time.sleep(0.2)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(60)
+    with serving(("--max-num-seqs", "16", "--num-gpu-blocks-override", "600")) as server:
+        yield server.url
 
 
 def browser(scheme: str, width: int, height: int) -> webdriver.Chrome:

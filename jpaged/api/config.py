@@ -17,7 +17,12 @@ _MAX_DEVICES = 4096
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
-KernelBackend = Literal["mosaic", "xla"]
+KernelBackend = Literal["hopper", "xla"]
+
+
+def kernel_backend_called(name: str) -> str:
+    """The kernel backend's own name, where `name` may be an alias; any other string as it is."""
+    return {"mosaic": "hopper"}.get(name, name)
 
 
 _FREE = {"free": True}
@@ -85,9 +90,10 @@ class EngineArgs(SchedulingOptions):
             request for several (`n`, beam search), and compute single ones again.
         decode_buckets, token_buckets: ascending sizes that programs are compiled for.
         seed: of sampling, for requests without one, and of random weights.
-        kernel_backend: implementation of attention and cache writes: "mosaic" (kernels for Hopper), "xla" (anywhere);
-            by default the kernels where the device and the model's shapes allow. With "xla" the MLPs have no kernel
-            either; otherwise theirs is taken in steps of many rows, where device and shapes allow.
+        kernel_backend: implementation of attention and cache writes: "hopper" (Mosaic kernels for Hopper, also called
+            "mosaic"), "xla" (anywhere); by default the kernels where the device and the model's shapes allow. With
+            "xla" the MLPs have no kernel either; otherwise theirs is taken in steps of many rows, where device and
+            shapes allow.
         tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
         one_shot_rows: rows of a step up to which sums over devices take the one-shot all-reduce kernel, instead of
             NCCL; 0 for none. By default, where GPUs and the model's shapes allow, 8,192 on two devices, 256 on four and
@@ -144,6 +150,8 @@ class EngineArgs(SchedulingOptions):
         check_choice("dtype", self.dtype, DType)
         check_choice("load_format", self.load_format, LoadFormat)
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
+        if isinstance(self.kernel_backend, str):
+            object.__setattr__(self, "kernel_backend", kernel_backend_called(self.kernel_backend))
         if self.kernel_backend is not None and self.kernel_backend not in get_args(KernelBackend):
             choices = ", ".join(map(repr, get_args(KernelBackend)))
             raise InvalidParameterError(

@@ -1,4 +1,4 @@
-"""The options of benchmarks: how help shows them, and what is checked of them before anything is loaded."""
+"""The options of benchmarks: how `--help` shows them, and checks that run before anything is loaded."""
 
 import argparse
 
@@ -6,8 +6,8 @@ from jpaged.api.errors import InvalidParameterError
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Text above and below the options stays as it is. An option that does not say its default itself is made to,
-    unless it has none or is off.
+    """Keeps the text above and below the options as it is, and adds each option's default, unless the help text names
+    it already, there is none, or the option is off.
     """
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -22,7 +22,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 def check_least(args: argparse.Namespace, **least: int) -> None:
     """Raises InvalidParameterError for an option below its least value, `runs=1` being that of `--runs`.
 
-    An option that may be repeated is checked each time; one that was not given, and is None, is not.
+    Every value of a repeated option is checked; an option that was not given (None) is not.
     """
     for name, bound in least.items():
         given = getattr(args, name)

@@ -1,4 +1,4 @@
-"""What JAX's profiler recorded of a GPU: the time of each kernel, and how long none ran.
+"""The time of each kernel, and how long none ran, from a profile of JAX.
 
     /device:GPU:0   Stream #14   |==k1==| |=k2=|    |===k3===|
                     Stream #20        |==copy==|
@@ -17,12 +17,12 @@ from jax.profiler import ProfileData
 
 
 def read_trace(directory: Path) -> list[ProfileData]:
-    """What was recorded, by process."""
+    """The recorded profiles, one a process."""
     return [jax.profiler.ProfileData.from_file(str(file)) for file in sorted(directory.rglob("*.xplane.pb"))]
 
 
 def kernel_times(profiles: Iterable[ProfileData]) -> dict[str, tuple[float, int]]:
-    """By kernel: milliseconds on the device in all, and launches. Empty where there is no GPU."""
+    """Kernel -> (total milliseconds on the device, launches). Empty without a GPU."""
     times: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for events in _device_events(profiles):
         for event in events:
@@ -34,7 +34,7 @@ def kernel_times(profiles: Iterable[ProfileData]) -> dict[str, tuple[float, int]
 def idle_share(profiles: Iterable[ProfileData]) -> float | None:
     """The share of the time from a GPU's first event to its last in which none of its streams ran anything.
 
-    The mean over the GPUs; None where there is none.
+    The mean over the GPUs; None without one.
     """
     shares = []
     for events in _device_events(profiles):
@@ -42,14 +42,14 @@ def idle_share(profiles: Iterable[ProfileData]) -> float | None:
         if not len(times):
             continue
         starts, ends = times[times[:, 0].argsort()].T
-        latest = np.maximum.accumulate(ends)  # of all events that began earlier, or are this one
+        latest = np.maximum.accumulate(ends)  # end so far of this event and all that began earlier
         idle = np.maximum(starts[1:] - latest[:-1], 0).sum()
         shares.append(float(idle / (latest[-1] - starts[0])))
     return sum(shares) / len(shares) if shares else None
 
 
 def _device_events(profiles: Iterable[ProfileData]) -> Iterator[list]:
-    """Of each GPU: the events of its streams."""
+    """The events of each GPU's streams."""
     for profile in profiles:
         for plane in profile.planes:
             if plane.name.startswith("/device:GPU"):

@@ -3,7 +3,7 @@
 import argparse
 from typing import get_args
 
-from jpaged.api.config import DType
+from jpaged.api.config import DType, kernel_backend_called
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.llm import LLM
 from jpaged.processes.replicas import ReplicatedEngine
@@ -17,7 +17,7 @@ GPU_MEMORY_UTILIZATION = "fraction of the device's memory to use"
 PIPELINE_DEPTH = "steps dispatched before the first one's tokens are read"
 KERNEL_BACKEND = "attention and cache kernels (default: by device)"
 TENSOR_PARALLEL_SIZE = "devices to split the model over"
-"""What options mean that benchmarks have in common."""
+"""Help texts that several benchmarks share."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help=GPU_MEMORY_UTILIZATION)
     parser.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
-    parser.add_argument("--kernel-backend", choices=("mosaic", "xla"), help=KERNEL_BACKEND)
+    parser.add_argument("--kernel-backend", type=kernel_backend_called, choices=("hopper", "xla"), help=KERNEL_BACKEND)
     add_sharding_options(parser)
     parser.add_argument("--data-parallel-size", type=int, default=1, help="replicas, each on devices of its own")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")
@@ -83,8 +83,8 @@ def make_llm(args: argparse.Namespace) -> LLM:
 
 
 def end_replicas(llm: LLM) -> None:
-    """Ends an `LLM` that has replicas, whose devices are theirs until then: what names the device in a report opens it.
-    Does nothing to one that runs here."""
+    """Ends an `LLM`'s replicas, which hold the devices: a report opens these to name them. Does nothing to an engine
+    that runs in this process."""
     if isinstance(llm.engine, ReplicatedEngine):
         llm.engine.close()
 

@@ -1,14 +1,13 @@
-"""`jpaged bench kernels`: the attention ops, block moves and the draw of tokens against the card's own limits.
+"""`jpaged bench kernels`: attention, block moves and sampling against the card's own limits.
 
-Every case is one jitted program of many calls in a row, each of which needs the one before it, so that dispatch is
-out of it; several programs are enqueued at once. Calls rotate among block tables that together point at more memory
-than the L2 cache holds. Bytes and operations are counted from the lengths: each key and value once, four operations
-for each score that the causal mask leaves. The card's read and copy bandwidth, matrix rate and cuDNN's dense
-attention come from the same run.
+Every case is one jitted program of many calls, each of which needs the one before it. Several programs are enqueued at
+once, so dispatch does not count. Calls rotate among block tables that together point at more memory than the L2 cache
+holds. Bytes and operations follow from the lengths: each key and value once, four operations for each score that the
+causal mask leaves. The card's read and copy bandwidth, its matrix rate and cuDNN's dense attention come from the same
+run.
 """
 
 import argparse
-import datetime
 import signal
 import statistics
 import sys
@@ -25,20 +24,21 @@ import numpy as np
 from jax import lax
 
 from jpaged import pallas_kernels as ops
+from jpaged.api.config import kernel_backend_called
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import TRACES
 
 _L2_BYTES = 256 << 20  # rotate over at least this much; the largest L2 cache is 60 MB
-_PROGRAM_S = 4e-3  # aimed length of one program, far above its dispatch
-_LAYERS = 32  # decode calls of a program at least: what a step does once, planning above all, is a layer's in part
-_BATCH_S = 0.1  # aimed length of programs enqueued together, far above the round trip that ends them
+_PROGRAM_S = 4e-3  # length of one program, far above its dispatch
+_LAYERS = 32  # least decode calls in a program: a step plans once, so a call bears a layer's share of that
+_BATCH_S = 0.1  # length of programs enqueued together, far above the round trip that ends them
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. `work` is bytes or floating-point operations a call, as `unit` says; `aim` is what
-    FlashAttention 3 on an H200, or the card itself, makes one expect."""
+    """One row of the table. `work` is bytes or floating-point operations a call, as `unit` says. `aim` follows from
+    FlashAttention 3 on an H200, or from the card's limits."""
 
     name: str
     unit: str  # GB/s, TFLOP/s or us
@@ -130,7 +130,7 @@ def shared_prefix_case(
     rows: int, shared: int, own: int, setting: Setting, backend: str | None, *, once: bool
 ) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
     """A decode step of `rows` sequences that share their first tokens and have `own` of their own; the shared ones read
-    once for all, or by each for itself. Its work is the bytes that are there to read, each once.
+    once for all, or by each for itself. Its work counts each byte once.
     """
     s, rng = setting, np.random.default_rng(0)
     token_bytes = 2 * s.kv_heads * s.head_dim * jnp.dtype(s.dtype).itemsize
@@ -202,7 +202,7 @@ def rope_case(
     def program(pool: jax.Array, projected: list, slots: list, rotation: Any, norms: Any) -> jax.Array:
         q = jnp.zeros((), s.dtype)
         for i in range(calls):
-            qkv, _ = lax.optimization_barrier((projected[i % copies], q))  # all queries are wanted, one after another
+            qkv, _ = lax.optimization_barrier((projected[i % copies], q))  # keeps all queries, and their order
             at = slots[i % copies]
             q, pool = ops.rope_and_write(pool, qkv, at, rotation=rotation, norms=norms, backend=backend)
         return lax.optimization_barrier((pool, q))[0]
@@ -260,7 +260,7 @@ def _card_copy_case() -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
 
 
 def _launch_case() -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
-    """Kernels of next to no work, one after another: what a small kernel costs at least."""
+    """Nearly empty kernels in a row: the least that a small kernel costs."""
 
     @jax.jit
     def program(x: jax.Array) -> jax.Array:
@@ -311,7 +311,7 @@ def cases(backend: str | None) -> Iterator[Case]:
 
     ragged = np.random.default_rng(5).integers(2048, 4097, 64)
     yield decode("64 x 4,096", "GB/s", 4300, same(64, 4096))
-    # What an engine's decode steps see: many rows of conversations of any age, in a table for the longest allowed.
+    # As in an engine's decode steps: many conversations of any age, in block tables for the longest allowed.
     inputs, outputs = TRACES["sharegpt-like"]
     for rows in (1024, 256, 50):
         rng = np.random.default_rng(rows)
@@ -417,7 +417,7 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs every case, prints a table and writes the figures as JSON; if it is stopped, those so far."""
+    """Runs every case, prints a table and writes the figures as JSON; if it is stopped, the figures so far."""
     parser = argparse.ArgumentParser(
         prog="jpaged bench kernels", description=main.__doc__, formatter_class=HelpFormatter
     )
@@ -427,12 +427,17 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         help="run only the cases whose name contains this; may be repeated (default: all)",
     )
-    parser.add_argument("--backend", choices=["xla", "mosaic"], help="force one backend (default: by device)")
+    parser.add_argument(
+        "--backend",
+        type=kernel_backend_called,
+        choices=("hopper", "xla"),
+        help="force one backend (default: by device)",
+    )
     parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
-        help="where to write JSON (default: benchmarks/results/kernels-<date>.json)",
+        help="where to write JSON (default: benchmarks/results/kernels.json)",
     )
     parser.add_argument("--repeats", type=int, default=7, help="batches of programs that the median is taken of")
     options = parser.parse_args(argv)
@@ -446,13 +451,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--only {' --only '.join(only)}: no case has that in its name")
     print(f"{device.device_kind}, JAX {jax.__version__}, {options.backend or 'default'} backend")
     rows: list[dict[str, Any]] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends in a report too
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # still writes the report
     try:
         _measure_all(chosen, options.repeats, rows)
     finally:
         signal.signal(signal.SIGTERM, before)
         if rows:
-            path = options.json or Path("benchmarks/results") / f"kernels-{datetime.date.today()}.json"
+            path = options.json or Path("benchmarks/results/kernels.json")
             settings = {"backend": options.backend, "only": only, "complete": len(rows) == len(chosen)}
             write_report(path, "kernels", settings, rows)
     return 0

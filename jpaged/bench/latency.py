@@ -1,6 +1,6 @@
-"""`jpaged bench latency`: how long a batch of fixed size and lengths takes when it has the engine to itself.
+"""`jpaged bench latency`: how long a batch of fixed size and lengths takes that has the engine to itself.
 
-The requests of a batch come all at once; the next batch, of other random tokens, comes when the last request is done.
+The requests of a batch arrive at once. The next batch, of other random tokens, arrives when the last request is done.
 
   TTFT      time from the batch's arrival to a request's first token; percentiles over all requests
   TPOT      time per output token after the first, a request: (last token - first token) / (output length - 1)

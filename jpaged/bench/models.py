@@ -76,7 +76,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def model_directory(name: str) -> str:
-    """A directory with the config.json of a model named here; anything else is a directory or hub id already."""
+    """A directory with the config.json of a model named here; any other name is returned as it is."""
     if name not in CONFIGS:
         return name
     directory = Path(tempfile.mkdtemp(prefix=f"jpaged-{name}-"))

@@ -1,4 +1,4 @@
-"""What a benchmark says of many durations: mean, percentiles, longest."""
+"""A benchmark's summary of many durations: mean, percentiles, longest."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def summary(seconds: np.ndarray, weights: np.ndarray | None = None) -> dict[str, float] | None:
-    """Mean and percentiles in ms; None of nothing. weights: how many each duration stands for."""
+    """Mean and percentiles in ms; None without durations. weights: how many each duration stands for."""
     if not seconds.size or (weights is not None and not weights.any()):
         return None
     if weights is None:
@@ -21,7 +21,7 @@ def summary(seconds: np.ndarray, weights: np.ndarray | None = None) -> dict[str,
 
 
 def table(rows: Mapping[str, dict[str, float] | None]) -> str:
-    """Summaries below each other, by label; those of nothing are left out."""
+    """A line for each label and summary; None is left out."""
     lines = [f"{'ms':<20}" + "".join(f"{name:>10}" for name in ("mean", *(f"p{q}" for q in PERCENTILES), "max"))]
     for label, figures in rows.items():
         if figures:

@@ -1,7 +1,7 @@
 """`jpaged bench scheduler`: what the control plane costs on the host in each step, with no model behind it.
 
-A fake executor answers every plan at once, so the time of `EngineCore.step` is planning a step and taking the results
-of an earlier one in. In every line of the table the given number of sequences decode, and per step this changes:
+A fake executor answers every plan at once, so `EngineCore.step` only plans a step and takes in an earlier one's
+results. In every line of the table the given number of sequences decode. What changes in each step:
 
     nothing        no sequence starts, ends or needs a block
     blocks         one sequence in 16 needs a new block
@@ -9,8 +9,8 @@ of an earlier one in. In every line of the table the given number of sequences d
     finishes       besides, `--finishing` sequences end and as many start
     streaming      one sequence in 16 needs a new block, and every sequence reports its token
 
-Last comes what one fork costs, of a sequence of 10, 100 and 1,000 blocks, by the block manager: the child's block table
-and tokens, and a reference more to each block.
+The last lines time one fork in the block manager, of a sequence of 10, 100 and 1,000 blocks: the child's block table
+and tokens, and one more reference to each block.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""`jpaged bench scoring`: tokens a second of scoring whole rows, and how near that comes to the card's matrix rate.
+"""`jpaged bench scoring`: scored tokens a second, and how near that comes to the card's matrix rate.
 
-Rows are random token ids, every token but the first is scored. A warm-up run comes first; reported is the median of
-the runs. The roofline is the prefill's: the operations that the model needs for a token over the rate of a large
-matrix product, measured on the same device in the same run.
+Rows are random token ids; every token but the first is scored. The figure is the median of the runs after a warm-up.
+The roofline is that of prefill: the operations that the model needs for a token, over the rate of a large matrix
+product measured on the same device in the same run.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpaged.api.config import DType
+from jpaged.api.config import DType, kernel_backend_called
 from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.engine_options import (
     BLOCK_SIZE,
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         help="compute equal beginnings of rows anew",
     )
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
-    result.add_argument("--kernel-backend", choices=("mosaic", "xla"), help=KERNEL_BACKEND)
+    result.add_argument("--kernel-backend", type=kernel_backend_called, choices=("hopper", "xla"), help=KERNEL_BACKEND)
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
     result.add_argument("--seed", type=int, default=0, help="of rows and random weights")
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")

@@ -6,11 +6,11 @@
     beams      one beam search for each prompt, of width `--width`
     swap       blocks that go to host memory and come back, in GiB/s; and the same bytes in plain copies
 
-Samples are set against separate requests, beams against greedy decoding of as many live sequences, which computes the
-prompts as seldom as they do, and swaps against plain copies. What a fork costs the host: `jpaged bench scheduler`.
+Samples are compared with separate requests; beams with greedy decoding of as many sequences, which computes the prompts
+as seldom; swaps with plain copies. `jpaged bench scheduler` times a fork on the host.
 
-Every sequence generates exactly its number of tokens. The time is of a whole run, prefill included; reported is the
-median of the runs, after one that is not timed.
+Every sequence generates exactly its number of tokens. The time is that of a whole run, prefill included: the median of
+the runs after one that is not timed.
 """
 
 import argparse

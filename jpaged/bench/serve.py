@@ -1,8 +1,8 @@
 """`jpaged bench serve`: an open-loop load generator for any OpenAI-compatible server, over streaming /v1/completions.
 
 Requests are sent at random (Poisson) times drawn beforehand, each on a connection of its own, whether or not the
-server keeps up. Prompts are token ids, outputs have a fixed length (`ignore_eos`, `max_tokens`, temperature 0), and the
-server's usage is held against it: a request that fails or has another length is counted, named, left out of the latency
+server keeps up. Prompts are token ids; outputs have a fixed length (`ignore_eos`, `max_tokens`, temperature 0). The
+server's usage is checked: a request that fails or has another length is counted, named and left out of the latency
 figures, and makes the exit code 1.
 
 Figures, times from the moment a request's connection is begun:
@@ -16,7 +16,7 @@ Figures, times from the moment a request's connection is begun:
   lag               by how much a request was sent later than drawn
   client load       CPU time of the busiest worker / elapsed time: near 1, the client is the bottleneck (--workers)
 
-A server with a prefix cache answers a second run with the same seed from it: change --seed, or empty the cache.
+A second run with the same seed hits the server's prefix cache: change --seed, or empty the cache.
 """
 
 import argparse
@@ -101,13 +101,13 @@ def main(argv: list[str] | None = None) -> int:
         from jpaged.bench.report import write_report  # it imports JAX
 
         settings = vars(args) | {"api_key": None, "model": model, "workers": workers}
-        write_report(args.json, "serve", settings, figures, with_device=False)
+        write_report(args.json, "serve", settings, figures, devices={})
     return 1 if figures["failed"] else 0
 
 
 def _requests(args: argparse.Namespace) -> list[BenchRequest]:
     if args.dataset_path is not None:
-        from jpaged.bench.sharegpt import read_turns, sharegpt_requests  # takes time to import, as does the next
+        from jpaged.bench.sharegpt import read_turns, sharegpt_requests  # both imports take time
         from jpaged.text.tokenizer import Tokenizer
 
         turns = read_turns(args.dataset_path)
@@ -164,7 +164,7 @@ def draw_times(count: int, rate: float, seed: int) -> np.ndarray:
     """Sending times [count] in s from the first, of a Poisson process of this rate in requests/s; inf: all 0."""
     if math.isinf(rate):
         return np.zeros(count)
-    gaps = np.random.default_rng([seed, 1]).exponential(1 / rate, count)  # a stream apart from the prompts'
+    gaps = np.random.default_rng([seed, 1]).exponential(1 / rate, count)  # independent of the prompts' draws
     return np.cumsum(gaps) - gaps[0]
 
 

@@ -1,10 +1,9 @@
-"""Requests out of a file of conversations as ShareGPT_V3 has them.
+"""Requests from a file of conversations in the format of ShareGPT_V3.
 
     [{"id": "...", "conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]}, ...]
 
-The first turn is the prompt; the second says how many tokens to generate. As is usual in the field, conversations of
-fewer turns are passed over, and so are those with fewer than 4 tokens on either side, more than 1,024 in the prompt, or
-more than 2,048 together.
+The first turn is the prompt; the second says how many tokens to generate. As is usual, conversations are left out that
+have fewer turns, fewer than 4 tokens on either side, more than 1,024 in the prompt, or more than 2,048 together.
 """
 
 import json
@@ -33,7 +32,7 @@ def sharegpt_requests(
 ) -> list[BenchRequest]:
     """Draws conversations at random, without repetition; the same ones for the same seed.
 
-    turns: as `read_turns` gives them. max_model_len: conversations of more tokens are passed over as well.
+    turns: as `read_turns` gives them. max_model_len: longer conversations are left out, too.
     Raises InvalidParameterError if there are fewer conversations of usable length.
     """
     most = min(MOST_TOKENS, max_model_len)
@@ -58,7 +57,7 @@ def sharegpt_requests(
 
 
 def read_turns(path: Path) -> list[tuple[str, str]]:
-    """The first two turns of every conversation that has as many.
+    """The first two turns of every conversation that has two.
 
     Raises InvalidParameterError, naming the file and the entry.
     """

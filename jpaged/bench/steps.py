@@ -1,15 +1,14 @@
 """`jpaged bench steps`: what a decode step costs at several batch sizes, and which kernels it goes to.
 
-Each batch size gets that many requests of one context length; once all of them decode, steps are timed through the
-whole engine (scheduler, dispatch, reading tokens), and then recorded by JAX's profiler. Beside the time stands the
-floor: the bytes a step must read (weights and the KV cache of its tokens) over the card's read bandwidth.
+Each batch size gets as many requests of one context length. Once all of them decode, steps are timed through the whole
+engine (scheduler, dispatch, reading tokens), and then recorded by JAX's profiler. The floor is the bytes that a step
+must read (weights and the KV cache of its tokens) over the card's read bandwidth.
 
     wall     time of a step, by the clock, steps following one another as they do when serving
     busy     time in which the device ran a kernel, of a step recorded by the profiler
     kernels  the busy time by kernel, largest first
 
-Of a model over several devices (`--tensor-parallel-size`), floor, busy and kernels are one device's, the mean over
-them.
+With `--tensor-parallel-size`, floor, busy and kernels are those of one device, the mean over all.
 
 While it records, the profiler makes XLA launch kernel by kernel instead of as CUDA graphs, so `wall` comes from
 steps that it does not see.
@@ -26,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.api.config import EngineArgs
+from jpaged.api.config import EngineArgs, kernel_backend_called
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.bench.arguments import HelpFormatter, check_least
@@ -70,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-model-len", type=int, help="tokens of the longest sequence (default: what the steps need)"
     )
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
-    result.add_argument("--kernel-backend", choices=("mosaic", "xla"), help=KERNEL_BACKEND)
+    result.add_argument("--kernel-backend", type=kernel_backend_called, choices=("hopper", "xla"), help=KERNEL_BACKEND)
     add_sharding_options(result)
     result.add_argument(
         "--read-gb-per-s", type=float, default=4424.0, help="the card's read bandwidth in GB/s, for the floor"

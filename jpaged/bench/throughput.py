@@ -1,13 +1,13 @@
 """`jpaged bench throughput`: output tokens a second of a whole offline run, prefill included.
 
-A warm-up run of the same requests comes first; it also finds the share of the KV memory in use that held tokens (tokens
-held over token slots of referenced blocks, added up over the steps). The prefix cache is emptied before each run.
-Reported is the median of the timed runs, and their least and most. Workloads come by name (`--workload`, those of the
-README's table), from a file of conversations (`--dataset-path`), or are put together from the other options.
+A warm-up run of the same requests comes first. It also measures how much of the KV memory in use held tokens: tokens
+held over token slots of referenced blocks, added up over the steps. The prefix cache is emptied before each run. The
+figures are the median of the timed runs, their least and their most. A workload is named (`--workload`, as in the
+README's table), read from a file of conversations (`--dataset-path`), or put together from the other options.
 
-`--profile` adds a run under JAX's profiler. The *.trace.json.gz it leaves opens in https://ui.perfetto.dev. Out of the
-trace comes the share of the time in which no kernel ran; since XLA then launches kernel by kernel instead of as CUDA
-graphs, it is an upper bound for that of a run which nobody watches.
+`--profile` adds a run under JAX's profiler. Its *.trace.json.gz opens in https://ui.perfetto.dev. The report then has
+the share of the time in which no kernel ran. This is an upper bound: under the profiler XLA launches kernel by kernel
+instead of CUDA graphs.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Requests to benchmark with: prompts of random token ids and output lengths, drawn as published traces have them."""
+"""Requests for benchmarks: random token ids, with lengths drawn like those of published traces."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

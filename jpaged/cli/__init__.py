@@ -24,12 +24,10 @@ BENCHMARKS = {
     "kernels": "attention and cache kernels against the device's bandwidth",
     "throughput": "tokens/s of a whole model, offline",
     "latency": "how long a batch takes that has the engine to itself",
-    "replicas": "whether several engine loops on one host slow each other down",
     "steps": "a decode step: its time, its floor, its kernels",
     "scoring": "tokens/s of scoring, and the share of the prefill roofline",
     "sequences": "several samples, beams, and swapping to host memory",
     "serve": "latency and tokens/s of an OpenAI-compatible server under open-loop load",
-    "compare": "the figures of two reports, side by side",
     "memory": "the PagedAttention paper's figures, simulated: memory, batches, latency, sharing",
 }
 """Each is `jpaged.bench.<name>.main(argv)`, with arguments of its own."""
@@ -40,10 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _replace_closed_streams()
     try:
         args = _parser().parse_args(argv)
-    except SystemExit as exit_:  # argparse's way to end: --help, --version, or a wrong command line
+    except SystemExit as exit_:  # argparse exits after --help, --version and errors
         return exit_.code if isinstance(exit_.code, int) else EXIT_USAGE
     debug = args.debug
-    if not debug:  # what libraries have to say belongs to --debug
+    if not debug:  # messages of libraries are shown with --debug only
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
@@ -117,7 +115,7 @@ def _add_bench_command(commands: "argparse._SubParsersAction[argparse.ArgumentPa
         description=f"Measure speed.\n\n{_benchmarks()}\n\n`jpaged bench NAME --help` lists the options of one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    # `_run_bench` misses the name, not argparse: it can say what names there are, a line each.
+    # Optional here, so that `_run_bench`, not argparse, reports a missing name: it lists the names, a line each.
     parser.add_argument("name", nargs="?", default="", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     add_debug_option(parser)
@@ -148,5 +146,5 @@ def _complain(message: str) -> None:
 
 
 def _discard_stdout() -> None:
-    """Nobody reads any more: points stdout at nothing, or Python complains once more when it flushes it at exit."""
+    """Points stdout, whose reader is gone, at /dev/null; otherwise Python reports an error when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

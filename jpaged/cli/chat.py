@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     screen = Screen(args.quiet)
     options = engine_options(args, verbose=screen.shows_progress)
     given_sampling(args)
-    options.setdefault("max_num_seqs", 1)  # one conversation: one size to compile for
+    options.setdefault("max_num_seqs", 1)  # one conversation needs one program size
 
     from jpaged.llm import LLM
 
@@ -120,7 +120,7 @@ class Chat:
             return input()
         if self._screen.is_terminal:
             return input(self._screen.input_prompt(prompt))
-        print(prompt, end="", file=sys.stderr, flush=True)  # the answers alone go to the file or pipe
+        print(prompt, end="", file=sys.stderr, flush=True)  # only answers go to the file or pipe
         return input()
 
     def _obey(self, line: str) -> bool:
@@ -157,7 +157,7 @@ class Chat:
         self._answer()
 
     def _answer(self) -> None:
-        """Answers the last message. Interrupted, what was said stays; with nothing said, the message goes too."""
+        """Answers the last message. On Ctrl-C a partial answer stays; if there is none, the message is dropped, too."""
         engine = self._llm.engine
         request_id = str(self._num_requests)
         params = sampling_params(self._llm, self._args, RequestOutputKind.DELTA, self._num_requests)
@@ -191,7 +191,7 @@ class Chat:
             self._screen.note("(cut short by --max-tokens or the model's context)")
 
     def _prompt(self, max_tokens: int | None) -> list[int]:
-        """Token ids of the conversation; its oldest turns are forgotten when they leave no room for an answer."""
+        """Token ids of the conversation; the oldest turns are dropped if they leave no room for an answer."""
         limit = self._llm.engine.max_model_len
         room = min(max_tokens or limit, limit // 4)
         num_forgotten = 0
@@ -207,7 +207,7 @@ class Chat:
         return token_ids
 
     def _say(self, text: str) -> None:
-        """The program's own words, which are no part of a piped conversation's output."""
+        """Writes a message of the program itself, which is not part of a piped conversation's output."""
         if self._interactive:
             self._screen.end_line()
             print(self._screen.dim(text), flush=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jpaged.llm import LLM
 
 SMALL_BATCH = 64
-"""Up to here the engine starts with as many slots as there are prompts: programs are compiled for each size."""
+"""Up to this many prompts the engine gets one slot a prompt, so that fewer sizes are compiled."""
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -188,5 +188,5 @@ def _write_result(
 
 
 def _speaks_unicode(stream: TextIO) -> bool:
-    """Whether every character can be written; what cannot goes into JSON as an escape."""
+    """Whether stdout can write every character; JSON escapes the others."""
     return (getattr(stream, "encoding", None) or "").lower().replace("-", "").startswith("utf")

@@ -1,11 +1,11 @@
-"""The options that commands share, and what they become: engine options and sampling parameters."""
+"""The options that commands share, and the engine options and sampling parameters made from them."""
 
 import argparse
 import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from jpaged.api.config import DType, EngineArgs, KernelBackend, LoadFormat, PreemptionMode
+from jpaged.api.config import DType, EngineArgs, KernelBackend, LoadFormat, PreemptionMode, kernel_backend_called
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kernel-backend",
+        type=kernel_backend_called,
         choices=get_args(KernelBackend),
         help="attention, cache and MLP kernels (default: by device)",
     )

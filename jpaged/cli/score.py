@@ -9,7 +9,7 @@ from jpaged.cli.terminal import Screen
 INTERRUPTED = "interrupted; finished shards are kept, and the same command goes on from them"
 
 MAX_WARNINGS = 20
-"""Skipped rows that are named on stderr; all of them are in the errors file."""
+"""Skipped rows named on stderr; the errors file has all of them."""
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,4 +1,4 @@
-"""What commands write."""
+"""Output of commands: the model's text, remarks and warnings."""
 
 import os
 import sys
@@ -34,13 +34,13 @@ class Screen:
             self.write("\n")
 
     def note(self, text: str) -> None:
-        """A remark of the program's own, on stderr, on a line of its own; only to people."""
+        """Writes a remark of the program on a line of its own on stderr, where progress is shown."""
         if self.shows_progress:
             self.end_line()
             print(self.dim(text), file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
-        """A remark that must be seen, by scripts too."""
+        """Writes a remark on stderr, terminal or not."""
         self.end_line()
         print(f"jpaged: {text}", file=sys.stderr, flush=True)
 

@@ -49,7 +49,7 @@ class ExecutorConfig:
     @property
     def product_backend(self) -> str | None:
         """Which implementation of products that have kernels: None lets each pick by device, rows and shapes, even
-        where "mosaic" is asked for: few rows are XLA's, and so is what the kernels cannot do.
+        where "hopper" is asked for: few rows are XLA's, and so is what the kernels cannot do.
         """
         return "xla" if self.kernel_backend == "xla" else None
 

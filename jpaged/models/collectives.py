@@ -132,16 +132,3 @@ class Exchange:
     def become(self, other: "Exchange") -> None:
         """Takes over what a traced function made of this exchange."""
         self.state = other.state
-
-
-def embedding_part(table: jax.Array, tokens: jax.Array, collectives: Collectives) -> jax.Array:
-    """Rows of a vocabulary-parallel embedding: table [vocab of this shard, width], int32 tokens [T] -> [T, width].
-
-    Each shard looks up the tokens it has and gives zeros for the others; the sum over shards is exact.
-    """
-    if collectives.size == 1:
-        return table[tokens]
-    rows = tokens - collectives.first(table.shape[0])
-    own = (rows >= 0) & (rows < table.shape[0])
-    found = table[jnp.where(own, rows, 0)]
-    return jnp.where(own[:, None], found, jnp.zeros_like(found))

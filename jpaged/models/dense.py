@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels import split_qkv
-from jpaged.pallas_kernels.reference import precision_of
+from jpaged.pallas_kernels.common.numerics import precision_of
 
 
 def dense_causal_attend(

@@ -1,52 +1,25 @@
-"""The pieces that the model families share."""
+"""Attention, MLPs and the stack of layers. With `linear`, `norms` and `residual`, what families are built of."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
 
 from jpaged.models.config import ModelConfig
-from jpaged.pallas_kernels import gated_product
-from jpaged.pallas_kernels.gated_product import ACTIVATIONS
-from jpaged.pallas_kernels.reference import precision_of, rms_norm
+from jpaged.models.family import Attend
+from jpaged.models.linear import Linear, PartialSum
+from jpaged.models.norms import Norm
+from jpaged.models.residual import Stream
+from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
 
-class Attend(Protocol):
-    """What a layer calls for attention; the caller decides where keys and values live.
-
-    qkv: [T, kv_heads, group + 2, head_dim], as `Attention` projects them, which `rotation`, `norms` and `norm_eps` make
-    into queries, keys and values: see `pallas_kernels.split_qkv`, which does just that. Returns [T, heads, head_dim].
-    """
-
-    def __call__(
-        self,
-        qkv: jax.Array,
-        *,
-        rotation: tuple[jax.Array, jax.Array] | None,
-        norms: tuple[jax.Array, jax.Array] | None,
-        norm_eps: float,
-        scale: float,
-        sliding_window: int | None = None,
-        logit_softcap: float | None = None,
-        alibi_slopes: jax.Array | None = None,
-    ) -> jax.Array: ...
-
-
-class Carried(Protocol):
-    """What goes through a stack of layers, a pytree that they change: `residual.Stream`."""
-
-    def become(self, other: Any) -> None:
-        """Takes over what a traced function made of it."""
-
-
-def run_layers(layers: Iterable[nnx.Module], stream: Carried, shared: tuple, attend: Attend | list[Any]) -> None:
+def run_layers(layers: Iterable[nnx.Module], stream: Stream, shared: tuple, attend: Attend | list[Any]) -> None:
     """Passes the stream through a stack of layers: layer(stream, *shared, attend).
 
+    shared: arrays that all layers read, such as the rotation of each token.
     attend: one for all of them; or a list of one a layer, each a pytree, which then holds what the calls made of them.
         Layers of equal structure and shapes are then traced and lowered once between them, which halves the time that
         the programs of a 28-layer model take to lower.
@@ -61,181 +34,128 @@ def run_layers(layers: Iterable[nnx.Module], stream: Carried, shared: tuple, att
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(graph: nnx.GraphDef, weights: nnx.State, stream: Carried, shared: tuple, attend: Any) -> tuple:
+def _run_layer(graph: nnx.GraphDef, weights: nnx.State, stream: Stream, shared: tuple, attend: Any) -> tuple:
     nnx.merge(graph, weights)(stream, *shared, attend)
     return stream, attend
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Starts a parameter from a normal distribution."""
-
-    std: float
-
-    def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        return (jax.random.normal(key, shape, dtype) * jnp.asarray(self.std, dtype)).astype(dtype)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Starts a parameter from one value."""
-
-    value: float
-
-    def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        return jnp.full(shape, self.value, dtype)
-
-
-def parameter(
-    rngs: nnx.Rngs,
-    start: Normal | Constant,
-    shape: tuple[int, ...],
-    dtype: jnp.dtype,
-    shard_axis: int | None = None,
-) -> nnx.Param:
-    """A parameter that remembers, as metadata, how it is initialised (`start`) and along which of its axes tensor
-    parallelism splits it (`shard_axis`; None: every shard has all of it).
-    """
-    return nnx.Param(start.draw(rngs.params(), shape, dtype), start=start, shard_axis=shard_axis)
-
-
-def product(pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-    """An einsum of activations and a kernel, and its bias, in x's type."""
-    y = jnp.einsum(pattern, x, kernel[...], precision=precision_of(x.dtype))
-    return y if bias is None else y + bias[...]
-
-
-Part = tuple[jax.Array, jax.Array | None]
-"""[T, hidden], this shard's part of a product whose inputs are split over shards, and a bias [hidden] to be added once
-to the sum of all parts."""
-
-
-def _row_parallel(pattern: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> Part:
-    return product(pattern, x, kernel), None if bias is None else bias[...]
-
-
-def _activation(name: str) -> str:
-    """What `pallas_kernels` calls an activation of a configuration, whose other names all mean one."""
-    return name if name in ACTIVATIONS else "gelu_tanh"
-
-
-class RMSNorm(nnx.Module):
-    """Root mean square norm over the last axis, in float32, rounded before the scale as transformers does."""
-
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.eps = eps
-        self.scale = parameter(rngs, Constant(1.0), (size,), dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.scale[...], self.eps)
-
-
-class LayerNorm(nnx.Module):
-    """Layer norm over the last axis, in float32."""
-
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.eps = eps
-        self.scale = parameter(rngs, Constant(1.0), (size,), dtype)
-        self.bias = parameter(rngs, Constant(0.0), (size,), dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
     """Projections around an `Attend`.
 
-    The three input projections are one kernel, laid out by key-value head so that it can be split over devices
-    along that axis:
+    The three input projections are one product, laid out by key-value head so that it can be split over devices along
+    that axis:
 
         qkv [hidden, kv_heads, group + 2, head_dim]
                                 |-- group: the query heads that share the key-value head
                                 |-- 1: its key
                                 '-- 1: its value
+
+    layer: its number, which picks its window of `config.layer_windows`.
+    scale: multiplies the product of query and key; head_dim ** -0.5 if None.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        hidden, kv_heads, dim = config.hidden_size, config.num_kv_heads, config.head_dim
-        slots = config.group_size + 2
-        self.config = config
-        self.scale, self.sliding_window = config.attention_scales[layer], config.sliding_windows[layer]
-        self.qkv = parameter(rngs, Normal(hidden**-0.5), (hidden, kv_heads, slots, dim), dtype, shard_axis=1)
-        bias_shape = (kv_heads, slots, dim)
-        self.qkv_bias = parameter(rngs, Constant(0.0), bias_shape, dtype, shard_axis=0) if config.qkv_bias else None
-        out_std = (config.num_heads * dim * 2 * config.num_layers) ** -0.5
-        self.out = parameter(rngs, Normal(out_std), (config.num_heads, dim, hidden), dtype, shard_axis=0)
-        self.out_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.output_bias else None
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        scale: float | None = None,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+    ) -> None:
+        hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+        self.scale = dim**-0.5 if scale is None else scale
+        self.sliding_window = config.layer_windows[layer]
+        by_head = (config.num_kv_heads, config.group_size + 2, dim)
+        self.qkv = Linear((hidden,), by_head, hidden**-0.5, dtype, rngs, shard_axis=1, bias=qkv_bias, kv_heads=True)
+        out_std = (heads * dim * 2 * config.num_layers) ** -0.5
+        self.out = Linear((heads, dim), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=output_bias)
 
     def __call__(
         self,
         x: jax.Array,
         attend: Attend,
         rotation: tuple[jax.Array, jax.Array] | None = None,
-        norms: tuple[RMSNorm, RMSNorm] | None = None,
-    ) -> Part:
-        """[T, hidden] -> [T, hidden], in parts.
+        norms: tuple[Norm, Norm] | None = None,
+    ) -> PartialSum:
+        """[T, hidden] -> [T, hidden].
 
-        rotation: cos and sin (`Rope.table`). norms: of each query and of each key.
+        rotation: cos and sin (`Rope.table`). norms: of each query and of each key, before the rotation.
         """
+        qkv = self.qkv(x)
+        scales, eps = None, 0.0
+        if norms is not None:
+            scales = _kernel_scales(norms)
+            qkv, eps = (_norm_heads(qkv, norms), 0.0) if scales is None else (qkv, norms[0].eps)
         y = attend(
-            product("th,hksd->tksd", x, self.qkv, self.qkv_bias),
+            qkv,
             rotation=rotation,
-            norms=None if norms is None else (norms[0].scale[...], norms[1].scale[...]),
-            norm_eps=0.0 if norms is None else norms[0].eps,
+            norms=scales,
+            norm_eps=eps,
             scale=self.scale,
             sliding_window=self.sliding_window,
         )
-        return _row_parallel("tnd,ndh->th", y, self.out, self.out_bias)
+        return self.out.partial_sum(y)
+
+
+def _kernel_scales(norms: tuple[Norm, Norm]) -> tuple[jax.Array, jax.Array] | None:
+    """Of the norms of queries and keys, if the kernel that rotates can do both, which it does with one epsilon."""
+    queries, keys = norms[0].kernel_scale(), norms[1].kernel_scale()
+    return None if queries is None or keys is None or norms[0].eps != norms[1].eps else (queries, keys)
+
+
+def _norm_heads(qkv: jax.Array, norms: tuple[Norm, Norm]) -> jax.Array:
+    """qkv [T, kv_heads, group + 2, head_dim] with its queries and keys normalised."""
+    group = qkv.shape[-2] - 2
+    queries, keys, values = jnp.split(qkv, (group, group + 1), axis=-2)
+    return jnp.concatenate([norms[0](queries), norms[1](keys), values], axis=-2)
 
 
 class MLP(nnx.Module):
-    """Two products with an activation in between (OPT, GPT-2)."""
+    """Two products with an activation in between (OPT, GPT-2).
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    activation: a key of `pallas_kernels.gated_product.ACTIVATIONS` (`ConfigReader.activation`).
+    """
+
+    def __init__(
+        self, config: ModelConfig, activation: str, dtype: jnp.dtype, rngs: nnx.Rngs, *, bias: bool = False
+    ) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.activation = _activation(config.activation)
-        self.up = parameter(rngs, Normal(hidden**-0.5), (hidden, inner), dtype, shard_axis=1)
-        self.up_bias = parameter(rngs, Constant(0.0), (inner,), dtype, shard_axis=0) if config.mlp_bias else None
-        down_start = Normal((inner * 2 * config.num_layers) ** -0.5)
-        self.down = parameter(rngs, down_start, (inner, hidden), dtype, shard_axis=0)
-        self.down_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.mlp_bias else None
+        self.activation = activation
+        self.up = Linear((hidden,), (inner,), hidden**-0.5, dtype, rngs, shard_axis=1, bias=bias)
+        self.down = _down(config, dtype, rngs, bias)
 
-    def __call__(self, x: jax.Array) -> Part:
-        """[T, hidden] -> [T, hidden], in parts."""
-        inner = ACTIVATIONS[self.activation](product("th,hi->ti", x, self.up, self.up_bias))
-        return _row_parallel("ti,ih->th", inner, self.down, self.down_bias)
+    def __call__(self, x: jax.Array) -> PartialSum:
+        """[T, hidden] -> [T, hidden]."""
+        return self.down.partial_sum(ACTIVATIONS[self.activation](self.up(x)))
 
 
 class GatedMLP(nnx.Module):
-    """The Llama family's MLP; gate and up are one kernel, gate_up [hidden, 2, intermediate], gate first.
+    """The Llama family's MLP; gate and up are one product, gate_up [hidden, 2, intermediate], gate first.
 
-    backend: of `pallas_kernels.gated_product`; gradients need "xla". `Model.forward` sets it.
+    activation: as of `MLP`.
     """
 
-    backend: str | None = "xla"
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, activation: str, dtype: jnp.dtype, rngs: nnx.Rngs, *, bias: bool = False
+    ) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.activation = _activation(config.activation)
-        self.gate_up = parameter(rngs, Normal(hidden**-0.5), (hidden, 2, inner), dtype, shard_axis=2)
-        bias_shape = (2, inner)
-        self.gate_up_bias = parameter(rngs, Constant(0.0), bias_shape, dtype, shard_axis=1) if config.mlp_bias else None
-        down_start = Normal((inner * 2 * config.num_layers) ** -0.5)
-        self.down = parameter(rngs, down_start, (inner, hidden), dtype, shard_axis=0)
-        self.down_bias = parameter(rngs, Constant(0.0), (hidden,), dtype) if config.mlp_bias else None
+        self.activation = activation
+        self.gate_up = Linear((hidden,), (2, inner), hidden**-0.5, dtype, rngs, shard_axis=2, bias=bias)
+        self.down = _down(config, dtype, rngs, bias)
 
-    def __call__(self, x: jax.Array) -> Part:
-        """[T, hidden] -> [T, hidden], in parts."""
-        bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
-        operands = promote_dtype((x, self.gate_up[...], bias))  # who trains a model may keep some weights in float32
-        inner = gated_product(*operands, activation=self.activation, backend=self.backend)
-        return _row_parallel("ti,ih->th", inner, self.down, self.down_bias)
+    def __call__(self, x: jax.Array, backend: str | None = "xla") -> PartialSum:
+        """[T, hidden] -> [T, hidden].
+
+        backend: of `pallas_kernels.gated_product`; gradients need "xla".
+        """
+        return self.down.partial_sum(self.gate_up.gated(x, self.activation, backend))
 
 
-def logits_of(hidden: jax.Array, embedding: jax.Array) -> jax.Array:
-    """hidden [R, width] against embedding [vocab, width]: float32 [R, vocab]."""
-    precision = precision_of(hidden.dtype)
-    return jnp.einsum("rh,vh->rv", hidden, embedding, precision=precision, preferred_element_type=jnp.float32)
+def _down(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, bias: bool) -> Linear:
+    """The second product of an MLP."""
+    inner = config.intermediate_size
+    std = (inner * 2 * config.num_layers) ** -0.5
+    return Linear((inner,), (config.hidden_size,), std, dtype, rngs, shard_axis=0, bias=bias)

@@ -11,8 +11,8 @@ The Flax module exists only while a function is traced; a compiled step sees arr
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,33 +22,15 @@ from flax import nnx
 from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models.collectives import ALONE, Collectives, Exchange
 from jpaged.models.config import ModelConfig
-from jpaged.models.families.gpt2 import GPT2LMHeadModel
-from jpaged.models.families.llama import LlamaForCausalLM
-from jpaged.models.families.opt import OPTForCausalLM
-from jpaged.models.layers import Attend, Constant, GatedMLP, Normal
-from jpaged.models.loading.parts import Part
+from jpaged.models.family import Attend, CausalLM
+from jpaged.models.loading.pieces import Piece, TiedTensor
+from jpaged.models.parameters import Start
+from jpaged.models.registry import family_of, source_digest
 
 Weights = tuple[jax.Array, ...]
 T = TypeVar("T")
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-class CausalLM(Protocol):
-    """What every family's module does; see `LlamaForCausalLM`."""
-
-    def __call__(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attend | list[Any],
-        exchange: Exchange | None = None,
-    ) -> jax.Array: ...
-
-    def logits(self, hidden: jax.Array) -> jax.Array: ...
-
-
-_FAMILIES: dict[str, Any] = {"llama": LlamaForCausalLM, "opt": OPTForCausalLM, "gpt2": GPT2LMHeadModel}
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> jnp.dtype:
@@ -73,11 +55,14 @@ class Model:
 
     config, dtype: what it computes, and the type of weights and residual stream.
     parameter_names: names such as "layers.0.attention.qkv"; the order of every tuple of weights.
+    module_paths: where each is in the Flax module, such as ("layers", 0, "attention", "qkv", "kernel").
     abstract_weights: shape and type of each.
-    parts: the tensors of a Hugging Face checkpoint and where they belong; none for a shard.
-    base_prefix: what the checkpoint's names begin with; checkpoints of the bare body leave it out.
+    pieces: the tensors of a Hugging Face checkpoint and where they belong; none for a shard.
+    tied_tensors: those that a checkpoint may hold beside them.
+    base_prefix, derived_tensors: as of `Family`.
     starts: for each weight what a random one is drawn from.
     shard_axes: for each weight the axis that tensor parallelism splits, or None.
+    holds_kv_heads: for each weight whether it is laid out by key-value head (`parameters.parameter`).
     collectives: of the shards this is one of (`sharding.shard_of`); `config` and shapes are then the shard's.
     vocab_size: of the whole model.
     """
@@ -89,23 +74,31 @@ class Model:
         collectives: Collectives = ALONE,
         vocab_size: int | None = None,
     ) -> None:
-        family = _FAMILIES[config.family]
+        family = family_of(config.architecture)
         self.config = config
         self.dtype = dtype
         self.collectives = collectives
         self.vocab_size = vocab_size or config.vocab_size
-        abstract = nnx.eval_shape(lambda: family(config, dtype, nnx.Rngs(0), collectives))
+        abstract = nnx.eval_shape(lambda: family.module(config, dtype, nnx.Rngs(0), collectives))
+        self._sources = (family, config, abstract)
         self._graph, state = nnx.split(abstract, nnx.Param)
-        named = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-        self.parameter_names: tuple[str, ...] = tuple(named)
-        self.starts: tuple[Normal | Constant, ...] = tuple(variable.start for variable in named.values())
-        self.shard_axes: tuple[int | None, ...] = tuple(variable.shard_axis for variable in named.values())
         self._structure = jax.tree.structure(state)
-        self.abstract_weights: tuple[jax.ShapeDtypeStruct, ...] = tuple(jax.tree.leaves(state))
-        self.parts: tuple[Part, ...] = tuple(family.parts(config)) if collectives.size == 1 else ()
+        named = [(_name(path, variable), path, variable) for path, variable in nnx.to_flat_state(state)]
+        leaves = jax.tree.leaves(state)
+        # Sorted, so that the order depends on names alone and not on what modules are called within.
+        self._places = sorted(range(len(named)), key=lambda place: named[place][0])
+        ordered = [named[place] for place in self._places]
+        self.parameter_names: tuple[str, ...] = tuple(".".join(map(str, name)) for name, _, _ in ordered)
+        self.module_paths: tuple[tuple[Any, ...], ...] = tuple(path for _, path, _ in ordered)
+        self.starts: tuple[Start, ...] = tuple(variable.start for _, _, variable in ordered)
+        self.shard_axes: tuple[int | None, ...] = tuple(variable.shard_axis for _, _, variable in ordered)
+        self.holds_kv_heads: tuple[bool, ...] = tuple(variable.kv_heads for _, _, variable in ordered)
+        self.abstract_weights: tuple[jax.ShapeDtypeStruct, ...] = tuple(leaves[place] for place in self._places)
+        tensors = tuple(family.tensors(config)) if collectives.size == 1 else ()
+        self.pieces: tuple[Piece, ...] = tuple(tensor for tensor in tensors if isinstance(tensor, Piece))
+        self.tied_tensors: tuple[TiedTensor, ...] = tuple(t for t in tensors if isinstance(t, TiedTensor))
         self.base_prefix: str = family.base_prefix
-        head = {"lm_head" if "lm_head" in named else "embedding", "project_out"}
-        self._head_indices = tuple(i for i, name in enumerate(self.parameter_names) if name in head)
+        self.derived_tensors: str = family.derived_tensors
 
     @property
     def num_parameters(self) -> int:
@@ -130,14 +123,11 @@ class Model:
         tokens, positions: int32 [T]; the sequences' tokens flat, in any mixture that `attend` understands.
         attend: one for all layers, or a list of pytrees, one a layer, which is updated; see `run_layers`.
         exchange: of shards, for sums by the one-shot kernel, which update its state; all-reduces of XLA without one.
-        backend: of products that have kernels (`GatedMLP`): "xla", through which gradients pass, or None to pick by
+        backend: of products that have kernels (`Linear.gated`): "xla", through which gradients pass, or None to pick by
             device and shapes.
         Returns hidden states [T, hidden], after the final norm, in the model's type.
         """
-        module = self.module(weights)
-        if backend != "xla":
-            cast(nnx.Module, module).set_attributes(GatedMLP, backend=backend, raise_if_not_found=False)
-        return module(tokens, positions, attend, exchange)
+        return self.module(weights)(tokens, positions, attend, exchange, backend)
 
     def logits(self, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
         """hidden [R, hidden], rows of what `forward` returned -> float32 [R, vocab].
@@ -155,14 +145,32 @@ class Model:
         """The few of the weights (or of things parallel to them, such as `abstract_weights`) that `logits` reads,
         for a program that takes nothing else: an argument costs 0.4 us a call.
         """
-        return tuple(weights[i] for i in self._head_indices)
+        return tuple(weights[i] for i in self.head_indices)
+
+    @cached_property
+    def head_indices(self) -> tuple[int, ...]:
+        """Which of the weights `logits` reads."""
+        hidden = jax.ShapeDtypeStruct((1, self.config.hidden_size), self.dtype)
+        collectives = self.collectives
+        axes = [] if collectives.axis is None else [(collectives.axis, collectives.size)]
+        traced = jax.make_jaxpr(lambda *weights: self.module(weights[:-1]).logits(weights[-1]), axis_env=axes)(
+            *self.abstract_weights, hidden
+        )
+        program: Any = getattr(traced, "jaxpr", traced)
+        read = {id(variable) for equation in program.eqns for variable in equation.invars}
+        return tuple(i for i, variable in enumerate(program.invars[:-1]) if id(variable) in read)
 
     def head_logits(self, head: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
         """`logits` of what `head_weights` returned."""
         weights: list[Any] = list(self.abstract_weights)
-        for index, array in zip(self._head_indices, head, strict=True):
+        for index, array in zip(self.head_indices, head, strict=True):
             weights[index] = array
         return self.logits(weights, hidden)
+
+    @cached_property
+    def source_digest(self) -> str:
+        """Names the family's sources where it is from outside this package: what is compiled depends on them."""
+        return source_digest(*self._sources)
 
     def init(self, seed: int = 0, device: jax.Device | None = None) -> Weights:
         """Random weights, made on the device (the default one if none is given), one small program for each
@@ -176,17 +184,19 @@ class Model:
 
     def module(self, weights: Sequence[jax.Array]) -> CausalLM:
         """The Flax module that holds these weights, for example to train it with `nnx.value_and_grad`."""
-        state = jax.tree.unflatten(self._structure, list(weights))
-        return cast(CausalLM, nnx.merge(self._graph, state))
+        leaves: list[Any] = [None] * len(self._places)
+        for place, weight in zip(self._places, weights, strict=True):
+            leaves[place] = weight
+        return nnx.merge(self._graph, jax.tree.unflatten(self._structure, leaves))
 
     def flatten(self, module: Any) -> Weights:
         """The weights that a module holds (or an `nnx.State` of its parameters), in the order used here."""
         state = module if isinstance(module, nnx.State) else nnx.state(module, nnx.Param)
-        named = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-        if set(named) != set(self.parameter_names):
-            wrong = sorted(set(named) ^ set(self.parameter_names))
+        found = dict(nnx.to_flat_state(state))
+        if set(found) != set(self.module_paths):
+            wrong = sorted(".".join(map(str, path)) for path in set(found) ^ set(self.module_paths))
             raise InvalidParameterError(f"module is not one of this model: parameters {wrong[:5]} differ.")
-        arrays = tuple(jax.tree.leaves(named[name])[0] for name in self.parameter_names)
+        arrays = tuple(jax.tree.leaves(found[path])[0] for path in self.module_paths)
         for name, array, expected in zip(self.parameter_names, arrays, self.abstract_weights, strict=True):
             if array.shape != expected.shape:
                 raise InvalidParameterError(f"{name} must have shape {expected.shape}, got {array.shape}.")
@@ -201,12 +211,20 @@ def build(config: ModelConfig, dtype: str = "auto") -> Model:
     return Model(config, resolve_dtype(dtype, config))
 
 
+def _name(path: tuple[Any, ...], variable: Any) -> tuple[str | int, ...]:
+    """A parameter's name, split at the dots."""
+    if variable.suffix is None:
+        return path
+    *outer, owner, _ = path
+    return (*outer, f"{owner}{variable.suffix}")
+
+
 def init_key(seed: int, index: int) -> np.ndarray:
     """What `Model.init` draws its weight of that index from: uint32 [4]."""
     return np.array((seed % 2**32, index, 0, 0), np.uint32)
 
 
-def draw(key: Any, start: Normal | Constant, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+def draw(key: Any, start: Start, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     """A random weight. With XLA's own generator, which compiles in half the time of JAX's default one."""
     return start.draw(jax.random.wrap_key_data(key, impl="rbg"), shape, dtype)
 

@@ -1,8 +1,8 @@
 """The residual stream of a model's tokens, and the sums over shards that are added to it.
 
-    stream = begin(embedding_part(...), ...)
-    layer:  stream.add(*attention(stream.normed(attention_norm), ...))      `add` takes a shard's part of a sum
-            stream.add(*mlp(stream.normed(mlp_norm)))                       `normed` is what the next layer reads
+    stream = begin(embedding.lookup(...), ...)
+    layer:  stream.add(attention(stream.normed(attention_norm), ...))      `add` takes a shard's term of a sum
+            stream.add(mlp(stream.normed(mlp_norm), stream.backend))       `normed` is what the next layer reads
     stream.normed(norm)
 
 With an `Exchange`, a sum waits until the next norm is known, and both are one kernel. Without one, each sum is an
@@ -15,40 +15,52 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.models.collectives import Collectives, Exchange
-from jpaged.models.layers import LayerNorm, RMSNorm
+from jpaged.models.linear import PartialSum
+from jpaged.models.norms import Norm
 
 
 @jax.tree_util.register_dataclass
 @dataclass
 class Stream:
-    """x: [T, hidden], without what is `pending`: a shard's part of a sum, [T, hidden], and a bias [hidden] or None."""
+    """What layers pass on.
+
+    x: [T, hidden], without what is `pending`.
+    pending: a sum that has still to be added.
+    backend: of the layers' products that have kernels: see `Model.forward`.
+    """
 
     x: jax.Array
-    pending: tuple[jax.Array, jax.Array | None] | None
+    pending: PartialSum | None
     exchange: Exchange | None
     collectives: Collectives = field(metadata={"static": True})
+    backend: str | None = field(metadata={"static": True})
 
-    def add(self, part: jax.Array, bias: jax.Array | None) -> None:
-        """Adds the sum of all shards' parts, and a bias once."""
+    def add(self, part: PartialSum) -> None:
+        """Adds the sum of all shards' terms, and the bias once."""
         if self.exchange is not None:
             self.value()
-            self.pending = part, bias
+            self.pending = part
             return
-        total = self.collectives.all_reduce(part)
-        self.x = self.x + (total if bias is None else total + bias)
+        total = self.collectives.all_reduce(part.term)
+        self.x = self.x + (total if part.bias is None else total + part.bias)
 
     def value(self) -> jax.Array:
         """The stream [T, hidden], everything added."""
         if self.exchange is not None and self.pending is not None:
-            self.x, _ = self.exchange.add(self.x, *self.pending)
+            self.x, _ = self.exchange.add(self.x, self.pending.term, self.pending.bias)
             self.pending = None
         return self.x
 
-    def normed(self, norm: RMSNorm | LayerNorm) -> jax.Array:
-        """The norm of the stream, [T, hidden]."""
-        if self.exchange is None or self.pending is None or not isinstance(norm, RMSNorm):
+    def replace(self, x: jax.Array) -> None:
+        """Makes x [T, hidden] the stream, whatever it was: for norms that stand after the residual sums."""
+        self.x, self.pending = x, None
+
+    def normed(self, norm: Norm) -> jax.Array:
+        """The norm of the stream, [T, hidden]; where the exchange's kernel can do it, together with the pending sum."""
+        scale = norm.kernel_scale() if self.exchange is not None and self.pending is not None else None
+        if self.exchange is None or self.pending is None or scale is None:
             return norm(self.value())
-        self.x, normed = self.exchange.add(self.x, *self.pending, norm.scale[...], norm.eps)
+        self.x, normed = self.exchange.add(self.x, self.pending.term, self.pending.bias, scale, norm.eps)
         self.pending = None
         assert normed is not None
         return normed
@@ -61,12 +73,20 @@ class Stream:
 
 
 def begin(
-    part: jax.Array, collectives: Collectives, exchange: Exchange | None, positions: jax.Array | None = None
+    rows: jax.Array,
+    collectives: Collectives,
+    exchange: Exchange | None,
+    backend: str | None,
+    positions: jax.Array | None = None,
 ) -> Stream:
-    """The stream of tokens [T], whose embeddings are the sum of the shards' parts [T, hidden], and of their positions
-    where these are learned [T, hidden]. The exchange is taken if it has room for as many rows.
+    """The stream of tokens [T].
+
+    rows: [T, hidden], of the embedding: a shard's term of their sum (`Embedding.lookup`).
+    exchange: taken if it has room for as many rows.
+    positions: [T, hidden], where embeddings of positions are added.
     """
-    if exchange is None or not exchange.takes(part):
-        x = collectives.all_reduce(part)
-        return Stream(x if positions is None else x + positions, None, None, collectives)
-    return Stream(jnp.zeros_like(part) if positions is None else positions, (part, None), exchange, collectives)
+    if exchange is None or not exchange.takes(rows):
+        x = collectives.all_reduce(rows)
+        return Stream(x if positions is None else x + positions, None, None, collectives, backend)
+    x = jnp.zeros_like(rows) if positions is None else positions
+    return Stream(x, PartialSum(rows), exchange, collectives, backend)

@@ -65,6 +65,8 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
         parameters = nested[0]
 
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: RoPE needs an even head_dim, got {head_dim}.")
     if kind not in tuple(_STRETCHES) or "mrope_section" in parameters:
         found = "mrope" if "mrope_section" in parameters else kind
         raise UnsupportedModelError(

@@ -8,9 +8,9 @@
     embedding, head  [vocab, width]                          its token ids
     norms, positions, biases of sums, projections            all of it
 
-Which axis of a parameter is split is declared where it is made (`layers.parameter`). A shard is itself a `Model`, of a
-configuration with fewer heads and so on (`shard_config`), so tracing it needs no second implementation. The stored
-parameter is the shards' side by side; it differs from the whole one in two ways:
+Which axis of a parameter is split is declared where it is made (`parameters.parameter`). A shard is itself a `Model`,
+of a configuration with fewer heads and so on (`ModelConfig.shard`), so tracing it needs no second implementation. The
+stored parameter is the shards' side by side; it differs from the whole one in two ways:
 
     few key-value heads   8 shards of 2 key-value heads: each is stored 4 times, with the queries of one shard each
     padding               a vocabulary or an inner width that N does not divide is filled up with zeros; logits of
@@ -18,9 +18,7 @@ parameter is the shards' side by side; it differs from the whole one in two ways
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
-from math import lcm
 from pathlib import Path
 
 import jax
@@ -29,59 +27,25 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jpaged.api.errors import InvalidParameterError
 from jpaged.models.collectives import Collectives
-from jpaged.models.config import ModelConfig
-from jpaged.models.layers import Constant, Normal
 from jpaged.models.loading import checkpoint, orbax_checkpoint
-from jpaged.models.loading.parts import Part, repeat_kv_heads
+from jpaged.models.loading.pieces import Piece, repeat_kv_heads
 from jpaged.models.model import Model, Weights, draw, init_key
+from jpaged.models.parameters import Start
 
 MODEL_AXIS = "model"
 """The mesh axis that heads, inner columns and token ids are split over."""
-
-VOCAB_UNIT = 32
-"""A shard's token ids are a multiple of this: a word of the sampler's masks."""
-
-_INNER_UNIT = 8
-"""Inner columns that have to be padded become a multiple of this: 16 bytes, which matrix products want aligned."""
-
-
-def shard_config(config: ModelConfig, shards: int) -> ModelConfig:
-    """The configuration that one of `shards` equal shards computes; `config` itself for one.
-
-    Raises:
-        InvalidParameterError: shards does not divide the attention heads.
-    """
-    if shards == 1:
-        return config
-    if config.num_heads % shards:
-        fitting = ", ".join(str(n) for n in range(1, config.num_heads + 1) if config.num_heads % n == 0)
-        raise InvalidParameterError(
-            f"tensor_parallel_size={shards} does not divide the model's {config.num_heads} attention heads; use one of"
-            f" {fitting}."
-        )
-    whole = _with_kv_heads_for(config, shards)
-    inner = config.intermediate_size
-    return replace(
-        whole,
-        vocab_size=VOCAB_UNIT * -(-config.vocab_size // (shards * VOCAB_UNIT)),
-        num_heads=config.num_heads // shards,
-        num_kv_heads=whole.num_kv_heads // shards,
-        intermediate_size=_INNER_UNIT * -(-inner // (shards * _INNER_UNIT)) if inner % shards else inner // shards,
-    )
 
 
 def shard_of(model: Model, shards: int, axis: str = MODEL_AXIS) -> Model:
     """What each of `shards` devices runs, inside `shard_map` over the mesh axis; the model itself for one.
 
     Raises:
-        InvalidParameterError: as `shard_config`.
+        InvalidParameterError: as `ModelConfig.shard`.
     """
     if shards == 1:
         return model
-    config = shard_config(model.config, shards)
-    return Model(config, model.dtype, Collectives(shards, axis), model.config.vocab_size)
+    return Model(model.config.shard(shards), model.dtype, Collectives(shards, axis), model.vocab_size)
 
 
 def stored_weights(shard: Model, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -130,31 +94,22 @@ def load_sharded(
     assert directory is not None
     if checkpoint.is_orbax(load_format, directory):
         return orbax_checkpoint.load_sharded(model, shard, stored, mesh, Path(directory))
-    widened = Model(_with_kv_heads_for(model.config, shard.collectives.size), model.dtype)
+    widened = Model(model.config.with_kv_heads_for(shard.collectives.size), model.dtype)
     found = checkpoint.match(widened, checkpoint.find_tensors(Path(directory)))
     total = sum(tensor.num_bytes for tensor in found.values())
     position = {name: i for i, name in enumerate(shard.parameter_names)}
-    pieces: dict[int, list[jax.Array]] = {}
+    shards: dict[int, list[jax.Array]] = {}
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
         for index, tensor in found.items():
-            part = widened.parts[index]
-            i = position[part.parameter]
-            if i not in pieces:
-                pieces[i] = _zeros(shard.abstract_weights[i], mesh)
-            pieces[i] = _place(part, tensor.read(), shard.shard_axes[i], pieces[i], mesh)
+            piece = widened.pieces[index]
+            i = position[piece.parameter]
+            if i not in shards:
+                shards[i] = _zeros(shard.abstract_weights[i], mesh)
+            shards[i] = _place(piece, tensor.read(), shard.shard_axes[i], shards[i], mesh)
             bar.update(tensor.num_bytes)
     return tuple(
-        jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces[i]) for i, leaf in enumerate(stored)
+        jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards[i]) for i, leaf in enumerate(stored)
     )
-
-
-def _with_kv_heads_for(config: ModelConfig, shards: int) -> ModelConfig:
-    """The same model with each key-value head stored as often as it takes for `shards` to divide their number.
-
-    The least common multiple divides the attention heads, as shards and key-value heads do.
-    """
-    kv_heads = lcm(config.num_kv_heads, shards)
-    return replace(config, num_kv_heads=kv_heads, kv_head_copies=kv_heads // config.num_kv_heads)
 
 
 def _local_shards(mesh: Mesh) -> list[tuple[int, jax.Device]]:
@@ -166,28 +121,27 @@ def _zeros(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> list[jax.Array]:
     return [jnp.zeros(leaf.shape, leaf.dtype, device=device) for _, device in _local_shards(mesh)]
 
 
-def _place(part: Part, tensor: np.ndarray, axis: int | None, pieces: list[jax.Array], mesh: Mesh) -> list[jax.Array]:
+def _place(piece: Piece, tensor: np.ndarray, axis: int | None, shards: list[jax.Array], mesh: Mesh) -> list[jax.Array]:
     """Writes each local shard's slice of a checkpoint tensor; waits, so that one tensor at a time is on its way."""
     placed = []
-    for (i, device), piece in zip(_local_shards(mesh), pieces, strict=True):
-        size = 0 if axis is None else piece.shape[axis]
-        found = part.slice_of(tensor, axis, i * size, (i + 1) * size)
-        placed.append(part.place_slice(piece, jax.device_put(found, device)) if found.size else piece)
+    for (i, device), shard in zip(_local_shards(mesh), shards, strict=True):
+        size = 0 if axis is None else shard.shape[axis]
+        found = piece.slice_of(tensor, axis, i * size, (i + 1) * size)
+        placed.append(piece.place_slice(shard, jax.device_put(found, device)) if found.size else shard)
     return jax.block_until_ready(placed)
 
 
 def _init_stored(model: Model, shard: Model, index: int, leaf: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
     """A random weight, drawn as for one device and spread over the mesh."""
     whole = model.abstract_weights[index]
-    is_qkv = model.parameter_names[index].endswith(("attention.qkv", "attention.qkv_bias"))
-    copies = shard.config.kv_head_copies if is_qkv else 1
+    copies = shard.config.kv_head_copies if shard.holds_kv_heads[index] else 1
     drawing = _drawing(model.starts[index], whole.shape, whole.dtype, copies, leaf.shape, leaf.sharding)
     return drawing(init_key(seed, index))
 
 
 @cache  # one program for all layers
 def _drawing(
-    start: Normal | Constant,
+    start: Start,
     shape: tuple[int, ...],
     dtype: jnp.dtype,
     kv_head_copies: int,

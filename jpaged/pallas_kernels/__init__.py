@@ -12,31 +12,28 @@ of one layer, and how a sequence finds its tokens in it:
 Block 0 is the null block: padded rows write there and no live token is in it. Slots that no live token owns may
 hold anything, NaN included; table entries past a row's last token may be anything too.
 
-Functions that return pools update them in place when the caller's jit donates them.
-`docs/kernels.md` describes the kernels, their sources and their measured speed.
+Functions that return pools update them in place when the caller's jit donates them. Each op has a folder here, with its
+contract, its implementations and what they need; `registry` picks, and `register_backend` and `register_implementation`
+add to what it picks from. `docs/kernels.md` describes the kernels, their sources and their measured speed.
 """
 
-from jpaged.pallas_kernels.all_reduce import (
+from jpaged.pallas_kernels.all_reduce.api import (
     all_reduce_add_norm,
     all_reduce_peers,
     all_reduce_unsupported,
-    initial_all_reduce_state,
 )
-from jpaged.pallas_kernels.gated_product import gated_product
-from jpaged.pallas_kernels.mixed_attention import mixed_attention
-from jpaged.pallas_kernels.ops import (
-    copy_blocks,
-    decode_attention,
-    gather_blocks,
-    ragged_attention,
-    rope_and_write,
-    sample_tokens,
-    sample_tokens_backend,
-    scatter_blocks,
-    split_qkv,
-    write_kv,
-)
-from jpaged.pallas_kernels.shared_prefix import merge_attention, shared_prefix_attention
+from jpaged.pallas_kernels.all_reduce.inbox import initial_all_reduce_state
+from jpaged.pallas_kernels.decode_attention.api import decode_attention
+from jpaged.pallas_kernels.gated_product.api import gated_product
+from jpaged.pallas_kernels.mixed_attention.api import mixed_attention
+from jpaged.pallas_kernels.move_blocks.api import copy_blocks, gather_blocks, scatter_blocks
+from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
+from jpaged.pallas_kernels.registry import register_backend, register_implementation, unregister_backend
+from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_qkv
+from jpaged.pallas_kernels.sample_tokens.api import sample_tokens, sample_tokens_backend
+from jpaged.pallas_kernels.shared_prefix_attention.api import shared_prefix_attention
+from jpaged.pallas_kernels.shared_prefix_attention.merge import merge_attention
+from jpaged.pallas_kernels.write_kv.api import write_kv
 
 __all__ = [
     "all_reduce_add_norm",
@@ -50,11 +47,14 @@ __all__ = [
     "merge_attention",
     "mixed_attention",
     "ragged_attention",
+    "register_backend",
+    "register_implementation",
     "rope_and_write",
     "sample_tokens",
     "sample_tokens_backend",
     "scatter_blocks",
     "shared_prefix_attention",
     "split_qkv",
+    "unregister_backend",
     "write_kv",
 ]

@@ -5,7 +5,7 @@
                                                                    ...
 
 Processes, not threads: a step loop spends some 0.5 ms of Python on each step, and one interpreter would make the
-replicas take turns (`jpaged bench replicas` measures it). A replica sees only its own GPUs, so JAX in it needs
+replicas take turns (`benchmarks/replicas.py` measures it). A replica sees only its own GPUs, so JAX in it needs
 no telling where to go. This process never touches a device, and each replica makes its own text.
 
 A replica is an engine process (`engine_process.py`) that reports outputs; `wire.py` has the messages. It reads between

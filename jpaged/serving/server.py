@@ -39,7 +39,7 @@ def default_api_workers(num_replicas: int) -> int:
     """One for every four `usable_cores`, and at most four; with several replicas one.
 
     It alone then knows which replica has which prefix, and numbers the requests that have no seed. What several are
-    worth to one replica is in docs/performance.md (Serving).
+    worth to one replica: `benchmarks/serving.sh OUT_DIR --api-workers N`.
     """
     return 1 if num_replicas > 1 else min(4, max(1, usable_cores() // 4))
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from benchmarks.compare import main, ratios
 from jpaged.api.errors import InvalidParameterError
-from jpaged.bench.compare import main, ratios
 
 
 def report(tmp_path, name, results, benchmark="throughput", **settings):

@@ -14,7 +14,7 @@ from jpaged.bench import kernels
 def run(monkeypatch, tmp_path):
     """Runs the command on three cases, which take `seconds()`; returns its report, None if there is none."""
     monkeypatch.setattr(kernels.jax, "devices", lambda: [SimpleNamespace(platform="gpu", device_kind="made up")])
-    monkeypatch.setattr("jpaged.bench.report.environment", lambda with_device: {})
+    monkeypatch.setattr("jpaged.bench.report.environment", lambda devices: {})
     path = tmp_path / "report.json"
 
     def run(seconds, *options, raises=None):

@@ -1,9 +1,9 @@
-"""The simulation of whole runs (tools/simulate_workload.py): it makes the steps that the requests need."""
+"""The simulation of whole runs (benchmarks/simulate_workload.py): it makes the steps that the requests need."""
 
 import numpy as np
 
+from benchmarks.simulate_workload import MODELS, simulate
 from jpaged.bench.workloads import BenchRequest
-from tools.simulate_workload import MODELS, simulate
 
 
 def test_every_token_is_computed_once_and_the_longest_output_counts_the_steps():

@@ -58,9 +58,9 @@ def test_the_usable_context_follows_from_the_rope_scaling(scaling: dict[str, Any
 
 def test_qwen2_windows_start_at_max_window_layers_and_only_if_switched_on() -> None:
     config = tiny_model("qwen2-window").config
-    assert ModelConfig.from_dict(config).sliding_windows == (None, 12, 12)
-    assert ModelConfig.from_dict(config | {"use_sliding_window": False}).sliding_windows == (None, None, None)
-    assert ModelConfig.from_dict(config | {"sliding_window": 10**6}).sliding_windows == (None, None, None)
+    assert ModelConfig.from_dict(config).layer_windows == (None, 12, 12)
+    assert ModelConfig.from_dict(config | {"use_sliding_window": False}).layer_windows == (None, None, None)
+    assert ModelConfig.from_dict(config | {"sliding_window": 10**6}).layer_windows == (None, None, None)
 
 
 def test_head_dim_is_independent_of_the_hidden_size_in_qwen3() -> None:

@@ -29,20 +29,20 @@ def test_names_and_weights_stay_parallel_past_ten_layers() -> None:
     assert all(a is b or np.array_equal(a, b) for a, b in zip(model.flatten(module), weights, strict=True))
     by_name = dict(zip(model.parameter_names, weights, strict=True))
     for layer in (0, 2, 11):
-        assert module.layers[layer].attention.qkv[0, 0, 0, 0] == by_name[f"layers.{layer}.attention.qkv"].max()
-        assert module.layers[layer].mlp.down[0, 0] == by_name[f"layers.{layer}.mlp.down"].max()
-    assert {part.parameter for part in model.parts} == set(model.parameter_names)
+        assert module.layers[layer].attention.qkv.kernel[0, 0, 0, 0] == by_name[f"layers.{layer}.attention.qkv"].max()
+        assert module.layers[layer].mlp.down.kernel[0, 0] == by_name[f"layers.{layer}.mlp.down"].max()
+    assert {piece.parameter for piece in model.pieces} == set(model.parameter_names)
 
 
 @pytest.mark.parametrize("name", ["llama-mha-d16", "opt-350m-style", "gpt2", "qwen3-tied-d64"])
-def test_the_parts_fill_every_parameter_exactly_once(name: str) -> None:
+def test_the_pieces_fill_every_parameter_exactly_once(name: str) -> None:
     model = build(name)
     counts = {
         name: np.zeros(a.shape, np.int32) for name, a in zip(model.parameter_names, model.abstract_weights, strict=True)
     }
-    for part in model.parts:
-        target = jnp.zeros(counts[part.parameter].shape, jnp.int32)
-        counts[part.parameter] += np.asarray(part.place(target, jnp.ones(part.shape, jnp.int32)))
+    for piece in model.pieces:
+        target = jnp.zeros(counts[piece.parameter].shape, jnp.int32)
+        counts[piece.parameter] += np.asarray(piece.place(target, jnp.ones(piece.shape, jnp.int32)))
     assert all((count == 1).all() for count in counts.values())
 
 

@@ -1,7 +1,6 @@
-"""Compiles every Mosaic kernel of this package, or those programs that are named, for an H200, and prints one JSON line
-a program.
+"""Compiles all kernels of this package for an H200, or the programs that are named, and prints one JSON line a program.
 
-A program of its own: the CUDA compiler must be found before JAX starts. `test_mosaic_compile.py` runs it.
+A program of its own: the CUDA compiler must be found before JAX starts. `test_hopper_compile.py` runs it.
 """
 
 import json
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged import pallas_kernels as ops
-from jpaged.pallas_kernels import all_reduce
 
 Shape = jax.ShapeDtypeStruct
 
@@ -30,7 +28,7 @@ def ids(*shape: int) -> Shape:
 
 
 def rope_and_write(pool: Any, qkv: Any, slots: Any, rotation: Any, norms: Any) -> Any:
-    return ops.rope_and_write(pool, qkv, slots, rotation=rotation, norms=norms, backend="mosaic")
+    return ops.rope_and_write(pool, qkv, slots, rotation=rotation, norms=norms, backend="hopper")
 
 
 def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
@@ -45,10 +43,10 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         (28, 4, 96, 128, jnp.bfloat16, {"alibi_slopes": jnp.ones(28)}),
     ):
         pool = Shape((4096, 2, kv_heads, block_size, head_dim), dtype)
-        call = partial(ops.decode_attention, backend="mosaic", return_lse=True, **options)
+        call = partial(ops.decode_attention, backend="hopper", return_lse=True, **options)
         arguments = (Shape((16, heads, head_dim), dtype), pool, ids(16, 4096 // block_size), ids(16))
         yield f"decode {heads}/{kv_heads} D {head_dim} block {block_size}", call, arguments, False
-    call = partial(ops.mixed_attention, backend="mosaic")
+    call = partial(ops.mixed_attention, backend="hopper")
     for rows, heads, kv_heads, blocks in ((256, 32, 8, 128), (332, 8, 2, 313)):
         pool = Shape((4096, 2, kv_heads, 16, 128), jnp.bfloat16)
         arguments = (Shape((1024, heads, 128), jnp.bfloat16), pool, ids(rows, blocks), ids(rows), ids(rows + 1), ids())
@@ -60,7 +58,7 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         (256, 28, 4, 80, 64, {"logit_softcap": 30.0}),
     ):
         pool = Shape((4096, 2, kv_heads, block_size, head_dim), jnp.bfloat16)
-        call = partial(ops.shared_prefix_attention, backend="mosaic", return_lse=True, **options)
+        call = partial(ops.shared_prefix_attention, backend="hopper", return_lse=True, **options)
         arguments = (
             Shape((rows, heads, head_dim), jnp.bfloat16),
             pool,
@@ -72,12 +70,12 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         yield f"shared prefix {rows} x {heads}/{kv_heads} D {head_dim} block {block_size}", call, arguments, False
     pool = Shape((20_000, 2, 8, 16, 128), jnp.bfloat16)
     new = Shape((256, 8, 128), jnp.bfloat16)
-    yield "write_kv", partial(ops.write_kv, backend="mosaic"), (pool, new, new, ids(256)), True
+    yield "write_kv", partial(ops.write_kv, backend="hopper"), (pool, new, new, ids(256)), True
     pools = (pool,) * 10
     staging = Shape((10, 8, 2, 8, 16, 128), jnp.bfloat16)
-    yield "copy_blocks", partial(ops.copy_blocks, backend="mosaic"), (pools, ids(8), ids(8)), True
-    yield "gather_blocks", partial(ops.gather_blocks, backend="mosaic"), (pools, ids(8)), False
-    yield "scatter_blocks", partial(ops.scatter_blocks, backend="mosaic"), (pools, staging, ids(8)), True
+    yield "copy_blocks", partial(ops.copy_blocks, backend="hopper"), (pools, ids(8), ids(8)), True
+    yield "gather_blocks", partial(ops.gather_blocks, backend="hopper"), (pools, ids(8)), False
+    yield "scatter_blocks", partial(ops.scatter_blocks, backend="hopper"), (pools, staging, ids(8)), True
     for kv_heads, group, head_dim, dtype, rotated, normed in (
         (8, 4, 128, jnp.bfloat16, True, False),
         (8, 2, 128, jnp.bfloat16, True, True),
@@ -98,7 +96,7 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         floats, whole = Shape((rows,), jnp.float32), ids(rows)
         logits, seeds = Shape((rows, vocab), jnp.float32), Shape((rows, 2), jnp.uint32)
         arguments = (logits, floats, whole, floats, floats, seeds, whole)
-        yield f"sample_tokens {rows} x {vocab}", partial(ops.sample_tokens, backend="mosaic"), arguments, False
+        yield f"sample_tokens {rows} x {vocab}", partial(ops.sample_tokens, backend="hopper"), arguments, False
     for rows, depth, columns, dtype, activation, biased in (
         (1024, 4096, 14336, jnp.bfloat16, "silu", False),  # 2 consumers, 128 columns, clusters
         (384, 4096, 14336, jnp.float16, "gelu", True),  # 3 consumers, 112 columns
@@ -106,7 +104,7 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
     ):
         arguments = (Shape((rows, depth), dtype), Shape((depth, 2, columns), dtype))
         arguments += (Shape((2, columns), dtype),) if biased else ()
-        call = partial(ops.gated_product, activation=activation, backend="mosaic")
+        call = partial(ops.gated_product, activation=activation, backend="hopper")
         yield f"gated_product {rows} x {depth} x {columns} {activation}", call, arguments, False
     yield "write_kv in XLA", partial(ops.write_kv, backend="xla"), (pool, new, new, ids(256)), True
     yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
@@ -132,10 +130,10 @@ def all_reduces() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
             vectors: dict[str, Any],
             how: dict[str, Any],
         ) -> tuple:
-            peers = all_reduce.all_reduce_peers(inbox, **how)
+            peers = ops.all_reduce_peers(inbox, **how)
             parts = parts[0]
             for vector in (vectors, vectors | {"scale": None}):
-                inbox, generations, residual, normed = all_reduce.all_reduce_add_norm(
+                inbox, generations, residual, normed = ops.all_reduce_add_norm(
                     inbox, generations, peers, parts, residual, norm_eps=1e-5, **vector, **how
                 )
                 parts = jnp.tanh(residual if normed is None else normed)
@@ -143,13 +141,13 @@ def all_reduces() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
 
         part = Shape((hidden,), jnp.bfloat16)
         vectors = {"scale": part} | ({"bias": part} if biased else {})
-        state = all_reduce.initial_all_reduce_state(devices, max_rows, hidden, jnp.bfloat16)
+        state = ops.initial_all_reduce_state(devices, max_rows, hidden, jnp.bfloat16)
         split = [
             Shape((devices * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=NamedSharding(mesh, own))
             for leaf in (*state, Shape((1, rows, hidden), jnp.bfloat16))
         ]
         program = jax.shard_map(
-            partial(twice, how={"axis": "model", "num_devices": devices, "backend": "mosaic"}),
+            partial(twice, how={"axis": "model", "num_devices": devices, "backend": "hopper"}),
             mesh=mesh,
             in_specs=(own, own, own, same, same),
             out_specs=(own, own, own),

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from jpaged.pallas_kernels.backends import mosaic_missing
+from jpaged.pallas_kernels.registry import missing
 
-if mosaic_missing() is None:
+if missing("hopper") is None:
     os.environ.setdefault("PJRT_NPROC", "8")  # read when JAX makes its CPU client
 
 

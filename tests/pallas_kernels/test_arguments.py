@@ -18,7 +18,8 @@ from jpaged.pallas_kernels import (
     split_qkv,
     write_kv,
 )
-from jpaged.pallas_kernels.backends import mosaic_missing
+from jpaged.pallas_kernels.registry import missing
+from tests.pallas_kernels.marks import needs_mosaic
 
 
 def array(*shape, dtype=jnp.float32):
@@ -176,15 +177,15 @@ def test_an_option_that_some_ops_have_is_checked_too(op, good, name, bad):
         jax.eval_shape(lambda kw: op(**kw, **{name: bad}), good)
 
 
-def test_a_forced_mosaic_backend_says_why_it_cannot():
-    reason = "JAX" if mosaic_missing() else "float32"
-    with pytest.raises(ValueError, match=rf"backend='mosaic' cannot do this decode_attention: .*{reason}"):
-        jax.eval_shape(lambda kw: decode_attention(**kw, backend="mosaic"), DECODE)
+def test_a_forced_backend_says_why_it_cannot():
+    reason = "JAX" if missing("hopper") else "float32"
+    with pytest.raises(ValueError, match=rf"backend='hopper' cannot do this decode_attention: .*{reason}"):
+        jax.eval_shape(lambda kw: decode_attention(**kw, backend="hopper"), DECODE)
 
 
-@pytest.mark.skipif(mosaic_missing() is not None, reason=str(mosaic_missing()))
+@needs_mosaic
 @pytest.mark.parametrize(("head_dim", "block_size", "reason"), [(72, 16, "head_dim 72"), (64, 8, "block size 8")])
-def test_mosaic_names_the_shape_it_does_not_have(head_dim, block_size, reason):
+def test_the_kernel_names_the_shape_it_does_not_have(head_dim, block_size, reason):
     half = jnp.bfloat16
     arguments = {
         **DECODE,
@@ -192,4 +193,4 @@ def test_mosaic_names_the_shape_it_does_not_have(head_dim, block_size, reason):
         "kv_pool": array(10, 2, 2, block_size, head_dim, dtype=half),
     }
     with pytest.raises(ValueError, match=reason):
-        jax.eval_shape(lambda kw: decode_attention(**kw, backend="mosaic"), arguments)
+        jax.eval_shape(lambda kw: decode_attention(**kw, backend="hopper"), arguments)

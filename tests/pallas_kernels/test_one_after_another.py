@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from jpaged import pallas_kernels as ops
-from jpaged.pallas_kernels.backends import device_runs_mosaic
-
-on_gpu = pytest.mark.skipif(not device_runs_mosaic(), reason="needs a Hopper GPU")
+from tests.pallas_kernels.marks import on_gpu
 
 GROUP, KV_HEADS, BLOCK_SIZE, VOCAB = 4, 2, 16, 512
 
@@ -66,4 +64,4 @@ def test_values_go_through_all_ops_unchanged():
 def test_on_the_gpu_no_kernel_begins_too_early(head_dim, graphs):
     # Outside of CUDA graphs kernels overlap wherever they can.
     compiler_options = {} if graphs else {"xla_gpu_enable_command_buffer": ""}
-    check_rounds(40, rows=300, head_dim=head_dim, backend="mosaic", compiler_options=compiler_options)
+    check_rounds(40, rows=300, head_dim=head_dim, backend="hopper", compiler_options=compiler_options)

@@ -1,4 +1,4 @@
-"""What `test_tensor_parallel` and, for all families, `tools/parallel_drill.py` do in a process of eight devices."""
+"""What `test_tensor_parallel` and the drill of all families (`tests/drills`) do in a process of eight devices."""
 
 import re
 import tempfile

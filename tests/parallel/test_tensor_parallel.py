@@ -8,8 +8,8 @@ from jpaged.api.errors import InvalidParameterError
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.mesh import pick_devices
 from jpaged.models import ModelConfig
-from jpaged.models.sharding import VOCAB_UNIT, shard_config
-from jpaged.pallas_kernels.all_reduce import EMPTY
+from jpaged.models.config import VOCAB_UNIT
+from jpaged.pallas_kernels.all_reduce.inbox import EMPTY
 from tests.parallel.eight_devices import call_with_eight_devices
 from tests.parallel.models import VOCAB_SIZE, eight_heads
 from tests.parallel.tensor_parallel_runs import check_tokens
@@ -127,7 +127,7 @@ def test_the_programs_of_one_device_know_nothing_of_shards(by_degree):
 def test_a_degree_that_does_not_divide_the_heads_is_refused_with_those_that_do():
     config = ModelConfig.from_dict(eight_heads("llama-mqa-d80").config)
     with pytest.raises(InvalidParameterError, match=r"tensor_parallel_size=3 .* one of 1, 2, 4, 8"):
-        shard_config(config, 3)
+        config.shard(3)
 
 
 def test_more_shards_than_devices_are_refused():
@@ -141,7 +141,7 @@ def test_key_value_heads_are_stored_as_often_as_even_shards_take(heads, kv_heads
         tiny_model("llama-mha-d16").config
         | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16}
     )
-    shard = shard_config(config, shards)
+    shard = config.shard(shards)
     assert shard.num_heads * shards == heads
     assert shard.num_kv_heads * shards == kv_heads * shard.kv_head_copies
     assert shard.num_heads % shard.num_kv_heads == 0

@@ -6,8 +6,8 @@
     jpaged bench memory --trace requests.jsonl --rate 2     your own requests
     jpaged bench memory --figure 18 --figure 19 --model llama-3.1-8b --load-format dummy     on a GPU
 
-What is assumed is written in `setups.py` (how long a step takes), `traces.py` (lengths and arrivals), `reservation.py`
-(the systems compared with) and `sharing.py` (beams); docs/paper.md shows the results and explains differences.
+The assumptions are in `setups.py` (how long a step takes), `traces.py` (lengths and arrivals), `reservation.py` (the
+systems compared with) and `sharing.py` (beams). docs/paper.md shows the results and explains differences.
 """
 
 import argparse

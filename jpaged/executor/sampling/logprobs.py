@@ -13,8 +13,8 @@ from jax import lax
 
 from jpaged.engine.interface import NO_TOKEN
 from jpaged.models.collectives import ALONE, Collectives
-from jpaged.pallas_kernels import sample_reference
-from jpaged.pallas_kernels.sample_reference import finite, without_nan
+from jpaged.pallas_kernels.sample_tokens import reference as sample_reference
+from jpaged.pallas_kernels.sample_tokens.reference import finite, without_nan
 
 _BLOCK = 128  # tokens a block, for the block maxima that pick the top alternatives
 

@@ -30,8 +30,9 @@ from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
 from jpaged.executor.sampling.logprobs import TokenLogprobs, logprobs_of
 from jpaged.executor.sampling.state import FullSamplingState, SamplingState
 from jpaged.models.collectives import ALONE, Collectives
-from jpaged.pallas_kernels import sample_reference, sample_tokens, sample_tokens_backend
-from jpaged.pallas_kernels.sample_reference import without_nan
+from jpaged.pallas_kernels import sample_tokens, sample_tokens_backend
+from jpaged.pallas_kernels.sample_tokens import reference as sample_reference
+from jpaged.pallas_kernels.sample_tokens.reference import without_nan
 
 _INF = np.float32(np.inf)
 
@@ -93,7 +94,7 @@ def program_variant(variant: SamplingVariant, vocab_size: int, collectives: Coll
 
     The kernel truncates a row only if the row asks for it, so that a second program would gain nothing.
     """
-    in_kernel = collectives.size == 1 and sample_tokens_backend(vocab_size) == "mosaic"
+    in_kernel = collectives.size == 1 and sample_tokens_backend(vocab_size) != "xla"
     return SamplingVariant.TRUNCATED if variant == SamplingVariant.SAMPLING and in_kernel else variant
 
 

@@ -229,9 +229,8 @@ class Compiler:
         self._full_specs = jax.tree.map(lambda _: WHOLE, self._full)._replace(token_counts=TOKEN_COUNTS)
         self._helpers = helpers
         self._threads = threads or WorkerThreads(usable_cores())
-        self._cache = ExecutableCache(
-            cache_directory("programs"), (model.config, model.vocab_size, model.dtype, config, mesh.key), kept_on
-        )
+        depends_on = (model.config, model.vocab_size, model.dtype, model.source_digest, config, mesh.key)
+        self._cache = ExecutableCache(cache_directory("programs"), depends_on, kept_on)
         self._pending: dict[Key, _Pending] = {}
 
     @property

@@ -10,8 +10,8 @@ from jpaged.api.errors import InvalidParameterError
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.models import Model
 from jpaged.pallas_kernels import all_reduce_unsupported
-from jpaged.pallas_kernels.all_reduce import MIN_MULTIPROCESSORS, most_rows
-from jpaged.pallas_kernels.backends import device_runs_mosaic
+from jpaged.pallas_kernels.all_reduce.inbox import MIN_MULTIPROCESSORS, most_rows
+from jpaged.pallas_kernels.registry import runs_here
 
 MEASURED_ROWS = {2: 8192, 4: 256}
 """By number of devices, the most rows up to which the kernel is known to be the faster one. What a sum adds to residual
@@ -59,7 +59,7 @@ def kernel_missing(shard: Model, mesh: DeviceMesh) -> str | None:
     """Why the devices of this mesh cannot run the kernel on this model's rows; None if they can."""
     if jax.process_count() > 1:
         return "the model spans several processes"
-    if not device_runs_mosaic():
+    if not runs_here("hopper"):
         return f"{mesh.devices[0].device_kind} is not of the Hopper generation"
     if (reason := all_reduce_unsupported(shard.config.hidden_size, shard.dtype, mesh.size)) is not None:
         return reason

@@ -58,7 +58,7 @@ from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build, load
 from jpaged.models.collectives import ExchangeState
 from jpaged.models.sharding import load_sharded
-from jpaged.pallas_kernels.all_reduce import EMPTY
+from jpaged.pallas_kernels.all_reduce.inbox import EMPTY
 
 log = logging.getLogger("jpaged.startup")
 
@@ -289,7 +289,7 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
     ):
         if buckets[-1] != last:
             raise InvalidParameterError(f"{name} must end with {what}={last}, got {buckets}.")
-    if args.shared_prefix_attention and None not in model.sliding_windows:
+    if args.shared_prefix_attention and None not in model.layer_windows:
         raise InvalidParameterError(
             "shared_prefix_attention=True is of no use to this model, all of whose layers have a sliding window; leave "
             "it out."

@@ -1,53 +1,65 @@
 """GPT-2 (Radford et al. 2019). Its checkpoints keep kernels as [inputs, outputs], and q, k, v in one."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.models.collectives import ALONE, Collectives, Exchange, embedding_part
+from jpaged.api.errors import UnsupportedModelError
+from jpaged.models.collectives import Collectives, Exchange
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import MLP, Attend, Attention, LayerNorm, Normal, logits_of, parameter, run_layers
-from jpaged.models.loading import parts
-from jpaged.models.loading.parts import Part
+from jpaged.models.config_reader import ConfigReader, divide_into_heads
+from jpaged.models.family import Attend
+from jpaged.models.layers import MLP, Attention, run_layers
+from jpaged.models.linear import Embedding
+from jpaged.models.loading import pieces
+from jpaged.models.loading.pieces import Piece, TiedTensor
+from jpaged.models.norms import LayerNorm
+from jpaged.models.parameters import Normal, parameter
 from jpaged.models.residual import Stream, begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config(ModelConfig):
+    """norm_eps: of all norms. activation: of the MLPs.
+    attention_scales: per layer; what multiplies the product of query and key.
+    """
+
+    norm_eps: float
+    activation: str
+    attention_scales: tuple[float, ...]
 
 
 class GPT2Block(nnx.Module):
     """One layer."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs)
-        self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.mlp = MLP(config, dtype, rngs)
+    def __init__(self, config: GPT2Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        hidden, eps, scale = config.hidden_size, config.norm_eps, config.attention_scales[layer]
+        self.attention_norm = LayerNorm(hidden, eps, dtype, rngs)
+        self.attention = Attention(config, layer, dtype, rngs, scale=scale, qkv_bias=True, output_bias=True)
+        self.mlp_norm = LayerNorm(hidden, eps, dtype, rngs)
+        self.mlp = MLP(config, config.activation, dtype, rngs, bias=True)
 
     def __call__(self, stream: Stream, attend: Attend) -> None:
-        stream.add(*self.attention(stream.normed(self.attention_norm), attend))
-        stream.add(*self.mlp(stream.normed(self.mlp_norm)))
+        stream.add(self.attention(stream.normed(self.attention_norm), attend))
+        stream.add(self.mlp(stream.normed(self.mlp_norm)))
 
 
 class GPT2LMHeadModel(nnx.Module):
-    """config: of the family "gpt2". dtype: of the weights and of the residual stream.
+    """The arguments are those of `Family.module`."""
 
-    collectives: of the shards the model is split into; config is then one shard's (`sharding.shard_config`).
-    """
-
-    base_prefix = "transformer."
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives = ALONE) -> None:
-        hidden = config.hidden_size
+    def __init__(self, config: GPT2Config, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
+        vocab, hidden = config.vocab_size, config.hidden_size
         std = hidden**-0.5
         self.collectives = collectives
-        table = (config.vocab_size, hidden)
-        self.embedding = parameter(rngs, Normal(std), table, dtype, shard_axis=0)
-        self.positions = parameter(rngs, Normal(std), (config.num_learned_positions, hidden), dtype)
+        self.embedding = Embedding(vocab, hidden, std, dtype, rngs)
+        self.positions = parameter(rngs, Normal(std), (config.max_position_embeddings, hidden), dtype)
         self.layers = nnx.List(GPT2Block(config, layer, dtype, rngs) for layer in range(config.num_layers))
         self.norm = LayerNorm(hidden, config.norm_eps, dtype, rngs)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else parameter(rngs, Normal(std), table, dtype, shard_axis=0)
+        self.lm_head = None if config.tie_word_embeddings else Embedding(vocab, hidden, std, dtype, rngs)
 
     def __call__(
         self,
@@ -55,40 +67,74 @@ class GPT2LMHeadModel(nnx.Module):
         positions: jax.Array,
         attend: Attend | list[Any],
         exchange: Exchange | None = None,
+        backend: str | None = "xla",
     ) -> jax.Array:
-        """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm."""
-        part = embedding_part(self.embedding[...], tokens, self.collectives)
-        stream = begin(part, self.collectives, exchange, self.positions[...][positions])
+        rows = self.embedding.lookup(tokens, self.collectives)
+        stream = begin(rows, self.collectives, exchange, backend, self.positions[...][positions])
         run_layers(self.layers, stream, (), attend)
         return stream.normed(self.norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, hidden] -> float32 [R, vocab]."""
-        head = self.embedding if self.lm_head is None else self.lm_head
-        return logits_of(hidden, head[...])
+        return (self.embedding if self.lm_head is None else self.lm_head).logits(hidden)
 
-    @staticmethod
-    def parts(config: ModelConfig) -> Iterator[Part]:
-        """Every tensor of the checkpoint, in order."""
+
+class GPT2Family:
+    """All sizes."""
+
+    model_type = "gpt2"
+    base_prefix = "transformer."
+    derived_tensors = r"\.attn\.(masked_)?bias$"
+
+    def read_config(self, read: ConfigReader) -> GPT2Config:
+        hidden_size = read.integer("n_embd", 768)
+        num_heads = read.integer("n_head", 12)
+        num_layers = read.integer("n_layer", 12)
+        head_dim = divide_into_heads(hidden_size, num_heads)
+        length = read.integer("n_positions", 1024)
+        if read.flag("add_cross_attention", False):
+            raise UnsupportedModelError("config.json: add_cross_attention=true is not supported.")
+        scale = head_dim**-0.5 if read.flag("scale_attn_weights", True) else 1.0
+        by_layer = read.flag("scale_attn_by_inverse_layer_idx", False)
+        return GPT2Config(
+            **read.common(),
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=head_dim,
+            intermediate_size=read.integer("n_inner", 4 * hidden_size),
+            max_position_embeddings=length,
+            tie_word_embeddings=read.flag("tie_word_embeddings", True),
+            norm_eps=read.number("layer_norm_epsilon", 1e-5),
+            activation=read.activation("activation_function", "gelu_new"),
+            attention_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(num_layers)),
+        )
+
+    def module(self, config: GPT2Config, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> GPT2LMHeadModel:
+        return GPT2LMHeadModel(config, dtype, rngs, collectives)
+
+    def tensors(self, config: GPT2Config) -> Iterator[Piece | TiedTensor]:
         hidden, inner, heads, dim = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
-        yield parts.as_is("transformer.wte.weight", "embedding", config.vocab_size, hidden)
-        yield parts.as_is("transformer.wpe.weight", "positions", config.num_learned_positions, hidden)
+        yield pieces.as_is("transformer.wte.weight", "embedding", config.vocab_size, hidden)
+        yield pieces.as_is("transformer.wpe.weight", "positions", config.max_position_embeddings, hidden)
         for i in range(config.num_layers):
             theirs, ours = f"transformer.h.{i}", f"layers.{i}"
-            yield from parts.layer_norm(f"{theirs}.ln_1", f"{ours}.attention_norm", hidden)
+            yield from pieces.layer_norm(f"{theirs}.ln_1", f"{ours}.attention_norm", hidden)
             attention = f"{theirs}.attn.c_attn"
             split = (3, heads, dim)
             weight_shape, qkv = (hidden, 3 * hidden), f"{ours}.attention.qkv"
-            yield Part(f"{attention}.weight", weight_shape, qkv, (hidden, *split), (0, 2, 1, 3))
-            yield Part(f"{attention}.bias", (3 * hidden,), f"{qkv}_bias", split, (1, 0, 2))
+            yield Piece(f"{attention}.weight", weight_shape, qkv, (hidden, *split), (0, 2, 1, 3))
+            yield Piece(f"{attention}.bias", (3 * hidden,), f"{qkv}_bias", split, (1, 0, 2))
             out = f"{ours}.attention.out"
-            yield Part(f"{theirs}.attn.c_proj.weight", (hidden, hidden), out, (heads, dim, hidden), (0, 1, 2))
-            yield parts.as_is(f"{theirs}.attn.c_proj.bias", f"{out}_bias", hidden)
-            yield from parts.layer_norm(f"{theirs}.ln_2", f"{ours}.mlp_norm", hidden)
-            yield parts.as_is(f"{theirs}.mlp.c_fc.weight", f"{ours}.mlp.up", hidden, inner)
-            yield parts.as_is(f"{theirs}.mlp.c_fc.bias", f"{ours}.mlp.up_bias", inner)
-            yield parts.as_is(f"{theirs}.mlp.c_proj.weight", f"{ours}.mlp.down", inner, hidden)
-            yield parts.as_is(f"{theirs}.mlp.c_proj.bias", f"{ours}.mlp.down_bias", hidden)
-        yield from parts.layer_norm("transformer.ln_f", "norm", hidden)
-        if not config.tie_word_embeddings:
-            yield parts.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)
+            yield Piece(f"{theirs}.attn.c_proj.weight", (hidden, hidden), out, (heads, dim, hidden), (0, 1, 2))
+            yield pieces.as_is(f"{theirs}.attn.c_proj.bias", f"{out}_bias", hidden)
+            yield from pieces.layer_norm(f"{theirs}.ln_2", f"{ours}.mlp_norm", hidden)
+            yield pieces.as_is(f"{theirs}.mlp.c_fc.weight", f"{ours}.mlp.up", hidden, inner)
+            yield pieces.as_is(f"{theirs}.mlp.c_fc.bias", f"{ours}.mlp.up_bias", inner)
+            yield pieces.as_is(f"{theirs}.mlp.c_proj.weight", f"{ours}.mlp.down", inner, hidden)
+            yield pieces.as_is(f"{theirs}.mlp.c_proj.bias", f"{ours}.mlp.down_bias", hidden)
+        yield from pieces.layer_norm("transformer.ln_f", "norm", hidden)
+        if config.tie_word_embeddings:
+            yield TiedTensor("lm_head.weight", "transformer.wte.weight")
+        else:
+            yield pieces.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)

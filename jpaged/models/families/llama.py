@@ -1,60 +1,78 @@
-"""The Llama family: Llama 2 and 3, Mistral, Qwen2, Qwen2.5 and Qwen3.
+"""The Llama family: Llama 2 and 3, Mistral, Ministral, Qwen2, Qwen2.5 and Qwen3.
 
-They differ in what `ModelConfig` says (biases, windows, RoPE, norms of queries and keys), not in structure.
+They differ in what `LlamaConfig` says (biases, windows, RoPE, norms of queries and keys), not in structure.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.models.collectives import ALONE, Collectives, Exchange, embedding_part
+from jpaged.models.collectives import Collectives, Exchange
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import Attend, Attention, GatedMLP, Normal, RMSNorm, logits_of, parameter, run_layers
-from jpaged.models.loading import parts
-from jpaged.models.loading.parts import Part
+from jpaged.models.config_reader import ConfigReader
+from jpaged.models.family import Attend
+from jpaged.models.layers import Attention, GatedMLP, run_layers
+from jpaged.models.linear import Embedding
+from jpaged.models.loading import pieces
+from jpaged.models.loading.pieces import Piece, TiedTensor
+from jpaged.models.norms import RMSNorm
 from jpaged.models.residual import Stream, begin
+from jpaged.models.rope import Rope, parse_rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """rope: the rotation of queries and keys.
+    norm_eps: of all norms.
+    activation: of the MLPs' gate.
+    qk_norm: queries and keys are RMS-normalised head by head before the rotation (Qwen3).
+    qkv_bias, output_bias, mlp_bias: which products have biases.
+    """
+
+    rope: Rope
+    norm_eps: float
+    activation: str
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
 
 
 class LlamaBlock(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        eps = config.norm_eps
-        self.attention_norm = RMSNorm(config.hidden_size, eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs)
-        self.query_norm = RMSNorm(config.head_dim, eps, dtype, rngs) if config.qk_norm else None
-        self.key_norm = RMSNorm(config.head_dim, eps, dtype, rngs) if config.qk_norm else None
-        self.mlp_norm = RMSNorm(config.hidden_size, eps, dtype, rngs)
-        self.mlp = GatedMLP(config, dtype, rngs)
+    def __init__(self, config: LlamaConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        hidden, dim, eps = config.hidden_size, config.head_dim, config.norm_eps
+        biases = {"qkv_bias": config.qkv_bias, "output_bias": config.output_bias}
+        self.attention_norm = RMSNorm(hidden, eps, dtype, rngs)
+        self.attention = Attention(config, layer, dtype, rngs, **biases)
+        self.query_norm = RMSNorm(dim, eps, dtype, rngs) if config.qk_norm else None
+        self.key_norm = RMSNorm(dim, eps, dtype, rngs) if config.qk_norm else None
+        self.mlp_norm = RMSNorm(hidden, eps, dtype, rngs)
+        self.mlp = GatedMLP(config, config.activation, dtype, rngs, bias=config.mlp_bias)
 
     def __call__(self, stream: Stream, cos: jax.Array, sin: jax.Array, attend: Attend) -> None:
         norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-        stream.add(*self.attention(stream.normed(self.attention_norm), attend, (cos, sin), norms))
-        stream.add(*self.mlp(stream.normed(self.mlp_norm)))
+        stream.add(self.attention(stream.normed(self.attention_norm), attend, (cos, sin), norms))
+        stream.add(self.mlp(stream.normed(self.mlp_norm), stream.backend))
 
 
 class LlamaForCausalLM(nnx.Module):
-    """config: of the family "llama". dtype: of the weights and of the residual stream.
+    """The arguments are those of `Family.module`."""
 
-    collectives: of the shards the model is split into; config is then one shard's (`sharding.shard_config`).
-    """
-
-    base_prefix = "model."
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives = ALONE) -> None:
-        if config.rope is None:
-            raise ValueError(f"{config.architecture} needs RoPE parameters.")
-        table, std = (config.vocab_size, config.hidden_size), config.hidden_size**-0.5
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
+        vocab, hidden = config.vocab_size, config.hidden_size
         self.rope = config.rope
         self.collectives = collectives
-        self.embedding = parameter(rngs, Normal(std), table, dtype, shard_axis=0)
+        self.embedding = Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
         self.layers = nnx.List(LlamaBlock(config, layer, dtype, rngs) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, rngs)
+        self.norm = RMSNorm(hidden, config.norm_eps, dtype, rngs)
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else parameter(rngs, Normal(std), table, dtype, shard_axis=0)
+        self.lm_head = None if tied else Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
 
     def __call__(
         self,
@@ -62,42 +80,131 @@ class LlamaForCausalLM(nnx.Module):
         positions: jax.Array,
         attend: Attend | list[Any],
         exchange: Exchange | None = None,
+        backend: str | None = "xla",
     ) -> jax.Array:
-        """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm."""
         cos, sin = self.rope.table(positions)
-        part = embedding_part(self.embedding[...], tokens, self.collectives)
-        stream = begin(part, self.collectives, exchange)
+        rows = self.embedding.lookup(tokens, self.collectives)
+        stream = begin(rows, self.collectives, exchange, backend)
         run_layers(self.layers, stream, (cos, sin), attend)
         return stream.normed(self.norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, hidden] -> float32 [R, vocab]."""
-        head = self.embedding if self.lm_head is None else self.lm_head
-        return logits_of(hidden, head[...])
+        return (self.embedding if self.lm_head is None else self.lm_head).logits(hidden)
 
-    @staticmethod
-    def parts(config: ModelConfig) -> Iterator[Part]:
-        """Every tensor of the checkpoint, in order."""
-        hidden, inner = config.hidden_size, config.intermediate_size
-        yield parts.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
+
+@dataclass(frozen=True)
+class LlamaFamily:
+    """One of the architectures. reads: its configuration."""
+
+    model_type: str
+    reads: Callable[[ConfigReader], LlamaConfig]
+
+    base_prefix = "model."
+    derived_tensors = r"rotary_emb\.inv_freq$"
+
+    def read_config(self, read: ConfigReader) -> LlamaConfig:
+        return self.reads(read)
+
+    def module(
+        self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
+    ) -> LlamaForCausalLM:
+        return LlamaForCausalLM(config, dtype, rngs, collectives)
+
+    def tensors(self, config: LlamaConfig) -> Iterator[Piece | TiedTensor]:
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
         for i in range(config.num_layers):
             theirs, ours = f"model.layers.{i}", f"layers.{i}"
-            yield parts.as_is(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.scale", hidden)
-            yield from parts.separate_qkv(f"{theirs}.self_attn", f"{ours}.attention", config)
-            yield from parts.output_projection(f"{theirs}.self_attn.o_proj", f"{ours}.attention", config)
+            yield pieces.as_is(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.scale", hidden)
+            yield from pieces.separate_qkv(f"{theirs}.self_attn", f"{ours}.attention", config, bias=config.qkv_bias)
+            yield from pieces.output_projection(
+                f"{theirs}.self_attn.o_proj", f"{ours}.attention", config, bias=config.output_bias
+            )
             if config.qk_norm:
-                yield parts.as_is(f"{theirs}.self_attn.q_norm.weight", f"{ours}.query_norm.scale", config.head_dim)
-                yield parts.as_is(f"{theirs}.self_attn.k_norm.weight", f"{ours}.key_norm.scale", config.head_dim)
-            yield parts.as_is(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.scale", hidden)
+                yield pieces.as_is(f"{theirs}.self_attn.q_norm.weight", f"{ours}.query_norm.scale", config.head_dim)
+                yield pieces.as_is(f"{theirs}.self_attn.k_norm.weight", f"{ours}.key_norm.scale", config.head_dim)
+            yield pieces.as_is(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.scale", hidden)
             for slot, name in enumerate(("gate_proj", "up_proj")):
                 weight, fused = f"{theirs}.mlp.{name}.weight", f"{ours}.mlp.gate_up"
-                yield Part(weight, (inner, hidden), fused, (1, inner, hidden), (2, 0, 1), (0, slot, 0))
-                if config.mlp_bias:
-                    bias = f"{theirs}.mlp.{name}.bias"
-                    yield Part(bias, (inner,), f"{fused}_bias", (1, inner), (0, 1), (slot, 0))
-            yield parts.transposed(f"{theirs}.mlp.down_proj.weight", f"{ours}.mlp.down", inner, hidden)
-            if config.mlp_bias:
-                yield parts.as_is(f"{theirs}.mlp.down_proj.bias", f"{ours}.mlp.down_bias", hidden)
-        yield parts.as_is("model.norm.weight", "norm.scale", hidden)
-        if not config.tie_word_embeddings:
-            yield parts.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)
+                yield Piece(weight, (inner, hidden), fused, (1, inner, hidden), (2, 0, 1), (0, slot, 0))
+                if bias:
+                    yield Piece(f"{theirs}.mlp.{name}.bias", (inner,), f"{fused}_bias", (1, inner), (0, 1), (slot, 0))
+            yield from pieces.linear(f"{theirs}.mlp.down_proj", f"{ours}.mlp.down", inner, hidden, bias=bias)
+        yield pieces.as_is("model.norm.weight", "norm.scale", hidden)
+        if config.tie_word_embeddings:
+            yield TiedTensor("lm_head.weight", "model.embed_tokens.weight")
+        else:
+            yield pieces.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)
+
+
+def _fields(read: ConfigReader, *, default_length: int = 2048, default_head_dim: int | None = None) -> dict[str, Any]:
+    """What all of the family spell alike."""
+    hidden_size = read.integer("hidden_size")
+    num_heads = read.integer("num_attention_heads")
+    head_dim = read.head_dim("head_dim", default_head_dim or hidden_size // num_heads)
+    rope, length = parse_rope(read.config, head_dim, read.integer("max_position_embeddings", default_length))
+    return read.common() | {
+        "hidden_size": hidden_size,
+        "num_layers": read.integer("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": read.integer("num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "intermediate_size": read.integer("intermediate_size"),
+        "max_position_embeddings": length,
+        "tie_word_embeddings": read.flag("tie_word_embeddings", False),
+        "rope": rope,
+        "norm_eps": read.number("rms_norm_eps", 1e-6),
+        "activation": read.activation("hidden_act", "silu"),
+    }
+
+
+def _read_llama(read: ConfigReader) -> LlamaConfig:
+    bias = read.flag("attention_bias", False)
+    return LlamaConfig(**_fields(read), qkv_bias=bias, output_bias=bias, mlp_bias=read.flag("mlp_bias", False))
+
+
+def _read_mistral(read: ConfigReader) -> LlamaConfig:
+    """Every layer has the window, whatever layer_types says, as in transformers."""
+    fields = _fields(read, default_length=131072)
+    window = read.optional_positive("sliding_window", 4096)
+    return LlamaConfig(**fields, layer_windows=(window,) * fields["num_layers"])
+
+
+def _read_ministral(read: ConfigReader) -> LlamaConfig:
+    """Mistral with layers of either kind."""
+    fields = _fields(read, default_length=131072)
+    num_layers = fields["num_layers"]
+    kinds = read.layer_kinds(num_layers) or ("sliding_attention",) * num_layers
+    return LlamaConfig(**fields, layer_windows=_windows(read.optional_positive("sliding_window", 4096), kinds))
+
+
+def _read_qwen2(read: ConfigReader) -> LlamaConfig:
+    fields = _fields(read, default_length=32768)
+    return LlamaConfig(**fields, qkv_bias=True, layer_windows=_qwen_windows(read, fields["num_layers"]))
+
+
+def _read_qwen3(read: ConfigReader) -> LlamaConfig:
+    fields = _fields(read, default_length=32768, default_head_dim=128)
+    bias = read.flag("attention_bias", False)
+    windows = _qwen_windows(read, fields["num_layers"])
+    return LlamaConfig(**fields, qk_norm=True, qkv_bias=bias, output_bias=bias, layer_windows=windows)
+
+
+def _qwen_windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    window = read.optional_positive("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
+    kinds = read.layer_kinds(num_layers)
+    if kinds is None:
+        first = read.number("max_window_layers", 28)
+        kinds = tuple("sliding_attention" if i >= first else "full_attention" for i in range(num_layers))
+    return _windows(window, kinds)
+
+
+def _windows(window: int | None, kinds: tuple[str, ...]) -> tuple[int | None, ...]:
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+LLAMA = LlamaFamily("llama", _read_llama)
+MISTRAL = LlamaFamily("mistral", _read_mistral)
+MINISTRAL = LlamaFamily("ministral", _read_ministral)
+QWEN2 = LlamaFamily("qwen2", _read_qwen2)
+QWEN3 = LlamaFamily("qwen3", _read_qwen3)

@@ -2,64 +2,85 @@
 norms after the residual sums."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.models.collectives import ALONE, Collectives, Exchange, embedding_part
+from jpaged.api.errors import UnsupportedModelError
+from jpaged.models.collectives import Collectives, Exchange
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import MLP, Attend, Attention, LayerNorm, Normal, logits_of, parameter, product, run_layers
-from jpaged.models.loading import parts
-from jpaged.models.loading.parts import Part
+from jpaged.models.config_reader import ConfigReader, divide_into_heads
+from jpaged.models.family import Attend
+from jpaged.models.layers import MLP, Attention, run_layers
+from jpaged.models.linear import Embedding, Linear
+from jpaged.models.loading import pieces
+from jpaged.models.loading.pieces import Piece, TiedTensor
+from jpaged.models.norms import LayerNorm
+from jpaged.models.parameters import Normal, parameter
 from jpaged.models.residual import Stream, begin
+
+_NORM_EPS = 1e-5
+_POSITION_OFFSET = 2
+"""The row of position 0 in the table of learned positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPTConfig(ModelConfig):
+    """activation: of the MLPs.
+    embedding_size: width of the token embedding; projected where it differs from hidden_size (350m).
+    pre_norm: norms stand before attention and MLP; False puts them after the residual sums (350m).
+    final_norm: a norm follows the last layer.
+    bias: all products of the layers have biases, or none has.
+    """
+
+    activation: str
+    embedding_size: int
+    pre_norm: bool
+    final_norm: bool
+    bias: bool
 
 
 class OPTBlock(nnx.Module):
     """One layer."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: OPTConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        hidden, bias = config.hidden_size, config.bias
         self.pre_norm = config.pre_norm
-        self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs)
-        self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype, rngs)
-        self.mlp = MLP(config, dtype, rngs)
+        self.attention_norm = LayerNorm(hidden, _NORM_EPS, dtype, rngs)
+        self.attention = Attention(config, layer, dtype, rngs, qkv_bias=bias, output_bias=bias)
+        self.mlp_norm = LayerNorm(hidden, _NORM_EPS, dtype, rngs)
+        self.mlp = MLP(config, config.activation, dtype, rngs, bias=bias)
 
     def __call__(self, stream: Stream, attend: Attend) -> None:
         if self.pre_norm:
-            stream.add(*self.attention(stream.normed(self.attention_norm), attend))
-            stream.add(*self.mlp(stream.normed(self.mlp_norm)))
+            stream.add(self.attention(stream.normed(self.attention_norm), attend))
+            stream.add(self.mlp(stream.normed(self.mlp_norm)))
             return
-        stream.add(*self.attention(stream.value(), attend))
-        stream.x = stream.normed(self.attention_norm)
-        stream.add(*self.mlp(stream.value()))
-        stream.x = stream.normed(self.mlp_norm)
+        stream.add(self.attention(stream.value(), attend))
+        stream.replace(stream.normed(self.attention_norm))
+        stream.add(self.mlp(stream.value()))
+        stream.replace(stream.normed(self.mlp_norm))
 
 
 class OPTForCausalLM(nnx.Module):
-    """config: of the family "opt". dtype: of the weights and of the residual stream.
+    """The arguments are those of `Family.module`."""
 
-    collectives: of the shards the model is split into; config is then one shard's (`sharding.shard_config`).
-    """
-
-    base_prefix = "model."
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives = ALONE) -> None:
-        hidden, width = config.hidden_size, config.embedding_size
+    def __init__(self, config: OPTConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
+        vocab, hidden, width = config.vocab_size, config.hidden_size, config.embedding_size
         std = width**-0.5
-        self.position_offset = config.position_offset
+        num_positions = config.max_position_embeddings + _POSITION_OFFSET
         self.collectives = collectives
-        table = (config.vocab_size, width)
-        self.embedding = parameter(rngs, Normal(std), table, dtype, shard_axis=0)
-        self.positions = parameter(rngs, Normal(std), (config.num_learned_positions, hidden), dtype)
+        self.embedding = Embedding(vocab, width, std, dtype, rngs)
+        self.positions = parameter(rngs, Normal(std), (num_positions, hidden), dtype)
         projected = width != hidden
-        self.project_in = parameter(rngs, Normal(width**-0.5), (width, hidden), dtype) if projected else None
-        self.project_out = parameter(rngs, Normal(hidden**-0.5), (hidden, width), dtype) if projected else None
+        self.project_in = Linear((width,), (hidden,), width**-0.5, dtype, rngs) if projected else None
+        self.project_out = Linear((hidden,), (width,), hidden**-0.5, dtype, rngs) if projected else None
         self.layers = nnx.List(OPTBlock(config, layer, dtype, rngs) for layer in range(config.num_layers))
-        self.norm = LayerNorm(hidden, config.norm_eps, dtype, rngs) if config.final_norm else None
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else parameter(rngs, Normal(std), table, dtype, shard_axis=0)
+        self.norm = LayerNorm(hidden, _NORM_EPS, dtype, rngs) if config.final_norm else None
+        self.lm_head = None if config.tie_word_embeddings else Embedding(vocab, width, std, dtype, rngs)
 
     def __call__(
         self,
@@ -67,44 +88,80 @@ class OPTForCausalLM(nnx.Module):
         positions: jax.Array,
         attend: Attend | list[Any],
         exchange: Exchange | None = None,
+        backend: str | None = "xla",
     ) -> jax.Array:
-        """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm if any."""
-        part = embedding_part(self.embedding[...], tokens, self.collectives)
-        if self.project_in is not None:  # linear, so that the parts' products add up as well
-            part = product("tw,wh->th", part, self.project_in)
-        stream = begin(part, self.collectives, exchange, self.positions[...][positions + self.position_offset])
+        rows = self.embedding.lookup(tokens, self.collectives)
+        if self.project_in is not None:  # linear, so that the products of the shards' terms add up as well
+            rows = self.project_in(rows)
+        learned = self.positions[...][positions + _POSITION_OFFSET]
+        stream = begin(rows, self.collectives, exchange, backend, learned)
         run_layers(self.layers, stream, (), attend)
         return stream.value() if self.norm is None else stream.normed(self.norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, hidden] -> float32 [R, vocab]."""
         if self.project_out is not None:
-            hidden = product("rh,hw->rw", hidden, self.project_out)
-        head = self.embedding if self.lm_head is None else self.lm_head
-        return logits_of(hidden, head[...])
+            hidden = self.project_out(hidden)
+        return (self.embedding if self.lm_head is None else self.lm_head).logits(hidden)
 
-    @staticmethod
-    def parts(config: ModelConfig) -> Iterator[Part]:
-        """Every tensor of the checkpoint, in order."""
+
+class OPTFamily:
+    """All sizes."""
+
+    model_type = "opt"
+    base_prefix = "model."
+    derived_tensors = ""
+
+    def read_config(self, read: ConfigReader) -> OPTConfig:
+        hidden_size = read.integer("hidden_size")
+        num_heads = read.integer("num_attention_heads")
+        length = read.integer("max_position_embeddings", 2048)
+        bias = read.flag("enable_bias", True)
+        pre_norm = read.flag("do_layer_norm_before", True)
+        if not read.flag("layer_norm_elementwise_affine", True):
+            raise UnsupportedModelError("config.json: layer_norm_elementwise_affine=false is not supported.")
+        return OPTConfig(
+            **read.common(),
+            hidden_size=hidden_size,
+            num_layers=read.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=divide_into_heads(hidden_size, num_heads),
+            intermediate_size=read.integer("ffn_dim"),
+            max_position_embeddings=length,
+            tie_word_embeddings=read.flag("tie_word_embeddings", True),
+            activation=read.activation("activation_function", "relu"),
+            embedding_size=read.integer("word_embed_proj_dim", hidden_size),
+            pre_norm=pre_norm,
+            final_norm=pre_norm and not read.flag("_remove_final_layer_norm", False),
+            bias=bias,
+        )
+
+    def module(self, config: OPTConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> OPTForCausalLM:
+        return OPTForCausalLM(config, dtype, rngs, collectives)
+
+    def tensors(self, config: OPTConfig) -> Iterator[Piece | TiedTensor]:
         hidden, inner, width = config.hidden_size, config.intermediate_size, config.embedding_size
-        decoder = "model.decoder"
-        yield parts.as_is(f"{decoder}.embed_tokens.weight", "embedding", config.vocab_size, width)
-        yield parts.as_is(f"{decoder}.embed_positions.weight", "positions", config.num_learned_positions, hidden)
+        decoder, bias = "model.decoder", config.bias
+        num_positions = config.max_position_embeddings + _POSITION_OFFSET
+        yield pieces.as_is(f"{decoder}.embed_tokens.weight", "embedding", config.vocab_size, width)
+        yield pieces.as_is(f"{decoder}.embed_positions.weight", "positions", num_positions, hidden)
         if width != hidden:
-            yield parts.transposed(f"{decoder}.project_in.weight", "project_in", width, hidden)
-            yield parts.transposed(f"{decoder}.project_out.weight", "project_out", hidden, width)
+            yield pieces.transposed(f"{decoder}.project_in.weight", "project_in", width, hidden)
+            yield pieces.transposed(f"{decoder}.project_out.weight", "project_out", hidden, width)
         for i in range(config.num_layers):
             theirs, ours = f"{decoder}.layers.{i}", f"layers.{i}"
-            yield from parts.layer_norm(f"{theirs}.self_attn_layer_norm", f"{ours}.attention_norm", hidden)
-            yield from parts.separate_qkv(f"{theirs}.self_attn", f"{ours}.attention", config)
-            yield from parts.output_projection(f"{theirs}.self_attn.out_proj", f"{ours}.attention", config)
-            yield from parts.layer_norm(f"{theirs}.final_layer_norm", f"{ours}.mlp_norm", hidden)
-            yield parts.transposed(f"{theirs}.fc1.weight", f"{ours}.mlp.up", hidden, inner)
-            yield parts.transposed(f"{theirs}.fc2.weight", f"{ours}.mlp.down", inner, hidden)
-            if config.mlp_bias:
-                yield parts.as_is(f"{theirs}.fc1.bias", f"{ours}.mlp.up_bias", inner)
-                yield parts.as_is(f"{theirs}.fc2.bias", f"{ours}.mlp.down_bias", hidden)
+            yield from pieces.layer_norm(f"{theirs}.self_attn_layer_norm", f"{ours}.attention_norm", hidden)
+            yield from pieces.separate_qkv(f"{theirs}.self_attn", f"{ours}.attention", config, bias=bias)
+            yield from pieces.output_projection(f"{theirs}.self_attn.out_proj", f"{ours}.attention", config, bias=bias)
+            yield from pieces.layer_norm(f"{theirs}.final_layer_norm", f"{ours}.mlp_norm", hidden)
+            yield pieces.transposed(f"{theirs}.fc1.weight", f"{ours}.mlp.up", hidden, inner)
+            yield pieces.transposed(f"{theirs}.fc2.weight", f"{ours}.mlp.down", inner, hidden)
+            if bias:
+                yield pieces.as_is(f"{theirs}.fc1.bias", f"{ours}.mlp.up_bias", inner)
+                yield pieces.as_is(f"{theirs}.fc2.bias", f"{ours}.mlp.down_bias", hidden)
         if config.final_norm:
-            yield from parts.layer_norm(f"{decoder}.final_layer_norm", "norm", hidden)
-        if not config.tie_word_embeddings:
-            yield parts.as_is("lm_head.weight", "lm_head", config.vocab_size, width)
+            yield from pieces.layer_norm(f"{decoder}.final_layer_norm", "norm", hidden)
+        if config.tie_word_embeddings:
+            yield TiedTensor("lm_head.weight", f"{decoder}.embed_tokens.weight")
+        else:
+            yield pieces.as_is("lm_head.weight", "lm_head", config.vocab_size, width)

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jpaged.api.errors import CheckpointError, InvalidParameterError
-from jpaged.models.config import read_json
+from jpaged.models.config_reader import read_json
 from jpaged.models.loading import orbax_checkpoint, safetensors_file
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model, Weights, resolve_dtype
@@ -25,10 +25,7 @@ LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# Buffers that older versions of transformers saved; they hold nothing that config.json does not say.
-_DERIVED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias)$")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_HEAD = "lm_head.weight"
 
 
 def load(
@@ -135,37 +132,41 @@ def _find_sharded(directory: Path) -> dict[str, StoredTensor]:
 
 
 def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTensor]:
-    """Which stored tensor fills which of `model.parts`; by index, in the order of the files.
+    """Which stored tensor fills which of `model.pieces`; by index, in the order of the files.
 
     Raises CheckpointError when one is missing, doubled, of another shape, or has no place.
     """
-    wanted = {part.tensor: index for index, part in enumerate(model.parts)}
+    wanted = {piece.tensor: index for index, piece in enumerate(model.pieces)}
+    tied = {tensor.tensor: tensor for tensor in model.tied_tensors}
     # A checkpoint of the bare body, such as GPT-2's own, leaves the prefix out.
     bare = not any(name.startswith(model.base_prefix) for name in found)
+    full_names = {model.base_prefix + name if bare and name not in {*wanted, *tied} else name: name for name in found}
     matched: dict[int, StoredTensor] = {}
     unexpected: list[StoredTensor] = []
-    for name, tensor in found.items():
-        full = model.base_prefix + name if bare and name != _HEAD else name
+    for full, name in full_names.items():
         if full in wanted:
-            matched[wanted[full]] = tensor
-        elif full == _HEAD and model.config.tie_word_embeddings:
-            _check_tied(model, tensor, found)
-        elif not _DERIVED.search(full):
-            unexpected.append(tensor)
-    missing = [part.tensor for index, part in enumerate(model.parts) if index not in matched]
+            matched[wanted[full]] = found[name]
+        elif full in tied:
+            equals = full_names.get(tied[full].equals)
+            if equals is not None:  # or it is missed below
+                _check_tied(found[name], found[equals])
+        elif not (model.derived_tensors and re.search(model.derived_tensors, full)):
+            unexpected.append(found[name])
+    missing = [piece for index, piece in enumerate(model.pieces) if index not in matched]
     directory = next(iter(found.values())).path.parent if found else "The checkpoint, which holds no tensor,"
     if missing:
         hint = "download the checkpoint again, or correct its config.json"
-        if missing == [_HEAD]:
+        head = {model.parameter_names[index] for index in model.head_indices}
+        if all(piece.parameter in head for piece in missing) and not model.config.tie_word_embeddings:
             hint = 'set "tie_word_embeddings": true in its config.json if the model shares the embedding'
-        raise CheckpointError(f"{directory} lacks {_listed(missing)}; {hint}.")
+        raise CheckpointError(f"{directory} lacks {_listed([piece.tensor for piece in missing])}; {hint}.")
     if unexpected:
         raise CheckpointError(
             f"{unexpected[0].path} holds {_listed([tensor.name for tensor in unexpected])}, for which a"
             f" {model.config.architecture} with this config.json has no place; correct config.json, or remove them."
         )
     for index, tensor in matched.items():
-        expected = model.parts[index].shape
+        expected = model.pieces[index].shape
         if tensor.shape != expected:
             raise CheckpointError(
                 f"{tensor.path}: tensor {tensor.name!r} has shape {tensor.shape}, config.json implies {expected};"
@@ -175,12 +176,8 @@ def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTenso
     return matched
 
 
-def _check_tied(model: Model, head: StoredTensor, found: dict[str, StoredTensor]) -> None:
+def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
     """A stored head of a tied model must be the embedding itself; loading either would be wrong otherwise."""
-    name = model.parts[0].tensor
-    embedding = found.get(name) or found.get(name.removeprefix(model.base_prefix))
-    if embedding is None:
-        return
     same = embedding.shape == head.shape and embedding.type_name == head.type_name
     if same and (embedding.path, embedding.offset) != (head.path, head.offset):
         step = 1 << 24
@@ -192,7 +189,7 @@ def _check_tied(model: Model, head: StoredTensor, found: dict[str, StoredTensor]
                 same = same and one.read(size) == other.read(size)
     if not same:
         raise CheckpointError(
-            f'{head.path}: {_HEAD!r} differs from {embedding.name!r}, but config.json says "tie_word_embeddings":'
+            f'{head.path}: {head.name!r} differs from {embedding.name!r}, but config.json says "tie_word_embeddings":'
             " true; set it to false to use the head."
         )
 
@@ -213,13 +210,13 @@ def _stream(
     weights: list[jax.Array | None] = [None] * len(position)
     done = 0
     for index, tensor in stored.items():
-        part = model.parts[index]
-        i = position[part.parameter]
+        piece = model.pieces[index]
+        i = position[piece.parameter]
         target = weights[i]
         if target is None:
             leaf = model.abstract_weights[i]
             target = jnp.zeros(leaf.shape, leaf.dtype, device=device)
-        weights[i] = part.place(target, jax.device_put(tensor.read(), device)).block_until_ready()
+        weights[i] = piece.place(target, jax.device_put(tensor.read(), device)).block_until_ready()
         done += tensor.num_bytes
         progress(done, total)
     return tuple(weight for weight in weights if weight is not None)
@@ -241,10 +238,10 @@ def save_pretrained(
     by_name = dict(zip(model.parameter_names, weights, strict=True))
 
     def tensors() -> Iterator[np.ndarray]:
-        for part in model.parts:
-            yield np.asarray(part.take(by_name[part.parameter]).astype(kept))
+        for piece in model.pieces:
+            yield np.asarray(piece.take(by_name[piece.parameter]).astype(kept))
 
-    layout = {part.tensor: part.shape for part in model.parts}
+    layout = {piece.tensor: piece.shape for piece in model.pieces}
     safetensors_file.write(directory / SINGLE_NAME, layout, np.dtype(kept), tensors())
     config: dict[str, Any] = dict(model.config.source)
     config.pop("dtype", None)

@@ -4,9 +4,10 @@
       config.json, tokenizer.json, ...     as in the Hugging Face layout
       params/                              an Orbax checkpoint of the parameters (PyTree or Standard)
 
-Parameters have the names of `Model.parameter_names`, nested at the dots: {"layers": {"0": {"attention": ...}}}. That
-is what `ocp.StandardCheckpointer().save(path, nnx.state(module, nnx.Param))` writes, as well as `nnx.to_pure_dict` of
-it; a tree that holds more, such as an optimizer's state, keeps them under "params" or "model".
+Parameters have the names of `Model.parameter_names`, nested at the dots: {"layers": {"0": {"attention": ...}}}. The
+names of the Flax module's own tree (`Model.module_paths`) are read too, which a training job writes by
+`ocp.StandardCheckpointer().save(path, nnx.state(module, nnx.Param))`, or of `nnx.to_pure_dict` of that. A tree that
+holds more, such as an optimizer's state, keeps the parameters under "params" or "model".
 
 A device reads what it needs of each array and no more: `convert` stores arrays in chunks along the axis that tensor
 parallelism splits. Padding and copies of key-value heads (`sharding`) are made after reading.
@@ -24,8 +25,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jpaged.api.errors import CheckpointError, InvalidParameterError, OutputError
-from jpaged.models.config import read_json
-from jpaged.models.loading.parts import repeat_kv_heads
+from jpaged.models.config_reader import read_json
+from jpaged.models.loading.pieces import repeat_kv_heads
 from jpaged.models.model import Model, Weights
 
 PARAMS = "params"
@@ -117,10 +118,12 @@ def load_sharded(
     """
     copies = shard.config.kv_head_copies
     shardings, shapes = [], []
-    for whole, leaf, name in zip(model.abstract_weights, stored, model.parameter_names, strict=True):
-        repeated = copies > 1 and _is_qkv(name)
+    for whole, leaf, axis, by_head in zip(
+        model.abstract_weights, stored, model.shard_axes, model.holds_kv_heads, strict=True
+    ):
+        repeated = copies > 1 and by_head
         # Shards that share key-value heads read them together; who gets which is settled below.
-        shardings.append(_grouped(mesh, model.config.num_kv_heads, whole.shape) if repeated else leaf.sharding)
+        shardings.append(_grouped(mesh, whole.shape, axis) if repeated and axis is not None else leaf.sharding)
         shapes.append(None if repeated or leaf.shape == whole.shape else leaf.shape)
     weights = _restore(model, directory, shardings, shapes)
     return tuple(
@@ -163,15 +166,17 @@ def _keys(model: Model, path: Path, metadata: Any) -> list[tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for place in shapes:
         found[".".join(place[:-1] if place[-1] == "value" else place)] = place
-    roots = [root for root in _ROOTS if f"{root}.{model.parameter_names[0]}" in found]
-    prefix = f"{roots[0]}." if roots else ""
-    missing = [name for name in model.parameter_names if prefix + name not in found]
+    spellings = [model.parameter_names, tuple(".".join(map(str, path)) for path in model.module_paths)]
+    roots = ("", *(f"{root}." for root in _ROOTS))
+    candidates = [tuple(root + name for name in names) for names in spellings for root in roots]
+    names = max(candidates, key=lambda names: sum(name in found for name in names))
+    missing = [name for name, there in zip(model.parameter_names, names, strict=True) if there not in found]
     if missing:
         raise CheckpointError(
             f"{path} lacks parameter {missing[0]!r} ({len(missing)} in all) of a {model.config.architecture} with this"
             f" config.json; it has {', '.join(list(found)[:3])}, ... See `Model.parameter_names`."
         )
-    keys = [found[prefix + name] for name in model.parameter_names]
+    keys = [found[name] for name in names]
     for name, leaf, key in zip(model.parameter_names, model.abstract_weights, keys, strict=True):
         shape = shapes[key]
         if shape != leaf.shape:
@@ -200,16 +205,12 @@ def _from_keys(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
     return tree
 
 
-def _is_qkv(name: str) -> bool:
-    return name.endswith(("attention.qkv", "attention.qkv_bias"))
-
-
-def _grouped(mesh: Mesh, kv_heads: int, shape: tuple[int, ...]) -> NamedSharding:
-    """The kv_heads axis (the third from the end) over as many groups of devices as divide it."""
-    groups = gcd(kv_heads, mesh.size)
+def _grouped(mesh: Mesh, shape: tuple[int, ...], axis: int) -> NamedSharding:
+    """The key-value heads, which are along this axis, over as many groups of devices as divide them."""
+    groups = gcd(shape[axis], mesh.size)
     grouped = Mesh(np.asarray(mesh.devices).reshape(groups, -1), ("group", "member"))
     spec: list[str | None] = [None] * len(shape)
-    spec[len(shape) - 3] = "group"
+    spec[axis] = "group"
     return NamedSharding(grouped, PartitionSpec(*spec))
 
 

@@ -16,7 +16,7 @@ from jpaged.executor.sampling import logprobs, sampler
 from jpaged.executor.sampling import records as sampling_records
 from jpaged.executor.sampling import state as sampling_state
 from jpaged.models.collectives import Collectives
-from jpaged.pallas_kernels.sample_reference import lowest_kept
+from jpaged.pallas_kernels.sample_tokens.reference import lowest_kept
 
 VOCAB = 40
 SLOTS = 40
@@ -720,7 +720,7 @@ def test_too_many_stop_tokens_are_refused():
 def test_only_where_a_kernel_draws_for_the_whole_vocabulary_does_one_program_serve_two_variants(monkeypatch):
     own = {variant: variant for variant in SamplingVariant}
     shared = {**own, SAMPLING: TRUNCATED}
-    for backend, shards, expected in (("xla", 1, own), ("mosaic", 1, shared), ("mosaic", 2, own)):
+    for backend, shards, expected in (("xla", 1, own), ("hopper", 1, shared), ("hopper", 2, own)):
         monkeypatch.setattr(sampler, "sample_tokens_backend", lambda vocab_size, backend=backend: backend)
         collectives = Collectives(shards, "model" if shards > 1 else None)
         assert {v: sampler.program_variant(v, VOCAB, collectives) for v in SamplingVariant} == expected

@@ -27,7 +27,7 @@ def linked_hoppers(monkeypatch):
     def unsupported(hidden, dtype, num_devices):
         return "rows do not fit" if hidden > 8192 else "not of 16 bits" if dtype == "float32" else None
 
-    monkeypatch.setattr(one_shot, "device_runs_mosaic", lambda: True)
+    monkeypatch.setattr(one_shot, "runs_here", lambda backend: True)
     monkeypatch.setattr(one_shot, "all_reduce_unsupported", unsupported)
     monkeypatch.setattr(one_shot, "_are_linked", lambda gpus: True)
 
@@ -35,7 +35,7 @@ def linked_hoppers(monkeypatch):
 def test_linked_hopper_gpus_take_the_kernel_up_to_what_was_measured_on_so_many_or_what_is_asked():
     assert one_shot_rows(None, None, shard(), mesh()) == 8192
     assert one_shot_rows(None, None, shard(), mesh(4)) == 256
-    assert one_shot_rows(None, "mosaic", shard(), mesh(8)) == 64
+    assert one_shot_rows(None, "hopper", shard(), mesh(8)) == 64
     for rows in (0, 512, 8192):
         assert one_shot_rows(rows, None, shard(), mesh()) == rows
 
@@ -101,7 +101,7 @@ def test_one_device_adds_nothing():
 )
 def test_what_the_kernel_cannot_do_is_left_to_xla_and_refused_where_asked_for(monkeypatch, name, given, reason):
     if name == "older":
-        monkeypatch.setattr(one_shot, "device_runs_mosaic", lambda: False)
+        monkeypatch.setattr(one_shot, "runs_here", lambda backend: False)
     if name == "apart":
         monkeypatch.setattr(one_shot, "_are_linked", lambda gpus: False)
     if name == "several processes":

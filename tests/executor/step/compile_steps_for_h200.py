@@ -38,8 +38,8 @@ from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh, Specs
 from jpaged.executor.start.compilation import Compiler
 from jpaged.models import ModelConfig, build
-from jpaged.pallas_kernels import backends
-from jpaged.pallas_kernels.gated_product import LEAST_ROWS
+from jpaged.pallas_kernels import devices
+from jpaged.pallas_kernels.gated_product.hopper_tiling import LEAST_ROWS
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -115,7 +115,7 @@ def held_bytes(compiler: Compiler) -> int:
 
 def main() -> None:
     jax.default_backend = lambda: "gpu"  # what decides which options XLA gets ...
-    backends.device_runs_mosaic = lambda: True  # ... and which kernels are chosen
+    devices.default_device = lambda: devices.Device("gpu", (9, 0))  # ... and which kernels are chosen
     mesh = H200()
     model = build(ModelConfig.from_dict(MODEL), "auto")
     compiler = Compiler(model, CONFIG, model.dtype, mesh)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.pallas_kernels.gated_product import LEAST_ROWS
-from tests.pallas_kernels.test_mosaic_compile import missing_compiler
+from jpaged.pallas_kernels.gated_product.hopper_tiling import LEAST_ROWS
+from tests.pallas_kernels.test_hopper_compile import missing_compiler
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))

@@ -23,8 +23,8 @@ from jpaged.executor.step.packing import PackedLayout
 from jpaged.executor.step.runner import Runner
 from jpaged.executor.step.state import initial_slot_state
 from jpaged.models import Model, ModelConfig, build, dense_causal_attend
-from jpaged.pallas_kernels import backends
-from jpaged.pallas_kernels.gated_product import LEAST_ROWS
+from jpaged.pallas_kernels import devices, registry
+from jpaged.pallas_kernels.gated_product.hopper_tiling import LEAST_ROWS
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.xdist_group("programs")  # one worker, which compiles once
@@ -229,12 +229,12 @@ def test_an_executable_refuses_another_shape_instead_of_compiling(programs):
         update(initial_slot_state(CONFIG), sampling_state.init_state(CONFIG.max_num_seqs), np.zeros((3,), np.int32))
 
 
-@pytest.mark.skipif(backends.mosaic_missing() is not None, reason=str(backends.mosaic_missing()))
-@pytest.mark.parametrize(("kernel_backend", "has_kernel"), [(None, True), ("mosaic", True), ("xla", False)])
+@pytest.mark.skipif(registry.missing("hopper") is not None, reason=str(registry.missing("hopper")))
+@pytest.mark.parametrize(("kernel_backend", "has_kernel"), [(None, True), ("hopper", True), ("xla", False)])
 def test_bodies_of_many_rows_have_the_kernel_of_gate_and_up_unless_the_backend_is_xla(
     monkeypatch, kernel_backend, has_kernel
 ):
-    monkeypatch.setattr(backends, "device_runs_mosaic", lambda: True)
+    monkeypatch.setattr(devices, "default_device", lambda: devices.Device("gpu", (9, 0)))
     model = build(ModelConfig.from_dict(tiny_model("llama-gqa-d64-tied").config), "bfloat16")
     shapes = {"block_size": 16, "decode_buckets": (4, LEAST_ROWS), "max_num_seqs": LEAST_ROWS}
     config = replace(CONFIG, **shapes, token_buckets=(LEAST_ROWS,), kernel_backend=kernel_backend)

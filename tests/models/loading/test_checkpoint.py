@@ -218,7 +218,7 @@ def test_loading_holds_the_weights_and_no_more_than_two_tensors(tmp_path: Path) 
         "num_hidden_layers": 8,
     }
     model = models.build(models.ModelConfig.from_dict(config), "bfloat16")
-    layout = {part.tensor: part.shape for part in model.parts}
+    layout = {piece.tensor: piece.shape for piece in model.pieces}
     write(
         tmp_path / SINGLE,
         layout,

@@ -1,0 +1,149 @@
+"""Reads the entries of a config.json; what is wrong with one is an error that names it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jpaged.api.checks import LARGEST_FLOAT32, is_number
+from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
+
+_LARGEST_INTEGER = 2**31 - 1
+_LARGEST_HEAD_DIM = 4096
+_ACTIVATIONS = {
+    "silu": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""Hugging Face's names of activations, and those of `pallas_kernels`."""
+
+
+class ConfigReader:
+    """Entries of a config.json.
+
+    architecture: the one of its "architectures" that is read. config: all entries.
+    """
+
+    def __init__(self, architecture: str, config: Mapping[str, Any]) -> None:
+        self.architecture = architecture
+        self.config = config
+
+    def common(self) -> dict[str, Any]:
+        """Those fields of a `ModelConfig` that every family's config.json spells alike."""
+        vocab_size = self.integer("vocab_size")
+        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        return {
+            "architecture": self.architecture,
+            "vocab_size": vocab_size,
+            "bos_token_id": self.optional_integer("bos_token_id"),
+            "pad_token_id": self.optional_integer("pad_token_id"),
+            "eos_token_ids": tuple(token for token in self._eos_token_ids() if 0 <= token < vocab_size),
+            "dtype": str(dtype).removeprefix("torch.") if dtype else None,
+            "source": dict(self.config),
+        }
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer; null counts as missing, as in transformers."""
+        value = self.config.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"config.json: {name!r} is missing.")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"config.json: {name!r} must be a positive integer, got {shown(value)}.")
+        if value > _LARGEST_INTEGER:
+            raise CheckpointError(f"config.json: {name!r} must be at most {_LARGEST_INTEGER}, got {shown(value)}.")
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        value = self.config.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise CheckpointError(f"config.json: {name!r} must be an integer or null, got {shown(value)}.")
+        return value
+
+    def optional_positive(self, name: str, default: int) -> int | None:
+        """A positive integer, or None for an explicit null."""
+        if self.config.get(name, default) is None:
+            return None
+        return self.integer(name, default)
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number from 0 up."""
+        value = self.config.get(name, default)
+        if not is_number(value) or not 0 <= value <= LARGEST_FLOAT32:
+            raise CheckpointError(f"config.json: {name!r} must be a number from 0 up, got {shown(value)}.")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.config.get(name, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {name!r} must be true or false, got {shown(value)}.")
+        return value
+
+    def activation(self, name: str, default: str) -> str:
+        """An activation, by its name in `pallas_kernels.gated_product.ACTIVATIONS`."""
+        value = self.config.get(name, default)
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"config.json: activation {shown(value)} is not supported; supported: {', '.join(_ACTIVATIONS)}."
+            )
+        return _ACTIVATIONS[value]
+
+    def head_dim(self, name: str, default: int) -> int:
+        """The size of a head."""
+        value = self.integer(name, default)
+        if value > _LARGEST_HEAD_DIM:
+            raise UnsupportedModelError(
+                f"config.json: heads of {value} are not supported; at most {_LARGEST_HEAD_DIM} are."
+            )
+        return value
+
+    def layer_kinds(self, num_layers: int) -> tuple[str, ...] | None:
+        """ "layer_types": for each layer "full_attention" or "sliding_attention"; None where it is not said."""
+        kinds = self.config.get("layer_types")
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
+            raise CheckpointError(f"config.json: layer_types must list {num_layers} layers, got {shown(kinds)}.")
+        for kind in kinds:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise UnsupportedModelError(
+                    f"config.json: layer type {kind!r} is not supported; supported: full_attention, sliding_attention."
+                )
+        return tuple(kinds)
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        value = self.config.get("eos_token_id")
+        values = () if value is None else value if isinstance(value, list | tuple) else (value,)
+        if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+            raise CheckpointError(
+                f"config.json: eos_token_id must be an integer or a list of them, got {shown(value)}."
+            )
+        return tuple(values)
+
+
+def divide_into_heads(hidden_size: int, num_heads: int) -> int:
+    """The size of a head where heads divide the hidden size between them."""
+    if hidden_size % num_heads:
+        raise CheckpointError(
+            f"config.json: the hidden size ({hidden_size}) must be a multiple of the number of heads ({num_heads})."
+        )
+    return hidden_size // num_heads
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint; CheckpointError when it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist; a checkpoint directory in the Hugging Face layout must have it."
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download or write it again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}.")
+    return value

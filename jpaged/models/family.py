@@ -1,0 +1,105 @@
+"""The contract of a model family: how config.json becomes a configuration, a Flax module, and a map of its checkpoint.
+
+`jpaged.models.register` makes a family known. docs/adding_a_model.md adds one in a file outside this package.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpaged.models.collectives import Collectives, Exchange
+from jpaged.models.config_reader import ConfigReader
+from jpaged.models.loading.pieces import Piece, TiedTensor
+
+Config = TypeVar("Config")
+"""A family's configuration: a frozen dataclass derived from `ModelConfig`."""
+
+
+class Attend(Protocol):
+    """What a layer calls for attention; the caller decides where keys and values live.
+
+    qkv: [T, kv_heads, group + 2, head_dim]: of each key-value head the queries that read it, its key, its value.
+        `rotation`, `norms` and `norm_eps` make them what attention takes: see `pallas_kernels.split_qkv`, which does
+        just that.
+    scale: multiplies the product of query and key.
+    sliding_window: tokens that a query sees, itself included; None for all before it.
+    Returns [T, heads, head_dim].
+    """
+
+    def __call__(
+        self,
+        qkv: jax.Array,
+        *,
+        rotation: tuple[jax.Array, jax.Array] | None,
+        norms: tuple[jax.Array, jax.Array] | None,
+        norm_eps: float,
+        scale: float,
+        sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+        alibi_slopes: jax.Array | None = None,
+    ) -> jax.Array: ...
+
+
+class CausalLM(Protocol):
+    """A family's module, a `flax.nnx.Module`. Its parameters are made by `parameters.parameter`, as those of `Linear`,
+    `Embedding` and the norms are.
+    """
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend | list[Any],
+        exchange: Exchange | None = None,
+        backend: str | None = "xla",
+    ) -> jax.Array:
+        """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm if any.
+
+        attend: one for all layers, or a list of one a layer, which `layers.run_layers` updates.
+        exchange: of shards, for sums by the one-shot kernel (`residual.begin`).
+        backend: of products that have kernels (`Linear.gated`).
+        """
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [R, hidden] -> float32 [R, vocab]; a shard's part of the vocabulary from a shard."""
+
+
+class Family(Protocol[Config]):
+    """What `register` takes.
+
+    model_type: config.json's "model_type", which stands in for missing "architectures".
+    base_prefix: what the names of a checkpoint begin with; checkpoints of the bare body leave it out.
+    derived_tensors: a regular expression that finds names of stored tensors that hold no weights, such as causal masks,
+        and are left unread; "" for none.
+    """
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def base_prefix(self) -> str: ...
+
+    @property
+    def derived_tensors(self) -> str: ...
+
+    def read_config(self, read: ConfigReader, /) -> Config:
+        """The configuration in a config.json.
+
+        Raises:
+            UnsupportedModelError: it asks for a feature that the family does not implement.
+            CheckpointError: a needed entry is missing or of the wrong type.
+        """
+
+    def module(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives, /) -> CausalLM:
+        """The module.
+
+        config: of the whole model, or of one shard (`ModelConfig.shard`).
+        dtype: of weights and residual stream.
+        collectives: of the shards that the model is split into; `ALONE` for a whole model.
+        """
+
+    def tensors(self, config: Config, /) -> Iterable[Piece | TiedTensor]:
+        """Every tensor of a checkpoint, in the order in which checkpoints are written."""

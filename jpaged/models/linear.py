@@ -1,0 +1,129 @@
+"""Linear layers: values, how tensor parallelism splits them, and the product, in one object.
+
+kind of split    kernel                      each shard computes        what joins the shards
+columns          axis among the outputs      its own outputs            nothing: `layer(x)`
+rows             axis among the inputs       a term of every output     a sum: `layer.partial_sum(x)`
+none             all of it on every shard    everything                 nothing: `layer(x)`
+"""
+
+from dataclasses import dataclass
+from string import ascii_lowercase, ascii_uppercase
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+
+from jpaged.models.collectives import Collectives
+from jpaged.models.parameters import Constant, Normal, parameter
+from jpaged.pallas_kernels import gated_product
+from jpaged.pallas_kernels.common.numerics import precision_of
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class PartialSum:
+    """A shard's term of a sum over all shards, and what is added once to the whole. `residual.Stream.add` takes it.
+
+    term: [T, hidden], of a product whose inputs are split over shards.
+    bias: [hidden], equal on every shard; or None.
+    """
+
+    term: jax.Array
+    bias: jax.Array | None = None
+
+    def __add__(self, other: "PartialSum") -> "PartialSum":
+        """Both sums as one, so that shards exchange one array: for attention and MLP that read the same input."""
+        bias = self.bias if other.bias is None else other.bias if self.bias is None else self.bias + other.bias
+        return PartialSum(self.term + other.term, bias)
+
+
+class Linear(nnx.Module):
+    """y = x @ kernel + bias.
+
+    Layers use its methods and nothing else of it. What keeps its values in another form (FP8 with scales, 4 bits in
+    groups) is another class with these methods, which makes its own parameters with `parameter`, each with its own
+    `shard_axis`, and computes its own products. No layer and no family changes for it.
+
+    inputs, outputs: the axes that x ends with, and those that y ends with instead.
+    std: of the normal distribution that the kernel starts from; the bias starts from zero.
+    shard_axis: the axis of the kernel that tensor parallelism splits; None for none.
+    kv_heads: outputs are (kv_heads, group + 2, head_dim): see `parameter`.
+    outputs_first: the kernel is [*outputs, *inputs] instead of [*inputs, *outputs].
+    """
+
+    def __init__(
+        self,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        std: float,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        shard_axis: int | None = None,
+        bias: bool = False,
+        kv_heads: bool = False,
+        outputs_first: bool = False,
+    ) -> None:
+        shape = outputs + inputs if outputs_first else inputs + outputs
+        # einsum contracts axes in the order of their letters: the innermost first.
+        x, y = ascii_lowercase[: len(inputs)][::-1], ascii_uppercase[: len(outputs)]
+        self._pattern = f"...{x},{y + x if outputs_first else x + y}->...{y}"
+        self.kernel = parameter(rngs, Normal(std), shape, dtype, shard_axis, kv_heads=kv_heads, suffix="")
+        first = 0 if outputs_first else len(inputs)  # of the kernel's axes of outputs
+        split = shard_axis is not None and first <= shard_axis < first + len(outputs)
+        bias_axis = shard_axis - first if split and shard_axis is not None else None
+        self.bias = (
+            parameter(rngs, Constant(0.0), outputs, dtype, bias_axis, kv_heads=kv_heads, suffix="_bias")
+            if bias
+            else None
+        )
+
+    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        """[T, *inputs] -> [T, *outputs], of x's type, or of `dtype`, in which sums are then accumulated."""
+        y = self._product(x, dtype)
+        return y if self.bias is None else y + self.bias[...]
+
+    def partial_sum(self, x: jax.Array) -> PartialSum:
+        """[T, *inputs of this shard] -> this shard's term of [T, *outputs], and the bias."""
+        return PartialSum(self._product(x), None if self.bias is None else self.bias[...])
+
+    def gated(self, x: jax.Array, activation: str, backend: str | None) -> jax.Array:
+        """activation(gate) * up, of outputs (2, inner), which are gate and up: [T, inputs] -> [T, inner].
+
+        activation, backend: as of `pallas_kernels.gated_product`; gradients need the backend "xla".
+        """
+        bias = None if self.bias is None else self.bias[...]
+        operands = promote_dtype((x, self.kernel[...], bias))  # who trains a model may keep some weights in float32
+        return gated_product(*operands, activation=activation, backend=backend)
+
+    def _product(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        precision = precision_of(x.dtype)
+        return jnp.einsum(self._pattern, x, self.kernel[...], precision=precision, preferred_element_type=dtype)
+
+
+class Embedding(Linear):
+    """A table [vocab, width], split over shards by token id. Called, it is the head: hidden states to logits.
+
+    std: as of `Linear`.
+    """
+
+    def __init__(self, vocab_size: int, width: int, std: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__((width,), (vocab_size,), std, dtype, rngs, shard_axis=0, outputs_first=True)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [R, width] -> float32 [R, vocab of this shard]."""
+        return self(hidden, jnp.dtype(jnp.float32))
+
+    def lookup(self, tokens: jax.Array, collectives: Collectives) -> jax.Array:
+        """int32 tokens [T] -> [T, width]: their rows, or a shard's term of the sum over shards that gives their rows.
+
+        A shard gives zeros for tokens that it does not have, so the sum is exact.
+        """
+        table = self.kernel[...]
+        if collectives.size == 1:
+            return table[tokens]
+        rows = tokens - collectives.first(table.shape[0])
+        own = (rows >= 0) & (rows < table.shape[0])
+        found = table[jnp.where(own, rows, 0)]
+        return jnp.where(own[:, None], found, jnp.zeros_like(found))

@@ -1,0 +1,170 @@
+"""The model families that there are, by the architecture that a config.json names.
+
+A family from outside this package becomes known in one of three ways, of which the last two hold in every process that
+jpaged starts (replicas, the server's engines, helpers that compile, workers that score, other hosts):
+
+    register("MyForCausalLM", MyFamily())          in this process only
+    JPAGED_MODELS=my_models,/path/to/family.py     an environment variable: modules and files that call `register`,
+                                                   imported when a family is first asked for
+    [project.entry-points."jpaged.models"]         of an installed package: the architecture and its family, which is
+    MyForCausalLM = "my_models:FAMILY"             imported when a config.json names that architecture
+"""
+
+import hashlib
+import importlib.util
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from jpaged.api.errors import InvalidParameterError, UnsupportedModelError, shown
+from jpaged.models.family import Family
+
+MODULES_VARIABLE = "JPAGED_MODELS"
+ENTRY_POINT_GROUP = "jpaged.models"
+
+_families: dict[str, Family[Any]] = {}
+_imported: set[str] = set()
+_lock = threading.RLock()
+
+
+def register(architecture: str, family: Family[Any]) -> None:
+    """Makes a family known to this process, in place of the one that had this architecture, if any.
+
+    architecture: as config.json's "architectures" names it, for example "LlamaForCausalLM".
+
+    Raises:
+        InvalidParameterError: the name is no string, or the family lacks part of the contract.
+    """
+    if not isinstance(architecture, str) or not architecture:
+        raise InvalidParameterError(f"architecture must be a name, got {shown(architecture)}.")
+    lacking = [name for name in _CONTRACT if not hasattr(family, name)]
+    if lacking or isinstance(family, type):
+        what = f"lacks {', '.join(lacking)}" if lacking else "is a class; register an object of it"
+        raise InvalidParameterError(f"The family of {architecture} {what}; see jpaged.models.Family.")
+    with _lock:
+        _families[architecture] = family
+
+
+def family_of(architecture: str) -> Family[Any]:
+    """The family that runs an architecture.
+
+    Raises:
+        UnsupportedModelError: none does.
+        InvalidParameterError: a module that should register one cannot be imported.
+    """
+    family = _find(architecture)
+    if family is None:
+        raise _unsupported(architecture)
+    return family
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Which of the architectures that a config.json names is supported; its model_type stands in for missing ones.
+
+    Raises: as `family_of`.
+    """
+    named = config.get("architectures") or _architecture_by_type(config.get("model_type"))
+    for architecture in named if isinstance(named, list | tuple) else [named]:
+        if isinstance(architecture, str) and _find(architecture) is not None:
+            return architecture
+    raise _unsupported(config.get("architectures") or f"model_type {config.get('model_type')!r}")
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """All of them, those of installed packages included."""
+    _import_named_modules()
+    return tuple(dict.fromkeys([*_families, *entry_points(group=ENTRY_POINT_GROUP).names]))
+
+
+def source_digest(*objects: object) -> str:
+    """Names the sources of these objects' classes that are not part of jpaged, for caches of what was compiled of them.
+
+    The source of a class is its file, or all Python files of its package. A class that was typed into an interpreter
+    has none, and gets a name that never comes again.
+    """
+    digest = hashlib.sha256()
+    for name in sorted({type(thing).__module__ for thing in objects}):
+        package = name.partition(".")[0]
+        if package == __package__.partition(".")[0]:
+            continue
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None:
+            return secrets.token_hex()
+        root = getattr(sys.modules.get(package), "__path__", None)
+        files = [Path(file)] if root is None else [path for folder in root for path in Path(folder).rglob("*.py")]
+        for path in sorted(files):
+            digest.update(str(path).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+_CONTRACT = ("model_type", "base_prefix", "derived_tensors", "read_config", "module", "tensors")
+
+
+def _find(architecture: str) -> Family[Any] | None:
+    _import_named_modules()
+    if architecture not in _families:
+        for entry in entry_points(group=ENTRY_POINT_GROUP, name=architecture):
+            register(architecture, entry.load())
+    return _families.get(architecture)
+
+
+def _architecture_by_type(model_type: Any) -> str | None:
+    for architecture in supported_architectures():
+        family = _find(architecture)
+        if family is not None and family.model_type == model_type:
+            return architecture
+    return None
+
+
+def _unsupported(architecture: Any) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"config.json: architecture {architecture} is not supported; supported: {', '.join(supported_architectures())}."
+        f" One from outside jpaged must be known in every process: by the environment variable {MODULES_VARIABLE}, or"
+        f" an entry point of an installed package (docs/adding_a_model.md)."
+    )
+
+
+def _import_named_modules() -> None:
+    """Those of the environment variable, each once."""
+    with _lock:
+        for name in filter(None, map(str.strip, os.environ.get(MODULES_VARIABLE, "").split(","))):
+            if name in _imported:
+                continue
+            _imported.add(name)  # before it is imported, which may ask for a family
+            try:
+                if name.endswith(".py"):
+                    _import_file(Path(name))
+                else:
+                    import_module(name)
+            except Exception as error:
+                _imported.discard(name)
+                raise InvalidParameterError(
+                    f"{MODULES_VARIABLE} names {name!r}, which cannot be imported ({type(error).__name__}: {error});"
+                    " correct it, or give the path of a .py file."
+                ) from error
+
+
+def _import_file(path: Path) -> None:
+    """Imports a file as the module of its name, in which pickles of other processes look for its classes."""
+    name, path = path.stem, path.absolute()
+    known = sys.modules.get(name)
+    if known is not None:
+        if Path(getattr(known, "__file__", None) or "").absolute() != path:
+            raise ImportError(f"there is another module {name!r}; rename the file")
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise

@@ -1,0 +1,1 @@
+"""Sums over devices, added to the residual stream and normed."""

@@ -1,0 +1,103 @@
+"""Checks of the ops' arguments. They run while tracing, on shapes and types alone, so they cost a call nothing."""
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+ArrayLike = jax.Array | jax.ShapeDtypeStruct
+
+FLOATS = (jnp.bfloat16.dtype, jnp.float16.dtype, jnp.float32.dtype, jnp.float64.dtype)
+
+
+def check_rank(name: str, x: ArrayLike, axes: str) -> None:
+    """Raises ValueError unless `x` has one axis for each word of `axes`."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise ValueError(f"{name} must be an array [{axes}], got {type(x).__name__}")
+    if len(x.shape) != len(axes.split(",")):
+        raise ValueError(f"{name} must have the axes [{axes}], got shape {tuple(x.shape)}")
+
+
+def check_int32(name: str, x: ArrayLike, axes: str, shape: tuple[int | None, ...]) -> None:
+    """Raises ValueError unless `x` is int32 of `shape`, where None stands for any size."""
+    check_array(name, x, jnp.int32, axes, shape)
+
+
+def check_array(name: str, x: ArrayLike, dtype: Any, axes: str, shape: tuple[int | None, ...]) -> None:
+    """Raises ValueError unless `x` has this dtype and shape, where None stands for any size."""
+    check_rank(name, x, axes)
+    if x.dtype != dtype:
+        raise ValueError(f"{name} must be {jnp.dtype(dtype)}, got {x.dtype}")
+    for got, want, axis in zip(x.shape, shape, axes.split(","), strict=True):
+        if want is not None and got != want:
+            raise ValueError(f"{name} [{axes}] must have {axis.strip()} = {want}, got shape {tuple(x.shape)}")
+
+
+def check_scalar(name: str, x: ArrayLike) -> None:
+    """Raises ValueError unless `x` is an int32 scalar."""
+    if getattr(x, "shape", None) != () or x.dtype != jnp.int32:
+        raise ValueError(f"{name} must be an int32 scalar, got {getattr(x, 'dtype', type(x).__name__)}{_shape(x)}")
+
+
+def _shape(x: object) -> tuple[int, ...] | str:
+    return tuple(getattr(x, "shape", ())) or ""
+
+
+def check_pool(name: str, pool: ArrayLike) -> None:
+    """Raises ValueError unless `pool` is a float array [num_blocks, 2, kv_heads, block_size, head_dim]."""
+    check_rank(name, pool, "num_blocks, 2, kv_heads, block_size, head_dim")
+    if pool.shape[1] != 2:
+        raise ValueError(f"{name} must be [num_blocks, 2, kv_heads, block_size, head_dim], got shape {pool.shape}")
+    if min(pool.shape) < 1:
+        raise ValueError(f"{name} must not have an empty axis, got shape {pool.shape}")
+    if pool.dtype not in FLOATS:
+        raise ValueError(f"{name} must be bfloat16, float16, float32 or float64, got {pool.dtype}")
+
+
+def check_pools(name: str, pools: tuple[ArrayLike, ...]) -> None:
+    """Raises ValueError unless `pools` is a non-empty sequence of pools of one shape and type."""
+    if not isinstance(pools, (tuple, list)) or not pools:
+        raise ValueError(f"{name} must be a non-empty tuple of pools, one a layer, got {type(pools).__name__}")
+    for i, pool in enumerate(pools):
+        check_pool(f"{name}[{i}]", pool)
+        if pool.shape != pools[0].shape or pool.dtype != pools[0].dtype:
+            raise ValueError(
+                f"{name} must all have one shape and dtype: {name}[{i}] is {pool.dtype}{pool.shape}, "
+                f"{name}[0] is {pools[0].dtype}{pools[0].shape}"
+            )
+
+
+def check_slots(name: str, pool: ArrayLike) -> None:
+    """Raises ValueError if a (checked) pool has more slots than int32 can number."""
+    slots = pool.shape[0] * pool.shape[3]
+    if slots >= 2**31:
+        raise ValueError(f"{name} has {slots} slots; an int32 slot_mapping needs fewer than 2**31")
+
+
+def check_like(name: str, x: ArrayLike, axes: str, shape: tuple[int, ...], other: str, dtype: jnp.dtype) -> None:
+    """Raises ValueError unless `x` is of `dtype`, a float, and has the shape that goes with the argument `other`."""
+    check_rank(name, x, axes)
+    if x.dtype != dtype or x.dtype not in FLOATS:
+        raise ValueError(f"{name} must be {dtype}, to go with {other}, and of floats, got {x.dtype}")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} must be {list(shape)} like {other}, got shape {tuple(x.shape)}")
+
+
+def check_eps(name: str, eps: float) -> float:
+    if (value := check_real(name, eps)) < 0:
+        raise ValueError(f"{name} must not be negative, got {eps!r}")
+    return value
+
+
+def check_real(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number known while tracing, got {value!r}")
+    return float(value)
+
+
+def check_flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, known while tracing, got {value!r}")
+    return value

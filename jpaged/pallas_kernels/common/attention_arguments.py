@@ -1,0 +1,78 @@
+"""Checks of what the attention ops have in common. They run while tracing, on shapes and types alone."""
+
+import math
+import numbers
+from typing import TypedDict
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pallas_kernels.common.arguments import ArrayLike, check_rank, check_real
+
+
+class Features(TypedDict):
+    """The options of all attention ops, checked: keyword arguments of every implementation."""
+
+    scale: float
+    sliding_window: int | None
+    logit_softcap: float | None
+
+
+def check_features(
+    q: jax.Array,
+    block_tables: jax.Array,
+    scale: float | None,
+    sliding_window: int | None,
+    logit_softcap: float | None,
+) -> Features:
+    """The attention ops' options, checked, with the default scale in its place."""
+    if block_tables.shape[1] < 1:
+        raise ValueError(f"block_tables must have at least one column, got shape {tuple(block_tables.shape)}")
+    return {
+        "scale": check_scale(scale, q.shape[2]),
+        "sliding_window": check_window(sliding_window),
+        "logit_softcap": check_softcap(logit_softcap),
+    }
+
+
+def check_queries(q: ArrayLike, pool: ArrayLike) -> None:
+    """Raises ValueError unless `q` is [rows, heads, head_dim] and fits the (checked) pool."""
+    check_rank("q", q, "rows, heads, head_dim")
+    _, _, kv_heads, _, head_dim = pool.shape
+    if q.dtype != pool.dtype:
+        raise ValueError(f"q must have the pool's dtype {pool.dtype}, got {q.dtype}")
+    if q.shape[2] != head_dim:
+        raise ValueError(f"q must have the pool's head_dim {head_dim}, got shape {tuple(q.shape)}")
+    if q.shape[1] < 1 or q.shape[1] % kv_heads:
+        raise ValueError(f"q must have a multiple of the pool's {kv_heads} KV heads, got {q.shape[1]} heads")
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The softmax scale, 1 / sqrt(head_dim) by default."""
+    return 1.0 / math.sqrt(head_dim) if scale is None else check_real("scale", scale)
+
+
+def check_window(sliding_window: int | None) -> int | None:
+    if sliding_window is None:
+        return None
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, numbers.Integral) or sliding_window < 1:
+        raise ValueError(f"sliding_window must be None or an int of at least 1, got {sliding_window!r}")
+    return int(sliding_window)
+
+
+def check_softcap(logit_softcap: float | None) -> float | None:
+    if logit_softcap is None:
+        return None
+    if (cap := check_real("logit_softcap", logit_softcap)) <= 0:
+        raise ValueError(f"logit_softcap must be None or positive, got {logit_softcap!r}")
+    return cap
+
+
+def check_alibi(alibi_slopes: jax.Array | None, heads: int) -> jax.Array | None:
+    """The slopes as float32 [heads]."""
+    if alibi_slopes is None:
+        return None
+    slopes = jnp.asarray(alibi_slopes)
+    if slopes.shape != (heads,) or not jnp.issubdtype(slopes.dtype, jnp.floating):
+        raise ValueError(f"alibi_slopes must be float [{heads}], got {slopes.dtype}{slopes.shape}")
+    return slopes.astype(jnp.float32)

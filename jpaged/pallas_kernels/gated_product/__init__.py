@@ -1,0 +1,1 @@
+"""The first half of a gated MLP."""

@@ -1,0 +1,96 @@
+"""Attention of a step that decodes some sequences and computes prompts of others: each part in the kernel made for it.
+
+    rows     0 .. d-1           d .. R-1
+    queries  one each           a chunk each          tokens q0 .. q(d-1) | chunks .. | padding
+             decode_attention   ragged_attention
+
+`ragged_attention` takes both kinds, but a query alone costs it a tile, whatever its context. Where a step has many
+short sequences to decode, that is most of its attention; where it has few long ones, `decode_attention` cuts them over
+all multiprocessors, and a tile of `ragged_attention` reads one alone.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpaged.pallas_kernels.common import arguments as check
+from jpaged.pallas_kernels.common.attention_arguments import check_queries
+from jpaged.pallas_kernels.decode_attention.api import OP as DECODE
+from jpaged.pallas_kernels.decode_attention.api import decode_attention
+from jpaged.pallas_kernels.ragged_attention.api import OP as RAGGED
+from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
+from jpaged.pallas_kernels.registry import REFERENCE
+
+LEAST_TOKENS = 1024
+"""Of q: from which on the parts are computed apart. Two more launches and their merging take up to 18 us a layer where
+there is little to win (32 short rows and 4 chunks, 612 tokens), which smaller steps would notice.
+"""
+
+
+def mixed_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    query_starts: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    alibi_slopes: jax.Array | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """`ragged_attention` whose first rows have one query each.
+
+    Args:
+        q, kv_pool, block_tables, kv_lens, query_starts: as in `ragged_attention`.
+        num_decodes: int32 []; rows 0 .. num_decodes - 1 have one query each, the last token's.
+        scale, sliding_window, logit_softcap, alibi_slopes: as in `ragged_attention`.
+        backend: None (by device), "hopper" or "xla".
+    Returns:
+        [T, heads, head_dim] of q's dtype, as `ragged_attention` does.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pool("kv_pool", kv_pool)
+    check_queries(q, kv_pool)
+    check.check_scalar("num_decodes", num_decodes)
+    arguments = (q, kv_pool, block_tables, kv_lens, query_starts)
+    features: dict[str, Any] = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "logit_softcap": logit_softcap,
+        "alibi_slopes": alibi_slopes,
+        "backend": backend,
+    }
+    if q.shape[0] >= LEAST_TOKENS and all(op.pick(backend, q, kv_pool).backend != REFERENCE for op in (DECODE, RAGGED)):
+        return attend_apart(*arguments, num_decodes, **features)
+    out, _ = ragged_attention(*arguments, return_lse=True, **features)  # which it has anyway
+    return out
+
+
+def attend_apart(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    query_starts: jax.Array,
+    num_decodes: jax.Array,
+    **features: Any,
+) -> jax.Array:
+    """`mixed_attention` in two calls, whatever the backend."""
+    tokens, rows = q.shape[0], kv_lens.shape[0]
+    most = min(rows, tokens)
+    own_lens = jnp.where(jnp.arange(most) < num_decodes, kv_lens[:most], 0)
+    alone, _ = decode_attention(q[:most], kv_pool, block_tables[:most], own_lens, return_lse=True, **features)
+    # Rows that decode have no queries here; nobody computes theirs.
+    starts = jnp.maximum(query_starts, num_decodes)
+    together, _ = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, return_lse=True, **features)
+    # Behind a barrier: XLA (JAX 0.11.2) fuses a kernel with the update of a part of its result, which it then refuses
+    # ("DynamicSliceFusion: DUS target must be a fusion parameter").
+    alone, together = lax.optimization_barrier((alone, together))
+    decoded = (jnp.arange(most) < num_decodes)[:, None, None]
+    return together.at[:most].set(jnp.where(decoded, alone, together[:most]))  # in place: few of many tokens

@@ -1,0 +1,1 @@
+"""Copies, gathers and scatters whole blocks of every layer's pool."""

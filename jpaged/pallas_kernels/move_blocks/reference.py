@@ -1,0 +1,24 @@
+"""Block copy, gather and scatter in plain XLA."""
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pallas_kernels.common.put_rows import put_rows
+
+
+@jax.jit
+def copy_blocks(kv_pools: tuple[jax.Array, ...], src: jax.Array, dst: jax.Array) -> tuple[jax.Array, ...]:
+    """`copy_blocks` of the package, checked."""
+    return tuple(put_rows(pool, dst, pool.at[src].get(mode="clip")) for pool in kv_pools)
+
+
+@jax.jit
+def gather_blocks(kv_pools: tuple[jax.Array, ...], block_ids: jax.Array) -> jax.Array:
+    """`gather_blocks` of the package, checked."""
+    return jnp.stack([pool.at[block_ids].get(mode="clip") for pool in kv_pools])
+
+
+@jax.jit
+def scatter_blocks(kv_pools: tuple[jax.Array, ...], staging: jax.Array, block_ids: jax.Array) -> tuple[jax.Array, ...]:
+    """`scatter_blocks` of the package, checked."""
+    return tuple(put_rows(pool, block_ids, staging[i]) for i, pool in enumerate(kv_pools))

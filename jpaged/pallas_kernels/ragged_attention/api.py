@@ -1,0 +1,63 @@
+"""Attention of any mix of prefill chunks and decode rows over paged keys and values: the contract."""
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pallas_kernels.common import arguments as check
+from jpaged.pallas_kernels.common import attention_arguments as attention
+from jpaged.pallas_kernels.registry import Op
+
+OP = Op("ragged_attention", __package__)
+
+
+def ragged_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    query_starts: jax.Array,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    alibi_slopes: jax.Array | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of any mix of prefill chunks and decode rows over paged keys and values.
+
+    The queries of all rows stand one after another. Row r's are q[query_starts[r]:query_starts[r + 1]]; they are the
+    last of its kv_lens[r] tokens, whose keys and values are in the pool already.
+
+    Args:
+        q: [T, heads, head_dim], of the pool's dtype.
+        kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
+        block_tables: int32 [R, M].
+        kv_lens: int32 [R]; tokens of each row in all, at least its queries, at most M * block_size.
+        query_starts: int32 [R + 1]; non-decreasing, at most T. A row may have no queries. Queries from
+            query_starts[R] on are padding and come out as 0 (log-sum-exp -inf); those before query_starts[0] are
+            nobody's, and what comes out for them is undefined.
+        causal: False lets every query of a row stand at the row's last token, as if each were its one decode query:
+            they all see its kv_lens[r] tokens, which may then be fewer than the queries, or none.
+        scale, sliding_window, logit_softcap, alibi_slopes, return_lse, backend: as in `decode_attention`.
+    Returns:
+        [T, heads, head_dim] of q's dtype; with return_lse also float32 [T, heads], natural logarithm.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pool("kv_pool", kv_pool)
+    attention.check_queries(q, kv_pool)
+    check.check_int32("block_tables", block_tables, "R, M", (None, None))
+    rows = block_tables.shape[0]
+    check.check_int32("kv_lens", kv_lens, "R", (rows,))
+    check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
+    features = attention.check_features(q, block_tables, scale, sliding_window, logit_softcap)
+    causal = check.check_flag("causal", causal)
+    slopes = attention.check_alibi(alibi_slopes, q.shape[1])
+    kernel = OP.pick(backend, q, kv_pool).run
+    if q.shape[0] == 0 or rows == 0:
+        out, lse = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+    else:
+        out, lse = kernel(q, kv_pool, block_tables, kv_lens, query_starts, slopes, causal=causal, **features)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,271 @@
+"""Which implementation of an op runs. This is the one place that picks.
+
+    op               a contract (`<op>/api.py`) and its implementations, one a backend at most
+    backend          a way to write kernels, and the devices it is chosen on; backends stand in order of preference
+    implementation   a function, and `unsupported`, which says why it refuses arguments
+
+    "hopper"  <op>/hopper.py     Pallas Mosaic GPU kernels, chosen on compute capability 9.x; JAX >= 0.11
+    "xla"     <op>/reference.py  plain XLA: every op, any device, any arguments
+
+Without a forced backend an op takes the first one that is chosen on the device, can be built here, has an
+implementation of the op, finds the arguments worth its while and supports them. A forced backend is taken on any
+device; if it cannot do the call, it raises an error that says why.
+
+To add a backend to the package, add its line to `_BACKENDS` and a file named like it to each op's folder. The file has
+a function named after each op it implements, which takes what the function in `reference.py` takes, and `unsupported`.
+It is imported when its backend is first considered, so no other machine needs what it imports.
+
+To add a backend from outside, call `register_backend` and `register_implementation`:
+
+    register_backend("mine", runs_on=lambda device: device.platform == "gpu")
+    register_implementation("decode_attention", "mine", my_decode_attention, unsupported=lambda q, kv_pool: None)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+
+from jpaged.pallas_kernels import devices
+from jpaged.pallas_kernels.devices import Device
+
+REFERENCE = "xla"
+"""The backend that has every op. It is always the last."""
+
+
+def _nothing(*arguments: Any) -> None:
+    return None
+
+
+def _always(*arguments: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to write kernels.
+
+    Attributes:
+        name: by which a caller forces it.
+        runs_on: whether it is chosen by default on a device.
+        missing: why this installation cannot build its kernels for any device; None if it can.
+        file: of its implementations in the ops' folders; None for a backend from outside, whose implementations are
+            registered one by one.
+    """
+
+    name: str
+    runs_on: Callable[[Device], bool]
+    missing: Callable[[], str | None] = _nothing
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to do an op.
+
+    Attributes:
+        backend: the name of its backend.
+        run: does the op for arguments that its `api.py` has checked.
+        unsupported: why it refuses arguments (dtypes, shapes); None if it takes them. Called with what the op passes to
+            `Op.pick`. An implementation that some of its backend's devices lack asks `devices.default_device()` too.
+        worthwhile: whether it is taken for these arguments unless it is forced; called with the same.
+    """
+
+    backend: str
+    run: Callable[..., Any]
+    unsupported: Callable[..., str | None] = _nothing
+    worthwhile: Callable[..., bool] = _always
+
+
+@cache
+def _mosaic_missing() -> str | None:
+    """Why this JAX cannot build Mosaic GPU kernels; None if it can."""
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if version < (0, 11):
+        return f"the Mosaic kernels need JAX >= 0.11, this is {jax.__version__}"
+    try:
+        from jax.experimental.pallas import mosaic_gpu  # noqa: F401
+    except ImportError as error:
+        return f"Pallas Mosaic GPU cannot be imported: {error}"
+    return None
+
+
+def _is_hopper(device: Device) -> bool:
+    return device.capability is not None and device.capability[0] == 9
+
+
+_BACKENDS = [
+    Backend("hopper", _is_hopper, _mosaic_missing, file="hopper"),
+    Backend(REFERENCE, _always, file="reference"),
+]
+"""In order of preference."""
+
+_ALIASES = {"mosaic": "hopper"}
+
+_OPS: dict[str, "Op"] = {}
+_REGISTERED: dict[tuple[str, str], Implementation] = {}
+"""From outside, by names of op and backend."""
+
+
+class Op:
+    """An op, as its `api.py` sees it: what picks among its implementations.
+
+    Args:
+        name: the op's, and that of the function which does it in its implementations' files.
+        folder: the package that these files are in.
+    """
+
+    def __init__(self, name: str, folder: str) -> None:
+        self.name, self.folder = name, folder
+        _OPS[name] = self
+
+    def pick(self, backend: str | None, *arguments: Any) -> Implementation:
+        """The implementation for one call.
+
+        Args:
+            backend: None to choose by device and arguments, or the name of the backend that the caller forces.
+            arguments: what `Implementation.unsupported` and `worthwhile` of this op are called with: arrays or
+                ShapeDtypeStructs, of which only shapes and dtypes are looked at.
+        Raises:
+            ValueError: unknown backend, or a forced one that cannot do the call.
+        """
+        if backend is not None:
+            name = canonical(backend)
+            if (reason := self.unsupported(name, *arguments)) is not None:
+                raise ValueError(f"backend={backend!r} cannot do this {self.name}: {reason}")
+            return self._implementation(_backend(name))
+        device = devices.default_device()
+        chosen = (candidate for candidate in _BACKENDS if candidate.runs_on(device))
+        usable = (candidate for candidate in chosen if self.unsupported(candidate.name, *arguments) is None)
+        return next(found for found in map(self._implementation, usable) if found.worthwhile(*arguments))
+
+    def unsupported(self, backend: str, *arguments: Any) -> str | None:
+        """Why a backend cannot do the op for these arguments, whatever the device; None if it can."""
+        found = _backend(canonical(backend))
+        if (reason := found.missing()) is not None:
+            return reason
+        if not self._has(found):
+            return "there is no such kernel"
+        return self._implementation(found).unsupported(*arguments)
+
+    def _has(self, backend: Backend) -> bool:
+        if (self.name, backend.name) in _REGISTERED:
+            return True
+        if backend.file is None or find_spec(f"{self.folder}.{backend.file}") is None:
+            return False
+        return hasattr(import_module(f"{self.folder}.{backend.file}"), self.name)
+
+    def _implementation(self, backend: Backend) -> Implementation:
+        """That of a backend which has one."""
+        if (registered := _REGISTERED.get((self.name, backend.name))) is not None:
+            return registered
+        module = import_module(f"{self.folder}.{backend.file}")
+        unsupported, worthwhile = getattr(module, "unsupported", _nothing), getattr(module, "worthwhile", _always)
+        return Implementation(backend.name, getattr(module, self.name), unsupported, worthwhile)
+
+
+def backends() -> tuple[str, ...]:
+    """The names of all backends, in the order in which they are preferred."""
+    return tuple(backend.name for backend in _BACKENDS)
+
+
+def canonical(backend: str) -> str:
+    """A backend's name, from that or an alias of it.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    name = _ALIASES.get(backend, backend)
+    if name not in backends():
+        raise ValueError(f"backend must be None or one of {', '.join(backends())}, got {backend!r}")
+    return name
+
+
+def missing(backend: str) -> str | None:
+    """Why this installation cannot build a backend's kernels for any device; None if it can."""
+    return _backend(canonical(backend)).missing()
+
+
+def runs_here(backend: str) -> bool:
+    """Whether a backend is chosen by default on JAX's default device."""
+    return _backend(canonical(backend)).runs_on(devices.default_device())
+
+
+def _backend(name: str) -> Backend:
+    return next(backend for backend in _BACKENDS if backend.name == name)
+
+
+def register_backend(
+    name: str,
+    *,
+    runs_on: Callable[[Device], bool],
+    missing: Callable[[], str | None] = _nothing,
+    before: str = REFERENCE,
+) -> None:
+    """Adds a backend, for which implementations can be registered then.
+
+    Programs that are traced already keep what they have: register before the first call.
+
+    Args:
+        name: by which a caller forces it.
+        runs_on: whether it is chosen by default on a device; it may be forced on others.
+        missing: why this installation cannot build its kernels for any device; None if it can.
+        before: the backend that it is preferred to, where both are chosen on a device; by default, "xla".
+    Raises:
+        ValueError: there is a backend of this name, or none called `before`.
+    """
+    if name in backends() or name in _ALIASES:
+        raise ValueError(f"there is a backend {name!r} already")
+    position = backends().index(canonical(before))
+    _BACKENDS.insert(position, Backend(name, runs_on, missing))
+
+
+def unregister_backend(name: str) -> None:
+    """Removes a backend that was registered, and its implementations.
+
+    Raises:
+        ValueError: there is no such backend, or it is one of the package's own.
+    """
+    _BACKENDS.remove(_backend(_from_outside(name)))
+    for key in [key for key in _REGISTERED if key[1] == name]:
+        del _REGISTERED[key]
+
+
+def register_implementation(
+    op: str,
+    backend: str,
+    run: Callable[..., Any],
+    *,
+    unsupported: Callable[..., str | None] = _nothing,
+    worthwhile: Callable[..., bool] = _always,
+) -> None:
+    """Adds a registered backend's implementation of an op.
+
+    Args:
+        op: name of the op, such as "decode_attention".
+        backend: name that `register_backend` was called with.
+        run: takes and gives what the op's function in `<op>/reference.py` does. Arguments are checked; it is called
+            while the op is traced.
+        unsupported, worthwhile: see `Implementation`.
+    Raises:
+        ValueError: there is no such op or backend, the backend is one of the package's own, or it has an implementation
+            of the op.
+    """
+    if op not in _OPS:
+        raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
+    name = _from_outside(backend)
+    if (op, name) in _REGISTERED:
+        raise ValueError(f"{name!r} has an implementation of {op} already")
+    _REGISTERED[op, name] = Implementation(name, run, unsupported, worthwhile)
+
+
+def _from_outside(backend: str) -> str:
+    """Its name. Raises ValueError unless it is a backend that was registered."""
+    name = canonical(backend)
+    if _backend(name).file is not None:
+        raise ValueError(f"{name!r} is one of the package's own backends")
+    return name

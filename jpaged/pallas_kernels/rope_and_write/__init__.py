@@ -1,0 +1,1 @@
+"""Queries, keys and values from a projection's output, and a written pool."""

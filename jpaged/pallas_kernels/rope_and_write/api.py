@@ -1,0 +1,98 @@
+"""From a projection's output to queries, keys and values, rotated and normed, and a written pool: the contracts."""
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pallas_kernels.common import arguments as check
+from jpaged.pallas_kernels.registry import Op
+from jpaged.pallas_kernels.rope_and_write import reference
+
+OP = Op("rope_and_write", __package__)
+
+
+def rope_and_write(
+    kv_pool: jax.Array,
+    qkv: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    norm_eps: float = 1e-6,
+    backend: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """From the projection's output to queries and a written pool: `split_qkv`, then `write_kv`, in one kernel.
+
+    Args:
+        kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
+        qkv, rotation, norms, norm_eps: as in `split_qkv`; qkv of the pool's dtype.
+        slot_mapping: int32 [T], as in `write_kv`.
+        backend: None (by device), "hopper" or "xla".
+    Returns:
+        The queries [T, kv_heads * group, head_dim], and the pool, in place when the caller's jit donates it.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pool("kv_pool", kv_pool)
+    _, _, kv_heads, _, head_dim = kv_pool.shape
+    norm_eps = _check_qkv(qkv, rotation, norms, norm_eps)
+    if qkv.dtype != kv_pool.dtype:
+        raise ValueError(f"qkv must have kv_pool's dtype {kv_pool.dtype}, got {qkv.dtype}")
+    if (qkv.shape[1], qkv.shape[3]) != (kv_heads, head_dim):
+        raise ValueError(f"qkv must be [T, {kv_heads}, group + 2, {head_dim}] like kv_pool, got shape {qkv.shape}")
+    check.check_int32("slot_mapping", slot_mapping, "T", (qkv.shape[0],))
+    check.check_slots("kv_pool", kv_pool)
+    kernel = OP.pick(backend, kv_pool, qkv).run
+    if qkv.shape[0] == 0:
+        return jnp.zeros((0, kv_heads * (qkv.shape[2] - 2), head_dim), qkv.dtype), kv_pool
+    return kernel(kv_pool, qkv, slot_mapping, rotation, norms, norm_eps=norm_eps)
+
+
+def split_qkv(
+    qkv: jax.Array,
+    *,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The output of a product with q, k and v in one, as what attention takes. Plain XLA: differentiable, batchable.
+
+    Args:
+        qkv: [T, kv_heads, group + 2, head_dim]; of each KV head its `group` query heads, its key, its value.
+        rotation: cos and sin, float32 [T, head_dim / 2] each, of the angles by which queries and keys are rotated
+            (RoPE, arXiv:2104.09864); entries i and i + head_dim / 2 of a head are a pair. In float32, rounded once.
+        norms: scales [head_dim] of the RMS norms of queries and of keys, before the rotation; in float32, rounded
+            before the scale.
+        norm_eps: added to those norms' mean squares.
+    Returns:
+        Queries [T, kv_heads * group, head_dim], keys and values [T, kv_heads, head_dim].
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    norm_eps = _check_qkv(qkv, rotation, norms, norm_eps)
+    return reference.split_qkv(qkv, rotation, norms, norm_eps)
+
+
+def _check_qkv(
+    qkv: check.ArrayLike,
+    rotation: tuple[check.ArrayLike, check.ArrayLike] | None,
+    norms: tuple[check.ArrayLike, check.ArrayLike] | None,
+    norm_eps: float,
+) -> float:
+    """The eps; raises ValueError unless `qkv` is [T, kv_heads, group + 2, head_dim] and the others fit it."""
+    check.check_rank("qkv", qkv, "T, kv_heads, group + 2, head_dim")
+    tokens, kv_heads, slots, head_dim = qkv.shape
+    if qkv.dtype not in check.FLOATS or kv_heads < 1 or slots < 3 or head_dim < 1:
+        raise ValueError(f"qkv must be floats [T, kv_heads, group + 2, head_dim], got {qkv.dtype}{tuple(qkv.shape)}")
+    for name, pair in (("rotation", rotation), ("norms", norms)):
+        if pair is not None and (not isinstance(pair, (tuple, list)) or len(pair) != 2):
+            raise ValueError(f"{name} must be None or a pair of arrays, got {type(pair).__name__}")
+    if rotation is not None:
+        if head_dim % 2:
+            raise ValueError(f"rotation needs an even head_dim, got {head_dim}")
+        for i, table in enumerate(rotation):
+            check.check_like(
+                f"rotation[{i}]", table, "T, head_dim / 2", (tokens, head_dim // 2), "qkv", jnp.float32.dtype
+            )
+    for i, scale in enumerate(norms or ()):
+        check.check_like(f"norms[{i}]", scale, "head_dim", (head_dim,), "qkv", qkv.dtype)
+    return check.check_eps("norm_eps", norm_eps)

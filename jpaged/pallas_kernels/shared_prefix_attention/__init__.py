@@ -1,0 +1,1 @@
+"""Decode attention of sequences that begin alike, and the merge of partial attention."""

@@ -1,0 +1,38 @@
+"""New keys and values into the slots of the pool: the contract."""
+
+import jax
+
+from jpaged.pallas_kernels.common import arguments as check
+from jpaged.pallas_kernels.registry import Op
+
+OP = Op("write_kv", __package__)
+
+
+def write_kv(
+    kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, backend: str | None = None
+) -> jax.Array:
+    """Puts new keys and values into their slots; in place when the caller's jit donates the pool.
+
+    Args:
+        kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
+        k, v: [T, kv_heads, head_dim], of the pool's dtype.
+        slot_mapping: int32 [T]; block * block_size + offset. No slot twice, save those of block 0 (the null block),
+            which stand for padding. num_blocks * block_size must be below 2**31.
+        backend: None (by device), "hopper" or "xla".
+    Returns:
+        The pool.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_pool("kv_pool", kv_pool)
+    _, _, kv_heads, _, head_dim = kv_pool.shape
+    for name, x in (("k", k), ("v", v)):
+        check.check_rank(name, x, "T, kv_heads, head_dim")
+        if x.dtype != kv_pool.dtype:
+            raise ValueError(f"{name} must have the pool's dtype {kv_pool.dtype}, got {x.dtype}")
+        if x.shape != (k.shape[0], kv_heads, head_dim):
+            raise ValueError(f"{name} must be [T, {kv_heads}, {head_dim}] like the pool, got shape {tuple(x.shape)}")
+    check.check_int32("slot_mapping", slot_mapping, "T", (k.shape[0],))
+    check.check_slots("kv_pool", kv_pool)
+    kernel = OP.pick(backend, kv_pool).run
+    return kernel(kv_pool, k, v, slot_mapping) if k.shape[0] else kv_pool

@@ -1,0 +1,45 @@
+"""Block copy, gather and scatter on the XLA backend: right, in place, and nothing else touched."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.pallas_kernels import copy_blocks, gather_blocks, scatter_blocks
+from tests.pallas_kernels.pools import check_no_copy, random_pool
+
+few = settings(max_examples=15, deadline=None)
+
+
+@few
+@given(seed=st.integers(0, 2**31), pairs=st.sampled_from([0, 1, 3]), dtype=st.sampled_from(["float32", "bfloat16"]))
+def test_copied_blocks_equal_their_sources_in_every_layer(seed, pairs, dtype):
+    rng = np.random.default_rng(seed)
+    pools = tuple(random_pool(rng, dtype=dtype) for _ in range(3))
+    ids = (rng.permutation(8) + 1).astype(np.int32)
+    src, dst = (np.concatenate([x, [0]]).astype(np.int32) for x in (ids[:pairs], ids[pairs : 2 * pairs]))
+    for pool, got in zip(pools, copy_blocks(pools, src, dst, backend="xla"), strict=True):
+        np.testing.assert_array_equal(got, pool.at[dst].set(pool[src]))
+
+
+@few
+@given(seed=st.integers(0, 2**31), n=st.sampled_from([0, 1, 4]), dtype=st.sampled_from(["float32", "bfloat16"]))
+def test_blocks_come_back_from_a_swap_unchanged_in_other_places(seed, n, dtype):
+    rng = np.random.default_rng(seed)
+    pools = tuple(random_pool(rng, dtype=dtype) for _ in range(3))
+    ids = (rng.permutation(8) + 1).astype(np.int32)
+    out, back = ids[:n], ids[n : 2 * n]
+    staging = gather_blocks(pools, out, backend="xla")
+    assert staging.shape == (3, n, *pools[0].shape[1:])
+    for pool, got in zip(pools, scatter_blocks(pools, staging, back, backend="xla"), strict=True):
+        np.testing.assert_array_equal(got, pool.at[back].set(pool[out]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_donated_pools_are_not_copied(dtype):
+    shape = jax.ShapeDtypeStruct
+    pool, ids = shape((2000, 2, 4, 16, 64), dtype), shape((8,), jnp.int32)
+    check_no_copy(copy_blocks, ((pool, pool), ids, ids), 2, pool)
+    check_no_copy(scatter_blocks, ((pool, pool), shape((2, 8, 2, 4, 16, 64), dtype), ids), 2, pool)

@@ -1,0 +1,208 @@
+"""One place picks an op's implementation: by device and order, by name, and among backends from outside the package."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.pallas_kernels import decode_attention, devices, mixed_attention, ragged_attention, registry, write_kv
+from jpaged.pallas_kernels.devices import Device
+from tests.pallas_kernels.marks import needs_mosaic
+from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_decode, make_world, random_queries
+
+HOPPER, ADA, CPU = Device("gpu", (9, 0)), Device("gpu", (8, 9)), Device("cpu")
+
+
+def toy_decode_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    alibi_slopes: jax.Array | None,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    logit_softcap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Decode attention the textbook way, over whole block tables."""
+    assert alibi_slopes is sliding_window is logit_softcap is None
+    rows, heads, head_dim = q.shape
+    kv = kv_pool[jnp.clip(block_tables, 0, kv_pool.shape[0] - 1)]  # [rows, M, 2, kv_heads, block_size, head_dim]
+    kv = jnp.moveaxis(kv, 2, 0).swapaxes(3, 4).reshape(2, rows, -1, kv_pool.shape[2], head_dim)
+    kv = jnp.repeat(kv.astype(jnp.float32), heads // kv_pool.shape[2], axis=3)
+    seen = jnp.arange(kv.shape[2]) < kv_lens[:, None]
+    keys, values = jnp.where(seen[..., None, None], kv, 0)
+    scores = jnp.einsum("bhd,bthd->bht", q.astype(jnp.float32), keys, precision="highest") * scale
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=2)
+    weights = jnp.where(seen[:, None], jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None]), 0)
+    return jnp.einsum("bht,bthd->bhd", weights, values, precision="highest").astype(q.dtype), lse
+
+
+def too_wide(q: jax.Array, kv_pool: jax.Array) -> str | None:
+    return f"the toy has no head_dim {q.shape[2]}" if q.shape[2] > 64 else None
+
+
+class Toy:
+    """A backend "toy" with decode attention alone, chosen on `devices`; counts its calls."""
+
+    def __init__(self) -> None:
+        self.devices: list[Device] = []
+        self.calls = 0
+
+    def run(self, *arguments: Any, **features: Any) -> tuple[jax.Array, jax.Array]:
+        self.calls += 1
+        return toy_decode_attention(*arguments, **features)
+
+
+@pytest.fixture
+def toy() -> Iterator[Toy]:
+    toy = Toy()
+    registry.register_backend("toy", runs_on=lambda device: device in toy.devices)
+    registry.register_implementation("decode_attention", "toy", toy.run, unsupported=too_wide)
+    yield toy
+    if "toy" in registry.backends():
+        registry.unregister_backend("toy")
+
+
+def attend(head_dim: int = 16, **options: Any) -> None:
+    """Decode attention, compared with float64 numpy."""
+    world = make_world(1, [70, 0, 33], kv_heads=2, head_dim=head_dim, block_size=16)
+    q = random_queries(1, 3, 4, head_dim, "float32")
+    out, lse = decode_attention(q, world.pool, world.tables, world.lens, return_lse=True, **options)
+    want, want_lse = expected_decode(world, np.asarray(q))
+    assert_close(out, want, "float32")
+    assert_lse_close(lse, want_lse, "float32")
+
+
+def test_a_backend_from_outside_is_chosen_on_its_devices_for_what_it_supports(toy: Toy) -> None:
+    assert registry.backends() == ("hopper", "toy", "xla")
+    attend()
+    assert toy.calls == 0
+    toy.devices.append(devices.default_device())
+    assert registry.runs_here("toy")
+    attend()
+    assert toy.calls == 1
+    attend(head_dim=80)  # which it refuses: the next backend takes it
+    assert toy.calls == 1
+
+
+def test_a_backend_from_outside_can_be_forced_and_says_why_it_cannot(toy: Toy) -> None:
+    attend(backend="toy")
+    assert toy.calls == 1
+    attend(backend="xla")
+    assert toy.calls == 1
+    with pytest.raises(ValueError, match="backend='toy' cannot do this decode_attention: the toy has no head_dim 80"):
+        attend(head_dim=80, backend="toy")
+    pool, new = jnp.zeros((3, 2, 1, 16, 16)), jnp.zeros((1, 1, 16))
+    with pytest.raises(ValueError, match="backend='toy' cannot do this write_kv: there is no such kernel"):
+        write_kv(pool, new, new, jnp.zeros(1, jnp.int32), backend="toy")
+
+
+def test_an_op_that_a_backend_lacks_goes_to_the_next_and_so_does_what_needs_both(toy: Toy) -> None:
+    toy.devices.append(devices.default_device())
+    world = make_world(2, [40, 20], kv_heads=1, head_dim=16, block_size=16)
+    q, starts = random_queries(2, 1024, 2, 16, "float32"), np.array([0, 1, 21], np.int32)
+    arguments = (q, world.pool, world.tables, world.lens, starts)
+    np.testing.assert_array_equal(mixed_attention(*arguments, jnp.int32(1)), ragged_attention(*arguments))
+    assert toy.calls == 0
+
+
+def test_what_is_not_worth_its_while_is_left_to_the_next_unless_forced(toy: Toy) -> None:
+    registry.register_implementation("write_kv", "toy", lambda pool, *_: pool + 1, worthwhile=lambda pool: False)
+    toy.devices.append(devices.default_device())
+    pool, new = jnp.zeros((3, 2, 1, 16, 16)), jnp.zeros((1, 1, 16))
+    assert not write_kv(pool, new, new, jnp.zeros(1, jnp.int32)).any()
+    assert write_kv(pool, new, new, jnp.zeros(1, jnp.int32), backend="toy").all()
+
+
+def test_a_backend_that_cannot_be_built_here_is_passed_over_and_says_why() -> None:
+    registry.register_backend("absent", runs_on=lambda device: True, missing=lambda: "no such compiler")
+    try:
+        registry.register_implementation("decode_attention", "absent", toy_decode_attention)
+        assert registry.missing("absent") == "no such compiler"
+        attend()
+        with pytest.raises(ValueError, match="backend='absent' cannot do this decode_attention: no such compiler"):
+            attend(backend="absent")
+    finally:
+        registry.unregister_backend("absent")
+
+
+def test_a_backend_may_be_preferred_to_the_package_s_own() -> None:
+    registry.register_backend("first", runs_on=lambda device: True, before="mosaic")
+    assert registry.backends() == ("first", "hopper", "xla")
+    registry.unregister_backend("first")
+    assert registry.backends() == ("hopper", "xla")
+
+
+def test_an_unregistered_backend_leaves_nothing(toy: Toy) -> None:
+    registry.unregister_backend("toy")
+    with pytest.raises(ValueError, match="backend must be None or one of hopper, xla, got 'toy'"):
+        attend(backend="toy")
+    registry.register_backend("toy", runs_on=lambda device: True)
+    attend()
+    assert toy.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("register", "message"),
+    [
+        (lambda: registry.register_backend("toy", runs_on=bool), "there is a backend 'toy' already"),
+        (lambda: registry.register_backend("mosaic", runs_on=bool), "there is a backend 'mosaic' already"),
+        (lambda: registry.register_backend("new", runs_on=bool, before="cuda"), "got 'cuda'"),
+        (lambda: registry.register_implementation("attention", "toy", print), "op must be one of .*decode_attention"),
+        (lambda: registry.register_implementation("write_kv", "cuda", print), "got 'cuda'"),
+        (lambda: registry.register_implementation("write_kv", "hopper", print), "one of the package's own backends"),
+        (lambda: registry.register_implementation("decode_attention", "toy", print), "has an implementation of"),
+        (lambda: registry.unregister_backend("xla"), "one of the package's own backends"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(toy: Toy, register: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        register()
+
+
+SHAPES = (jax.ShapeDtypeStruct((3, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 2, 16, 64), jnp.bfloat16))
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("device", "picked"), [(HOPPER, "hopper"), (ADA, "xla"), (CPU, "xla")])
+def test_the_device_decides(monkeypatch: pytest.MonkeyPatch, device: Device, picked: str) -> None:
+    monkeypatch.setattr(devices, "default_device", lambda: device)
+    assert registry.runs_here("hopper") == (device == HOPPER)
+    assert registry._OPS["decode_attention"].pick(None, *SHAPES).backend == picked
+    assert registry._OPS["decode_attention"].pick("hopper", *SHAPES).backend == "hopper"
+
+
+@needs_mosaic
+def test_mosaic_is_another_name_of_hopper() -> None:
+    assert registry.canonical("mosaic") == "hopper"
+    picked = [registry._OPS["decode_attention"].pick(name, *SHAPES) for name in ("mosaic", "hopper")]
+    assert picked[0] == picked[1]
+
+
+def test_every_op_has_a_reference_with_its_own_parameters() -> None:
+    for op in registry._OPS.values():
+        assert callable(op._implementation(registry._backend(registry.REFERENCE)).run), op.name
+
+
+def test_using_every_op_s_reference_imports_no_kernels() -> None:
+    code = """
+import sys
+import jax.numpy as jnp
+from jpaged import pallas_kernels as ops
+pool, new, ids = jnp.zeros((3, 2, 1, 16, 16)), jnp.zeros((1, 1, 16)), jnp.zeros(1, jnp.int32)
+ops.write_kv(pool, new, new, ids)
+ops.copy_blocks((pool,), ids, ids)
+ops.decode_attention(new, pool, jnp.zeros((1, 1), jnp.int32), ids)
+ops.gated_product(jnp.zeros((128, 8)), jnp.zeros((8, 2, 8)))
+ops.sample_tokens(jnp.zeros((1, 9)), jnp.zeros(1), None, None, None, jnp.zeros((1, 2), jnp.uint32), ids)
+loaded = [name for name in sys.modules if "mosaic_gpu" in name and "pallas" in name or ".hopper" in name]
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -1,0 +1,78 @@
+"""A server without a key in a process of its own, for drills, benchmarks and tools."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+_START_S = 600.0
+
+
+class Server:
+    """`jpaged serve` with these options, without a key, on a free port of this machine."""
+
+    def __init__(self, options: Sequence[str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "jpaged", "serve", "--port", str(port), "--quiet", "--api-workers", "1"]
+        self.url = f"http://127.0.0.1:{port}"
+        environment = {name: value for name, value in os.environ.items() if name != "JPAGED_API_KEY"}
+        self.process = subprocess.Popen([*command, *options], env=environment)
+        end = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if self.get("/health").status_code == 200:
+                    return
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise SystemExit("The server did not start.")
+            time.sleep(0.2)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, trust_env=False)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, trust_env=False)
+
+    def gauge(self, name: str) -> float:
+        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(f"jpaged:{name}{{")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def children(self, of: int | None = None) -> list[int]:
+        """Its children and theirs."""
+        pid = self.process.pid if of is None else of
+        direct = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [*direct, *(child for one in direct for child in self.children(one))]
+
+    def engines(self) -> list[int]:
+        return [pid for pid in self.children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def memory_mib(self) -> float:
+        """Resident memory of all its processes."""
+        lines = [
+            line
+            for pid in (self.process.pid, *self.children())
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        ]
+        return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+
+
+@contextlib.contextmanager
+def serving(options: Sequence[str]) -> Iterator[Server]:
+    server = Server(options)
+    try:
+        yield server
+    finally:
+        server.close()
