@@ -31,6 +31,7 @@ from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
 from jpaged.host.hub import resolve
+from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses, Link
 from jpaged.processes.links import AsyncLink
 from jpaged.processes.pool_view import PoolView
@@ -38,28 +39,6 @@ from jpaged.processes.request_metrics import RequestMetrics
 from jpaged.processes.request_stream import RequestStream
 from jpaged.processes.router import Router
 from jpaged.processes.tokenizing import AsyncTokenizer
-from jpaged.processes.wire import (
-    Abort,
-    Add,
-    Answer,
-    Call,
-    Changed,
-    CheckIntegrity,
-    Error,
-    Failed,
-    FromEngine,
-    GetPool,
-    GetStats,
-    Intact,
-    Pool,
-    Question,
-    Ready,
-    Refused,
-    ResetPrefixCache,
-    Shutdown,
-    Stats,
-    Step,
-)
 from jpaged.text.tokenizer import Tokenizer
 
 SHUTDOWN_S = 10.0
@@ -68,7 +47,7 @@ _LAST_WORDS_S = 0.5
 """After its socket has closed, we wait this long for its exit code, so that the error can name it."""
 
 _T = TypeVar("_T")
-_AnswerT = TypeVar("_AnswerT", Stats, Pool, Changed, Intact)
+_AnswerT = TypeVar("_AnswerT", wire.Stats, wire.Pool, wire.Changed, wire.Intact)
 
 
 def load_tokenizer(args: EngineArgs) -> Tokenizer | None:
@@ -129,15 +108,15 @@ class AsyncLLMEngine:
         self.metrics = RequestMetrics(link.board.metrics, link.board.worker)
         self._replicas = [AsyncLink(index, sock) for index, sock in enumerate(link.sockets)]
         self._router = Router(len(self._replicas), match_prefixes=args.enable_prefix_caching)
-        self._is_ready: asyncio.Future[Ready] | None = None
-        self._ready: Ready | None = None
+        self._is_ready: asyncio.Future[wire.Ready] | None = None
+        self._ready: wire.Ready | None = None
         self._inputs: InputProcessor | None = None
         self._failure: JPagedError | None = None
         self._streams: dict[int, RequestStream] = {}
         self._request_ids: set[str] = set()
         self._handles = itertools.count(1 + link.board.worker, link.board.num_workers)
         self._call_ids = itertools.count(1)
-        self._calls: dict[int, tuple[AsyncLink, asyncio.Future[Answer]]] = {}
+        self._calls: dict[int, tuple[AsyncLink, asyncio.Future[wire.Answer]]] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
 
     async def __aenter__(self) -> Self:
@@ -147,7 +126,7 @@ class AsyncLLMEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
-    async def ready(self) -> Ready:
+    async def ready(self) -> wire.Ready:
         """Waits until the engine serves. Returns its description; with several replicas, the first one's.
 
         Raises:
@@ -281,18 +260,18 @@ class AsyncLLMEngine:
 
     async def get_replica_metrics(self) -> dict[int, EngineStats]:
         """Counters and occupancy of each replica that serves, by its number. Raises EngineDeadError."""
-        return {replica: answer.stats for replica, answer in (await self._ask(GetStats(), Stats)).items()}
+        return {replica: answer.stats for replica, answer in (await self._ask(wire.GetStats(), wire.Stats)).items()}
 
     async def get_pool_views(self) -> dict[int, tuple[EngineStats, PoolView]]:
         """The same, and a picture of the KV pool, of each replica that serves; reads the whole pool. In a picture
         requests go by numbers, which say nothing about them. Raises EngineDeadError.
         """
-        answers = await self._ask(GetPool(), Pool)
+        answers = await self._ask(wire.GetPool(), wire.Pool)
         return {replica: (answer.stats, answer.view) for replica, answer in answers.items()}
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. A replica that is running requests does nothing; then this returns False."""
-        answers = await self._ask(ResetPrefixCache(), Changed)
+        answers = await self._ask(wire.ResetPrefixCache(), wire.Changed)
         done = all(answer.value for answer in answers.values())
         if done:
             self._router.forget_prefixes()
@@ -307,14 +286,14 @@ class AsyncLLMEngine:
 
     async def check_integrity(self) -> None:
         """Checks that blocks, tables, slots and queue agree. Slow: it reads all of them. Raises EngineDeadError."""
-        await self._ask(CheckIntegrity(), Intact)
+        await self._ask(wire.CheckIntegrity(), wire.Intact)
 
     async def shutdown(self) -> None:
         """Ends all requests, and the engine processes if this process started them. A second call does nothing."""
         if self._processes is not None:
             if self._ready is not None:
                 for replica in self._replicas:
-                    replica.send(Shutdown())
+                    replica.send(wire.Shutdown())
             else:
                 self._processes.kill()
         for replica in self._replicas:
@@ -348,21 +327,21 @@ class AsyncLLMEngine:
         self._board.set("owed_tokens", index, own[index])
         return self._replicas[index]
 
-    async def _ask(self, question: Question, kind: type[_AnswerT]) -> dict[int, _AnswerT]:
+    async def _ask(self, question: wire.Question, kind: type[_AnswerT]) -> dict[int, _AnswerT]:
         """Asks every replica that serves; returns the answers by replica number. kind: the type of the answers."""
         await self.ready()
         self._check_alive()
-        futures: dict[int, asyncio.Future[Answer]] = {}
+        futures: dict[int, asyncio.Future[wire.Answer]] = {}
         for replica in self._replicas:
             if replica.failure is not None:
                 continue
             call_id = next(self._call_ids)
             futures[replica.index] = asyncio.get_running_loop().create_future()
             self._calls[call_id] = replica, futures[replica.index]
-            replica.send(Call(call_id, question))
+            replica.send(wire.Call(call_id, question))
         answers = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
         for answer in answers.values():
-            if isinstance(answer.value, Error):
+            if isinstance(answer.value, wire.Error):
                 raise EngineDeadError(answer.value.message)
         return {index: answer.value for index, answer in answers.items() if isinstance(answer.value, kind)}
 
@@ -374,7 +353,7 @@ class AsyncLLMEngine:
         self._board.add("unfinished", replica.index, 1)
         self._board.add("queued", replica.index, 1)
         self._board.add("queued_tokens", replica.index, request.prompt_len)
-        replica.send(Add.of(stream.handle, request))
+        replica.send(wire.Add.of(stream.handle, request))
 
     def _close(self, stream: RequestStream) -> None:
         """Forgets a stream; one whose request has not ended is aborted."""
@@ -388,13 +367,13 @@ class AsyncLLMEngine:
             self._router.finish(str(stream.handle))
             self._board.set("owed_tokens", replica.index, self._router.outstanding[replica.index])
         if stream.end():
-            replica.send(Abort([stream.handle]))
+            replica.send(wire.Abort([stream.handle]))
         if stream.is_counted:
             self.metrics.count_finished(replica.index, request)
 
     def _abort(self, stream: RequestStream) -> None:
         if stream.end():
-            stream.replica.send(Abort([stream.handle]))
+            stream.replica.send(wire.Abort([stream.handle]))
             stream.wake()
 
     def _started(self, stream: RequestStream) -> None:
@@ -403,26 +382,26 @@ class AsyncLLMEngine:
             self._board.add("queued", stream.replica.index, -1)
             self._board.add("queued_tokens", stream.replica.index, -stream.request.prompt_len)
 
-    def _take(self, replica: AsyncLink, message: FromEngine) -> None:
-        if isinstance(message, Step):
+    def _take(self, replica: AsyncLink, message: wire.FromEngine) -> None:
+        if isinstance(message, wire.Step):
             self._take_step(replica, message)
-        elif isinstance(message, Answer):
+        elif isinstance(message, wire.Answer):
             call = self._calls.pop(message.call_id, None)
             if call is not None and not call[1].done():
                 call[1].set_result(message)
-        elif isinstance(message, Refused):
+        elif isinstance(message, wire.Refused):
             stream = self._streams.get(message.handle)
             if stream is not None:
                 stream.is_counted = False  # it has not run, nor waited
                 stream.fail(error_of(message.kind, message.message))
-        elif isinstance(message, Ready):
+        elif isinstance(message, wire.Ready):
             replica.ready = message
             if all(one.ready is not None for one in self._replicas):
                 self._take_ready([one.ready for one in self._replicas if one.ready is not None])
-        elif isinstance(message, Failed):
+        elif isinstance(message, wire.Failed):
             self._die(replica, error_of(message.kind, message.message))
 
-    def _take_ready(self, ready: list[Ready]) -> None:
+    def _take_ready(self, ready: list[wire.Ready]) -> None:
         """All replicas serve. A request must keep to the limits of each, since any may get it."""
         first = ready[0]
         first.limits = RequestLimits.least(one.limits for one in ready)
@@ -432,7 +411,7 @@ class AsyncLLMEngine:
         if not self._is_ready.done():
             self._is_ready.set_result(first)
 
-    def _take_step(self, replica: AsyncLink, step: Step) -> None:
+    def _take_step(self, replica: AsyncLink, step: wire.Step) -> None:
         streams, now = self._streams, time.monotonic()
         for handle in array("q", step.started):
             stream = streams.get(handle)

@@ -44,30 +44,10 @@ from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, reque
 from jpaged.frontend.intake import RequestIntake
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.hub import resolve
+from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses
 from jpaged.processes.links import SyncLink
 from jpaged.processes.router import Router
-from jpaged.processes.wire import (
-    Abort,
-    Add,
-    Answer,
-    Call,
-    Changed,
-    Error,
-    Failed,
-    FromEngine,
-    GetStats,
-    Outputs,
-    PinPrefix,
-    Question,
-    Ready,
-    Refused,
-    ResetPrefixCache,
-    Stats,
-    ToEngine,
-    UnpinPrefix,
-    frame,
-)
 from jpaged.text.tokenizer import Tokenizer
 
 _WAIT_S = 0.05
@@ -79,7 +59,7 @@ _STOP_S = 10.0
 _COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 """Parameters of a request that only puts its prompt into the prefix cache."""
 
-_AnswerT = TypeVar("_AnswerT", Stats, Changed)
+_AnswerT = TypeVar("_AnswerT", wire.Stats, wire.Changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +81,8 @@ class _Replica:
 
     def __init__(self, link: SyncLink) -> None:
         self.link = link
-        self.ready: Ready | None = None
-        self.answer: Answer | None = None
+        self.ready: wire.Ready | None = None
+        self.answer: wire.Answer | None = None
 
 
 class ReplicatedEngine(RequestIntake):
@@ -179,7 +159,7 @@ class ReplicatedEngine(RequestIntake):
         else:
             tokens, new_tokens = [*request.prompt_token_ids.tolist(), int(request.score_targets[-1])], 0
         one = self._numbered(request, checked)
-        message = _framed(Add.of(one.handle, request))  # before anything is counted
+        message = _framed(wire.Add.of(one.handle, request))  # before anything is counted
         index = self._router.route(request.request_id, tokens, new_tokens, request.cache_salt)
         self._submit(self._replicas[index], one, message)
 
@@ -218,7 +198,7 @@ class ReplicatedEngine(RequestIntake):
         for index, handles in by_replica.items():
             if not self._ended:
                 with suppress(EngineDeadError):  # they have ended, too; the next call says so
-                    self._send(self._replicas[index], frame(Abort(handles)))
+                    self._send(self._replicas[index], wire.frame(wire.Abort(handles)))
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
@@ -230,12 +210,12 @@ class ReplicatedEngine(RequestIntake):
 
     def get_replica_metrics(self) -> list[EngineStats]:
         """The counters and occupancy of each replica."""
-        return [answer.stats for answer in self._ask_all(GetStats(), Stats)]
+        return [answer.stats for answer in self._ask_all(wire.GetStats(), wire.Stats)]
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. Returns False where a replica had requests running and did nothing."""
         self._router.forget_prefixes()
-        return all(self._change(ResetPrefixCache()))
+        return all(self._change(wire.ResetPrefixCache()))
 
     def pin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> int:
         """Computes a prompt on every replica, and keeps the beginning of it in the prefix cache of each, as
@@ -257,7 +237,7 @@ class ReplicatedEngine(RequestIntake):
                 tokens = checked.prompt_token_ids
                 self._router.assign(request.request_id, replica.link.index, tokens, 1, salt)
                 one = self._numbered(request, checked)
-                self._submit(replica, one, _framed(Add.of(one.handle, request)))
+                self._submit(replica, one, _framed(wire.Add.of(one.handle, request)))
             while any(self._router.replica_of(request.request_id) is not None for request, _ in requests):
                 self._collect(_WAIT_S)
             for refused, error in self._refused:
@@ -267,17 +247,17 @@ class ReplicatedEngine(RequestIntake):
             self.abort_request([request.request_id for request, _ in requests])  # what came of them is for nobody
         token_ids = requests[0][0].prompt_token_ids.tobytes()
         try:
-            return min(self._change(PinPrefix(token_ids, salt)))
+            return min(self._change(wire.PinPrefix(token_ids, salt)))
         except JPagedError:
             if not self._ended:
-                self._change(UnpinPrefix(token_ids, salt))
+                self._change(wire.UnpinPrefix(token_ids, salt))
             raise
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
         self._check_alive()
         tokens = np.array(self._inputs.process(prompt, _COMPUTE_ONLY).prompt_token_ids, np.int32)
-        return any(self._change(UnpinPrefix(tokens.tobytes(), checked_salt(cache_salt))))
+        return any(self._change(wire.UnpinPrefix(tokens.tobytes(), checked_salt(cache_salt))))
 
     def close(self) -> None:
         """Ends the replicas; the engine is of no more use. Called when it is collected, too. The second time it does
@@ -331,34 +311,34 @@ class ReplicatedEngine(RequestIntake):
             for message in messages:
                 self._take(replica, message)
 
-    def _take(self, replica: _Replica, message: FromEngine) -> None:
+    def _take(self, replica: _Replica, message: wire.FromEngine) -> None:
         """Takes a message. News of aborted requests are dropped: their handles are known no more."""
-        if isinstance(message, Outputs):
+        if isinstance(message, wire.Outputs):
             for output in message.outputs:
                 one = self._by_handle.get(output.handle)
                 if one is not None:
                     self._outputs.append(output.request_output(one.request_id, one.prompt, one.prompt_token_ids))
                     if output.finished:
                         self._router.finish(one.request_id)
-        elif isinstance(message, Answer):
+        elif isinstance(message, wire.Answer):
             replica.answer = message
-        elif isinstance(message, Refused):
+        elif isinstance(message, wire.Refused):
             one = self._by_handle.get(message.handle)
             if one is not None:
                 self._router.finish(one.request_id)
                 self._refused.append((one, error_of(message.kind, message.message)))
-        elif isinstance(message, Ready):
+        elif isinstance(message, wire.Ready):
             replica.ready = message
-        elif isinstance(message, Failed):
+        elif isinstance(message, wire.Failed):
             raise error_of(message.kind, message.message)
 
-    def _wait_until_ready(self, replica: _Replica) -> Ready:
+    def _wait_until_ready(self, replica: _Replica) -> wire.Ready:
         """Raises the error that the engine met in the replica, if it could not start."""
         while replica.ready is None:
             self._receive(replica)
         return replica.ready
 
-    def _ask_all(self, question: Question, kind: type[_AnswerT]) -> list[_AnswerT]:
+    def _ask_all(self, question: wire.Question, kind: type[_AnswerT]) -> list[_AnswerT]:
         """Each replica's answer, of the kind that the question has. Outputs and refusals that come in between are kept
         for `step`.
 
@@ -366,7 +346,7 @@ class ReplicatedEngine(RequestIntake):
         """
         self._check_alive()
         call_id = next(self._call_ids)
-        message = frame(Call(call_id, question))
+        message = wire.frame(wire.Call(call_id, question))
         for replica in self._replicas:
             self._send(replica, message)
         values = []
@@ -375,13 +355,13 @@ class ReplicatedEngine(RequestIntake):
                 self._receive(replica)
             values.append(replica.answer.value)
         for value in values:
-            if isinstance(value, Error):
+            if isinstance(value, wire.Error):
                 raise error_of(value.kind, value.message)
         return [value for value in values if isinstance(value, kind)]
 
-    def _change(self, question: ResetPrefixCache | PinPrefix | UnpinPrefix) -> list[int]:
+    def _change(self, question: wire.ResetPrefixCache | wire.PinPrefix | wire.UnpinPrefix) -> list[int]:
         """Changes the replicas' prefix caches; with them change the limits of a request, which pinned blocks lower."""
-        answers = self._ask_all(question, Changed)
+        answers = self._ask_all(question, wire.Changed)
         self._inputs.limits = RequestLimits.least(answer.limits for answer in answers)
         return [answer.value for answer in answers]
 
@@ -420,10 +400,10 @@ class ReplicatedEngine(RequestIntake):
         self._ended = "The replicas belong to the process that this one was forked from; start an engine here."
 
 
-def _framed(message: ToEngine) -> bytes:
+def _framed(message: wire.ToEngine) -> bytes:
     """Raises InvalidParameterError if a value of the message is of a type that cannot be sent."""
     try:
-        return frame(message)
+        return wire.frame(message)
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise InvalidParameterError(f"A replica cannot be sent {shown(message)}: {error}.") from error
 
