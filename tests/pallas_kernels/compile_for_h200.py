@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tools.h200_compile import compile_for_h200, h200_mesh  # isort: skip
+from tests.support.h200_compile import compile_for_h200, h200_mesh  # isort: skip
 
 import jax
 import jax.numpy as jnp

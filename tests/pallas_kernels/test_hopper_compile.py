@@ -18,7 +18,7 @@ def missing_compiler() -> str | None:
     if (reason := missing("hopper")) is not None:
         return reason
     if "H200_CUDA_DIR" not in os.environ:
-        return "H200_CUDA_DIR does not name a folder with JAX's CUDA plugin (tools/h200_compile.py)"
+        return "H200_CUDA_DIR does not name a folder with JAX's CUDA plugin (tests/support/h200_compile.py)"
     return None if shutil.which("ptxas") else "ptxas is not on PATH"
 
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 os.environ["XLA_FLAGS"] = f"--xla_dump_to={sys.argv[1]} --xla_dump_hlo_as_text"
 os.environ["JPAGED_CACHE_DIR"] = ""
 
-from tools.h200_compile import h200_mesh  # isort: skip
+from tests.support.h200_compile import h200_mesh  # isort: skip
 
 import jax
 

@@ -6,7 +6,7 @@ Gives what the compiler knows: input/output aliasing, temporary memory, shared-m
     pip install --no-deps --target CUDA_DIR jax-cuda13-pjrt==0.11.2 jax-cuda13-plugin==0.11.2
     export H200_CUDA_DIR=CUDA_DIR
 
-    from tools.h200_compile import compile_for_h200
+    from tests.support.h200_compile import compile_for_h200
     compiled = compile_for_h200(step, *shape_dtype_structs, donate_argnums=(1,))
 """
 
