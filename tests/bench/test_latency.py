@@ -11,14 +11,14 @@ from jpaged.bench import latency
 from jpaged.bench.latency import main
 from jpaged.bench.percentiles import summary, table
 from jpaged.processes.replicas import ReplicatedEngine
-from tests.tiny_models import tiny_model, write_tiny_model
+from tests.bench import small_engine
 
 
+@small_engine.GROUP
 def test_batches_are_timed_to_the_first_token_to_each_and_to_the_last(tmp_path, capsys):
-    model = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path / "model", use_torch=False)
     file = tmp_path / "figures.json"
-    arguments = ["--model", str(model), "--batch-size", "3", "--input-len", "10", "--output-len", "6", "--runs", "4"]
-    arguments += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--warm-up", "1", "--json", str(file)]
+    arguments = [*small_engine.options(tmp_path), "--batch-size", "3", "--input-len", "10", "--output-len", "6"]
+    arguments += ["--runs", "4", "--warm-up", "1", "--json", str(file)]
     assert main(arguments) == 0
     [figures] = json.loads(file.read_text())["results"]
     first, per_token, whole = figures["ttft_ms"], figures["tpot_ms"], figures["latency_ms"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from jpaged import cli
+from jpaged import EngineArgs, cli
 from jpaged.api.errors import EngineDeadError, InvalidParameterError, OutOfMemoryError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.assets import demo_model_path
-from jpaged.bench.memory import main, paper
+from jpaged.bench.memory import device, main, paper
 from jpaged.bench.memory.buddy import BuddyAllocator
 from jpaged.bench.memory.figures import AS_FIGURE_12, Options, Steady, Workload, sustained_rate
 from jpaged.bench.memory.lengths import FIGURE_11
@@ -24,7 +25,8 @@ from jpaged.bench.memory.simulate import SYSTEMS, Serving, make_scheduler, simul
 from jpaged.bench.memory.traces import TraceRequest, at_rate, draw_lengths, draw_trace, read_trace
 from jpaged.bench.workloads import TRACES
 from jpaged.engine.sequences.request import Request
-from tests.tiny_models import tiny_model, write_tiny_model
+from tests.bench import small_engine
+from tests.tiny_models import MAX_LENGTH
 
 OPT_13B = SETUPS["opt-13b"]
 STEP = step_time("paper", OPT_13B)
@@ -427,10 +429,17 @@ def test_wrong_options_are_refused_by_name(arguments, named, capsys):
     assert named in capsys.readouterr().err
 
 
-def test_block_sizes_and_swapping_are_measured_on_the_device(tmp_path, capsys):
-    model = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path / "model", use_torch=False)
+@small_engine.GROUP
+def test_block_sizes_and_swapping_are_measured_on_the_device(tmp_path, capsys, monkeypatch):
+    sizes = {
+        "max_num_seqs": small_engine.MAX_NUM_SEQS,
+        "max_num_batched_tokens": small_engine.MAX_NUM_BATCHED_TOKENS,
+    }
+    monkeypatch.setattr(device, "EngineArgs", partial(EngineArgs, **sizes))
+    model = small_engine.write_model(tmp_path)
     report = tmp_path / "memory.json"
-    arguments = ["--figure", "19", "--model", str(model), "--tokens", "64", "--max-model-len", "128"]
+    arguments = ["--figure", "19", "--model", str(model), "--tokens", "64"]
+    arguments += ["--max-model-len", str(MAX_LENGTH)]
     assert main([*arguments, "--num-gpu-blocks", "64", "--json", str(report)]) == 0
     results = json.loads(report.read_text())["results"]
     assert [row["block_size"] for row in results] == [1, 2, 4, 8, 16, 32, 64, 128, 256]

@@ -9,14 +9,14 @@ from jpaged.bench import scoring
 from jpaged.bench.models import model_directory
 from jpaged.bench.scoring import main, operations
 from jpaged.models import ModelConfig, build
-from tests.tiny_models import tiny_model, write_tiny_model
+from tests.bench import small_engine
 
 
+@small_engine.GROUP
 def test_a_run_is_measured_and_written_down(tmp_path, capsys):
-    model = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path / "model", use_torch=False)
     file = tmp_path / "figures.json"
-    arguments = ["--model", str(model), "--num-rows", "6", "--row-len", "40", "--runs", "2", "--json", str(file)]
-    assert main([*arguments, "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--choices", "2"]) == 0
+    arguments = [*small_engine.options(tmp_path), "--num-rows", "6", "--row-len", "40", "--runs", "2", "--choices", "2"]
+    assert main([*arguments, "--json", str(file)]) == 0
     results = json.loads(file.read_text())["results"]
     assert results["tokens"] == 6 * (40 + 2 * 16)
     assert len(results["seconds"]) == 2
@@ -53,10 +53,10 @@ class OneProcess:
         self._processor.run(shards, done, progress)
 
 
+@small_engine.GROUP
 def test_workers_are_measured_through_their_shard_files(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(scoring, "WorkerPool", OneProcess)
-    model = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path / "model", use_torch=False)
-    arguments = ["--model", str(model), "--num-rows", "40", "--row-len", "40", "--runs", "1"]
-    arguments += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--data-parallel-size", "2"]
+    arguments = [*small_engine.options(tmp_path), "--num-rows", "40", "--row-len", "40", "--runs", "1"]
+    arguments += ["--data-parallel-size", "2"]
     assert main(arguments) == 0
     assert "1,600 tokens in" in capsys.readouterr().out

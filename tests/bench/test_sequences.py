@@ -1,19 +1,26 @@
 """The benchmark of samples, beams and swapping, on a tiny model."""
 
 import json
+from functools import partial
 
 import pytest
 
+from jpaged import EngineArgs
 from jpaged.api.errors import InvalidParameterError
+from jpaged.bench import sequences
 from jpaged.bench.sequences import CASES, main
-from tests.tiny_models import tiny_model, write_tiny_model
+from tests.bench import small_engine
 
 
-def test_each_case_is_measured_and_written_down(tmp_path, capsys):
-    model = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path / "model", use_torch=False)
+@small_engine.GROUP
+def test_each_case_is_measured_and_written_down(tmp_path, capsys, monkeypatch):
+    few_tokens = partial(EngineArgs, max_num_batched_tokens=small_engine.MAX_NUM_BATCHED_TOKENS)
+    monkeypatch.setattr(sequences, "EngineArgs", few_tokens)
     file = tmp_path / "figures.json"
-    arguments = ["--model", str(model), "--dataset", "random", "--num-prompts", "3", "--input-len", "10"]
-    arguments += ["--output-len", "5", "--width", "2", "--runs", "2", "--max-num-seqs", "8", "--swap-chunks", "3"]
+    model, max_num_seqs = small_engine.write_model(tmp_path), small_engine.MAX_NUM_SEQS
+    arguments = ["--model", str(model), "--max-num-seqs", str(max_num_seqs), "--dataset", "random"]
+    arguments += ["--num-prompts", "3", "--input-len", "10", "--output-len", "5", "--width", "2", "--runs", "2"]
+    arguments += ["--swap-chunks", "3"]
     assert main([*arguments, "--num-gpu-blocks-override", "128", "--json", str(file)]) == 0
     results = {result["case"]: result for result in json.loads(file.read_text())["results"]}
     assert tuple(results) == CASES

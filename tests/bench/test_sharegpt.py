@@ -9,7 +9,7 @@ from jpaged.bench.serve import main as serve
 from jpaged.bench.sharegpt import read_turns, sharegpt_requests
 from jpaged.bench.throughput import main
 from jpaged.text.tokenizer import Tokenizer
-from tests.tiny_models import tiny_model, write_tiny_model
+from tests.bench import small_engine
 
 
 class Words:
@@ -98,13 +98,13 @@ def test_a_missing_file_or_tokenizer_is_refused_before_a_model_is_loaded(tmp_pat
         serve(missing)
 
 
+@small_engine.GROUP
 def test_throughput_is_measured_on_a_files_conversations(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Tokenizer, "load", lambda source: Words())
-    model = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path / "model", use_torch=False)
     file, report = tmp_path / "talks.json", tmp_path / "figures.json"
     write(file, [conversation("tell me a story about a snail", "once upon a time there was one")] * 5)
-    arguments = ["--model", str(model), "--dataset-path", str(file), "--num-prompts", "4", "--runs", "1"]
-    arguments += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--profile", str(tmp_path / "trace")]
+    arguments = [*small_engine.options(tmp_path), "--dataset-path", str(file), "--num-prompts", "4", "--runs", "1"]
+    arguments += ["--profile", str(tmp_path / "trace")]
     assert main([*arguments, "--json", str(report)]) == 0
     [figures] = json.loads(report.read_text())["results"]
     assert (figures["name"], figures["input_tokens"], figures["output_tokens"]) == ("talks", 4 * 8, 4 * 7)

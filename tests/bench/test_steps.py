@@ -1,4 +1,4 @@
-"""`jpaged bench steps` on the embedded model: which steps it times."""
+"""`jpaged bench steps` on a tiny model: which steps it times."""
 
 from types import SimpleNamespace
 
@@ -7,12 +7,18 @@ import pytest
 from jpaged import EngineArgs, LLMEngine
 from jpaged.api.errors import InvalidParameterError
 from jpaged.bench import steps
+from tests.bench import small_engine
+
+pytestmark = small_engine.GROUP
+NUM_SEQS = small_engine.MAX_NUM_SEQS
 
 
 @pytest.fixture(scope="module")
-def engine():
-    sizes = {"max_num_seqs": 24, "max_num_batched_tokens": 24, "decode_buckets": (24,), "token_buckets": (24,)}
-    return LLMEngine(EngineArgs(**sizes, skip_tokenizer_init=True, verbose=False))
+def engine(tmp_path_factory):
+    """One that computes no more tokens in a step than it decodes sequences."""
+    model = small_engine.write_model(tmp_path_factory.mktemp("steps"))
+    sizes = {"max_num_seqs": NUM_SEQS, "max_num_batched_tokens": NUM_SEQS}
+    return LLMEngine(EngineArgs(model=str(model), **sizes, skip_tokenizer_init=True, verbose=False))
 
 
 def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompts_take(engine, monkeypatch, tmp_path):
@@ -30,10 +36,10 @@ def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompt
     monkeypatch.setattr(runner, "execute", recording_execute)
     monkeypatch.setattr(steps.time, "perf_counter", noting_clock)
     args = steps.parser().parse_args(["--model", "m", "--steps", "16", "--context", "30", "--trace", str(tmp_path)])
-    figure = steps.measure(engine, 24, args)  # of the last prompt's steps each has room for one token
+    figure = steps.measure(engine, NUM_SEQS, args)  # of the last prompt's steps each has room for one token
     assert figure["wall_ms"] > 0
     assert timed[-1] - timed[0] == 16
-    assert {(len(plan.decode_slots), len(plan.chunks)) for plan in plans[timed[0] : timed[-1]]} == {(24, 0)}
+    assert {(len(plan.decode_slots), len(plan.chunks)) for plan in plans[timed[0] : timed[-1]]} == {(NUM_SEQS, 0)}
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -41,9 +47,9 @@ def test_kernels_and_floor_are_those_of_one_device(engine, num_devices, monkeypa
     """As if each device had run two kernels in each of the 8 recorded steps, of 0.5 ms each."""
     monkeypatch.setattr(steps, "kernel_times", lambda profiles: {"k": (8.0 * num_devices, 16 * num_devices)})
     given = ["--model", "m", "--steps", "16", "--context", "8", "--tensor-parallel-size", str(num_devices)]
-    figure = steps.measure(engine, 8, steps.parser().parse_args([*given, "--read-gb-per-s", "1"]))
+    figure = steps.measure(engine, NUM_SEQS, steps.parser().parse_args([*given, "--read-gb-per-s", "1"]))
     assert figure["kernels"] == [{"name": "k", "ms": 1.0, "count": 2.0}]
-    assert figure["floor_ms"] == pytest.approx(steps.step_bytes(engine, 8, 8) / 1e6 / num_devices)
+    assert figure["floor_ms"] == pytest.approx(steps.step_bytes(engine, NUM_SEQS, 8) / 1e6 / num_devices)
 
 
 def test_more_sequences_than_decode_at_once_are_refused_before_anything_is_timed():

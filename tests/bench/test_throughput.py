@@ -9,15 +9,28 @@ from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.throughput import main
 from jpaged.bench.workloads import DATASETS, make_requests
 from jpaged.models import ModelConfig, build
-from tests.tiny_models import tiny_model, write_tiny_model
+from tests.bench import small_engine
 
 
+@small_engine.GROUP
 def test_a_run_is_measured_and_written_down(tmp_path, capsys):
-    model = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path / "model", use_torch=False)
     file = tmp_path / "figures.json"
-    arguments = ["--model", str(model), "--dataset", "random", "--dataset", "shared-prefix", "--prefix-len", "40"]
-    arguments += ["--num-prompts", "6", "--input-len", "10", "--output-len", "5", "--runs", "2", "--json", str(file)]
-    assert main([*arguments, "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]) == 0
+    arguments = [*small_engine.options(tmp_path), "--dataset", "random", "--dataset", "shared-prefix"]
+    arguments += [
+        "--prefix-len",
+        "40",
+        "--num-prompts",
+        "6",
+        "--input-len",
+        "10",
+        "--output-len",
+        "5",
+        "--runs",
+        "2",
+        "--json",
+        str(file),
+    ]
+    assert main(arguments) == 0
     report = json.loads(file.read_text())
     for result, input_len in zip(report["results"], (10, 50), strict=True):
         assert (result["input_tokens"], result["output_tokens"]) == (6 * input_len, 30)
