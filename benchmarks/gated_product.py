@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.bench.report import write_report
-from jpaged.executor.start.compilation import _GPU_OPTIONS
+from jpaged.executor.start.compilation import GPU_OPTIONS
 from jpaged.pallas_kernels import gated_product
 from jpaged.pallas_kernels.devices import num_multiprocessors
 from jpaged.pallas_kernels.gated_product import hopper, hopper_tiling
@@ -122,7 +122,7 @@ def main() -> None:
     records = [record for part in args.parts for record in in_own_process(args, part)]
     print("\n".join(tables(records)))
     if args.json is not None:
-        settings = {"seconds": args.seconds, "parts": args.parts, "plan": asdict(plan), "options": _GPU_OPTIONS}
+        settings = {"seconds": args.seconds, "parts": args.parts, "plan": asdict(plan), "options": GPU_OPTIONS}
         write_report(args.json, "gated_product", settings, records)
 
 
@@ -224,7 +224,7 @@ def _compiled(plan: Plan, case: Case) -> Callable[..., Any] | str:
 
     x = jax.ShapeDtypeStruct((case.rows, case.weight[0]), jnp.bfloat16)
     weights = [jax.ShapeDtypeStruct(case.weight, jnp.bfloat16)] * _weights(plan, case)
-    options = _GPU_OPTIONS if jax.default_backend() == "gpu" else {}
+    options = GPU_OPTIONS if jax.default_backend() == "gpu" else {}
     try:
         return jax.jit(program).lower(x, weights).compile(compiler_options=options)
     except Exception as error:  # the others are worth having

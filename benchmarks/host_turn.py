@@ -42,7 +42,7 @@ from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.percentiles import summary, table
 from jpaged.bench.report import write_report
 from jpaged.engine.scheduler.scheduler import Scheduler
-from jpaged.executor.step import runner
+from jpaged.executor.step import handle, runner
 from jpaged.frontend.llm_engine import LLMEngine
 
 PART_OF_PROGRAM = {"decode": "body", "shared_decode": "body", "mixed": "body", "sample": "sample", "update": "change"}
@@ -197,15 +197,15 @@ def timed_parts() -> Iterator[dict[str, float]]:
         return mock.patch.object(owner, name, call)
 
     def of_program(args: tuple) -> str | None:
-        kind = args[1][0]
+        kind = args[1].kind
         seconds["mixed"] = max(seconds["mixed"], kind == "mixed")
         return PART_OF_PROGRAM.get(kind)
 
     with ExitStack() as patches:
         patches.enter_context(timed(Scheduler, "schedule", lambda _: "schedule"))
         patches.enter_context(timed(Scheduler, "update", lambda _: "update"))
-        patches.enter_context(timed(runner.Step, "result", lambda _: "read"))
-        patches.enter_context(timed(runner.Runner, "_call", of_program))
+        patches.enter_context(timed(handle.Step, "result", lambda _: "read"))
+        patches.enter_context(timed(runner.Runner, "_run", of_program))
         yield seconds
 
 

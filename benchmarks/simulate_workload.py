@@ -27,7 +27,7 @@ from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.sequences.request import Request
-from jpaged.executor.step.buckets import bucket_for, fine_buckets
+from jpaged.executor.buckets import bucket_for, fine_buckets
 
 _ATTENTION_OPERATIONS_PER_MS = 550e9
 

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 NUM_REQUESTS = TINY_ENGINE["max_num_seqs"]
 NUM_TOKENS = 12
 FEW_BLOCKS = 60
-"""Blocks of 4 tokens: the 32 requests below need about 400."""
+"""Blocks of 4 tokens in each cache group: the 32 requests below need about 400."""
 
 ARGS = EngineArgs(**TINY_ENGINE)
 
@@ -85,7 +85,8 @@ def test_prompts_computed_in_chunks_of_16_tokens_give_the_same_tokens(started, p
 @pytest.mark.parametrize("pipeline_depth", [0, 2], ids=["plain-loop", "pipelined"])
 def test_preempted_requests_give_the_same_tokens(started, pipeline_depth):
     args, startup, reference = started
-    few = replace(args, num_gpu_blocks_override=FEW_BLOCKS, watermark=0.0, pipeline_depth=pipeline_depth)
+    num_blocks = FEW_BLOCKS * len(startup.cache_groups)
+    few = replace(args, num_gpu_blocks_override=num_blocks, watermark=0.0, pipeline_depth=pipeline_depth)
     engine = LLMEngine(few, startup)
     prompts = mixed_prompts(2)
     assert_greedy(reference, prompts, run(engine, prompts))

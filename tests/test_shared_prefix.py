@@ -12,10 +12,10 @@ import pytest
 from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.api.errors import InvalidParameterError
 from jpaged.executor import config
+from jpaged.executor.buckets import fine_buckets
+from jpaged.executor.cache import paged
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.start.startup import Startup
-from jpaged.executor.step import programs
-from jpaged.executor.step.buckets import fine_buckets
 from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("shared prefix")  # one worker, which compiles once
@@ -127,11 +127,11 @@ def test_samples_beams_and_copied_blocks_get_the_same_tokens(started):
 
 
 def test_a_layer_with_a_sliding_window_reads_its_window_and_no_more(monkeypatch):
-    monkeypatch.setattr(programs, "rope_and_write", lambda pool, qkv, *_, **__: (qkv, pool))
-    monkeypatch.setattr(programs, "shared_prefix_attention", lambda *args, **_: ("shared", args[-2:]))
-    monkeypatch.setattr(programs, "decode_attention", lambda *_, sliding_window, **__: ("decode", sliding_window))
+    monkeypatch.setattr(paged, "rope_and_write", lambda pool, qkv, *_, **__: (qkv, pool))
+    monkeypatch.setattr(paged, "shared_prefix_attention", lambda *args, **_: ("shared", args[-2:]))
+    monkeypatch.setattr(paged, "decode_attention", lambda *_, sliding_window, **__: ("decode", sliding_window))
     nothing, shared = jnp.zeros((1,)), (np.int32(3), np.int32(64))
-    attend = programs.PagedAttention(nothing, nothing, nothing, nothing, None, shared, None)
+    attend = paged.PagedAttention(nothing, nothing, nothing, nothing, None, shared, None)
     options = {"rotation": None, "norms": None, "norm_eps": 0.0, "scale": 0.25}
     assert attend(nothing, sliding_window=20, **options) == ("decode", 20)
     assert attend(nothing, sliding_window=None, **options) == ("shared", shared)

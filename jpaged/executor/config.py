@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jpaged.engine.interface import SamplingVariant
-from jpaged.executor.step.buckets import bucket_for, doublings, geometric_buckets
+from jpaged.executor.buckets import bucket_for, doublings, geometric_buckets
 
 LEAST_SAVED_TOKENS = 16_384
 """Tokens that a shared prefix must keep a step from reading in every layer, to be read by kernels of its own. With 8

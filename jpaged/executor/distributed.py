@@ -30,7 +30,8 @@ from jpaged.assets import demo_model_path
 from jpaged.engine.interface import Executor, StepPlan
 from jpaged.executor import plan_codec
 from jpaged.executor.start.startup import start
-from jpaged.executor.step.runner import Runner, Step
+from jpaged.executor.step.handle import Step
+from jpaged.executor.step.runner import Runner
 from jpaged.host.hub import resolve
 
 _SECRET_BYTES = 32

@@ -4,7 +4,7 @@
     N devices      one mesh axis; a program runs on every device at once inside `shard_map`, on its shard of
 
                    weights            split as `models.sharding` says
-                   KV pool            over the key-value heads: a shard has its heads' part of every block
+                   KV pool            over the key-value heads (`cache/paged.py`)
                    token counts       over the vocabulary
                    inbox, generations each device's own (`pallas_kernels.all_reduce`)
                    everything else    whole on each: slot state, block tables, sampling parameters, packed buffers
@@ -32,10 +32,6 @@ Specs = Any
 """A tree of `PartitionSpec`s that is a prefix of a program's results."""
 
 WHOLE = PartitionSpec()
-POOL = PartitionSpec(None, None, MODEL_AXIS)
-"""[num_blocks, 2, kv_heads, block_size, head_dim]"""
-STAGING = PartitionSpec(None, None, None, MODEL_AXIS)
-"""[layers, blocks, 2, kv_heads, block_size, head_dim]"""
 EXCHANGE = PartitionSpec(MODEL_AXIS)
 """Inbox and generations of the one-shot all-reduce, each device's own, side by side."""
 TOKEN_COUNTS = PartitionSpec(None, MODEL_AXIS)

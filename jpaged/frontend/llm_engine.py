@@ -89,6 +89,7 @@ class LLMEngine(RequestIntake):
             max_model_len=_at_most("max_model_len", args.max_model_len, config.max_model_len),
             policy=args.scheduling_policy,
             num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
+            cache_groups=self.startup.cache_groups,
             **args.scheduling(),
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)

@@ -18,8 +18,8 @@ import numpy as np
 from jpaged.api.checks import check_bool
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, MalformedRowError, shown
+from jpaged.executor.buckets import fine_buckets
 from jpaged.executor.start.memory import reserve_device_memory
-from jpaged.executor.step.buckets import fine_buckets
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.host.interrupt import Interruptible
 from jpaged.scoring.ahead import Ahead

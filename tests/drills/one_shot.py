@@ -86,7 +86,7 @@ def greedy(llm: LLMEngine, max_tokens: int) -> list[list[int]]:
 
 def check_devices_agree(llm: LLMEngine) -> None:
     """Each computed the slots' state by itself, from the sums that it got."""
-    for leaf in jax.block_until_ready(llm.startup.runner._state):
+    for leaf in jax.block_until_ready(llm.startup.runner._held["state"]):
         first, *others = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         assert all(np.array_equal(first, other) for other in others)
 

@@ -21,6 +21,11 @@ from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.sampling.sampler import sample
 from jpaged.executor.sampling.state import init_state
 from jpaged.executor.start.compilation import Compiler
+from jpaged.executor.step.blocks import GatherBlocks, ScatterBlocks
+from jpaged.executor.step.bodies import Decode, Mixed
+from jpaged.executor.step.changes import Update
+from jpaged.executor.step.heads import Sample
+from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
 from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.sharding import MODEL_AXIS
@@ -100,11 +105,8 @@ def greedy_programs_only() -> Iterator[None]:
 
 
 def _submit_greedy(compiler: Compiler) -> None:
-    compiler.submit_update()
-    compiler.submit_mixed(ARGS.token_buckets[0])
-    compiler.submit_decode(NUM_REQUESTS)
-    compiler.submit_sample(NUM_REQUESTS, SamplingVariant.GREEDY)
-    compiler.submit_swaps()
+    steps = [Mixed(ARGS.token_buckets[0]), Decode(NUM_REQUESTS), Sample(NUM_REQUESTS, SamplingVariant.GREEDY)]
+    compiler.submit([Update(), *steps, GatherBlocks(), ScatterBlocks()])
 
 
 def _tokens_by_degree(name: str) -> dict[str, Any]:
@@ -254,7 +256,7 @@ def _shared_prefix(engine: LLMEngine) -> dict[str, Any]:
 
 def _compiled(engine: LLMEngine) -> dict[str, Any]:
     runner, memory = engine.startup.runner, engine.startup.memory
-    executables = {"_".join(map(str, key)): program.executable for key, program in runner._programs.items()}
+    executables = {program.name: compiled.executable for program, compiled in runner._programs.items()}
     return {
         "collectives": {key: _collectives(executable) for key, executable in executables.items()},
         "gathered": {key: _gathered(executable) for key, executable in executables.items()},
@@ -263,9 +265,11 @@ def _compiled(engine: LLMEngine) -> dict[str, Any]:
         "planned_pool_bytes": memory.pool,
         "one_shot_counts": _one_shot_counts(runner),
         "inbox_words": _inbox_words(runner),
-        "exchange_bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(runner._exchange)),
+        "exchange_bytes": sum(
+            leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(runner._held.get("exchange"))
+        ),
         "planned_exchange_bytes": _planned_state(engine) - _planned_state(engine, one_shot_rows=0),
-        "aliased_bytes": runner._programs["decode", NUM_REQUESTS].alias_bytes,
+        "aliased_bytes": runner._programs[Decode(NUM_REQUESTS)].alias_bytes,
     }
 
 
@@ -274,21 +278,21 @@ def _planned_state(engine: LLMEngine, **changes: Any) -> int:
     startup = engine.startup
     mesh = DeviceMesh(jax.devices()[: startup.args.tensor_parallel_size])
     model = mesh.shard_of(startup.model)
-    return Compiler(model, replace(startup.config, **changes), model.dtype, mesh).state_bytes
+    return Compiler(Setup.of(model, replace(startup.config, **changes)), mesh).state_bytes
 
 
 def _one_shot_counts(runner: Runner) -> list[list[int]]:
     """For each device that has a one-shot all-reduce's state, the calls that each block of threads took part in."""
-    if runner._exchange is None:
+    if "exchange" not in runner._held:
         return []
-    return [np.asarray(shard.data).tolist() for shard in runner._exchange.generations.addressable_shards]
+    return [np.asarray(shard.data).tolist() for shard in runner._held["exchange"].generations.addressable_shards]
 
 
 def _inbox_words(runner: Runner) -> list[int]:
     """What is in the inboxes, which the XLA implementation leaves as they began."""
-    if runner._exchange is None:
+    if "exchange" not in runner._held:
         return []
-    return np.unique([np.asarray(shard.data) for shard in runner._exchange.inbox.addressable_shards]).tolist()
+    return np.unique([np.asarray(shard.data) for shard in runner._held["exchange"].inbox.addressable_shards]).tolist()
 
 
 def _collectives(executable: Any) -> dict[str, int]:

@@ -2,8 +2,8 @@
 
     python -m jpaged.executor.start.compile_process FD    FD: an inherited socket; started by `CompileProcesses` only
 
-In come a `Setting`, then (`ExecutorConfig`, keys). Out goes each key when its program is in the cache. The process ends
-when it has done its share or cannot leave it in the cache, and at once when the other end of the socket closes.
+In come a `Setting`, then (`ExecutorConfig`, programs). Out goes each `StepProgram` when it is in the cache. The process
+ends when it has done its share or cannot leave it in the cache, and at once when the other end of the socket closes.
 """
 
 import gc
@@ -29,8 +29,10 @@ def main(fd: int) -> None:
 
 def _compile_share(connection: Connection) -> None:
     from jpaged.executor.mesh import DeviceMesh, pick_devices
-    from jpaged.executor.start.compilation import Compiler, enable_persistent_cache
+    from jpaged.executor.start.cache_directories import enable_persistent_cache
+    from jpaged.executor.start.compilation import Compiler
     from jpaged.executor.start.jax_settings import adopt
+    from jpaged.executor.step.program import Setup
     from jpaged.models import build
 
     setting = connection.recv()
@@ -39,10 +41,10 @@ def _compile_share(connection: Connection) -> None:
     mesh = DeviceMesh(pick_devices(setting.tensor_parallel_size))
     with mesh.as_default():
         model = build(setting.model_config, setting.dtype)
-        config, keys = connection.recv()
-        compiler = Compiler(mesh.shard_of(model), config, model.dtype, mesh, kept_on=setting.kept_on)
-        for key in compiler.compile_steps(keys):
-            connection.send(key)
+        config, programs = connection.recv()
+        compiler = Compiler(Setup.of(mesh.shard_of(model), config), mesh, kept_on=setting.kept_on)
+        for program in compiler.compile_for_cache(programs):
+            connection.send(program)
 
 
 if __name__ == "__main__":

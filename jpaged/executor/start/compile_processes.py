@@ -4,8 +4,8 @@
     ------------                                     ----------------------------------------------------
     plans memory, lowers the heads                   import JAX, open the device, build the model from its
       |                                              configuration (no weights)
-    share_out(config, keys)  -- config, its keys --> lower and compile them, leave them in the executable cache
-    compiles its own share   <-- key, each ---------
+    share_out(config, programs) -- config, its --> lower and compile them, leave them in the executable cache
+    compiles its own share      <-- each one -----
     loads theirs from the cache, as on a warm start
 
 A helper is never needed: what it does not deliver is compiled here. It ends when its share is done, when its socket
@@ -35,10 +35,8 @@ from typing import Any, Self
 from jpaged.api.errors import InvalidParameterError, shown
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.start.turns import Turns
+from jpaged.executor.step.program import StepProgram
 from jpaged.host.devices import package_environment
-
-Key = tuple[str | int, ...]
-"""Names a program: ("mixed", tokens), ("sample", batch, variant), ..."""
 
 MOST_PROCESSES = 7
 """Beyond these the threads that compile, several times the lowering's time in all, want the cores."""
@@ -134,17 +132,17 @@ class CompileProcesses:
                 self._helpers.append(_Helper(self._setting))
         log.info("%d processes started to help compile", len(self._helpers))
 
-    def share_out(self, config: ExecutorConfig, keys: Sequence[Key]) -> dict[Key, Future[None]]:
-        """Gives each helper, and the caller, an equal share of the programs of these keys. To be called once.
+    def share_out(self, config: ExecutorConfig, programs: Sequence[StepProgram]) -> dict[StepProgram, Future[None]]:
+        """Gives each helper, and the caller, an equal share of these programs. To be called once.
 
-        Returns the helpers' keys, each with a future that is done when the program is in the cache or will not be.
+        Returns the helpers' programs, each with a future that is done when it is in the cache or will not be.
         """
-        if not are_many(keys):
+        if not are_many(programs):
             return {}
         self.start()
-        shared: dict[Key, Future[None]] = {}
+        shared: dict[StepProgram, Future[None]] = {}
         for index, helper in enumerate(self._helpers):
-            shared |= helper.compile(config, keys[index :: len(self._helpers) + 1])
+            shared |= helper.compile(config, programs[index :: len(self._helpers) + 1])
         return shared
 
 
@@ -172,8 +170,8 @@ class _Helper:
             self._connection.send(setting)
         self._thread: threading.Thread | None = None
 
-    def compile(self, config: ExecutorConfig, keys: Collection[Key]) -> dict[Key, Future[None]]:
-        futures: dict[Key, Future[None]] = {key: Future() for key in keys}
+    def compile(self, config: ExecutorConfig, programs: Collection[StepProgram]) -> dict[StepProgram, Future[None]]:
+        futures: dict[StepProgram, Future[None]] = {program: Future() for program in programs}
         self._thread = threading.Thread(target=self._follow, args=(config, futures), daemon=True)
         self._thread.start()
         return futures
@@ -188,7 +186,7 @@ class _Helper:
             self._thread.join()
         self._connection.close()
 
-    def _follow(self, config: ExecutorConfig, futures: dict[Key, Future[None]]) -> None:
+    def _follow(self, config: ExecutorConfig, futures: dict[StepProgram, Future[None]]) -> None:
         waiting, shared = dict(futures), self._age_s()
         ages = []
         try:

@@ -15,10 +15,8 @@ import numpy as np
 from jpaged.api.config import host_memory
 from jpaged.api.errors import OutOfMemoryError
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
-from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.cache.host_chunks import MOST_IN_TRANSIT
 from jpaged.executor.start.compilation import Compiler
-from jpaged.executor.step.swap import MOST_IN_TRANSIT
-from jpaged.models import Model
 
 CPU_POOL_BYTES = 2**30
 """Most that the pool takes of a CPU's memory unless the number of blocks is given: a CPU serves small models."""
@@ -47,13 +45,6 @@ def reserve_device_memory(utilization: float) -> None:
     os.environ.setdefault(_FRACTION_VARIABLE, f"{utilization:.3f}")
 
 
-def block_bytes(model: Model, block_size: int, dtype: Any) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in every layer."""
-    config = model.config
-    values = 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim
-    return values * np.dtype(dtype).itemsize
-
-
 def tree_bytes(tree: Any) -> int:
     return sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
@@ -76,31 +67,22 @@ def unreserved_device_memory(device: jax.Device) -> int:
     return 0 if stats is None else int(stats["bytes_limit"] * (1 / float(os.environ[_FRACTION_VARIABLE]) - 1))
 
 
-def plan_memory(
-    model: Model,
-    config: ExecutorConfig,
-    dtype: Any,
-    compiler: Compiler,
-    limit: int | None,
-    num_blocks: int | None,
-    pipeline_depth: int,
-) -> MemoryPlan:
+def plan_memory(compiler: Compiler, limit: int | None, num_blocks: int | None, pipeline_depth: int) -> MemoryPlan:
     """Decides the number of blocks.
 
     Args:
-        model: what each device of the mesh runs.
-        config: `num_blocks` in it is nominal; programs are analysed with it.
-        compiler: of that model and configuration.
+        compiler: of a setup whose `num_blocks` is nominal; programs are analysed with it.
         limit: bytes of each device, before the weights are loaded (`free_device_memory`).
         num_blocks: the user's choice, or None to fill the device.
         pipeline_depth: steps in flight whose results are alive beside the running one's.
     Raises:
         OutOfMemoryError: what is left after weights and programs does not hold the blocks asked for, or any.
     """
-    weights, state = tree_bytes(model.abstract_weights), compiler.state_bytes
-    block = block_bytes(model, config.block_size, dtype)
+    config, cache = compiler.setup.config, compiler.setup.cache
+    weights, state = tree_bytes(compiler.setup.model.abstract_weights), compiler.state_bytes
+    block = cache.block_bytes
     if limit is None:
-        useful = config.max_num_seqs * config.max_blocks_per_seq + 1
+        useful = config.max_num_seqs * cache.sequence_blocks(config.max_model_len) + 1
         blocks = num_blocks or max(2, min(useful, CPU_POOL_BYTES // block))
         memory = host_memory()
         if weights + blocks * block > memory:
@@ -124,7 +106,7 @@ def plan_memory(
 
 def _program_bytes(compiler: Compiler, pipeline_depth: int) -> int:
     """What the largest programs need at once, and the results of the steps in flight."""
-    programs = [compiler.result(key) for key in compiler.submit_largest()]
+    programs = [compiler.result(program) for program in compiler.submit_largest()]
     temporary = max(program.temp_bytes for program in programs)
     results = max(program.output_bytes - program.alias_bytes for program in programs)
     slack = 0.02 * (temporary + results) + 2**28  # fragmentation, and small programs' buffers

@@ -18,19 +18,12 @@ import numpy as np
 
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
-from jpaged.engine.interface import Executor
+from jpaged.engine.interface import CacheGroup, Executor
+from jpaged.executor.buckets import fine_buckets, geometric_buckets
 from jpaged.executor.config import ExecutorConfig
-from jpaged.executor.mesh import POOL, DeviceMesh, fewest_anywhere, pick_devices
-from jpaged.executor.sampling import state as sampling_state
-from jpaged.executor.start.compilation import (
-    Compiler,
-    Origin,
-    Program,
-    abstract_exchange,
-    abstract_pools,
-    cache_directory,
-    enable_persistent_cache,
-)
+from jpaged.executor.mesh import DeviceMesh, fewest_anywhere, pick_devices
+from jpaged.executor.start.cache_directories import cache_directory, enable_persistent_cache
+from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.start.compile_processes import (
     LEAST_SHARED,
     CompileProcesses,
@@ -49,16 +42,15 @@ from jpaged.executor.start.memory import (
 )
 from jpaged.executor.start.one_shot import one_shot_rows
 from jpaged.executor.start.worker_threads import WorkerThreads
-from jpaged.executor.step.buckets import fine_buckets, geometric_buckets
+from jpaged.executor.step.compiled import CompiledProgram, Origin
+from jpaged.executor.step.held import initial_held
+from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
-from jpaged.executor.step.state import initial_slot_state
 from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build, load
-from jpaged.models.collectives import ExchangeState
 from jpaged.models.sharding import load_sharded
-from jpaged.pallas_kernels.all_reduce.inbox import EMPTY
 
 log = logging.getLogger("jpaged.startup")
 
@@ -77,6 +69,7 @@ class Leader(Executor, Protocol):
 class Startup:
     """A runner and what is known of it.
 
+    setup: what its programs were made for.
     memory: of each device. seconds: by phase; loading and compiling overlap. origins: how many programs of each.
     leader: what runs plans here and in all other processes, where there are several.
     user: the engine whose keys and values the pool holds: the last one that ran on it.
@@ -85,7 +78,7 @@ class Startup:
     args: EngineArgs
     runner: Runner
     model: Model
-    config: ExecutorConfig
+    setup: Setup
     memory: MemoryPlan
     origins: Mapping[Origin, int]
     device: str
@@ -93,14 +86,25 @@ class Startup:
     leader: Leader | None = None
     user: ReferenceType[Any] | None = None
 
+    @property
+    def config(self) -> ExecutorConfig:
+        """Shapes of the device state and of the programs."""
+        return self.setup.config
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The groups of layers that have block tables of their own."""
+        return self.setup.cache.groups
+
     def close(self) -> None:
         """Frees what the runner holds on the device, and ends the other processes. The second time it does nothing."""
         (self.leader or self.runner).close()
 
     def table(self, name: str) -> str:
         """What a user wants to know at start, in a few lines."""
-        tokens = (self.config.num_blocks - 1) * self.config.block_size
-        concurrency = tokens / self.config.max_model_len
+        num_blocks, length = self.config.num_blocks - 1, self.config.max_model_len
+        concurrency = num_blocks / self.setup.cache.sequence_blocks(length)
+        tokens = num_blocks * self.config.block_size // len(self.cache_groups)
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
         reserved = f", {_size(self.memory.programs)} reserved for them to run" if self.memory.programs else ""
         rows = [
@@ -154,7 +158,6 @@ def _start_on(
     model_config = ModelConfig.from_directory(directory)
     # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.
     model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
-    dtype = model.dtype
     shard = mesh.shard_of(model)
     limits = [free_device_memory(one, args.gpu_memory_utilization) for one in mesh.local_devices]
     limit = min((one for one in limits if one is not None), default=None)
@@ -170,59 +173,37 @@ def _start_on(
     ):
         with _timed(seconds, "plan memory"):
             loading = loader.submit(_load, mesh, model, shard, directory, args, progress)
-            nominal = Compiler(shard, config, dtype, mesh, threads=threads, helpers=helpers)
+            nominal = Compiler(Setup.of(shard, config), mesh, threads=threads, helpers=helpers)
             with _refusals_of(config.kernel_backend):
                 if limit is not None:
                     nominal.call_helpers()
                     nominal.submit_largest()
                     nominal.submit_heads()  # lowered while the largest ones compile
-                memory = plan_memory(
-                    shard, config, dtype, nominal, limit, args.num_gpu_blocks_override, args.pipeline_depth
-                )
+                memory = plan_memory(nominal, limit, args.num_gpu_blocks_override, args.pipeline_depth)
             memory = replace(memory, num_blocks=fewest_anywhere(memory.num_blocks))
-            fitted = _fit_to_pool(config, memory, args.max_model_len)
+            setup = _fit_to_pool(shard, config, memory.num_blocks, args.max_model_len)
+            fitted = setup.config
         with _timed(seconds, "compile"):
-            compiler = Compiler(shard, fitted, dtype, mesh, threads=threads, helpers=helpers)
+            compiler = Compiler(setup, mesh, threads=threads, helpers=helpers)
             heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
             with _refusals_of(config.kernel_backend):
                 compiler.submit_bodies()
                 if not heads_are_ready:
                     compiler.submit_heads()
-            config = fitted
             programs = (nominal.results() if heads_are_ready else {}) | compiler.results(progress=progress)
         with _timed(seconds, "load weights"):  # what loading takes beyond the phases it ran beside
             weights = loading.result()
 
     with _timed(seconds, "warm up"):
-        pools = tuple(mesh.full(mesh.split(pool, POOL), 0) for pool in abstract_pools(config, shard, dtype))
-        runner = Runner(
-            config,
-            programs,
-            model_config.vocab_size,
-            weights,
-            model.head_weights(weights),
-            pools,
-            mesh.whole(initial_slot_state(config)),
-            mesh.whole(sampling_state.init_state(config.max_num_seqs)),
-            _initial_exchange(config, shard, mesh),
-        )
+        runner = Runner(setup, programs, initial_held(setup, mesh, weights))
         runner.warm_up()
     kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
-    distinct = {id(program): program for program in programs.values()}.values()
-    _log_costs(distinct)
-    origins = Counter(program.origin for program in distinct)
-    return Startup(args, runner, model, config, memory, origins, kind, seconds)
+    _log_costs(programs.values())
+    origins = Counter(program.origin for program in programs.values())
+    return Startup(args, runner, model, setup, memory, origins, kind, seconds)
 
 
-def _initial_exchange(config: ExecutorConfig, shard: Model, mesh: DeviceMesh) -> ExchangeState | None:
-    """On all devices before any program runs: peers write to it as soon as theirs do."""
-    shapes = abstract_exchange(config, shard, mesh)
-    if shapes is None:
-        return None
-    return jax.block_until_ready(ExchangeState(mesh.full(shapes.inbox, EMPTY), mesh.full(shapes.generations, 0)))
-
-
-def _log_costs(programs: Collection[Program]) -> None:
+def _log_costs(programs: Collection[CompiledProgram]) -> None:
     log.info(
         "%s: lowering them took %.1f s and compiling %.1f s of this process's threads, loading %.1f s",
         _whence(Counter(program.origin for program in programs)),
@@ -306,15 +287,17 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
     )
 
 
-def _fit_to_pool(config: ExecutorConfig, memory: MemoryPlan, asked: int | None) -> ExecutorConfig:
-    capacity = (memory.num_blocks - 1) * config.block_size
+def _fit_to_pool(shard: Model, nominal: ExecutorConfig, num_blocks: int, asked: int | None) -> Setup:
+    """With a pool of so many blocks, and sequences no longer than it holds."""
+    config = replace(nominal, num_blocks=num_blocks)
+    capacity = Setup.of(shard, config).cache.longest_sequence()
     if asked is not None and asked > capacity:
         raise OutOfMemoryError(
             f"max_model_len={asked} does not fit the KV pool, which holds {capacity} tokens "
-            f"({memory.num_blocks - 1} blocks of {config.block_size}). Lower max_model_len, or enlarge the pool by "
+            f"({num_blocks - 1} blocks of {config.block_size}). Lower max_model_len, or enlarge the pool by "
             f"gpu_memory_utilization or num_gpu_blocks_override."
         )
-    return replace(config, num_blocks=memory.num_blocks, max_model_len=min(config.max_model_len, capacity))
+    return Setup.of(shard, replace(config, max_model_len=capacity))
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 A jit call pays for each argument (about 0.4 us, and 28 us for the first on an H200), so a program takes one packed
 buffer, whose layout both sides read:
 
-    layout = PackedLayout(slots=(8,), table_updates=(8, 4))
-    buffer, host = layout.new(slots=null_slot, table_updates=0)     # numpy: fill `host["slots"][:n]`
-    fields = layout.unpack(buffer)                                  # the same, of the traced buffer
+    layout = PackedLayout(slots=Field((8,), null_slot), table_updates=Field((8, 4), (null_slot, 0, 0, NULL_BLOCK)))
+    buffer, host = layout.new()         # numpy, all padding: write what there is to `host["slots"][:n]`
+    fields = layout.unpack(buffer)      # the same fields, of the traced buffer
 """
 
-from typing import TypeVar
+from math import prod
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -16,29 +17,36 @@ import numpy as np
 ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
 
 
+class Field(NamedTuple):
+    """The shape of a field, and what stands in it where the host has nothing to say: values that make a program do
+    nothing, one for all or one for each place of the last axis.
+    """
+
+    shape: tuple[int, ...]
+    padding: int | tuple[int, ...]
+
+
 class PackedLayout:
     """Named int32 fields of fixed shapes, one after the other in a flat buffer of `size` elements."""
 
-    def __init__(self, **shapes: tuple[int, ...]) -> None:
-        self.shapes = shapes
-        self.size = sum(int(np.prod(shape)) for shape in shapes.values())
+    def __init__(self, **fields: Field) -> None:
+        self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        end = 0
+        for name, field in fields.items():
+            start, end = end, end + prod(field.shape)
+            self._places[name] = slice(start, end), field.shape
+        self.size = end
+        self._padding = np.empty(end, np.int32)
+        for name, view in self.unpack(self._padding).items():
+            view[...] = fields[name].padding
 
-    def new(self, **fill: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """A buffer of its own (a step in flight may still be reading the last one) and views of its fields.
-
-        fill: the value a field's padding holds; fields not named are left unset.
+    def new(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """A buffer of its own (a step in flight may still be reading the last one), all padding, and views of its
+        fields.
         """
-        buffer = np.empty(self.size, np.int32)
-        fields = self.unpack(buffer)
-        for name, value in fill.items():
-            fields[name][...] = value
-        return buffer, fields
+        buffer = self._padding.copy()
+        return buffer, self.unpack(buffer)
 
     def unpack(self, buffer: ArrayT) -> dict[str, ArrayT]:
         """Views (numpy) or slices (jax) of `buffer`, by name."""
-        fields, start = {}, 0
-        for name, shape in self.shapes.items():
-            end = start + int(np.prod(shape))
-            fields[name] = buffer[start:end].reshape(shape)
-            start = end
-        return fields
+        return {name: buffer[place].reshape(shape) for name, (place, shape) in self._places.items()}

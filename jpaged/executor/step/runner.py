@@ -1,17 +1,17 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
-    plan --> [update] --> [move_beams[N]] --> [copy_blocks[N]] --> decode[B], shared_decode[B] or mixed[T]
-                                                                        |
-                                                                        |--> [sample[R, variant]] --> handle
-                                                                        '--> [score[T] ...]       --'
+    plan --> [gather] --> [update] --> [move_beams[N]] --> [scatter] --> [copy_blocks[N]]
+                                            |
+             decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
+                                                    '--> [score[T] ...]       --'
 
-A handle's tokens are on their way to the host.
-Nothing here waits for the device and nothing compiles; `Step.result` is the only place that blocks.
+A handle's tokens are on their way to the host. Nothing here waits for the device and nothing compiles; `Step.result` is
+the only place that blocks.
 """
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -19,176 +19,85 @@ import jax
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError, InvalidParameterError
-from jpaged.engine.interface import (
-    NO_TOKEN,
-    NULL_BLOCK,
-    SWAP_CHUNK_BLOCKS,
-    FinishCode,
-    HostCopy,
-    Logprobs,
-    SamplingVariant,
-    SlotStart,
-    StepPlan,
-    StepResult,
-    TargetScores,
-)
-from jpaged.executor.config import ExecutorConfig
+from jpaged.engine.interface import NULL_BLOCK, HostCopy, SamplingVariant, SlotStart, StepPlan
+from jpaged.executor.buckets import bucket_for
+from jpaged.executor.cache.host_chunks import HostChunks
+from jpaged.executor.cache.paged import Pools
 from jpaged.executor.sampling import records as sampling_records
-from jpaged.executor.sampling import state as sampling_state
+from jpaged.executor.sampling import sampler
 from jpaged.executor.sampling.logprobs import TargetScores as DeviceScores
 from jpaged.executor.sampling.logprobs import TokenLogprobs
-from jpaged.executor.start.compilation import Key, Program
-from jpaged.executor.step import programs
-from jpaged.executor.step.beams import beams_layout
-from jpaged.executor.step.buckets import bucket_for
-from jpaged.executor.step.copies import copy_layout
-from jpaged.executor.step.programs import STARTS_PER_UPDATE, TABLE_UPDATES_PER_UPDATE, Pools, RowKind
-from jpaged.executor.step.state import SlotState
-from jpaged.executor.step.swap import HostChunks
-from jpaged.models.collectives import ExchangeState
+from jpaged.executor.step.blocks import CopyBlocks, GatherBlocks, ScatterBlocks
+from jpaged.executor.step.bodies import Decode, Mixed, RowKind, Rows, SharedDecode
+from jpaged.executor.step.changes import (
+    KNOWN_TOKENS_PER_CALL,
+    STARTS_PER_UPDATE,
+    TABLE_UPDATES_PER_UPDATE,
+    InitFull,
+    KnownTokens,
+    MoveBeams,
+    StartFull,
+    Update,
+)
+from jpaged.executor.step.compiled import CompiledProgram
+from jpaged.executor.step.handle import Step
+from jpaged.executor.step.heads import PromptLogprobs, Sample, SampleResult, Score, WidenRows, WidenTokens
+from jpaged.executor.step.held import Held
+from jpaged.executor.step.program import PACKED, Setup, StepProgram
 
 _IN_ONE_ORDER = threading.Lock()
 """Held while a program of several devices is dispatched. Each of them runs one program at a time, and in the middle of
 it waits for its peers: two that come to the devices in different orders, from engines in threads of their own, would
 wait for each other for ever."""
 
-
-class Step:
-    """A dispatched step (`StepHandle`). Its arrays started on their way to the host when it was dispatched.
-
-    when_read: called with the sampled tokens and codes on the device, once the host has them.
-    """
-
-    def __init__(
-        self,
-        num_rows: int,
-        sampled: programs.SampleResult | None,
-        prompt_scores: tuple[TokenLogprobs, list[tuple[int, int, int]]] | None = None,
-        target_scores: tuple[list[DeviceScores], list[tuple[int, int]]] | None = None,
-        read_shared_prefix: bool = False,
-        when_read: Callable[[jax.Array], None] = lambda _: None,
-    ) -> None:
-        self._num_rows = num_rows
-        self._read_shared_prefix = read_shared_prefix
-        self._sampled = sampled
-        self._when_read = when_read
-        self._tokens_and_codes: np.ndarray | None = None
-        self._prompt_scores = prompt_scores
-        self._target_scores = target_scores
-        arrays = (sampled, prompt_scores and prompt_scores[0], target_scores and target_scores[0])
-        for array in jax.tree.leaves(arrays):
-            array.copy_to_host_async()
-
-    def is_ready(self) -> bool:
-        if self._sampled is None or self._tokens_and_codes is not None:
-            return True
-        return self._sampled.tokens_and_codes.is_ready()  # type: ignore[attr-defined]  # JAX's stubs leave it out
-
-    def result(self) -> StepResult:
-        """Each row brings one token at most: the arrays by row and token have a second axis of size 1."""
-        tokens = np.full((self._num_rows,), NO_TOKEN, np.int32)
-        codes = np.full((self._num_rows,), FinishCode.RUNNING, np.int32)
-        logprobs = None
-        if self._sampled is not None:
-            tokens, codes = self._read(self._sampled.tokens_and_codes)[:, : self._num_rows]
-            if self._sampled.logprobs is not None:
-                logprobs = _host_logprobs(self._sampled.logprobs, np.s_[: self._num_rows, None])
-        prompt_logprobs = {}
-        if self._prompt_scores is not None:
-            scores, scored_rows = self._prompt_scores
-            prompt_logprobs = {row: _host_logprobs(scores, np.s_[start:end]) for row, start, end in scored_rows}
-        return StepResult(
-            tokens[:, None],
-            codes.astype(np.uint8),
-            logprobs,
-            prompt_logprobs,
-            self._host_scores(),
-            self._read_shared_prefix,
-        )
-
-    def _read(self, tokens_and_codes: jax.Array) -> np.ndarray:
-        """A copy of them, which stands when a later step's are written over those on the device."""
-        if self._tokens_and_codes is None:
-            self._tokens_and_codes = np.array(tokens_and_codes)
-            self._when_read(tokens_and_codes)
-        return self._tokens_and_codes
-
-    def _host_scores(self) -> dict[int, TargetScores]:
-        if self._target_scores is None:
-            return {}
-        calls, rows = self._target_scores
-        logprobs = np.concatenate([np.asarray(call.logprobs) for call in calls])
-        greedy = np.concatenate([np.asarray(call.greedy) for call in calls])
-        scores, start = {}, 0
-        for row, count in rows:
-            scores[row] = TargetScores(logprobs[start : start + count], greedy[start : start + count])
-            start += count
-        return scores
-
-
-def _host_logprobs(arrays: TokenLogprobs, places: Any) -> Logprobs:
-    """places: an index of their rows."""
-    return Logprobs(*(np.asarray(array)[places] for array in arrays))
+_UPDATE, _INIT_FULL, _START_FULL, _KNOWN_TOKENS = Update(), InitFull(), StartFull(), KnownTokens()
+_GATHER, _SCATTER = GatherBlocks(), ScatterBlocks()
 
 
 class Runner:
     """Owns the weights, the KV pool and the slot state of one device, and runs plans on them (`Executor`).
 
     Args:
-        programs: every executable, by key, as `Compiler.results` gives them.
-        weights, head: the model's flat tuple, and the part of it that `Model.head_logits` reads.
-        pools, state, sampling, exchange: device arrays; the runner takes them over and donates them to each program.
+        setup: what the programs were made for.
+        programs: all of them, as `Compiler.results` gives them.
+        held: what they read and update (`initial_held`); the runner takes it over, and donates to each program what
+            it updates.
 
     Attributes:
         closed: whether `close` was called.
     """
 
-    def __init__(
-        self,
-        config: ExecutorConfig,
-        programs: dict[Key, Program],
-        vocab_size: int,
-        weights: Sequence[jax.Array],
-        head: Sequence[jax.Array],
-        pools: Pools,
-        state: SlotState,
-        sampling: sampling_state.SamplingState,
-        exchange: ExchangeState | None = None,
-    ) -> None:
+    def __init__(self, setup: Setup, programs: Mapping[StepProgram, CompiledProgram], held: Held) -> None:
+        model, config = setup.model, setup.config
+        self._setup = setup
         self._config = config
-        self._programs = programs
-        self._arguments = {"weights": tuple(weights), "head": head}
-        self._pools = pools
-        self._state = state
-        self._sampling = sampling
-        self._exchange = exchange
-        self._full: sampling_state.FullSamplingState | None = None
+        self._programs = dict(programs)
+        self._held = held
+        self._num_groups = len(setup.cache.groups)
+        self._variants = {v: sampler.program_variant(v, model.vocab_size, model.collectives) for v in SamplingVariant}
         self._tokens_read: defaultdict[int, list[jax.Array]] = defaultdict(list)
-        is_split = len(pools[0].sharding.device_set) > 1
+        is_split = len(held["pools"][0].sharding.device_set) > 1
         self._dispatch: AbstractContextManager[object] = _IN_ONE_ORDER if is_split else nullcontext()
-        self._vocab_size = vocab_size
         self._host_chunks = HostChunks()
         self.closed = False
 
     @property
     def pools(self) -> Pools:
         """The KV pool, as of the last step dispatched."""
-        return self._pools
+        return self._held["pools"]
 
     def execute(self, plan: StepPlan) -> Step:
         """Dispatches `plan` and returns at once.
 
         Raises:
             EngineDeadError: the runner was closed.
-            InvalidParameterError: the plan wants more than one token a row.
+            InvalidParameterError: the plan wants more than one token a row, or speaks of other cache groups.
         """
-        if self.closed:
-            raise EngineDeadError("The runner was closed, by another engine on it; start a new one.")
-        if plan.tokens_per_row != 1:
-            raise InvalidParameterError(f"tokens_per_row={plan.tokens_per_row} is not supported; a step samples 1.")
+        self._check(plan)
         for out in plan.swap_outs:
             self._swap_out(out)
-        self._apply_changes(plan)
+        if len(plan.ends) or plan.starts:
+            self._end_and_start(plan.ends, plan.starts)
         if len(plan.beams):
             self._move_beams(plan.beams)
         for back in plan.swap_ins:
@@ -197,19 +106,7 @@ class Runner:
             self._copy_blocks(plan.copies)
         if not plan.num_rows:
             return Step(0, None)
-        prompt_scores = target_scores = shared_bucket = None
-        if plan.chunks:
-            hidden, rows, all_hidden = self._run_mixed(plan)
-            prompt_scores = self._run_prompt_logprobs(plan, all_hidden)
-            target_scores = self._run_score(plan, all_hidden)
-        else:
-            shared_bucket = self._config.shared_prefix_bucket(len(plan.decode_slots), plan.num_sharing, plan.shared_len)
-            hidden, rows = self._run_decode(plan, shared_bucket, shares_prefix=shared_bucket is not None)
-        sampled = None
-        if len(plan.decode_slots) or any(chunk.samples for chunk in plan.chunks):
-            sampled = self._run_sample(hidden, rows, plan.variant)
-        read_shared_prefix = shared_bucket is not None
-        return Step(plan.num_rows, sampled, prompt_scores, target_scores, read_shared_prefix, self._keep_tokens)
+        return self._run_mixed(plan) if plan.chunks else self._run_decode(plan)
 
     def close(self) -> None:
         """Frees all that it holds on the device, and in host memory for it. The second time it does nothing."""
@@ -217,9 +114,8 @@ class Runner:
             return
         self.closed = True
         with suppress(Exception):  # of a step that failed: what it was to bring is freed like the rest
-            jax.block_until_ready(self._exchange)  # peers write to it until their steps are done
-        held = (self._arguments, self._pools, self._state, self._sampling, self._exchange, self._full)
-        for array in jax.tree.leaves((held, list(self._tokens_read.values()))):
+            jax.block_until_ready(self._held.get("exchange"))  # peers write to it until their steps are done
+        for array in jax.tree.leaves((self._held, list(self._tokens_read.values()))):
             array.delete()
         self._tokens_read.clear()
         self._programs = {}
@@ -231,50 +127,42 @@ class Runner:
         With the one-shot all-reduce one body at a time: what a first run still has to load may take a lock or an idle
         device, and no sum of another program should wait for a peer meanwhile.
         """
-        nothing = StepPlan(step_id=-1, variant=SamplingVariant.GREEDY)
-        self._update(np.zeros((0,), np.int32), (), nothing.table_updates)
         self._ensure_full_state()
-        record = np.zeros((sampling_records.full_record_words(self._vocab_size),), np.int32)
-        self._full = self._call(("start_full",), self._full, np.int32(self._config.null_slot), record)
-        buffer, _ = programs.known_tokens_layout().new(slot=self._config.null_slot, start=0, prompt_len=0, token_ids=-1)
-        self._full = self._call(("known_tokens",), self._full, buffer)
-        for size in self._config.copy_buckets:
-            self._move_beams(nothing.beams, size)
-            self._copy_blocks(nothing.copies, size)
-        empty = HostCopy(0, nothing.decode_slots)
-        self._swap_out(empty)
-        self._swap_in(empty)
-        for batch in self._config.decode_buckets:
-            hidden, rows = self._run_decode(nothing, batch)
-            self._wait_for_exchange()
-            for variant in SamplingVariant:
-                self._run_sample(hidden, rows, variant)
-        for batch in self._config.shared_prefix_buckets:
-            self._run_decode(nothing, batch, shares_prefix=True)
-            self._wait_for_exchange()
-        for tokens in self._config.token_buckets:
-            _, _, all_hidden = self._run_mixed(nothing, tokens)
-            self._wait_for_exchange()
-            all_hidden = self._widened_tokens(all_hidden)
-            if (size := all_hidden.shape[0]) == tokens:
-                self._call(("prompt_logprobs", size), all_hidden, np.zeros((size,), np.int32))
-                self._call(("score", size), all_hidden, programs.score_layout(size).new(tokens=0, targets=0)[0])
-        jax.block_until_ready((self._pools, self._state, self._full))
-        self._full = None
+        for program, compiled in self._programs.items():
+            if program in (_INIT_FULL, _GATHER, _SCATTER):
+                continue
+            inputs = program.inputs(self._setup)
+            idle = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), inputs)
+            if compiled.signature.layout is not None:
+                idle[PACKED] = self._packed(program)[0]
+            self._run(program, **idle)
+            if "exchange" in compiled.signature.updates:
+                jax.block_until_ready((self._held["pools"], self._held["exchange"]))
+        if _GATHER in self._programs:  # and the copies to and from host memory
+            empty = HostCopy(0, np.zeros((0,), np.int32))
+            self._swap_out(empty)
+            self._swap_in(empty)
+        jax.block_until_ready((self._held["pools"], self._held["state"], self._held["full"]))
+        del self._held["full"]
 
-    def _wait_for_exchange(self) -> None:
-        if self._exchange is not None:
-            jax.block_until_ready((self._pools, self._exchange))
-
-    def _apply_changes(self, plan: StepPlan) -> None:
-        """Ends, then starts with their first blocks; the running sequences' new blocks ride with the step itself."""
-        if not len(plan.ends) and not plan.starts:
-            return
+    def _check(self, plan: StepPlan) -> None:
+        if self.closed:
+            raise EngineDeadError("The runner was closed, by another engine on it; start a new one.")
+        if plan.tokens_per_row != 1:
+            raise InvalidParameterError(f"tokens_per_row={plan.tokens_per_row} is not supported; a step samples 1.")
         for start in plan.starts:
+            if len(start.block_ids) != self._num_groups:
+                raise InvalidParameterError(
+                    f"block_ids of slot {start.slot} are of {len(start.block_ids)} cache groups, but the model's layers"
+                    f" form {self._num_groups}."
+                )
+
+    def _end_and_start(self, ends: np.ndarray, starts: Sequence[SlotStart]) -> None:
+        """Ends, then starts with their first blocks; the running sequences' new blocks ride with the step itself."""
+        for start in starts:
             self._start_full(start)
-        entries = np.concatenate([plan.table_updates[:0], *map(_table_entries, plan.starts)])
+        entries = np.concatenate([np.zeros((0, 4), np.int32), *map(_table_entries, starts)])
         # All ends must come before any start, since a slot may end and start anew in one plan.
-        ends, starts = plan.ends, plan.starts
         while len(ends) > STARTS_PER_UPDATE:
             self._update(ends[:STARTS_PER_UPDATE], (), entries[:0])
             ends = ends[STARTS_PER_UPDATE:]
@@ -285,10 +173,7 @@ class Runner:
                 return
 
     def _update(self, ends: np.ndarray, starts: Sequence[SlotStart], entries: np.ndarray) -> None:
-        null = self._config.null_slot
-        buffer, host = programs.update_layout().new(
-            ends=null, slots=null, num_computed_tokens=0, records=0, table_updates=0
-        )
+        buffer, host = self._packed(_UPDATE)
         host["ends"][: len(ends)] = ends
         for i, start in enumerate(starts):
             host["slots"][i] = start.slot
@@ -300,72 +185,76 @@ class Runner:
                 prompt_len=start.prompt_len,
                 max_len=start.max_len,
             )
-        _fill_table_updates(host["table_updates"], entries, null)
-        self._state, self._sampling = self._call(("update",), self._state, self._sampling, buffer)
+        host["table_updates"][: len(entries)] = entries
+        self._run(_UPDATE, packed=buffer)
 
     def _start_full(self, start: SlotStart) -> None:
         """Writes the slot's row of the full sampling state, if the request asks for something kept there."""
         if not sampling_records.uses_extras(start.sampling):
             return
         self._ensure_full_state()
-        record = sampling_records.full_record(
-            start.sampling, vocab_size=self._vocab_size, bad_words_token_ids=start.bad_words_token_ids
+        buffer, host = self._packed(_START_FULL)
+        host["slot"][...] = start.slot
+        host["record"][...] = sampling_records.full_record(
+            start.sampling,
+            vocab_size=self._setup.model.vocab_size,
+            bad_words_token_ids=start.bad_words_token_ids,
         )
-        self._full = self._call(("start_full",), self._full, np.int32(start.slot), record)
-        for first in range(0, len(start.token_ids), programs.KNOWN_TOKENS_PER_CALL):
-            known = start.token_ids[first : first + programs.KNOWN_TOKENS_PER_CALL]
-            buffer, host = programs.known_tokens_layout().new(
-                slot=start.slot, start=first, prompt_len=start.prompt_len, token_ids=NO_TOKEN
-            )
+        self._run(_START_FULL, packed=buffer)
+        for first in range(0, len(start.token_ids), KNOWN_TOKENS_PER_CALL):
+            known = start.token_ids[first : first + KNOWN_TOKENS_PER_CALL]
+            buffer, host = self._packed(_KNOWN_TOKENS)
+            host["slot"][...], host["start"][...], host["prompt_len"][...] = start.slot, first, start.prompt_len
             host["token_ids"][: len(known)] = known
-            self._full = self._call(("known_tokens",), self._full, buffer)
+            self._run(_KNOWN_TOKENS, packed=buffer)
 
     def _ensure_full_state(self) -> None:
-        if self._full is None:
-            self._full = self._call(("init_full",))
+        if "full" not in self._held:
+            self._run(_INIT_FULL)
 
-    def _move_beams(self, beams: np.ndarray, bucket: int | None = None) -> None:
-        rows = bucket or bucket_for(len(beams), self._config.copy_buckets)
-        null = self._config.null_slot
-        buffer, host = beams_layout(rows).new()
-        host["rows"][...] = (null, null, 0)
+    def _move_beams(self, beams: np.ndarray) -> None:
+        program = MoveBeams(bucket_for(len(beams), self._config.copy_buckets))
+        buffer, host = self._packed(program)
         host["rows"][: len(beams)] = beams
-        self._state = self._call(("move_beams", rows), self._state, buffer)
+        self._run(program, packed=buffer)
 
-    def _copy_blocks(self, copies: np.ndarray, bucket: int | None = None) -> None:
-        pairs = bucket or bucket_for(len(copies), self._config.copy_buckets)
-        buffer, host = copy_layout(pairs).new(pairs=NULL_BLOCK)
+    def _copy_blocks(self, copies: np.ndarray) -> None:
+        program = CopyBlocks(bucket_for(len(copies), self._config.copy_buckets))
+        buffer, host = self._packed(program)
         host["pairs"][: len(copies)] = copies
-        self._pools = self._call(("copy_blocks", pairs), self._pools, buffer)
+        self._run(program, packed=buffer)
 
     def _swap_out(self, copy: HostCopy) -> None:
-        self._host_chunks.put(copy.chunk, self._call(("gather_blocks",), self._pools, _padded(copy.block_ids)))
+        buffer, host = self._packed(_GATHER)
+        host["block_ids"][: len(copy.block_ids)] = copy.block_ids
+        self._host_chunks.put(copy.chunk, self._run(_GATHER, packed=buffer))
 
     def _swap_in(self, copy: HostCopy) -> None:
         staging = self._host_chunks.take(copy.chunk, copy.keep)
-        self._pools = self._call(("scatter_blocks",), self._pools, staging, _padded(copy.block_ids))
+        buffer, host = self._packed(_SCATTER)
+        host["block_ids"][: len(copy.block_ids)] = copy.block_ids
+        self._run(_SCATTER, staging=staging, packed=buffer)
 
-    def _run_decode(
-        self, plan: StepPlan, bucket: int | None = None, *, shares_prefix: bool = False
-    ) -> tuple[jax.Array, programs.Rows]:
-        slots = plan.decode_slots
-        batch = bucket or bucket_for(len(slots), self._config.decode_buckets)
-        null = self._config.null_slot
-        buffer, host = programs.decode_layout(batch, shares_prefix).new(slots=null)
+    def _run_decode(self, plan: StepPlan) -> Step:
+        """A step of decode rows alone."""
+        slots, config = plan.decode_slots, self._config
+        shared = config.shared_prefix_bucket(len(slots), plan.num_sharing, plan.shared_len)
+        program = Decode(bucket_for(len(slots), config.decode_buckets)) if shared is None else SharedDecode(shared)
+        buffer, host = self._packed(program)
         host["slots"][: len(slots)] = slots
-        if shares_prefix:
+        if shared is not None:
             host["num_sharing"][...], host["shared_len"][...] = plan.num_sharing, plan.shared_len
-        updates = self._table_updates_that_fit(plan.table_updates, len(host["table_updates"]))
-        _fill_table_updates(host["table_updates"], updates, null)
-        hidden, rows = self._run_body("shared_decode" if shares_prefix else "decode", batch, buffer)
-        return hidden, rows
+        self._fill_table_updates(host["table_updates"], plan.table_updates)
+        hidden, rows = self._run(program, packed=buffer)
+        sampled = self._run_sample(hidden, rows, plan.variant)
+        return Step(len(slots), sampled, read_shared_prefix=shared is not None, when_read=self._keep_tokens)
 
-    def _run_mixed(self, plan: StepPlan, bucket: int | None = None) -> tuple[jax.Array, programs.Rows, jax.Array]:
+    def _run_mixed(self, plan: StepPlan) -> Step:
+        """A step with chunks of prompts."""
         chunks, num_decodes = plan.chunks, len(plan.decode_slots)
         num_tokens = num_decodes + sum(max(1, len(chunk.token_ids)) for chunk in chunks)  # no more rows than tokens
-        tokens = bucket or bucket_for(num_tokens, self._config.token_buckets)
-        null = self._config.null_slot
-        buffer, host = programs.mixed_layout(self._config, tokens).new(slots=null, query_lens=0, kinds=0, tokens=0)
+        program = Mixed(bucket_for(num_tokens, self._config.token_buckets))
+        buffer, host = self._packed(program)
         host["slots"][:num_decodes] = plan.decode_slots
         host["query_lens"][:num_decodes] = 1
         host["kinds"][:num_decodes] = RowKind.DECODE | RowKind.SAMPLES
@@ -376,31 +265,31 @@ class Runner:
             host["kinds"][row] = RowKind.SAMPLES if chunk.samples else 0
             host["tokens"][first : first + len(chunk.token_ids)] = chunk.token_ids
             first += len(chunk.token_ids)
-        updates = self._table_updates_that_fit(plan.table_updates, len(host["table_updates"]))
-        _fill_table_updates(host["table_updates"], updates, null)
-        hidden, rows, all_hidden = self._run_body("mixed", tokens, buffer)
-        return hidden, rows, all_hidden
+        self._fill_table_updates(host["table_updates"], plan.table_updates)
+        hidden, rows, all_hidden = self._run(program, packed=buffer)
+        prompt_scores = self._run_prompt_logprobs(plan, all_hidden)
+        target_scores = self._run_score(plan, all_hidden)
+        sampled = None
+        if num_decodes or any(chunk.samples for chunk in chunks):
+            sampled = self._run_sample(hidden, rows, plan.variant)
+        return Step(plan.num_rows, sampled, prompt_scores, target_scores, when_read=self._keep_tokens)
 
-    def _run_body(self, kind: str, rows: int, buffer: np.ndarray) -> list[Any]:
-        """Runs a body and keeps what it was donated. Returns its other results."""
-        exchange = self._exchange if rows <= self._config.one_shot_rows else None
-        donated = (self._pools, self._state, exchange)
-        self._pools, self._state, exchange, *results = self._call((kind, rows), *donated, buffer)
-        self._exchange = exchange or self._exchange
-        return results
+    def _fill_table_updates(self, field: np.ndarray, updates: np.ndarray) -> None:
+        """Writes what a step's own buffer can carry; any surplus goes ahead through `update`."""
+        while len(updates) > len(field):
+            self._update(updates[:0, 0], (), updates[:TABLE_UPDATES_PER_UPDATE])
+            updates = updates[TABLE_UPDATES_PER_UPDATE:]
+        field[: len(updates)] = updates
 
-    def _run_sample(self, hidden: jax.Array, rows: programs.Rows, variant: SamplingVariant) -> programs.SampleResult:
-        hidden, rows = self._widened_rows(hidden, rows, variant)
-        full = None
+    def _run_sample(self, hidden: jax.Array, rows: Rows, variant: SamplingVariant) -> SampleResult:
+        batch = hidden.shape[0]
+        size = bucket_for(batch, self._config.sample_buckets(variant))
+        if size != batch:
+            hidden, rows = self._run(WidenRows(batch, size), hidden=hidden, rows=rows)
         if variant == SamplingVariant.FULL:
             self._ensure_full_state()
-            full = self._full
-        key = ("sample", hidden.shape[0], variant)
-        earlier = self._earlier_tokens(hidden.shape[0])
-        self._state, full, result = self._call(key, hidden, rows, self._state, self._sampling, full, earlier)
-        if variant == SamplingVariant.FULL:
-            self._full = full
-        return result
+        program = Sample(size, self._variants[variant])
+        return self._run(program, hidden=hidden, rows=rows, earlier=self._earlier_tokens(size))
 
     def _earlier_tokens(self, rows: int) -> jax.Array | np.ndarray:
         """Tokens and codes [2, rows] that the host has read, for those of another step to be written over.
@@ -420,22 +309,23 @@ class Runner:
     def _run_prompt_logprobs(
         self, plan: StepPlan, hidden: jax.Array
     ) -> tuple[TokenLogprobs, list[tuple[int, int, int]]] | None:
-        """Scores of the step's tokens, and where in them the chunks that asked stand: (row, start, end) each."""
+        """What `Step` wants of it; None where no chunk asks for log-probabilities of its prompt."""
         if all(chunk.prompt_logprob_targets is None for chunk in plan.chunks):
             return None
         hidden = self._widened_tokens(hidden)
-        targets = np.zeros((hidden.shape[0],), np.int32)
+        program = PromptLogprobs(hidden.shape[0])
+        buffer, host = self._packed(program)
         scored, start = [], len(plan.decode_slots)
         for row, chunk in enumerate(plan.chunks, start=len(plan.decode_slots)):
             end = start + len(chunk.token_ids)
             if chunk.prompt_logprob_targets is not None:
                 scored.append((row, start, end))
-                targets[start:end] = chunk.prompt_logprob_targets
+                host["targets"][start:end] = chunk.prompt_logprob_targets
             start = end
-        return self._call(("prompt_logprobs", hidden.shape[0]), hidden, targets), scored
+        return self._run(program, hidden=hidden, packed=buffer), scored
 
     def _run_score(self, plan: StepPlan, hidden: jax.Array) -> tuple[list[DeviceScores], list[tuple[int, int]]] | None:
-        """Scores of the chunks' targets, one behind the other, and whose they are: (row, count) each."""
+        """What `Step` wants of it; None where no chunk has targets."""
         tokens, targets, rows = [], [], []
         end = len(plan.decode_slots)
         for row, chunk in enumerate(plan.chunks, start=end):
@@ -449,55 +339,40 @@ class Runner:
             return None
         all_tokens, all_targets = np.concatenate(tokens), np.concatenate(targets)
         hidden = self._widened_tokens(hidden)
-        layout, room = programs.score_layout(hidden.shape[0]), programs.score_rows(hidden.shape[0])
+        program = Score(hidden.shape[0])
         calls = []
-        for first in range(0, len(all_tokens), room):
-            part = slice(first, first + room)
-            buffer, host = layout.new(tokens=0, targets=0)
-            host["tokens"][: len(all_tokens[part])] = all_tokens[part]
-            host["targets"][: len(all_tokens[part])] = all_targets[part]
-            calls.append(self._call(("score", hidden.shape[0]), hidden, buffer))
+        for first in range(0, len(all_tokens), program.at_once):
+            some = all_tokens[first : first + program.at_once]
+            buffer, host = self._packed(program)
+            host["tokens"][: len(some)] = some
+            host["targets"][: len(some)] = all_targets[first : first + program.at_once]
+            calls.append(self._run(program, hidden=hidden, packed=buffer))
         return calls, rows
-
-    def _widened_rows(self, hidden: jax.Array, rows: programs.Rows, variant: SamplingVariant) -> tuple:
-        """Both, padded to a size that the variant's programs exist for."""
-        size = bucket_for(hidden.shape[0], self._config.sample_buckets(variant))
-        if size == hidden.shape[0]:
-            return hidden, rows
-        return self._call(("widen", hidden.shape[0], size, False), hidden, rows)
 
     def _widened_tokens(self, hidden: jax.Array) -> jax.Array:
         """Hidden states of a step's tokens, padded to a size that the programs that score them exist for."""
-        size = bucket_for(hidden.shape[0], self._config.scored_buckets)
-        if size == hidden.shape[0]:
-            return hidden
-        return self._call(("widen", hidden.shape[0], size, True), hidden, None)[0]
+        tokens = hidden.shape[0]
+        size = bucket_for(tokens, self._config.scored_buckets)
+        return hidden if size == tokens else self._run(WidenTokens(tokens, size), hidden=hidden)
 
-    def _table_updates_that_fit(self, updates: np.ndarray, room: int) -> np.ndarray:
-        """What a step's own buffer can carry; any surplus goes ahead through `update`."""
-        while len(updates) > room:
-            self._update(updates[:0, 0], (), updates[:TABLE_UPDATES_PER_UPDATE])
-            updates = updates[TABLE_UPDATES_PER_UPDATE:]
-        return updates
+    def _packed(self, program: StepProgram) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """A buffer for what the host tells a program, all padding, and views of its fields."""
+        layout = self._programs[program].signature.layout
+        assert layout is not None
+        return layout.new()
 
-    def _call(self, key: Key, *args: object) -> Any:
-        program = self._programs[key]
-        if program.takes is not None:
-            args = self._arguments[program.takes], *args
+    def _run(self, program: StepProgram, **inputs: Any) -> Any:
+        """Calls a program with these and with what it takes of what is held, keeps what it updates, and returns its
+        result.
+        """
+        compiled = self._programs[program]
+        takes, updates, _ = compiled.signature
+        held = self._held
+        arguments = [inputs[name] if name in inputs else held[name] for name in takes]
         with self._dispatch:
-            return program.executable(*args)
-
-
-def _padded(block_ids: np.ndarray) -> np.ndarray:
-    """As many as a chunk has places, the surplus null blocks."""
-    padded = np.full((SWAP_CHUNK_BLOCKS,), NULL_BLOCK, np.int32)
-    padded[: len(block_ids)] = block_ids
-    return padded
-
-
-def _fill_table_updates(field: np.ndarray, updates: np.ndarray, null_slot: int) -> None:
-    field[: len(updates)] = updates
-    field[len(updates) :] = (null_slot, 0, 0, NULL_BLOCK)
+            *updated, result = compiled.executable(*arguments)
+        held.update(zip(updates, updated, strict=True))
+        return result
 
 
 def _table_entries(start: SlotStart) -> np.ndarray:

@@ -6,8 +6,8 @@
     active      [S+1]   False: writes go to the null block, nothing is sampled
     block_tables [S+1, groups, max_blocks_per_seq]   one table for each `CacheGroup`
 
-Sampling parameters live beside it (`sampling_state.SamplingState`). All of it is donated to each program and updated in
-place; the host sends only differences.
+Sampling parameters live beside it (`sampling/state.py`). All of it is donated to each program and updated in place; the
+host sends only differences.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jpaged.engine.interface import NULL_BLOCK
-from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.cache.paged import PagedCache
 
 
 class SlotState(NamedTuple):
@@ -28,14 +27,14 @@ class SlotState(NamedTuple):
     block_tables: Int[Array, "slots groups blocks"]
 
 
-def initial_slot_state(config: ExecutorConfig) -> SlotState:
+def initial_slot_state(cache: PagedCache) -> SlotState:
     """Every slot inactive, every block-table entry the null block."""
-    rows = config.max_num_seqs + 1
+    rows = cache.config.max_num_seqs + 1
     return SlotState(
         last_token=jnp.zeros((rows,), jnp.int32),
         seq_len=jnp.zeros((rows,), jnp.int32),
         active=jnp.zeros((rows,), bool),
-        block_tables=jnp.full((rows, 1, config.max_blocks_per_seq), NULL_BLOCK, jnp.int32),
+        block_tables=cache.empty_tables(),
     )
 
 
@@ -47,22 +46,6 @@ def append_blocks(
     """
     slots, groups, indices, blocks = updates.T
     return block_tables.at[slots, groups, indices].set(blocks)
-
-
-def slot_mapping(
-    block_tables: Int[Array, "rows blocks"],
-    rows: Int[Array, " tokens"],
-    positions: Int[Array, " tokens"],
-    valid: Bool[Array, " tokens"],
-    block_size: int,
-) -> Int[Array, " tokens"]:
-    """Where in the pool the token of row `rows[t]` at `positions[t]` goes: block * block_size + offset.
-
-    Tokens that are not valid go to the null block.
-    """
-    blocks = block_tables[rows, positions // block_size]
-    spread = jnp.arange(rows.shape[0], dtype=jnp.int32) % block_size
-    return jnp.where(valid, blocks * block_size + positions % block_size, NULL_BLOCK * block_size + spread)
 
 
 def start_slots(

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,13 +18,12 @@ from jpaged.api.errors import InvalidParameterError
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start import compile_processes, executable_cache, startup
-from jpaged.executor.start.compilation import Compiler, Program, abstract_pools
+from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.start.compile_processes import (
     COUNT_VARIABLE,
     DEVICE_BYTES,
     LEAST_SHARED,
     CompileProcesses,
-    Key,
     Setting,
     chosen_processes,
     helpful_processes,
@@ -33,8 +31,12 @@ from jpaged.executor.start.compile_processes import (
 from jpaged.executor.start.executable_cache import ExecutableCache
 from jpaged.executor.start.jax_settings import jax_settings
 from jpaged.executor.start.turns import Turns
-from jpaged.executor.step.programs import mixed_layout
-from jpaged.executor.step.state import initial_slot_state
+from jpaged.executor.step import blocks, kinds
+from jpaged.executor.step.bodies import Decode, Mixed
+from jpaged.executor.step.compiled import CompiledProgram
+from jpaged.executor.step.held import initial_held
+from jpaged.executor.step.program import Setup, StepProgram
+from jpaged.executor.step.runner import Runner
 from jpaged.models import ModelConfig, build
 from tests.tiny_models import tiny_model
 
@@ -43,7 +45,9 @@ CONFIG = ExecutorConfig(
 )
 MODEL = build(ModelConfig.from_dict(tiny_model("llama-gqa-d64-tied").config), "float32")
 SETTING = Setting(MODEL.config, "float32", 1, kept_on=("cpu",))
-BODIES = {*(("mixed", tokens) for tokens in CONFIG.token_buckets), *(("decode", n) for n in CONFIG.decode_buckets)}
+SETUP = Setup.of(MODEL, CONFIG)
+MESH = DeviceMesh(jax.devices()[:1])
+BODIES = {*map(Mixed, CONFIG.token_buckets), *map(Decode, CONFIG.decode_buckets)}
 
 
 @pytest.fixture
@@ -57,8 +61,8 @@ def loaded(tmp_path, monkeypatch) -> Iterator[list[Path]]:
     cache_dir = jax.config.jax_compilation_cache_dir  # which another test may have set, and processes take over
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setattr(compile_processes, "LEAST_SHARED", 2)
-    monkeypatch.setattr(Compiler, "submit_forks", lambda self: None)  # small programs, which are not shared out
-    monkeypatch.setattr(Compiler, "submit_swaps", lambda self: None)
+    without_blocks = tuple(kind for kind in kinds.KINDS if kind not in blocks.KINDS)
+    monkeypatch.setattr(kinds, "KINDS", without_blocks)  # small programs, which are not shared out
     found: list[Path] = []
     load = ExecutableCache.load
 
@@ -75,10 +79,10 @@ def loaded(tmp_path, monkeypatch) -> Iterator[list[Path]]:
 
 
 def compiler(helpers: CompileProcesses | None = None) -> Compiler:
-    return Compiler(MODEL, CONFIG, MODEL.dtype, DeviceMesh(jax.devices()[:1]), helpers=helpers, kept_on=SETTING.kept_on)
+    return Compiler(SETUP, MESH, helpers=helpers, kept_on=SETTING.kept_on)
 
 
-def bodies(helpers: CompileProcesses | None) -> dict[Key, Program]:
+def bodies(helpers: CompileProcesses | None) -> dict[StepProgram, CompiledProgram]:
     shared = compiler(helpers)
     shared.submit_bodies()
     return shared.results()
@@ -88,12 +92,12 @@ def refuse(*_):
     raise AssertionError("a process was started")
 
 
-def hidden_states(program: Program) -> np.ndarray:
+def hidden_states(compiled: CompiledProgram) -> np.ndarray:
     """What mixed[64] makes of some tokens."""
-    buffer, host = mixed_layout(CONFIG, 64).new(slots=CONFIG.null_slot, query_lens=0, kinds=0, tokens=0)
+    runner = Runner(SETUP, {Mixed(64): compiled}, initial_held(SETUP, MESH, MODEL.init(0)))
+    buffer, host = runner._packed(Mixed(64))
     host["tokens"][...] = np.arange(64)
-    pools = tuple(jnp.zeros(pool.shape, pool.dtype) for pool in abstract_pools(CONFIG, MODEL, MODEL.dtype))
-    return np.asarray(program.executable(MODEL.init(0), pools, initial_slot_state(CONFIG), None, buffer)[-1])
+    return np.asarray(runner._run(Mixed(64), packed=buffer)[-1])
 
 
 def test_programs_of_another_process_compute_the_same_and_the_next_start_finds_all(loaded, tmp_path, monkeypatch):
@@ -106,10 +110,10 @@ def test_programs_of_another_process_compute_the_same_and_the_next_start_finds_a
         programs = bodies(helpers)
     assert programs.keys() >= BODIES
     assert len(loaded) == 1  # mixed[64]: one of the two that are not autotuned; the other one was this process's share
-    shared = programs["mixed", 64]
+    shared = programs[Mixed(64)]
     assert [program for program in programs.values() if program.origin != "compiled"] == [shared]
     assert (shared.origin, shared.compiling_s) == ("shared", 0.0)
-    assert programs["decode", 32].compiling_s > 0.0
+    assert programs[Decode(32)].compiling_s > 0.0
     loaded.clear()
 
     monkeypatch.setattr(compile_processes, "_Helper", refuse)
@@ -120,10 +124,10 @@ def test_programs_of_another_process_compute_the_same_and_the_next_start_finds_a
 
     monkeypatch.setenv("JPAGED_CACHE_DIR", "")
     alone = compiler()
-    alone.submit_mixed(64)
-    expected = hidden_states(alone.result(("mixed", 64)))
+    alone.submit([Mixed(64)])
+    expected = hidden_states(alone.result(Mixed(64)))
     assert np.abs(expected).max() > 0.1
-    np.testing.assert_array_equal(hidden_states(programs["mixed", 64]), expected)
+    np.testing.assert_array_equal(hidden_states(programs[Mixed(64)]), expected)
 
 
 def test_what_a_process_fails_to_compile_is_compiled_here(loaded, capfd):
@@ -135,7 +139,7 @@ def test_what_a_process_fails_to_compile_is_compiled_here(loaded, capfd):
 
 def test_a_process_ends_at_the_first_program_that_it_cannot_keep(loaded, monkeypatch):
     monkeypatch.setattr(ExecutableCache, "save", staticmethod(lambda path, program: None))  # the disk is full
-    assert list(compiler().compile_steps([("decode", 32)])) == []
+    assert list(compiler().compile_for_cache([Decode(32)])) == []
 
 
 def test_processes_are_started_at_once_when_nothing_is_kept_and_not_for_a_few_programs(loaded, monkeypatch):
@@ -143,7 +147,7 @@ def test_processes_are_started_at_once_when_nothing_is_kept_and_not_for_a_few_pr
     monkeypatch.setattr(compile_processes, "_Helper", started.append)
     monkeypatch.setattr(compile_processes, "LEAST_SHARED", LEAST_SHARED)
     cold = compiler(CompileProcesses(3, SETTING))
-    heads = {task.path for _, task in cold._heads()}
+    heads = {cold._task(head).path for head in cold._heads()}
     for path in sorted(heads)[LEAST_SHARED - 1 :]:
         path.touch()
     cold.call_helpers()
@@ -168,8 +172,8 @@ def test_a_start_waits_for_another_that_compiles_the_same_and_takes_what_it_leav
         calling = threading.Thread(target=second.call_helpers)
         calling.start()
         assert asked.wait(60)
-        for _, task in second._heads():
-            task.path.touch()
+        for head in second._heads():
+            second._task(head).path.touch()
         calling.join(0.2)
         assert calling.is_alive()
         first.end_all()
@@ -221,22 +225,22 @@ def test_without_a_cache_to_leave_programs_in_nothing_is_shared_out(monkeypatch)
     monkeypatch.setattr(compile_processes, "_Helper", refuse)
     with CompileProcesses(7, SETTING) as helpers:
         alone = compiler(helpers)
-        alone.submit_decode(32)
-        assert alone.result(("decode", 32)).temp_bytes > 0
+        alone.submit([Decode(32)])
+        assert alone.result(Decode(32)).temp_bytes > 0
 
 
 def test_few_programs_are_not_shared_out():
     with CompileProcesses(7, SETTING) as helpers:
-        assert helpers.share_out(CONFIG, sorted(BODIES)) == {}
+        assert helpers.share_out(CONFIG, list(BODIES)) == {}
 
 
 def test_a_process_that_cannot_be_started_or_dies_at_once_is_done_without(monkeypatch):
     monkeypatch.setattr(compile_processes.sys, "executable", "/no/such/program")
     with CompileProcesses(2, SETTING) as none:
-        assert none.share_out(CONFIG, [("mixed", tokens) for tokens in range(20, 40)]) == {}
+        assert none.share_out(CONFIG, [*map(Mixed, range(20, 40))]) == {}
     monkeypatch.setattr(compile_processes.sys, "executable", "/bin/false")
     with CompileProcesses(1, SETTING) as dead:
-        shared = dead.share_out(CONFIG, [("mixed", tokens) for tokens in range(20, 40)])
+        shared = dead.share_out(CONFIG, [*map(Mixed, range(20, 40))])
         assert len(shared) == 10
         assert [future.result(60) for future in shared.values()] == [None] * 10
 

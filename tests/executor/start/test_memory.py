@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jpaged.api.errors import OutOfMemoryError
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start.compilation import Compiler
-from jpaged.executor.start.memory import CPU_POOL_BYTES, MemoryPlan, block_bytes, plan_memory
+from jpaged.executor.start.memory import CPU_POOL_BYTES, MemoryPlan, plan_memory
+from jpaged.executor.step.program import Setup
 from jpaged.models import ModelConfig, build
 from tests.tiny_models import tiny_model
 
@@ -20,22 +20,23 @@ CONFIG = ExecutorConfig(
 pytestmark = pytest.mark.xdist_group("memory")  # one worker, which compiles once
 
 MODEL = build(ModelConfig.from_dict(tiny_model("llama-gqa-d64-tied").config), "bfloat16")
+SETUP = Setup.of(MODEL, CONFIG)
 GIB = 2**30
 
 
 @pytest.fixture(scope="module")
 def plan() -> Callable[..., MemoryPlan]:
     """Plans with the same programs."""
-    compiler = Compiler(MODEL, CONFIG, jnp.bfloat16, DeviceMesh(jax.devices()[:1]))
+    compiler = Compiler(SETUP, DeviceMesh(jax.devices()[:1]))
 
     def plan(limit: int | None, num_blocks: int | None = None, depth: int = 2) -> MemoryPlan:
-        return plan_memory(MODEL, CONFIG, jnp.bfloat16, compiler, limit, num_blocks, depth)
+        return plan_memory(compiler, limit, num_blocks, depth)
 
     return plan
 
 
 def test_a_block_holds_keys_and_values_of_every_layer():
-    assert block_bytes(MODEL, 16, jnp.bfloat16) == 2 * 2 * 2 * 16 * 64 * 2  # layers, K and V, heads, tokens, head_dim
+    assert SETUP.cache.block_bytes == 2 * 2 * 2 * 16 * 64 * 2  # layers, K and V, heads, tokens, head_dim
 
 
 def test_the_pool_takes_what_is_left_and_no_more(plan):

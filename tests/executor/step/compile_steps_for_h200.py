@@ -21,7 +21,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,9 @@ from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh, Specs
 from jpaged.executor.start.compilation import Compiler
+from jpaged.executor.step.bodies import Decode, Mixed, SharedDecode
+from jpaged.executor.step.heads import Sample
+from jpaged.executor.step.program import Setup
 from jpaged.models import ModelConfig, build
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.gated_product.hopper_tiling import LEAST_ROWS
@@ -96,21 +98,17 @@ def decode_over_two() -> Compiler:
     mesh = DeviceMesh(tuple(h200_mesh(2).devices.flat))
     config = replace(CONFIG, decode_buckets=(16, 64), one_shot_rows=16)
     model = build(ModelConfig.from_dict(MODEL), "auto")
-    compiler = Compiler(mesh.shard_of(model), config, model.dtype, mesh)
+    compiler = Compiler(Setup.of(mesh.shard_of(model), config), mesh)
     with jax.sharding.use_abstract_mesh(mesh.mesh.abstract_mesh):
-        compiler.submit_decode(16)
-        compiler.submit_sample(16, SamplingVariant.GREEDY)
+        compiler.submit([Decode(16), Sample(16, SamplingVariant.GREEDY)])
         compiler.results()
     return compiler
 
 
 def held_bytes(compiler: Compiler) -> int:
     """Of a device, in the pool, the slot state and the all-reduce's state."""
-    leaves = jax.tree.leaves((compiler._pools, compiler._state, compiler._exchange))
-    return sum(
-        prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape) * leaf.dtype.itemsize
-        for leaf in leaves
-    )
+    names = {"pools", "state", "exchange"}
+    return sum(held.device_bytes for name, held in compiler._held.items() if name in names)
 
 
 def main() -> None:
@@ -118,30 +116,23 @@ def main() -> None:
     devices.default_device = lambda: devices.Device("gpu", (9, 0))  # ... and which kernels are chosen
     mesh = H200()
     model = build(ModelConfig.from_dict(MODEL), "auto")
-    compiler = Compiler(model, CONFIG, model.dtype, mesh)
+    compiler = Compiler(Setup.of(model, CONFIG), mesh)
     with jax.sharding.use_abstract_mesh(mesh.topology.abstract_mesh):
         if sys.argv[2:] == ["all"]:
             compiler.submit_all()
         else:
-            for batch in CONFIG.decode_buckets:
-                compiler.submit_decode(batch)
-            for batch in CONFIG.shared_prefix_buckets:
-                compiler.submit_decode(batch, shares_prefix=True)
-            for tokens in CONFIG.token_buckets:
-                compiler.submit_mixed(tokens)
-            for variant in SamplingVariant:
-                compiler.submit_sample(CONFIG.decode_buckets[-1], variant)
+            bodies = [program for kind in (Decode, SharedDecode, Mixed) for program in kind.programs(compiler.setup)]
+            heads = [one for one in Sample.programs(compiler.setup) if one.batch == CONFIG.decode_buckets[-1]]
+            compiler.submit([*bodies, *heads])
         compiled = dict.fromkeys(compiler.results(), compiler)
     over_two = decode_over_two()
-    compiled |= dict.fromkeys((("decode", 16), ("sample", 16, SamplingVariant.GREEDY)), over_two)
-    for key, compiler in compiled.items():
-        name = "_".join(str(int(part) if isinstance(part, int) else part) for part in key)
-        if list(Path(sys.argv[1]).glob(f"*.jit_{name}.*")):  # not a variant that another one's program serves
-            launched, commands = parts(name)
-            record = {"name": name, "parts": launched, "commands": commands}
-            if key[0] == "decode":
-                record |= {"held": held_bytes(compiler), "alias": compiler.result(key).alias_bytes}
-            print(json.dumps(record), flush=True)
+    compiled |= dict.fromkeys(over_two.results(), over_two)
+    for program, compiler in compiled.items():
+        launched, commands = parts(program.name)
+        record = {"name": program.name, "parts": launched, "commands": commands}
+        if isinstance(program, Decode) and not program.shares_prefix:
+            record |= {"held": held_bytes(compiler), "alias": compiler.result(program).alias_bytes}
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

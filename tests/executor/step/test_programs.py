@@ -11,15 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, HostCopy, SamplingVariant, SlotStart, StepPlan
+from jpaged.executor.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
-from jpaged.executor.sampling import state as sampling_state
-from jpaged.executor.start.compilation import Compiler, Program, abstract_pools
-from jpaged.executor.step import programs as step_programs
-from jpaged.executor.step.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
-from jpaged.executor.step.packing import PackedLayout
+from jpaged.executor.start.compilation import Compiler
+from jpaged.executor.step.blocks import CopyBlocks, GatherBlocks, ScatterBlocks
+from jpaged.executor.step.bodies import Decode, Mixed
+from jpaged.executor.step.changes import Update
+from jpaged.executor.step.compiled import CompiledProgram
+from jpaged.executor.step.held import initial_held
+from jpaged.executor.step.kinds import KINDS, step_programs
+from jpaged.executor.step.packing import Field, PackedLayout
+from jpaged.executor.step.program import Setup, Signature, StepProgram
 from jpaged.executor.step.runner import Runner
 from jpaged.executor.step.state import initial_slot_state
 from jpaged.models import Model, ModelConfig, build, dense_causal_attend
@@ -32,6 +38,7 @@ pytestmark = pytest.mark.xdist_group("programs")  # one worker, which compiles o
 CONFIG = ExecutorConfig(
     max_num_seqs=4, max_model_len=64, block_size=4, num_blocks=8192, decode_buckets=(4,), token_buckets=(16,)
 )
+MESH = DeviceMesh(jax.devices()[:1])
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 MOST_TOKENS = 16
 """Of a prompt and what follows it in any of these tests."""
@@ -48,22 +55,31 @@ def weights(model):
 
 
 @pytest.fixture(scope="module")
-def programs(model):
-    compiler = Compiler(model, CONFIG, model.dtype, DeviceMesh(jax.devices()[:1]))
+def setup(model) -> Setup:
+    return Setup.of(model, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def programs(setup):
+    compiler = Compiler(setup, MESH)
     compiler.submit_all()
     return compiler.results()
 
 
 @pytest.fixture
-def runner(model, weights, programs):
-    pools = tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in abstract_pools(CONFIG, model, model.dtype))
-    pools = tuple(pool.at[0].set(0) for pool in pools)
-    state, sampling = initial_slot_state(CONFIG), sampling_state.init_state(CONFIG.max_num_seqs)
-    return Runner(CONFIG, programs, VOCAB_SIZE, weights, model.head_weights(weights), pools, state, sampling)
+def runner(setup, weights, programs):
+    return runner_without_tokens(setup, weights, programs)
 
 
-def pool_bytes(model: Model) -> int:
-    return sum(pool.size * pool.dtype.itemsize for pool in abstract_pools(CONFIG, model, model.dtype))
+def runner_without_tokens(setup: Setup, weights, programs) -> Runner:
+    """Its pool is NaN everywhere but in the null block."""
+    held = initial_held(setup, MESH, weights)
+    held["pools"] = tuple(pool.at[1:].set(jnp.nan) for pool in held["pools"])
+    return Runner(setup, programs, held)
+
+
+def pool_bytes(setup: Setup) -> int:
+    return setup.cache.block_bytes * CONFIG.num_blocks
 
 
 def start_of(slot: int, tokens: np.ndarray, blocks: list[int], *, max_len: int = 40, **changes) -> SlotStart:
@@ -98,17 +114,33 @@ def best_tokens(model: Model, weights, tokens: jax.Array) -> jax.Array:
     return model.logits(weights, hidden).argmax(-1)
 
 
-@pytest.mark.parametrize("key", [("decode", 4), ("mixed", 16), ("copy_blocks", 4), ("scatter_blocks",)])
-def test_a_step_updates_the_pool_in_place(model, programs, key):
-    pool, one_layer = pool_bytes(model), pool_bytes(model) // model.config.num_layers
-    assert programs[key].alias_bytes >= pool
-    assert programs[key].temp_bytes < one_layer / 4
+@pytest.mark.parametrize("program", [Decode(4), Mixed(16), CopyBlocks(4), ScatterBlocks()])
+def test_a_step_updates_the_pool_in_place(setup, programs, program):
+    pool, one_layer = pool_bytes(setup), pool_bytes(setup) // setup.model.config.num_layers
+    assert programs[program].alias_bytes >= pool
+    assert programs[program].temp_bytes < one_layer / 4
 
 
-def test_no_program_but_the_steps_touches_the_pool(model, programs):
-    for key, program in programs.items():
-        if key[0] not in ("decode", "mixed", "copy_blocks", "scatter_blocks"):
-            assert program.output_bytes < pool_bytes(model) // model.config.num_layers, key
+def test_no_program_but_the_steps_touches_the_pool(setup, programs):
+    for program, compiled in programs.items():
+        if not isinstance(program, Decode | Mixed | CopyBlocks | ScatterBlocks):
+            assert compiled.output_bytes < pool_bytes(setup) // setup.model.config.num_layers, program
+
+
+def test_everything_that_is_updated_is_donated_and_only_programs_of_the_pool_depend_on_its_size(setup, programs):
+    assert programs.keys() == set(step_programs(setup))
+    for program, compiled in programs.items():
+        assert set(program.updates(setup)) <= set(compiled.signature.takes)
+        assert compiled.signature.updates == (*program.updates(setup), *program.creates)
+        uses_pool = isinstance(program, Decode | Mixed | CopyBlocks | GatherBlocks | ScatterBlocks)
+        assert program.uses_pool(setup) == uses_pool
+
+
+def test_names_in_profiles_are_of_one_program_each(setup):
+    names = [program.name for program in step_programs(setup)]
+    assert len(set(names)) == len(names)
+    assert {"decode_4", "mixed_16", "sample_4_0", "update"} <= set(names)
+    assert len({kind.kind for kind in KINDS}) == len(KINDS)
 
 
 def test_chunks_and_decode_steps_continue_the_prompt_greedily(model, weights, runner):
@@ -123,6 +155,11 @@ def test_chunks_and_decode_steps_continue_the_prompt_greedily(model, weights, ru
     codes = [FinishCode(int(result.finish_codes[0])) for result in results]
     assert codes == [FinishCode.RUNNING] * 4 + [FinishCode.LENGTH] + [FinishCode.RUNNING] * 2
     assert all(step.is_ready() for step in steps)
+
+
+def test_a_plan_for_several_tokens_a_row_is_refused_by_name(runner):
+    with pytest.raises(InvalidParameterError, match="tokens_per_row=2 is not supported"):
+        runner.execute(plan(0, decode_slots=np.array([2], np.int32), tokens_per_row=2))
 
 
 def test_a_slot_may_end_and_start_anew_in_one_plan(model, weights, runner):
@@ -232,10 +269,9 @@ def test_padding_never_reaches_a_real_block_or_a_result(runner):
         assert np.isnan(np.delete(pool, [0, 5], axis=0)).all()
 
 
-def test_an_executable_refuses_another_shape_instead_of_compiling(programs):
-    update = programs[("update",)].executable
+def test_an_executable_refuses_another_shape_instead_of_compiling(runner):
     with pytest.raises(TypeError):
-        update(initial_slot_state(CONFIG), sampling_state.init_state(CONFIG.max_num_seqs), np.zeros((3,), np.int32))
+        runner._run(Update(), packed=np.zeros((3,), np.int32))
 
 
 @pytest.mark.skipif(registry.missing("hopper") is not None, reason=str(registry.missing("hopper")))
@@ -247,18 +283,17 @@ def test_bodies_of_many_rows_have_the_kernel_of_gate_and_up_unless_the_backend_i
     model = build(ModelConfig.from_dict(tiny_model("llama-gqa-d64-tied").config), "bfloat16")
     shapes = {"block_size": 16, "decode_buckets": (4, LEAST_ROWS), "max_num_seqs": LEAST_ROWS}
     config = replace(CONFIG, **shapes, token_buckets=(LEAST_ROWS,), kernel_backend=kernel_backend)
-    pools, state = abstract_pools(config, model, model.dtype), jax.eval_shape(partial(initial_slot_state, config))
+    setup = Setup.of(model, config)
+    state = jax.eval_shape(partial(initial_slot_state, setup.cache))
 
-    def kernels(step, packed):
-        packed = jax.ShapeDtypeStruct((packed.size,), jnp.int32)
-        program = jax.make_jaxpr(step)(model.abstract_weights, pools, state, None, packed)
-        return str(program).count("name=gated_product")
+    def kernels(program: StepProgram) -> int:
+        packed = jax.ShapeDtypeStruct((program.layout(setup).size,), jnp.int32)
+        arrays = {"weights": model.abstract_weights, "pools": setup.cache.pools, "state": state, "packed": packed}
+        return str(jax.make_jaxpr(lambda arrays: program.body(setup, **arrays))(arrays)).count("name=gated_product")
 
-    few, many = (partial(step_programs.decode_step, model, config, rows, False) for rows in config.decode_buckets)
-    assert not kernels(few, step_programs.decode_layout(4))
-    assert bool(kernels(many, step_programs.decode_layout(LEAST_ROWS))) == has_kernel
-    mixed = partial(step_programs.mixed_step, model, config, LEAST_ROWS)
-    assert bool(kernels(mixed, step_programs.mixed_layout(config, LEAST_ROWS))) == has_kernel
+    assert not kernels(Decode(4))
+    assert bool(kernels(Decode(LEAST_ROWS))) == has_kernel
+    assert bool(kernels(Mixed(LEAST_ROWS))) == has_kernel
 
 
 def test_warm_up_leaves_no_trace(model, weights, runner):
@@ -269,21 +304,23 @@ def test_warm_up_leaves_no_trace(model, weights, runner):
     assert all(np.isnan(np.asarray(pool)[3:]).all() for pool in runner.pools)
 
 
-def test_programs_of_several_devices_are_dispatched_one_after_the_other_whichever_runner_they_are_of():
+def test_programs_of_several_devices_are_dispatched_one_after_the_other_whichever_runner_they_are_of(setup):
     started, running, together = threading.Barrier(2), [], []
 
-    def executable(*arguments: object) -> None:
+    def executable(*arguments: object) -> tuple[None]:
         running.append(arguments)
         together.append(len(running))
         time.sleep(0.02)
         running.pop()
+        return (None,)
 
     def run() -> None:
         pool = SimpleNamespace(sharding=SimpleNamespace(device_set={0, 1}))
-        one = Runner(CONFIG, {("move",): Program(executable)}, VOCAB_SIZE, (), (), (pool,), None, None)
+        program = CompiledProgram(executable, Signature((), (), None))
+        one = Runner(setup, {Update(): program}, {"pools": (pool,)})
         started.wait()
         for _ in range(5):
-            one._call(("move",))
+            one._run(Update())
 
     threads = [threading.Thread(target=run) for _ in range(2)]
     for thread in threads:
@@ -309,11 +346,12 @@ def test_buckets_end_exactly_at_the_largest_size():
 
 
 def test_a_packed_buffer_reads_back_on_host_and_device():
-    layout = PackedLayout(scalar=(), rows=(3,), table=(2, 2))
-    buffer, host = layout.new(scalar=7, rows=-1)
-    host["table"][...] = [[1, 2], [3, 4]]
+    layout = PackedLayout(scalar=Field((), 7), rows=Field((3,), -1), table=Field((2, 2), (8, 9)))
+    buffer, host = layout.new()
+    host["table"][1] = [3, 4]
     assert buffer.size == layout.size == 8
     fields = jax.jit(layout.unpack)(buffer)
     assert int(fields["scalar"]) == 7
     assert fields["rows"].tolist() == [-1, -1, -1]
-    assert fields["table"].tolist() == [[1, 2], [3, 4]]
+    assert fields["table"].tolist() == [[8, 9], [3, 4]]
+    assert layout.new()[1]["table"].tolist() == [[8, 9]] * 2

@@ -10,11 +10,13 @@ import pytest
 
 from jpaged import EngineArgs, LLMEngine
 from jpaged.engine.interface import SamplingVariant
-from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.start.startup import Startup, start
-from jpaged.executor.step.programs import SampleResult
-from jpaged.executor.step.runner import Runner, Step
+from jpaged.executor.step.bodies import Decode, Mixed
+from jpaged.executor.step.changes import Update
+from jpaged.executor.step.handle import Step
+from jpaged.executor.step.heads import Sample, SampleResult
+from jpaged.executor.step.runner import Runner
 from tests.parallel.tensor_parallel_runs import ARGS, FEW_BLOCKS, NUM_REQUESTS, prompts, run
 from tests.tiny_models import tiny_model, write_tiny_model
 
@@ -25,10 +27,7 @@ TOKENS = ARGS.token_buckets[0]
 
 def submit_few(compiler: Compiler) -> None:
     """What greedy tokens need."""
-    compiler.submit_update()
-    compiler.submit_mixed(TOKENS)
-    compiler.submit_decode(NUM_REQUESTS)
-    compiler.submit_sample(NUM_REQUESTS, SamplingVariant.GREEDY)
+    compiler.submit([Update(), Mixed(TOKENS), Decode(NUM_REQUESTS), Sample(NUM_REQUESTS, SamplingVariant.GREEDY)])
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def started(tmp_path_factory) -> tuple[EngineArgs, Startup]:
 
 
 def test_a_head_updates_all_that_it_returns_in_place(started):
-    program = started[1].runner._programs["sample", NUM_REQUESTS, SamplingVariant.GREEDY]
+    program = started[1].runner._programs[Sample(NUM_REQUESTS, SamplingVariant.GREEDY)]
     pointers = 8 * len(jax.tree.leaves(program.executable.out_info))  # to the results; XLA counts them
     assert program.alias_bytes == program.output_bytes - pointers
 
@@ -83,12 +82,9 @@ def test_what_was_read_stands_when_other_tokens_are_written_over_it():
     assert len(given_back) == 1
 
 
-def test_a_closed_runner_keeps_no_tokens():
-    config = ExecutorConfig(
-        max_num_seqs=4, max_model_len=8, block_size=4, num_blocks=2, decode_buckets=(4,), token_buckets=(8,)
-    )
+def test_a_closed_runner_keeps_no_tokens(started):
     pool, read, read_late = jnp.zeros((2,)), jnp.zeros((2, 4), jnp.int32), jnp.ones((2, 4), jnp.int32)
-    runner = Runner(config, {}, 8, (), (), (pool,), None, None)  # type: ignore[arg-type]
+    runner = Runner(started[1].setup, {}, {"pools": (pool,)})
     runner._keep_tokens(read)
     runner.close()
     runner._keep_tokens(read_late)

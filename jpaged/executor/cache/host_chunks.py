@@ -1,6 +1,6 @@
 """The swap space: chunks of KV blocks in host memory.
 
-    out   pool --gather--> staging [layers, SWAP_CHUNK_BLOCKS, 2, kv_heads, block_size, head_dim] --> pinned host memory
+    out   pool --gather--> staging [arrays, SWAP_CHUNK_BLOCKS, 2, kv_heads, block_size, head_dim] --> pinned host memory
     in    pinned host memory --> staging --scatter--> pool
 
 Both copies are dispatched and not waited for: the device gathers between two steps, and the transfer runs beside the
@@ -11,30 +11,9 @@ link's speed; on a CPU, whose device memory is host memory, a staging array simp
 from collections import deque
 
 import jax
-from jaxtyping import Array, Int
-
-from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
-from jpaged.executor.config import ExecutorConfig
-from jpaged.executor.step.programs import Pools
-from jpaged.pallas_kernels import gather_blocks, scatter_blocks
 
 MOST_IN_TRANSIT = 4
 """Staging arrays on their way at a time; the next copy waits for the oldest. They bound the device memory it takes."""
-
-
-def gather_step(config: ExecutorConfig, pools: Pools, block_ids: Int[Array, " chunk"]) -> jax.Array:
-    """One chunk's blocks of every layer, in one array."""
-    return gather_blocks(pools, block_ids, backend=config.kernel_backend)
-
-
-def scatter_step(config: ExecutorConfig, pools: Pools, staging: jax.Array, block_ids: Int[Array, " chunk"]) -> Pools:
-    """Puts one chunk's blocks into the pool; places of no interest name the null block."""
-    return scatter_blocks(pools, staging, block_ids, backend=config.kernel_backend)
-
-
-def abstract_staging(pools: tuple[jax.ShapeDtypeStruct, ...]) -> jax.ShapeDtypeStruct:
-    """The shape of a staging array for these pools."""
-    return jax.ShapeDtypeStruct((len(pools), SWAP_CHUNK_BLOCKS, *pools[0].shape[1:]), pools[0].dtype)
 
 
 class HostChunks:

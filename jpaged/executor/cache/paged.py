@@ -1,0 +1,264 @@
+"""The paged layout: keys and values live in fixed-size blocks of a pool, which sequences find through block tables.
+
+    pool    num_arrays arrays, each [num_blocks, 2 (K, V), kv_heads, block_size, head_dim]; block 0 is the null block
+    tables  [slots, groups, max_blocks_per_seq]: where a slot's tokens are, for each group of layers (`groups.py`)
+
+Whoever needs to know how the cache is laid out asks here: programs for the attention of each layer, the memory plan for
+a block's bytes, the mesh for how arrays are split, swaps and copies for the blocks, the scheduler for the groups.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any, ClassVar, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS, CacheGroup
+from jpaged.executor.cache.groups import Grouping, group_layers
+from jpaged.executor.cache.spec import CacheSpec
+from jpaged.executor.config import ExecutorConfig
+from jpaged.models.sharding import MODEL_AXIS
+from jpaged.pallas_kernels import (
+    copy_blocks,
+    decode_attention,
+    gather_blocks,
+    mixed_attention,
+    rope_and_write,
+    scatter_blocks,
+    shared_prefix_attention,
+)
+
+Pools = tuple[Float[Array, "blocks 2 kv_heads block_size head_dim"], ...]
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """The pool of one device, for layers that keep `spec`.
+
+    pools_spec, staging_spec: how `pools` and `staging` are split over a mesh: each device has its heads' part of every
+        block.
+
+    Raises:
+        UnsupportedModelError: the layers cannot share a pool (`group_layers`).
+    """
+
+    spec: CacheSpec
+    config: ExecutorConfig
+
+    pools_spec: ClassVar[PartitionSpec] = PartitionSpec(None, None, MODEL_AXIS)
+    staging_spec: ClassVar[PartitionSpec] = PartitionSpec(None, None, None, MODEL_AXIS)
+
+    @cached_property
+    def grouping(self) -> Grouping:
+        return group_layers(self.spec)
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        return self.grouping.groups
+
+    @property
+    def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the arrays."""
+        layer, config = self.spec[0], self.config
+        shape = (config.num_blocks, 2, layer.kv_heads, config.block_size, layer.head_dim)
+        return (jax.ShapeDtypeStruct(shape, layer.dtype),) * self.grouping.num_arrays
+
+    @property
+    def staging(self) -> jax.ShapeDtypeStruct:
+        """The shape of what `gather` collects: [arrays, SWAP_CHUNK_BLOCKS, 2, kv_heads, block_size, head_dim]."""
+        pools = self.pools
+        return jax.ShapeDtypeStruct((len(pools), SWAP_CHUNK_BLOCKS, *pools[0].shape[1:]), pools[0].dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all arrays together: keys and values of `block_size` tokens in a group's layers."""
+        return sum(prod(pool.shape[1:]) * pool.dtype.itemsize for pool in self.pools)
+
+    def sequence_blocks(self, tokens: int) -> int:
+        """The most blocks that a sequence of so many tokens holds at a time, in all groups together.
+
+        A group with a window holds what the window and the longest chunk of a step span, which may begin and end in
+        the middle of a block.
+        """
+        size, chunk = self.config.block_size, self.config.token_buckets[-1]
+        spans = (tokens if group.window is None else group.window + chunk + size for group in self.groups)
+        return sum(-(-min(tokens, span) // size) for span in spans)
+
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that fits the pool, up to max_model_len."""
+        lengths = range(self.config.max_model_len + 1)
+        return bisect_right(lengths, self.config.num_blocks - 1, key=self.sequence_blocks) - 1
+
+    def empty_tables(self) -> Int[Array, "slots groups blocks"]:
+        """Block tables without blocks, of all slots and the null slot."""
+        shape = (self.config.max_num_seqs + 1, len(self.groups), self.config.max_blocks_per_seq)
+        return jnp.full(shape, NULL_BLOCK, jnp.int32)
+
+    def decode_layers(
+        self,
+        pools: Pools,
+        tables: Int[Array, "rows groups blocks"],
+        positions: Int[Array, " rows"],
+        active: Bool[Array, " rows"],
+        shared: tuple[Int[Array, ""], Int[Array, ""]] | None = None,
+    ) -> "Layers":
+        """The attention of each layer in a step where each row has one query.
+
+        positions: of the queries. active: rows that are not write to the null block and see nothing.
+        shared: (num_sharing, shared_len) of `StepPlan`, where what rows share is to be read once for all of them.
+        """
+        rows = jnp.arange(positions.shape[0])
+        mappings = self._mappings(tables, rows, positions, active)
+        return self._layers(pools, mappings, tables, jnp.where(active, positions + 1, 0), None, shared)
+
+    def mixed_layers(
+        self,
+        pools: Pools,
+        tables: Int[Array, "rows groups blocks"],
+        active: Bool[Array, " rows"],
+        kv_lens: Int[Array, " rows"],
+        rows: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        valid: Bool[Array, " tokens"],
+        query_starts: Int[Array, " rows+1"],
+        num_decodes: Int[Array, ""],
+    ) -> "Layers":
+        """The attention of each layer in a step where rows have any number of queries.
+
+        active, kv_lens: of the rows; tokens that each has when the step is done.
+        rows, positions, valid: of the tokens. One that is not valid goes to the null block.
+        query_starts, num_decodes: as of `mixed_attention`.
+        """
+        mappings = self._mappings(tables, rows, positions, valid)
+        tables = jnp.where(active[:, None, None], tables, NULL_BLOCK)  # a row that stopped reads what it wrote there
+        return self._layers(pools, mappings, tables, kv_lens, (query_starts, num_decodes), None)
+
+    def _mappings(
+        self,
+        tables: Int[Array, "rows groups blocks"],
+        rows: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        valid: Bool[Array, " tokens"],
+    ) -> list[Int[Array, " tokens"]]:
+        """Where each group writes the tokens."""
+        size, groups = self.config.block_size, range(len(self.groups))
+        return [slot_mapping(tables[:, group], rows, positions, valid, size) for group in groups]
+
+    def _layers(
+        self,
+        pools: Pools,
+        mappings: list[Int[Array, " tokens"]],
+        tables: Int[Array, "rows groups blocks"],
+        kv_lens: Int[Array, " rows"],
+        mixed: tuple[Array, Array] | None,
+        shared: tuple[Array, Array] | None,
+    ) -> "Layers":
+        backend = self.config.kernel_backend
+        of_groups = [
+            PagedAttention(pools[0], mapping, tables[:, group], kv_lens, mixed, shared, backend)
+            for group, mapping in enumerate(mappings)
+        ]
+        return Layers(pools, of_groups, self.grouping)
+
+    def copy(self, pools: Pools, source: Int[Array, " n"], target: Int[Array, " n"]) -> Pools:
+        """Copies whole blocks, source[i] to target[i]; pairs of null blocks are padding."""
+        return copy_blocks(pools, source, target, backend=self.config.kernel_backend)
+
+    def gather(self, pools: Pools, block_ids: Int[Array, " chunk"]) -> jax.Array:
+        """A chunk of blocks in one array, of the shape `staging`."""
+        return gather_blocks(pools, block_ids, backend=self.config.kernel_backend)
+
+    def scatter(self, pools: Pools, staging: jax.Array, block_ids: Int[Array, " chunk"]) -> Pools:
+        """Puts gathered blocks into the pool; places of no interest name the null block."""
+        return scatter_blocks(pools, staging, block_ids, backend=self.config.kernel_backend)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class PagedAttention:
+    """The `attend` of one layer: writes K and V into the layer's array, then attends through its group's block tables.
+
+    A call replaces `pool` by the written one.
+
+    mixed: (query_starts, num_decodes) of `mixed_attention` where rows have several queries, None where each has one
+        (`decode_attention`).
+    shared: (num_sharing, shared_len) of `shared_prefix_attention`, in a decode step whose rows may share a prefix; a
+        layer with a sliding window does without, since it reads no more than its window.
+    """
+
+    pool: Float[Array, "blocks 2 kv_heads block_size head_dim"]
+    mapping: Int[Array, " tokens"]
+    block_tables: Int[Array, "rows blocks_per_seq"]
+    kv_lens: Int[Array, " rows"]
+    mixed: tuple[Int[Array, " rows+1"], Int[Array, ""]] | None
+    shared: tuple[Int[Array, ""], Int[Array, ""]] | None
+    backend: str | None = field(metadata={"static": True})
+
+    def __call__(
+        self,
+        qkv: Float[Array, "tokens kv_heads group+2 head_dim"],
+        *,
+        rotation: tuple[Array, Array] | None,
+        norms: tuple[Array, Array] | None,
+        norm_eps: float,
+        sliding_window: int | None = None,
+        **features: Any,
+    ) -> Any:
+        backend = self.backend
+        q, self.pool = rope_and_write(
+            self.pool, qkv, self.mapping, rotation=rotation, norms=norms, norm_eps=norm_eps, backend=backend
+        )
+        paged = (self.pool, self.block_tables, self.kv_lens)
+        if self.shared is not None and sliding_window is None:
+            return shared_prefix_attention(q, *paged, *self.shared, backend=backend, **features)
+        if self.mixed is None:
+            return decode_attention(q, *paged, sliding_window=sliding_window, backend=backend, **features)
+        return mixed_attention(q, *paged, *self.mixed, sliding_window=sliding_window, backend=backend, **features)
+
+
+class Layers(list[PagedAttention]):
+    """The attention of each layer, for `Model.forward`, which takes a layer's out and puts it back as its call left it.
+
+    Layers that share an array of the pool get it as the one before left it.
+
+    Attributes:
+        pools: the arrays, as of the last layer that was put back.
+    """
+
+    def __init__(self, pools: Pools, of_groups: Sequence[PagedAttention], grouping: Grouping) -> None:
+        """of_groups: the attention of each group's layers, with any `pool`."""
+        super().__init__(of_groups[place.group] for place in grouping.places)
+        self._arrays = [place.array for place in grouping.places]
+        self._pools = list(pools)
+
+    @property
+    def pools(self) -> Pools:
+        return tuple(self._pools)
+
+    def __getitem__(self, layer: SupportsIndex) -> PagedAttention:  # type: ignore[override]  # one layer at a time
+        return replace(super().__getitem__(layer), pool=self._pools[self._arrays[layer]])
+
+    def __setitem__(self, layer: SupportsIndex, attention: PagedAttention) -> None:  # type: ignore[override]
+        self._pools[self._arrays[layer]] = attention.pool
+
+
+def slot_mapping(
+    block_tables: Int[Array, "rows blocks"],
+    rows: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    valid: Bool[Array, " tokens"],
+    block_size: int,
+) -> Int[Array, " tokens"]:
+    """Where in the pool the token of row `rows[t]` at `positions[t]` goes: block * block_size + offset.
+
+    Tokens that are not valid go to the null block.
+    """
+    blocks = block_tables[rows, positions // block_size]
+    spread = jnp.arange(rows.shape[0], dtype=jnp.int32) % block_size
+    return jnp.where(valid, blocks * block_size + positions % block_size, NULL_BLOCK * block_size + spread)

@@ -1,0 +1,220 @@
+"""The programs that compute a step's tokens: the model's body, over the pool.
+
+    decode[B]         B slots compute their last token
+    shared_decode[B]  the same, a prefix that many share read once for them
+    mixed[T]          decode rows and prefill chunks, ragged, T tokens in all
+
+All return the hidden states that sample, for a head (`heads.py`). Bodies and heads are programs apart so that their
+counts add up: bodies are large and there is one per bucket; heads are small and there is one per bucket and variant.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jpaged.engine.interface import NULL_BLOCK
+from jpaged.executor.cache.paged import Layers, Pools
+from jpaged.executor.step.packing import Field, PackedLayout
+from jpaged.executor.step.program import Setup, StepProgram
+from jpaged.executor.step.state import SlotState, append_blocks
+from jpaged.models.collectives import Exchange, ExchangeState
+
+
+class RowKind:
+    """Bits of a mixed step's `kinds` field."""
+
+    DECODE = 1  # the query is the slot's last token, which the device has
+    SAMPLES = 2  # a token is sampled after the query
+
+
+class Rows(NamedTuple):
+    """What the sampling program needs to know of a step's rows."""
+
+    slots: Int[Array, " rows"]
+    samples: Bool[Array, " rows"]
+
+
+def table_updates(entries: int, setup: Setup) -> Field:
+    """So many new entries of block tables: (slot, group, index, block) each."""
+    return Field((entries, 4), (setup.config.null_slot, 0, 0, NULL_BLOCK))
+
+
+@dataclass(frozen=True)
+class _Body(StepProgram):
+    reads = ("weights",)
+
+    def updates(self, setup: Setup) -> tuple[str, ...]:
+        is_one_shot = self.product_rows(setup) <= setup.config.one_shot_rows
+        return ("pools", "state", "exchange") if is_one_shot else ("pools", "state")
+
+    def _forward(
+        self,
+        setup: Setup,
+        weights: Sequence[Array],
+        tokens: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        layers: Layers,
+        state: SlotState,
+        exchange: ExchangeState | None,
+    ) -> tuple[dict[str, object], Float[Array, "tokens hidden"]]:
+        """Runs the model's body. Returns what is updated, by name, and the hidden states of all tokens.
+
+        state: the slots' new state. exchange: given to shards whose sums take the one-shot all-reduce.
+        """
+        model, config = setup.model, setup.config
+        sums = None if exchange is None else Exchange.begin(exchange, model.collectives, config.kernel_backend)
+        hidden = model.forward(weights, tokens, positions, layers, sums, config.product_backend)
+        updated: dict[str, object] = {"pools": layers.pools, "state": state}
+        return updated if sums is None else updated | {"exchange": sums.state}, hidden
+
+
+@dataclass(frozen=True)
+class Decode(_Body):
+    """One token for each of `batch` slots. A slot that stopped, like a padded row, writes to the null block.
+
+    shares_prefix: whether what the first rows share is read once for all of them.
+    """
+
+    batch: int
+
+    kind = "decode"
+    shares_prefix: ClassVar[bool] = False
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        return map(cls, setup.config.decode_buckets)
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        shared = {"num_sharing": Field((), 0), "shared_len": Field((), 0)} if self.shares_prefix else {}
+        return PackedLayout(
+            slots=Field((self.batch,), setup.config.null_slot),
+            table_updates=table_updates(self.batch * len(setup.cache.groups), setup),
+            **shared,
+        )
+
+    def product_rows(self, setup: Setup) -> int:
+        return self.batch
+
+    def body(
+        self,
+        setup: Setup,
+        *,
+        weights: Sequence[Array],
+        pools: Pools,
+        state: SlotState,
+        packed: Int[Array, " n"],
+        exchange: ExchangeState | None = None,
+    ) -> tuple[dict[str, object], tuple[Float[Array, "rows hidden"], Rows]]:
+        """Its result: hidden states of the rows, and what there is to know of them."""
+        host = self.layout(setup).unpack(packed)
+        slots = host["slots"]
+        block_tables = append_blocks(state.block_tables, host["table_updates"])
+
+        active = state.active[slots]
+        positions = jnp.where(active, state.seq_len[slots], 0)
+        shared = (host["num_sharing"], host["shared_len"]) if self.shares_prefix else None
+        layers = setup.cache.decode_layers(pools, block_tables[slots], positions, active, shared)
+
+        after = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)), block_tables=block_tables)
+        tokens = state.last_token[slots]
+        updated, hidden = self._forward(setup, weights, tokens, positions, layers, after, exchange)
+        return updated, (hidden, Rows(slots, jnp.ones((self.batch,), bool)))
+
+
+@dataclass(frozen=True)
+class SharedDecode(Decode):
+    """As `Decode`; what the first rows share is read once for all of them."""
+
+    kind = "shared_decode"
+    shares_prefix = True
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        return map(cls, setup.config.shared_prefix_buckets)
+
+
+@dataclass(frozen=True)
+class Mixed(_Body):
+    """Decode rows and prefill chunks side by side, each a run of consecutive tokens of its sequence."""
+
+    tokens: int
+
+    kind = "mixed"
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        return map(cls, setup.config.token_buckets)
+
+    @classmethod
+    def largest(cls, setup: Setup) -> Self:
+        return cls(setup.config.token_buckets[-1])
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        rows = setup.config.mixed_rows(self.tokens)
+        entries = (rows + -(-self.tokens // setup.config.block_size)) * len(setup.cache.groups)
+        return PackedLayout(
+            slots=Field((rows,), setup.config.null_slot),
+            query_lens=Field((rows,), 0),
+            kinds=Field((rows,), 0),
+            tokens=Field((self.tokens,), 0),
+            table_updates=table_updates(entries, setup),
+        )
+
+    def product_rows(self, setup: Setup) -> int:
+        return self.tokens
+
+    def body(
+        self,
+        setup: Setup,
+        *,
+        weights: Sequence[Array],
+        pools: Pools,
+        state: SlotState,
+        packed: Int[Array, " n"],
+        exchange: ExchangeState | None = None,
+    ) -> tuple[dict[str, object], tuple[Float[Array, "rows hidden"], Rows, Float[Array, "tokens hidden"]]]:
+        """Its result: hidden states of the rows and what there is to know of them; and the hidden states of all
+        tokens, for those who want log-probabilities of the prompt.
+        """
+        host = self.layout(setup).unpack(packed)
+        slots, query_lens, kinds = host["slots"], host["query_lens"], host["kinds"]
+        block_tables = append_blocks(state.block_tables, host["table_updates"])
+
+        ends = jnp.cumsum(query_lens)
+        starts = ends - query_lens
+        token = jnp.arange(self.tokens, dtype=jnp.int32)
+        row = jnp.minimum((token[:, None] >= ends[None, :]).sum(axis=1), slots.shape[0] - 1)
+        active = state.active[slots]
+        valid = (token < ends[-1]) & active[row]
+
+        computed = jnp.where(active, state.seq_len[slots], 0)
+        positions = jnp.where(valid, computed[row] + token - starts[row], 0)
+        query_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+        is_decode = (kinds & RowKind.DECODE) != 0  # of the first rows alone
+        layers = setup.cache.mixed_layers(
+            pools,
+            block_tables[slots],
+            active,
+            computed + query_lens,
+            row,
+            positions,
+            valid,
+            query_starts,
+            is_decode.sum(dtype=jnp.int32),
+        )
+        after = state._replace(
+            seq_len=state.seq_len.at[slots].add(jnp.where(active, query_lens, 0)), block_tables=block_tables
+        )
+        tokens = jnp.where(is_decode[row], state.last_token[slots][row], host["tokens"])
+        updated, hidden = self._forward(setup, weights, tokens, positions, layers, after, exchange)
+
+        # A row without queries that samples was forked from the row before it, whose last hidden state is thus its own.
+        last = jnp.maximum(ends - 1, 0)
+        samples = (kinds & RowKind.SAMPLES) != 0
+        return updated, (hidden[last], Rows(slots, samples), hidden)
+
+
+KINDS = (Mixed, Decode, SharedDecode)

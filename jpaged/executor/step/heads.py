@@ -1,0 +1,265 @@
+"""The programs that make tokens and scores of hidden states: the LM head, and what follows it.
+
+sample[B, v]         logits, sampling, stop tests, slot state; v is the sampling variant
+prompt_logprobs[T]   log-probabilities of a mixed step's prompt tokens, with the likeliest alternatives
+score[T]             log-probabilities of given tokens after some of a mixed step's, and nothing else
+widen_rows, widen_tokens   hidden states padded to a size that programs which few requests need exist for
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jpaged.api.sampling_params import MAX_LOGPROBS
+from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
+from jpaged.executor.buckets import bucket_for
+from jpaged.executor.sampling import sampler
+from jpaged.executor.sampling import state as sampling_state
+from jpaged.executor.sampling.logprobs import TargetScores, TokenLogprobs, logprobs_of, target_scores
+from jpaged.executor.step.bodies import Rows
+from jpaged.executor.step.packing import Field, PackedLayout
+from jpaged.executor.step.program import Setup, StepProgram, int32
+from jpaged.executor.step.state import SlotState
+
+PROMPT_LOGPROB_ROWS = 256
+"""Rows of logits held at once when a prompt is scored: 256 x 152,000 float32 are 156 MB."""
+
+SCORE_ROWS = 512
+"""Most tokens that one `score` call does: their float32 logits, alive together, take 262 MB at 128,000 tokens."""
+
+
+class SampleResult(NamedTuple):
+    """What the host reads back. tokens_and_codes: int32 [2, rows], token ids and `FinishCode`s."""
+
+    tokens_and_codes: Int[Array, "2 rows"]
+    logprobs: TokenLogprobs | None
+
+
+def abstract_rows(count: int) -> Rows:
+    """The shapes of so many rows."""
+    return jax.eval_shape(lambda slots: Rows(slots, slots > 0), int32(count))
+
+
+@dataclass(frozen=True)
+class Sample(StepProgram):
+    """The head of a step: logits, one token a row, and the tests that end a sequence on the device.
+
+    variant: of those that programs exist for (`sampler.program_variant`).
+    """
+
+    batch: int
+    variant: SamplingVariant
+
+    kind = "sample"
+    reads = ("head", "sampling")
+    consumes = ("earlier",)
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        model = setup.model
+        for variant in SamplingVariant:
+            if sampler.program_variant(variant, model.vocab_size, model.collectives) == variant:
+                yield from (cls(batch, variant) for batch in setup.config.sample_buckets(variant))
+
+    @classmethod
+    def largest(cls, setup: Setup) -> Self:
+        return cls(setup.config.decode_buckets[-1], SamplingVariant.FULL)
+
+    def updates(self, setup: Setup) -> tuple[str, ...]:
+        return ("state", "full") if self.variant == SamplingVariant.FULL else ("state",)
+
+    def inputs(self, setup: Setup) -> dict[str, Any]:
+        return {
+            "earlier": int32(2, self.batch),
+            "hidden": setup.hidden(self.batch),
+            "rows": abstract_rows(self.batch),
+        }
+
+    def product_rows(self, setup: Setup) -> int:
+        return self.batch
+
+    def body(
+        self,
+        setup: Setup,
+        *,
+        head: Sequence[Array],
+        sampling: sampling_state.SamplingState,
+        state: SlotState,
+        earlier: Int[Array, "2 rows"],
+        hidden: Float[Array, "rows hidden"],
+        rows: Rows,
+        full: sampling_state.FullSamplingState | None = None,
+    ) -> tuple[dict[str, object], SampleResult]:
+        """earlier: tokens and codes of an earlier step, which those of this one are written over."""
+        model = setup.model
+        logits = model.head_logits(head, hidden)
+        slots, collectives = rows.slots, model.collectives
+        positions = state.seq_len[slots]  # where the new token will stand
+        sampled = sampler.sample(
+            logits, slots, positions, sampling, full, variant=self.variant, collectives=collectives
+        )
+        valid = rows.samples & state.active[slots]
+
+        codes = sampler.finish_codes(sampling, slots, positions, sampled.token_ids)
+        codes = jnp.where(valid, codes, FinishCode.RUNNING)
+        tokens = jnp.where(valid, sampled.token_ids, NO_TOKEN)
+
+        # Rows that sample nothing write to the null slot, so that no real slot is written twice in one scatter.
+        written = jnp.where(valid, slots, setup.config.null_slot)
+        state = state._replace(
+            last_token=state.last_token.at[written].set(sampled.token_ids),
+            active=state.active.at[written].set(valid & (codes == FinishCode.RUNNING)),
+        )
+        updated: dict[str, object] = {"state": state}
+        if full is not None:
+            updated["full"] = sampling_state.add_sampled_tokens(full, written, sampled.token_ids, collectives)
+        tokens_and_codes = jnp.stack([tokens, codes.astype(jnp.int32)])
+        # Not `earlier.at[:].set`: over several devices XLA, of JAX 0.11.2, does not survive compiling that.
+        tokens_and_codes = jax.lax.dynamic_update_slice(earlier, tokens_and_codes, (0, 0))
+        return updated, SampleResult(tokens_and_codes, sampled.logprobs)
+
+
+@dataclass(frozen=True)
+class WidenRows(StepProgram):
+    """Rows padded up to `size`, for a sampling variant whose programs do not exist for fewer."""
+
+    rows: int
+    size: int
+
+    kind = "widen_rows"
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        for sizes in {setup.config.sample_buckets(variant) for variant in SamplingVariant}:
+            for rows in set(setup.config.decode_buckets) - set(sizes):
+                yield cls(rows, bucket_for(rows, sizes))
+
+    def inputs(self, setup: Setup) -> dict[str, Any]:
+        return {"hidden": setup.hidden(self.rows), "rows": abstract_rows(self.rows)}
+
+    def body(
+        self, setup: Setup, *, hidden: Float[Array, "rows hidden"], rows: Rows
+    ) -> tuple[dict[str, object], tuple[Float[Array, "size hidden"], Rows]]:
+        more = self.size - self.rows
+        slots: Int[Array, " size"] = jnp.pad(rows.slots, (0, more), constant_values=setup.config.null_slot)
+        samples: Bool[Array, " size"] = jnp.pad(rows.samples, (0, more))
+        return {}, (_widened(hidden, self.size), Rows(slots, samples))
+
+
+@dataclass(frozen=True)
+class WidenTokens(StepProgram):
+    """Hidden states of a step's tokens padded up to `size`, for programs that score them."""
+
+    tokens: int
+    size: int
+
+    kind = "widen_tokens"
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        sizes = setup.config.scored_buckets
+        for tokens in set(setup.config.token_buckets) - set(sizes):
+            yield cls(tokens, bucket_for(tokens, sizes))
+
+    def inputs(self, setup: Setup) -> dict[str, Any]:
+        return {"hidden": setup.hidden(self.tokens)}
+
+    def body(
+        self, setup: Setup, *, hidden: Float[Array, "tokens hidden"]
+    ) -> tuple[dict[str, object], Float[Array, "size hidden"]]:
+        return {}, _widened(hidden, self.size)
+
+
+def _widened(hidden: Float[Array, "rows hidden"], size: int) -> Float[Array, "size hidden"]:
+    return jnp.pad(hidden, ((0, size - hidden.shape[0]), (0, 0)))
+
+
+@dataclass(frozen=True)
+class PromptLogprobs(StepProgram):
+    """Log-probabilities of `targets[t]` after token t, a few rows of logits at a time. NO_TOKEN rows mean nothing."""
+
+    tokens: int
+
+    kind = "prompt_logprobs"
+    reads = ("head",)
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        return map(cls, setup.config.scored_buckets)
+
+    @classmethod
+    def largest(cls, setup: Setup) -> Self:
+        return cls(setup.config.token_buckets[-1])
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        return PackedLayout(targets=Field((self.tokens,), 0))
+
+    def inputs(self, setup: Setup) -> dict[str, Any]:
+        return {"hidden": setup.hidden(self.tokens)}
+
+    def product_rows(self, setup: Setup) -> int:
+        return self.tokens
+
+    def body(
+        self, setup: Setup, *, head: Sequence[Array], hidden: Float[Array, "tokens hidden"], packed: Int[Array, " n"]
+    ) -> tuple[dict[str, object], TokenLogprobs]:
+        targets = self.layout(setup).unpack(packed)["targets"]
+        chunk = min(self.tokens, PROMPT_LOGPROB_ROWS)
+        pad = -self.tokens % chunk
+        hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, hidden.shape[1])
+        targets = jnp.pad(jnp.maximum(targets, 0), (0, pad)).reshape(-1, chunk)
+
+        def score(args: tuple[Array, Array]) -> TokenLogprobs:
+            logits = setup.model.head_logits(head, args[0])
+            return logprobs_of(logits, args[1], MAX_LOGPROBS, setup.model.collectives)
+
+        scored = jax.lax.map(score, (hidden, targets))
+        return {}, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: self.tokens], scored)
+
+
+@dataclass(frozen=True)
+class Score(StepProgram):
+    """Scores `targets[i]` after the step's token `tokens[i]`: the head runs for the tokens asked about alone.
+
+    tokens: of the step. One call scores `at_once` of them.
+    """
+
+    tokens: int
+
+    kind = "score"
+    reads = ("head",)
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        return map(cls, setup.config.scored_buckets)
+
+    @classmethod
+    def largest(cls, setup: Setup) -> Self:
+        return cls(setup.config.token_buckets[-1])
+
+    @property
+    def at_once(self) -> int:
+        return min(self.tokens, SCORE_ROWS)
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        return PackedLayout(tokens=Field((self.at_once,), 0), targets=Field((self.at_once,), 0))
+
+    def inputs(self, setup: Setup) -> dict[str, Any]:
+        return {"hidden": setup.hidden(self.tokens)}
+
+    def product_rows(self, setup: Setup) -> int:
+        return self.at_once
+
+    def body(
+        self, setup: Setup, *, head: Sequence[Array], hidden: Float[Array, "tokens hidden"], packed: Int[Array, " n"]
+    ) -> tuple[dict[str, object], TargetScores]:
+        host = self.layout(setup).unpack(packed)
+        logits = setup.model.head_logits(head, hidden[host["tokens"]])
+        return {}, target_scores(logits, host["targets"], setup.model.collectives)
+
+
+KINDS = (Sample, WidenRows, WidenTokens, PromptLogprobs, Score)

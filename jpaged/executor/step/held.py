@@ -1,0 +1,86 @@
+"""What a runner holds on the device between steps, by the names that programs take it by.
+
+    weights   the model's flat tuple                         head      the part of it that `Model.head_logits` reads
+    pools     keys and values (`cache/paged.py`)             state     slots, with their block tables (`state.py`)
+    sampling  sampling parameters by slot                    full      penalties, masks and counts by slot; there when
+    exchange  of the one-shot all-reduce; there only where             some request asks for them
+              some body sums by it
+
+A program that changes any of it has it donated, and it lives in place for ever.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+
+from jpaged.executor.mesh import EXCHANGE, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
+from jpaged.executor.sampling import state as sampling_state
+from jpaged.executor.step.program import Setup
+from jpaged.executor.step.state import initial_slot_state
+from jpaged.models.collectives import ExchangeState
+from jpaged.pallas_kernels import initial_all_reduce_state
+from jpaged.pallas_kernels.all_reduce.inbox import EMPTY
+
+Held = dict[str, Any]
+"""Trees of arrays by name."""
+
+
+class HeldShapes(NamedTuple):
+    """Shapes of something held, on all devices together, and how it is split over them."""
+
+    shapes: Any
+    spec: Specs
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of it on one device."""
+        return sum(
+            prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(self.shapes)
+        )
+
+
+def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
+    """Of all that may be held."""
+    model, config, cache = setup.model, setup.config, setup.cache
+    weights = mesh.weights(model)
+    full = jax.eval_shape(
+        lambda: sampling_state.init_full_state(config.max_num_seqs, model.vocab_size, model.config.vocab_size)
+    )
+    full_spec = jax.tree.map(lambda _: WHOLE, full)._replace(token_counts=TOKEN_COUNTS)
+    held = {
+        "weights": HeldShapes(weights, None),
+        "head": HeldShapes(model.head_weights(weights), None),
+        "pools": HeldShapes(tuple(mesh.split(pool, cache.pools_spec) for pool in cache.pools), cache.pools_spec),
+        "state": HeldShapes(jax.eval_shape(lambda: initial_slot_state(cache)), WHOLE),
+        "sampling": HeldShapes(jax.eval_shape(lambda: sampling_state.init_state(config.max_num_seqs)), WHOLE),
+        "full": HeldShapes(full._replace(token_counts=mesh.split(full.token_counts, TOKEN_COUNTS)), full_spec),
+    }
+    if config.one_shot_rows:
+        state = initial_all_reduce_state(mesh.size, config.one_shot_rows, model.config.hidden_size, model.dtype)
+        shapes = jax.tree.map(lambda leaf: mesh.split(leaf, EXCHANGE), ExchangeState(*state))
+        held["exchange"] = HeldShapes(shapes, EXCHANGE)
+    return held
+
+
+def initial_held(setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array]) -> Held:
+    """All that a runner begins with: beside the weights, empty pools and slots.
+
+    weights: on the mesh.
+    """
+    shapes = held_shapes(setup, mesh)
+    held: Held = {
+        "weights": tuple(weights),
+        "head": setup.model.head_weights(weights),
+        "pools": tuple(mesh.full(pool, 0) for pool in shapes["pools"].shapes),
+        "state": mesh.whole(initial_slot_state(setup.cache)),
+        "sampling": mesh.whole(sampling_state.init_state(setup.config.max_num_seqs)),
+    }
+    if "exchange" in shapes:
+        inbox, generations = shapes["exchange"].shapes
+        # On all devices before any program runs: peers write to it as soon as theirs do.
+        state = ExchangeState(mesh.full(inbox, EMPTY), mesh.full(generations, 0))
+        held["exchange"] = jax.block_until_ready(state)
+    return held

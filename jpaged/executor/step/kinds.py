@@ -1,0 +1,16 @@
+"""Every kind of program that a step may need."""
+
+from jpaged.executor.step import blocks, bodies, changes, heads
+from jpaged.executor.step.program import Setup, StepProgram
+
+KINDS: tuple[type[StepProgram], ...] = (*bodies.KINDS, *heads.KINDS, *changes.KINDS, *blocks.KINDS)
+
+
+def step_programs(setup: Setup) -> list[StepProgram]:
+    """Every program that a runner may need."""
+    return [program for kind in KINDS for program in kind.programs(setup)]
+
+
+def largest_programs(setup: Setup) -> list[StepProgram]:
+    """Those that may need most memory while they run, or have the largest results."""
+    return [program for kind in KINDS if (program := kind.largest(setup)) is not None]
