@@ -5,12 +5,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROMPT ?= Tell me a story about a fox and a lantern.
 
-.PHONY: demo chat docs install install-test test test-ray test-browser lint types format clean help
+# Every test or group of tests that shares compiled programs goes to a worker that is free, in the order of collection.
+PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
+
+.PHONY: demo chat docs install install-test test test-fast drills test-ray test-browser lint types format clean help
 
 help:
 	@echo "make demo   install into $(VENV) and tell a story with the embedded model"
 	@echo "make chat   talk to the embedded model"
 	@echo "make test   install what the tests need and run them, with lint and types"
+	@echo "make test-fast   the tests of control plane, protocol, text and API, which compile nothing: under a minute"
+	@echo "make drills   what takes long or needs GPUs, each with its target: whole servers and shards under kills and load"
 	@echo "make test-ray   the tests that need Ray, which this installs"
 	@echo "make test-browser   the tests of the server's page, which need Chromium (Debian: chromium, chromium-driver)"
 	@echo "make docs   build the documentation into site/"
@@ -38,8 +43,19 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 	touch $@
 
 test: install-test
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest $(PARALLEL)
 	$(MAKE) --no-print-directory lint types
+
+test-fast: install-test
+	$(BIN)/python -m pytest $(PARALLEL) --fast
+
+# What `make drill-NAME` runs; it passes ARGS on.
+drills:
+	@for file in $$(grep -l __main__ tests/drills/*.py); do \
+		printf '%-28s %s\n' "make drill-$$(basename $$file .py | tr _ -)" "$$(sed -n '1s/^"""//; 1s/"""$$//; 1p' $$file)"; done
+
+drill-%: install-test
+	$(BIN)/python -m tests.drills.$(subst -,_,$*) $(ARGS)
 
 test-ray: install-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]"
@@ -62,7 +78,7 @@ lint: install-test
 	$(BIN)/lint-imports
 
 types: install-test
-	$(BIN)/python -m mypy
+	$(BIN)/python -m mypy --num-workers auto
 
 format: install-test
 	$(BIN)/python -m ruff check --fix .

@@ -1,4 +1,4 @@
-"""`LLM`: a model and a list of prompts, in and out. The offline door."""
+"""`LLM`: completes a list of prompts with a model, in one call. For offline use."""
 
 import threading
 import time
@@ -167,8 +167,8 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[Interruptible]:
-        """One thread's call: those of others wait for its end. Ctrl-C comes where the call looks for it, or at its end,
-        never within a step."""
+        """Holds the turn for one thread's call; other threads wait. A Ctrl-C raises where the call checks for it, or at
+        its end, never within a step."""
         with self._turns:
             with Interruptible() as interrupt:
                 yield interrupt
@@ -260,7 +260,7 @@ class LLM:
             return self.engine.reset_prefix_cache()
 
     def get_metrics(self) -> EngineStats:
-        """Counters and occupancy of the engine; while another thread's call runs, between two of its steps."""
+        """Counters and occupancy of the engine. During another thread's call they are read between two of its steps."""
         with Interruptible() as interrupt, self._between_steps:
             metrics = self.engine.get_metrics()
         if interrupt.requested:
@@ -286,7 +286,7 @@ class LLM:
     def _run(
         self, request_ids: Sequence[str], use_tqdm: bool | Callable[..., tqdm], interrupt: Interruptible
     ) -> dict[str, RequestOutput]:
-        """Steps until all of these have finished."""
+        """Steps the engine until all of these requests have finished."""
         make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
         bar = make_bar(total=len(request_ids), desc="prompts", dynamic_ncols=True, disable=use_tqdm is False)
         finished: dict[str, RequestOutput] = {}
@@ -325,7 +325,7 @@ def _start_engine(args: EngineArgs) -> LLMEngine | ReplicatedEngine:
 
 @contextmanager
 def _naming(i: int, prompts: Sequence[Prompt]) -> Iterator[None]:
-    """What is refused is said to be of prompts[i], unless there is no other."""
+    """Errors raised inside name prompts[i], unless it is the only prompt."""
     try:
         yield
     except (InvalidPromptError, InvalidParameterError, OutOfMemoryError) as error:
@@ -333,7 +333,7 @@ def _naming(i: int, prompts: Sequence[Prompt]) -> Iterator[None]:
 
 
 class _FairLock:
-    """A lock that is not taken twice in a row by one thread while another waits: who waits holds the next turn."""
+    """A lock that no thread takes twice in a row while another waits: the one that waits holds the next turn."""
 
     def __init__(self) -> None:
         self._next, self._held = threading.RLock(), threading.RLock()  # a signal handler may ask for metrics
@@ -347,7 +347,7 @@ class _FairLock:
 
 
 def _template_variables(tokenizer: Tokenizer, variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Checks variables for a chat template: one of the name of an option would be taken for that."""
+    """Checks variables for a chat template: one that has the name of an option would be taken for the option."""
     variables = {} if variables is None else variables
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise InvalidParameterError(f"chat_template_kwargs must map names to values, got {shown(variables)}.")

@@ -1,21 +1,86 @@
-"""Shared by all tests: the CPU as the device, one compilation cache for all workers, and Ctrl-C that is heard."""
+"""Shared by all tests: the CPU as the device, one compilation cache for all workers, and Ctrl-C that is heard.
+
+`--fast` leaves only the tests named in `FAST`, and fails those of them that compile a program.
+"""
 
 import os
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("JPAGED_CACHE_DIR", str(Path(tempfile.gettempdir()) / "jpaged-tests"))
+# PyTorch's threads: tiny models gain nothing from more, and on a busy machine lose up to fifty times.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it, for all that is started here as well
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-try:  # one thread each: tiny models gain nothing from more, and on a busy machine lose up to fifty times
-    import torch
-except ImportError:
-    pass
-else:
-    torch.set_num_threads(1)
+TESTS = Path(__file__).parent
+FAST = (
+    "bench/test_arguments.py",
+    "bench/test_compare.py",
+    "bench/test_device_trace.py",
+    "bench/test_kernels_bench.py",
+    "engine",
+    "executor/start/test_one_shot.py",
+    "executor/start/test_worker_threads.py",
+    "host",
+    "models/test_config.py",
+    "processes/test_pool_view.py",
+    "processes/test_router.py",
+    "scoring/test_ahead.py",
+    "scoring/test_rows_and_inputs.py",
+    "scoring/test_shards.py",
+    "scoring/test_windows.py",
+    "serving/test_http.py",
+    "serving/test_http_connection.py",
+    "serving/test_middleware.py",
+    "serving/test_page.py",
+    "serving/test_sampling.py",
+    "test_help.py",
+    "test_missing_packages.py",
+    "test_rubbish.py",
+    "text",
+)
+"""Files and directories of tests that compile nothing and load no model: control plane, protocol, text and API."""
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="only the tests that compile nothing (tests/conftest.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--fast"):
+        return
+    if missing := [name for name in FAST if not (TESTS / name).exists()]:
+        raise pytest.UsageError(f"FAST in {__file__} names what is not in {TESTS}: {', '.join(missing)}")
+    import jax.monitoring
+
+    jax.monitoring.register_event_duration_secs_listener(_refuse_to_compile)
+
+
+def _refuse_to_compile(event: str, duration: float, **_: Any) -> None:
+    if event == _COMPILED:
+        pytest.fail(f"compiles a program, so it is not one of the fast tests: see FAST in {__file__}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    left_out = config.getoption("--fast") and collection_path.is_file() and not _is_fast(collection_path)
+    return True if left_out else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the fast tests last: while they run, each of several workers ends within seconds of the others."""
+    items.sort(key=lambda item: _is_fast(item.path))
+
+
+def _is_fast(path: Path) -> bool:
+    return any(path.is_relative_to(TESTS / name) for name in FAST)

@@ -11,27 +11,16 @@ import pytest
 
 from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.executor.start.startup import Startup
-from tests.tiny_models import VOCAB_SIZE, TinyModel, tiny_models, torch_model, write_tiny_model
+from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, TinyModel, tiny_models, torch_model, write_tiny_model
 
 torch = pytest.importorskip("torch")
 
-NUM_REQUESTS = 32
+NUM_REQUESTS = TINY_ENGINE["max_num_seqs"]
 NUM_TOKENS = 12
 FEW_BLOCKS = 60
 """Blocks of 4 tokens in each cache group: the 32 requests below need about 400."""
 
-ARGS = EngineArgs(
-    dtype="float32",
-    block_size=4,
-    num_gpu_blocks_override=512,
-    max_model_len=128,
-    max_num_seqs=NUM_REQUESTS,
-    max_num_batched_tokens=128,
-    decode_buckets=(NUM_REQUESTS,),
-    token_buckets=(16, 128),
-    skip_tokenizer_init=True,
-    verbose=False,
-)
+ARGS = EngineArgs(**TINY_ENGINE)
 
 
 @pytest.fixture(

@@ -26,7 +26,7 @@ from jpaged.api.errors import (
     UnsupportedModelError,
 )
 from jpaged.assets import demo_model_path
-from tests.tiny_models import MAX_LENGTH, VOCAB_SIZE, tiny_model, write_tiny_model
+from tests.tiny_models import MAX_LENGTH, TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("llm")  # one worker, which compiles once
 
@@ -46,19 +46,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def options(directory):
-    return {
-        "model": directory,
-        "dtype": "float32",
-        "block_size": 4,
-        "num_gpu_blocks_override": 512,
-        "max_model_len": 128,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 128,
-        "decode_buckets": (32,),
-        "token_buckets": (128,),
-        "skip_tokenizer_init": True,
-        "verbose": False,
-    }
+    return {"model": directory, **TINY_ENGINE}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from jpaged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.api.errors import InvalidParameterError
 from jpaged.engine.sequences.seeds import sample_seed
-from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
+from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("parallel sampling")  # one worker, which compiles once
 
@@ -18,19 +18,7 @@ SEEDED = SamplingParams(seed=11, max_tokens=10, ignore_eos=True)
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
     model = tiny_model("llama-gqa-d64-tied")
-    return {
-        "model": str(write_tiny_model(model, tmp_path_factory.mktemp("model"), use_torch=False)),
-        "dtype": "float32",
-        "block_size": 4,
-        "num_gpu_blocks_override": 512,
-        "max_model_len": 128,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 64,
-        "decode_buckets": (16,),
-        "token_buckets": (16, 64),
-        "skip_tokenizer_init": True,
-        "verbose": False,
-    }
+    return {"model": str(write_tiny_model(model, tmp_path_factory.mktemp("model"), use_torch=False)), **TINY_ENGINE}
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +127,6 @@ def test_groups_under_pressure_give_the_same_tokens(llm, options, depth):
 
 
 def test_more_sequences_than_slots_are_refused_by_name(llm):
-    with pytest.raises(InvalidParameterError, match=r"n=17 .*max_num_seqs=16"):
-        llm.generate([[3, 4]], replace(SEEDED, n=17), use_tqdm=False)
-    assert len(llm.generate([[3, 4]], replace(SEEDED, n=16), use_tqdm=False)[0].outputs) == 16
+    with pytest.raises(InvalidParameterError, match=r"n=33 .*max_num_seqs=32"):
+        llm.generate([[3, 4]], replace(SEEDED, n=33), use_tqdm=False)
+    assert len(llm.generate([[3, 4]], replace(SEEDED, n=32), use_tqdm=False)[0].outputs) == 32

@@ -16,24 +16,12 @@ from jpaged.executor.buckets import fine_buckets
 from jpaged.executor.cache import paged
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.start.startup import Startup
-from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
+from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("shared prefix")  # one worker, which compiles once
 
 NUM_SHARING, NUM_OTHERS = 20, 4
-ARGS = EngineArgs(
-    dtype="float32",
-    block_size=4,
-    num_gpu_blocks_override=512,
-    max_model_len=96,
-    max_num_seqs=32,
-    max_num_batched_tokens=128,
-    decode_buckets=(32,),
-    token_buckets=(128,),
-    shared_prefix_attention=True,
-    skip_tokenizer_init=True,
-    verbose=False,
-)
+ARGS = EngineArgs(**TINY_ENGINE, shared_prefix_attention=True)
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,23 @@ MAX_LENGTH = 256
 
 WINDOW = 12
 
+TINY_ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 4,
+    "num_gpu_blocks_override": 512,
+    "max_model_len": 128,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 128,
+    "decode_buckets": (32,),
+    "token_buckets": (128,),
+    "skip_tokenizer_init": True,
+    "verbose": False,
+}
+"""Arguments of the engines that run a tiny model: with the same ones everywhere, its programs are compiled once."""
+
+DEMO_ENGINE: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 600}
+"""Likewise for the embedded model."""
+
 
 @dataclass(frozen=True)
 class TinyModel:

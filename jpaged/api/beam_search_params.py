@@ -1,4 +1,4 @@
-"""How a beam search goes. Names and meanings follow transformers' generation config and vLLM's `BeamSearchParams`."""
+"""Beam search parameters. Names and meanings follow transformers' generation config and vLLM's `BeamSearchParams`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Whether an argument is of the kind it should be. Numbers are Python's and numpy's alike, but no booleans.
+"""Checks of arguments' types and ranges. Numbers may be Python's or numpy's; booleans are not numbers.
 
 Python's own are told by their type: asking an abstract class takes ten times as long, and a request has 16 numbers.
 """
@@ -31,20 +31,20 @@ def check_integer(name: str, value: object, least: int, most: int | None = None)
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raises InvalidParameterError for anything but True and False: what only counts as one is a mistake."""
+    """Raises InvalidParameterError for anything but True and False, such as 0 or 1."""
     if not isinstance(value, bool):
         raise InvalidParameterError(f"{name} must be True or False, got {shown(value)}.")
 
 
 def check_choice(name: str, value: object, kind: Any) -> None:
-    """Raises InvalidParameterError if `value` is not of the values of the Literal type `kind`."""
+    """Raises InvalidParameterError if `value` is not one of those that the Literal type `kind` lists."""
     if value not in get_args(kind):
         choices = ", ".join(map(repr, get_args(kind)))
         raise InvalidParameterError(f"{name} must be one of {choices}, got {shown(value)}.")
 
 
 def plain(value: Any) -> Any:
-    """A number, or a tuple of them, of Python's own types, which JSON knows; anything else as it is."""
+    """Numpy's numbers, and tuples of them, as Python's own, which JSON knows. Anything else is returned as it is."""
     if is_integer(value):
         return int(value)
     if is_number(value):

@@ -1,4 +1,4 @@
-"""What a user asks of an engine: `EngineArgs`."""
+"""The options of an engine: `EngineArgs`."""
 
 import math
 import os
@@ -13,7 +13,7 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 
 
 _MAX_DEVICES = 4096
-"""More than any machine or cluster jpaged runs on: a wrong number starts no processes without end."""
+"""More than any machine or cluster has. It keeps a mistyped number from starting processes without end."""
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
@@ -26,7 +26,7 @@ def kernel_backend_called(name: str) -> str:
 
 
 _FREE = {"free": True}
-"""Marks a field that engines on one runner may each have their own value of (`EngineArgs.differs_from`)."""
+"""Marks a field whose value may differ between engines that use one runner (`EngineArgs.differs_from`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,8 +199,8 @@ class EngineArgs(SchedulingOptions):
             object.__setattr__(self, name, plain(getattr(self, name)))
 
     def differs_from(self, started: "EngineArgs") -> str | None:
-        """The name of an option whose value is another than the runner was started with, and may not be; None if an
-        engine with these options can run on that runner.
+        """The name of an option that must equal the one the runner was started with, and does not; None if an engine
+        with these options can use that runner.
         """
         for one in fields(EngineArgs):
             if not one.metadata.get("free") and getattr(self, one.name) != getattr(started, one.name):

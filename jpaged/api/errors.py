@@ -8,7 +8,7 @@ _SHOWN_CHARACTERS = 100
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: its repr, cut short; so whatever a caller passed, the message can be read."""
+    """A value's repr, cut short, so that a message stays readable whatever a caller passed."""
     try:
         text = repr(value)
     except Exception:  # an integer of more digits than Python converts, or a class whose own repr fails

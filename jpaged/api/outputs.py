@@ -26,7 +26,7 @@ PositionLogprobs = dict[int, Logprob]
 
 @dataclass(frozen=True, slots=True)
 class TargetScores:
-    """How the model's own distribution rates given tokens; all that scoring needs, at little cost.
+    """Scores of given tokens under the model's own distribution: all that scoring needs, at little cost.
 
     logprobs: float32 [m]; their log-probabilities.
     greedy: bool [m]; whether each is the most likely token, the lowest id on ties: what greedy decoding would take.

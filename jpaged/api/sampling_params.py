@@ -1,4 +1,4 @@
-"""How tokens are drawn for one request. Names and meanings follow vLLM and the OpenAI API."""
+"""Sampling parameters of a request. Names and meanings follow vLLM and the OpenAI API."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +16,9 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
 """Entries `logit_bias` may have, as in the OpenAI API."""
 MAX_BAD_WORDS = 128
-"""Token sequences `bad_words` may come to. A word counts twice when it tokenizes otherwise after a space."""
+"""Most token sequences that `bad_words` may make. A word counts twice if it tokenizes differently after a space."""
 MAX_BAD_WORD_TOKENS = 16
-"""Tokens in one of them."""
+"""Most tokens in one of these sequences."""
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM: float32 logits divided by less say nothing more than the argmax."""
@@ -105,7 +105,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many are generated."""
+        """The number of sequences that are generated."""
         return self.n if self.best_of is None else self.best_of
 
     @property

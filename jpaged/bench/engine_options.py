@@ -3,7 +3,7 @@
 import argparse
 from typing import get_args
 
-from jpaged.api.config import DType, kernel_backend_called
+from jpaged.api.config import DType, EngineArgs, kernel_backend_called
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.llm import LLM
 from jpaged.processes.replicas import ReplicatedEngine
@@ -60,26 +60,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def make_llm(args: argparse.Namespace) -> LLM:
     """An `LLM` without a tokenizer: prompts are token ids."""
-    return LLM(
-        args.model and model_directory(args.model),
-        load_format=args.load_format,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        block_size=args.block_size,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        decode_buckets=args.decode_buckets,
-        token_buckets=args.token_buckets,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        pipeline_depth=args.pipeline_depth,
-        shared_prefix_attention=args.shared_prefix_attention,
-        kernel_backend=args.kernel_backend,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=args.tensor_parallel_size,
-        one_shot_rows=args.one_shot_rows,
-        data_parallel_size=args.data_parallel_size,
-        seed=args.seed,
-    )
+    names = (EngineArgs.__dataclass_fields__.keys() & vars(args).keys()) - {"model"}
+    options = {name: getattr(args, name) for name in names}
+    return LLM(args.model and model_directory(args.model), skip_tokenizer_init=True, **options)
 
 
 def end_replicas(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says: the tokens that end a text, and how its makers sample."""
+"""Reads a model's generation_config.json: its end-of-sequence tokens and default sampling parameters."""
 
 import json
 from dataclasses import dataclass, field
@@ -13,7 +13,10 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """eos_token_ids: those it names. sampling: `SamplingParams` fields it sets."""
+    """What the file sets.
+
+    eos_token_ids: end-of-sequence tokens. sampling: fields of `SamplingParams`.
+    """
 
     eos_token_ids: tuple[int, ...] = ()
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +52,7 @@ class GenerationConfig:
         return cls(_token_ids(path, config.get("eos_token_id")), sampling)
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Sampling parameters as the model's makers set them, with `overrides` in place of theirs."""
+        """The model's default sampling parameters, with `overrides` in their place where given."""
         return SamplingParams(**{**self.sampling, **overrides})
 
 

@@ -1,4 +1,4 @@
-"""What a prompt may be, and the checks at the door: a request that passes them cannot fail for its input later."""
+"""Prompts and the checks of a request's input. A request that passes them cannot fail for its input later."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 """One prompt: text, token ids, or either in a dict."""
 
 _SCORING = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
-"""Of requests that sample nothing."""
+"""Parameters of score requests, which sample nothing."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
@@ -80,7 +80,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> tuple[Request, ProcessedInput]:
-        """Checks all that a caller says of a request; see `LLMEngine.add_request`.
+        """Checks all arguments of `LLMEngine.add_request`.
 
         prompt: also what `process` made of it, with these parameters.
 
@@ -120,7 +120,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
-        """The same for tokens to score; see `LLMEngine.add_score_request`."""
+        """Checks all arguments of `LLMEngine.add_score_request`. Returns the request as a scheduler takes it."""
         request_id = _checked_id(request_id)
         tokens = self.check_scored(token_ids, first_scored)
         self.limits.max_len(len(tokens) - 1, _SCORING)
@@ -253,7 +253,11 @@ class InputProcessor:
 
 
 def request_ids_to_abort(request_ids: str | Iterable[str]) -> list[str]:
-    """One id or several, as a list without what is no id. Raises InvalidParameterError for neither."""
+    """One id or several, as a list. Entries that are not strings are dropped.
+
+    Raises:
+        InvalidParameterError: neither an id nor a list.
+    """
     if isinstance(request_ids, str):
         return [request_ids]
     if not isinstance(request_ids, Iterable):
@@ -297,7 +301,7 @@ def _integers(values: Any) -> list[int]:
 
 
 def _is_sequence(value: object) -> bool:
-    """Bytes are not taken for token ids: they are text that was not decoded."""
+    """Bytes are refused: they are text that was not decoded, not token ids."""
     return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
 
 

@@ -1,10 +1,13 @@
-"""How a request comes in, whatever engine takes it: checked first, without a trace, then queued.
+"""How a request enters an engine: it is checked first, which leaves no trace, and then queued.
 
 add_request = check_request --> queue       LLMEngine          the scheduler of this process
-                                            ReplicatedEngine   the replica that will be done with it first
+add_score_request           -->             ReplicatedEngine   the replica that will be done with it first
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.sampling_params import SamplingParams
@@ -63,8 +66,8 @@ class RequestIntake(ABC):
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> tuple[Request, ProcessedInput]:
-        """The first half of `add_request`, which leaves nothing behind: for a caller that queues all of several
-        requests or none. Returns: what `queue` takes. Arguments and errors are those of `add_request`.
+        """The first half of `add_request`, which leaves nothing behind. It lets a caller queue all of several requests
+        or none. Returns: what `queue` takes. Arguments and errors are those of `add_request`.
         """
         self._check_ready()
         return self._inputs.request(
@@ -76,9 +79,38 @@ class RequestIntake(ABC):
             arrival_time=arrival_time,
         )
 
+    def add_score_request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | np.ndarray,
+        first_scored: int = 1,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues tokens to score: they are prefilled for their log-probabilities, and nothing is sampled.
+
+        What comes before the scored tokens may come out of the prefix cache. `step` returns one output, finished, with
+        `scores` of token_ids[first_scored:] and no `outputs`.
+
+        Args:
+            token_ids: int [n], at least two and at most max_model_len tokens; the last is scored, never computed.
+            first_scored: index of the first token to score, from 1 to n-1; the others are its context.
+            request_id, priority, cache_salt: as in `add_request`.
+        Raises:
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served; the message says
+                why.
+            EngineDeadError: the engine failed earlier.
+        """
+        self._check_ready()
+        request = self._inputs.score_request(
+            request_id, token_ids, first_scored, priority=priority, cache_salt=cache_salt
+        )
+        self.queue(request, ProcessedInput(None, [], ()))
+
     @abstractmethod
     def queue(self, request: Request, checked: ProcessedInput) -> None:
-        """The second half of `add_request`.
+        """The second half of `add_request` and of `add_score_request`.
 
         Raises:
             InvalidParameterError: its id is that of an unfinished request.
@@ -88,4 +120,4 @@ class RequestIntake(ABC):
 
     @abstractmethod
     def _check_ready(self) -> None:
-        """Raises EngineDeadError where no request can be taken any more. From then on `_inputs` knows the limits."""
+        """Raises EngineDeadError if the engine can take no more requests."""

@@ -6,7 +6,7 @@ add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputP
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -122,36 +122,6 @@ class LLMEngine(RequestIntake):
         self._core.add_request(request)
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
 
-    def add_score_request(
-        self,
-        request_id: str,
-        token_ids: Sequence[int] | np.ndarray,
-        first_scored: int = 1,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> None:
-        """Queues tokens whose log-probabilities are wanted, and nothing else: they are prefilled, nothing is sampled.
-
-        What comes before the scored tokens may come out of the prefix cache. `step` returns one output, finished, with
-        `scores` of token_ids[first_scored:] and no `outputs`.
-
-        Args:
-            token_ids: int [n], at least two and at most max_model_len tokens; the last is scored, never computed.
-            first_scored: index of the first token to score, from 1 to n-1; the others are its context.
-            request_id, priority, cache_salt: as in `add_request`.
-        Raises:
-            InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served; the message says
-                why.
-            EngineDeadError: the engine failed earlier.
-        """
-        self._check_ready()
-        request = self._inputs.score_request(
-            request_id, token_ids, first_scored, priority=priority, cache_salt=cache_salt
-        )
-        self._core.add_request(request)
-        self._outputs.add(request, None, [])
-
     def step(self) -> list[RequestOutput]:
         """One turn of the loop: dispatches a step and returns outputs of an earlier one.
 
@@ -168,7 +138,7 @@ class LLMEngine(RequestIntake):
             raise EngineDeadError(f"The engine failed: {type(error).__name__}: {error}") from error
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Ends requests and frees what they hold; no output will come for them. Unknown ids are passed over."""
+        """Ends requests and frees what they hold. They bring no more outputs. Unknown ids are ignored."""
         ids = request_ids_to_abort(request_ids)
         if self._failure is None:  # else nothing runs, and the scheduler may be in the middle of something
             self._core.abort(ids)
@@ -180,7 +150,7 @@ class LLMEngine(RequestIntake):
         return not self._closed and self._failure is None and self._core.has_unfinished()
 
     def request_limits(self) -> RequestLimits:
-        """What a request must keep to, now."""
+        """The current limits of a request. Pinned prefixes lower them."""
         return self._core.scheduler.limits
 
     def get_metrics(self) -> EngineStats:
@@ -290,7 +260,7 @@ def _same_start(args: EngineArgs, startup: Startup) -> Startup:
 
 
 def _at_most(name: str, asked: int | None, available: int) -> int:
-    """What was asked for, which a runner started before may not have."""
+    """The value asked for, or all there is. Raises InvalidParameterError if the runner has less."""
     if asked is not None and asked > available:
         raise InvalidParameterError(f"{name}={asked} exceeds the {available} that the runner was started with.")
     return available if asked is None else asked

@@ -1,4 +1,4 @@
-"""Turns what the engine core reports into what users see: text, stop strings, log-probabilities, finish reasons."""
+"""Turns the engine core's updates into outputs: text, stop strings, log-probabilities, finish reasons."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,7 +13,7 @@ from jpaged.text.tokenizer import Tokenizer
 
 
 class EndsSequences(Protocol):
-    """What is asked of the engine core, or of what stands for it in another process."""
+    """The part of the engine core that an `OutputProcessor` calls. A client of an engine process has its own."""
 
     def finish(self, request_id: str, stop_reason: int | str | None, index: int = 0) -> Request | None: ...
 
@@ -48,7 +48,7 @@ class _OpenRequest:
 
 
 class OutputProcessor:
-    """Keeps, for each unfinished request, what is needed to report on it.
+    """Makes the outputs of all unfinished requests.
 
     tokenizer: None when the engine was started without one; outputs then have token ids only.
     """
@@ -73,7 +73,7 @@ class OutputProcessor:
         self._open.pop(request_id, None)
 
     def process(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
-        """Outputs for the updates of one step, one a request. Ends sequences whose text reached a stop string."""
+        """Outputs for the updates of one step, at most one a request. Ends sequences at their stop strings."""
         changed: dict[str, list[_OpenSequence]] = {}
         for update in updates:
             request_id, index = update.request.request_id, update.request.index

@@ -1,4 +1,4 @@
-"""How many processor cores there are for this process."""
+"""The processor cores that this process may use."""
 
 import math
 import os

@@ -1,10 +1,10 @@
-"""Which devices each process of several gets: its environment variables say so, and JAX in it needs no telling.
+"""Divides the devices among processes. Environment variables tell each process's JAX which are its own.
 
     visible            0 1 2 3                   2 processes with 2 devices each
     of process 0       0 1
     of process 1           2 3
 
-None of this asks CUDA, which would take memory on every GPU for the process that asks.
+Nothing here asks CUDA: that would take memory on every GPU for this process.
 """
 
 import os
@@ -15,11 +15,11 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError
 
 _CPU_PROCESSES = 8
-"""So many may share a CPU of fewer cores, to try things out."""
+"""This many processes may share a CPU with fewer cores, so that replicas can be tried out anywhere."""
 
 
 def replica_environments(args: EngineArgs, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """The environment variables of each of `data_parallel_size` processes that find this package and their devices.
+    """The environment variables of `data_parallel_size` processes, with this package's path and each one's devices.
 
     Raises:
         InvalidParameterError: as `device_shares`.
@@ -29,14 +29,14 @@ def replica_environments(args: EngineArgs, environment: Mapping[str, str]) -> li
 
 
 def package_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of a process that finds this package wherever it starts."""
+    """The environment variables of a process, with this package's path."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path}
 
 
 def device_shares(num_processes: int, devices_each: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """What each process's environment has of its own: its GPUs. Without GPUs nothing: all share the CPU.
+    """Each process's own variables: its GPUs. Empty on a machine without GPUs, where all share the CPU.
 
     Raises:
         InvalidParameterError: there are fewer GPUs than all processes need, or far fewer cores than processes.
@@ -60,7 +60,7 @@ def device_shares(num_processes: int, devices_each: int, environment: Mapping[st
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES of the GPUs that JAX would use; none where it was told to use a CPU."""
+    """The GPUs that JAX would use, as names for CUDA_VISIBLE_DEVICES. None if it was told to use a CPU."""
     platforms = environment.get("JAX_PLATFORMS", "").lower()
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []

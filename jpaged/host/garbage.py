@@ -1,4 +1,4 @@
-"""What Python's garbage collector need not look at."""
+"""Keeps long-lived objects away from Python's garbage collector."""
 
 import gc
 

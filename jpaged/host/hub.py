@@ -1,4 +1,4 @@
-"""From what a user calls a model to a local directory."""
+"""Finds the local directory of a model that a user names."""
 
 from pathlib import Path
 

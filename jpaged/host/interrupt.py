@@ -1,4 +1,4 @@
-"""Ctrl-C where it must not break in, and where it must not be lost.
+"""Ctrl-C: deferred where it must not break in, and kept where it could be lost.
 
 Interruptible    between steps of the engine, never inside one: a step broken off would lose what it had donated
 KeptInterrupt    while JAX lowers programs, which it does in callbacks of C++ too, where an exception is dropped

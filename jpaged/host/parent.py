@@ -1,4 +1,4 @@
-"""A process that must not outlive its parent watches it here."""
+"""Ends a process when its parent is gone."""
 
 import os
 import select

@@ -87,8 +87,11 @@ class Attention(nnx.Module):
         qkv = self.qkv(x)
         scales, eps = None, 0.0
         if norms is not None:
-            scales = _kernel_scales(norms)
-            qkv, eps = (_norm_heads(qkv, norms), 0.0) if scales is None else (qkv, norms[0].eps)
+            scales = _kernel_scales(*norms)
+            if scales is None:
+                qkv = _norm_heads(qkv, *norms)
+            else:
+                eps = norms[0].eps
         y = attend(
             qkv,
             rotation=rotation,
@@ -100,17 +103,19 @@ class Attention(nnx.Module):
         return self.out.partial_sum(y)
 
 
-def _kernel_scales(norms: tuple[Norm, Norm]) -> tuple[jax.Array, jax.Array] | None:
-    """Of the norms of queries and keys, if the kernel that rotates can do both, which it does with one epsilon."""
-    queries, keys = norms[0].kernel_scale(), norms[1].kernel_scale()
-    return None if queries is None or keys is None or norms[0].eps != norms[1].eps else (queries, keys)
+def _kernel_scales(query_norm: Norm, key_norm: Norm) -> tuple[jax.Array, jax.Array] | None:
+    """What the kernel that rotates takes of both norms; None if it cannot compute them. It has one epsilon for both."""
+    query_scale, key_scale = query_norm.kernel_scale(), key_norm.kernel_scale()
+    if query_scale is None or key_scale is None or query_norm.eps != key_norm.eps:
+        return None
+    return query_scale, key_scale
 
 
-def _norm_heads(qkv: jax.Array, norms: tuple[Norm, Norm]) -> jax.Array:
+def _norm_heads(qkv: jax.Array, query_norm: Norm, key_norm: Norm) -> jax.Array:
     """qkv [T, kv_heads, group + 2, head_dim] with its queries and keys normalised."""
     group = qkv.shape[-2] - 2
     queries, keys, values = jnp.split(qkv, (group, group + 1), axis=-2)
-    return jnp.concatenate([norms[0](queries), norms[1](keys), values], axis=-2)
+    return jnp.concatenate([query_norm(queries), key_norm(keys), values], axis=-2)
 
 
 class MLP(nnx.Module):

@@ -8,6 +8,7 @@ none             all of it on every shard    everything                 nothing:
 
 from dataclasses import dataclass
 from string import ascii_lowercase, ascii_uppercase
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +42,10 @@ class PartialSum:
 class Linear(nnx.Module):
     """y = x @ kernel + bias.
 
-    Layers use its methods and nothing else of it. What keeps its values in another form (FP8 with scales, 4 bits in
-    groups) is another class with these methods, which makes its own parameters with `parameter`, each with its own
-    `shard_axis`, and computes its own products. No layer and no family changes for it.
+    Layers construct it, call its methods, and reach into nothing of it. A kind that keeps its values in another form
+    (FP8 with scales, 4 bits in groups) is another class with this constructor and these methods: it makes its own
+    parameters with `parameter`, each with its own `shard_axis`, and computes its own products. Layers have no branches
+    for kinds.
 
     inputs, outputs: the axes that x ends with, and those that y ends with instead.
     std: of the normal distribution that the kernel starts from; the bias starts from zero.
@@ -70,22 +72,31 @@ class Linear(nnx.Module):
         x, y = ascii_lowercase[: len(inputs)][::-1], ascii_uppercase[: len(outputs)]
         self._pattern = f"...{x},{y + x if outputs_first else x + y}->...{y}"
         self.kernel = parameter(rngs, Normal(std), shape, dtype, shard_axis, kv_heads=kv_heads, suffix="")
-        first = 0 if outputs_first else len(inputs)  # of the kernel's axes of outputs
-        split = shard_axis is not None and first <= shard_axis < first + len(outputs)
-        bias_axis = shard_axis - first if split and shard_axis is not None else None
-        self.bias = (
-            parameter(rngs, Constant(0.0), outputs, dtype, bias_axis, kv_heads=kv_heads, suffix="_bias")
-            if bias
-            else None
-        )
+        output_axes = range(len(outputs)) if outputs_first else range(len(inputs), len(shape))
+        bias_axis = None if shard_axis is None or shard_axis not in output_axes else output_axes.index(shard_axis)
+        self._splits_inputs = shard_axis is not None and bias_axis is None
+        bias_options: dict[str, Any] = {"kv_heads": kv_heads, "suffix": "_bias"}
+        self.bias = parameter(rngs, Constant(0.0), outputs, dtype, bias_axis, **bias_options) if bias else None
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-        """[T, *inputs] -> [T, *outputs], of x's type, or of `dtype`, in which sums are then accumulated."""
+        """[T, *inputs] -> [T, *outputs], of x's type, or of `dtype`, in which sums are then accumulated.
+
+        Raises:
+            ValueError: the inputs are split over shards, so that each has a term of the sum alone.
+        """
+        if self._splits_inputs:
+            raise ValueError("A Linear whose inputs are split over shards gives a partial sum: call partial_sum.")
         y = self._product(x, dtype)
         return y if self.bias is None else y + self.bias[...]
 
     def partial_sum(self, x: jax.Array) -> PartialSum:
-        """[T, *inputs of this shard] -> this shard's term of [T, *outputs], and the bias."""
+        """[T, *inputs of this shard] -> this shard's term of [T, *outputs], and the bias.
+
+        Raises:
+            ValueError: the inputs are not split, so that the sum over shards would count each term once a shard.
+        """
+        if not self._splits_inputs:
+            raise ValueError("A Linear whose inputs are whole on every shard gives no partial sum: call it.")
         return PartialSum(self._product(x), None if self.bias is None else self.bias[...])
 
     def gated(self, x: jax.Array, activation: str, backend: str | None) -> jax.Array:

@@ -22,7 +22,7 @@ from flax import nnx
 from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models.collectives import ALONE, Collectives, Exchange
 from jpaged.models.config import ModelConfig
-from jpaged.models.family import Attend, CausalLM
+from jpaged.models.family import Attend, CausalLM, Family
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.parameters import Start
 from jpaged.models.registry import family_of, source_digest
@@ -85,7 +85,7 @@ class Model:
         self._structure = jax.tree.structure(state)
         named = [(_name(path, variable), path, variable) for path, variable in nnx.to_flat_state(state)]
         leaves = jax.tree.leaves(state)
-        # Sorted, so that the order depends on names alone and not on what modules are called within.
+        # Sorted, so that the order depends on names alone, and not on how a Linear calls its arrays.
         self._places = sorted(range(len(named)), key=lambda place: named[place][0])
         ordered = [named[place] for place in self._places]
         self.parameter_names: tuple[str, ...] = tuple(".".join(map(str, name)) for name, _, _ in ordered)
@@ -97,6 +97,8 @@ class Model:
         tensors = tuple(family.tensors(config)) if collectives.size == 1 else ()
         self.pieces: tuple[Piece, ...] = tuple(tensor for tensor in tensors if isinstance(tensor, Piece))
         self.tied_tensors: tuple[TiedTensor, ...] = tuple(t for t in tensors if isinstance(t, TiedTensor))
+        if collectives.size == 1:
+            _check_coverage(family, self.parameter_names, self.pieces)
         self.base_prefix: str = family.base_prefix
         self.derived_tensors: str = family.derived_tensors
 
@@ -209,6 +211,15 @@ def build(config: ModelConfig, dtype: str = "auto") -> Model:
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
     """
     return Model(config, resolve_dtype(dtype, config))
+
+
+def _check_coverage(family: Family[Any], parameters: Sequence[str], pieces: Sequence[Piece]) -> None:
+    """That every parameter is filled from a checkpoint, and nothing else."""
+    filled = {piece.parameter for piece in pieces}
+    unfilled, unknown = [name for name in parameters if name not in filled], sorted(filled - set(parameters))
+    for names, what in ((unfilled, "fills nothing of"), (unknown, "fills, and the module has not,")):
+        if names:
+            raise ValueError(f"{type(family).__name__}.tensors {what} {', '.join(names[:5])} ({len(names)} in all).")
 
 
 def _name(path: tuple[Any, ...], variable: Any) -> tuple[str | int, ...]:

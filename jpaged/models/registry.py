@@ -1,13 +1,14 @@
 """The model families that there are, by the architecture that a config.json names.
 
-A family from outside this package becomes known in one of three ways, of which the last two hold in every process that
-jpaged starts (replicas, the server's engines, helpers that compile, workers that score, other hosts):
+A family from outside this package becomes known in one of three ways:
 
-    register("MyForCausalLM", MyFamily())          in this process only
-    JPAGED_MODELS=my_models,/path/to/family.py     an environment variable: modules and files that call `register`,
-                                                   imported when a family is first asked for
-    [project.entry-points."jpaged.models"]         of an installed package: the architecture and its family, which is
-    MyForCausalLM = "my_models:FAMILY"             imported when a config.json names that architecture
+    register("MyForCausalLM", MyFamily())          In this process only.
+    JPAGED_MODELS=my_models,/path/to/family.py     An environment variable, which the processes that jpaged starts
+                                                   inherit: replicas, the server's engines, helpers that compile,
+                                                   workers that score. It names modules and files that call `register`.
+                                                   They are imported when a family is first asked for.
+    [project.entry-points."jpaged.models"]         An installed package, in every process and on every host that has it.
+    MyForCausalLM = "my_models:FAMILY"             It is imported when a config.json names the architecture.
 """
 
 import hashlib

@@ -57,13 +57,12 @@ class Stream:
 
     def normed(self, norm: Norm) -> jax.Array:
         """The norm of the stream, [T, hidden]; where the exchange's kernel can do it, together with the pending sum."""
-        scale = norm.kernel_scale() if self.exchange is not None and self.pending is not None else None
-        if self.exchange is None or self.pending is None or scale is None:
-            return norm(self.value())
-        self.x, normed = self.exchange.add(self.x, self.pending.term, self.pending.bias, scale, norm.eps)
-        self.pending = None
-        assert normed is not None
-        return normed
+        if self.exchange is not None and self.pending is not None and (scale := norm.kernel_scale()) is not None:
+            self.x, normed = self.exchange.add(self.x, self.pending.term, self.pending.bias, scale, norm.eps)
+            self.pending = None
+            assert normed is not None
+            return normed
+        return norm(self.value())
 
     def become(self, other: "Stream") -> None:
         """Takes over what a traced function made of this stream; its exchange stays the same object."""

@@ -31,6 +31,7 @@ from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
 from jpaged.host.hub import resolve
+from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses, Link
 from jpaged.processes.links import AsyncLink
 from jpaged.processes.pool_view import PoolView
@@ -38,37 +39,15 @@ from jpaged.processes.request_metrics import RequestMetrics
 from jpaged.processes.request_stream import RequestStream
 from jpaged.processes.router import Router
 from jpaged.processes.tokenizing import AsyncTokenizer
-from jpaged.processes.wire import (
-    Abort,
-    Add,
-    Answer,
-    Call,
-    Changed,
-    CheckIntegrity,
-    Error,
-    Failed,
-    FromEngine,
-    GetPool,
-    GetStats,
-    Intact,
-    Pool,
-    Question,
-    Ready,
-    Refused,
-    ResetPrefixCache,
-    Shutdown,
-    Stats,
-    Step,
-)
 from jpaged.text.tokenizer import Tokenizer
 
 SHUTDOWN_S = 10.0
-"""How long the engine process may take to end by itself."""
+"""The engine process gets this long to end by itself, then it is killed."""
 _LAST_WORDS_S = 0.5
-"""How long its exit code is waited for after it has closed its socket."""
+"""After its socket has closed, we wait this long for its exit code, so that the error can name it."""
 
 _T = TypeVar("_T")
-_AnswerT = TypeVar("_AnswerT", Stats, Pool, Changed, Intact)
+_AnswerT = TypeVar("_AnswerT", wire.Stats, wire.Pool, wire.Changed, wire.Intact)
 
 
 def load_tokenizer(args: EngineArgs) -> Tokenizer | None:
@@ -129,15 +108,15 @@ class AsyncLLMEngine:
         self.metrics = RequestMetrics(link.board.metrics, link.board.worker)
         self._replicas = [AsyncLink(index, sock) for index, sock in enumerate(link.sockets)]
         self._router = Router(len(self._replicas), match_prefixes=args.enable_prefix_caching)
-        self._is_ready: asyncio.Future[Ready] | None = None
-        self._ready: Ready | None = None
+        self._is_ready: asyncio.Future[wire.Ready] | None = None
+        self._ready: wire.Ready | None = None
         self._inputs: InputProcessor | None = None
         self._failure: JPagedError | None = None
         self._streams: dict[int, RequestStream] = {}
         self._request_ids: set[str] = set()
         self._handles = itertools.count(1 + link.board.worker, link.board.num_workers)
         self._call_ids = itertools.count(1)
-        self._calls: dict[int, tuple[AsyncLink, asyncio.Future[Answer]]] = {}
+        self._calls: dict[int, tuple[AsyncLink, asyncio.Future[wire.Answer]]] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
 
     async def __aenter__(self) -> Self:
@@ -147,8 +126,8 @@ class AsyncLLMEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
-    async def ready(self) -> Ready:
-        """Waits until the engine serves; returns what it is like, of several replicas the first one.
+    async def ready(self) -> wire.Ready:
+        """Waits until the engine serves. Returns its description; with several replicas, the first one's.
 
         Raises:
             ModelNotFoundError, CheckpointError, UnsupportedModelError, OutOfMemoryError, InvalidParameterError: as
@@ -166,7 +145,7 @@ class AsyncLLMEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be served, or will be once it has started: by some replica, not necessarily by all."""
+        """Whether at least one replica serves requests, or will once it has started."""
         return self._failure is None
 
     @property
@@ -176,17 +155,17 @@ class AsyncLLMEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run; of all API processes, like the next two."""
+        """Requests that wait or run, over all API processes."""
         return self._board.total("unfinished")
 
     @property
     def num_queued(self) -> int:
-        """Requests that have never run."""
+        """Requests that have never run, over all API processes."""
         return self._board.total("queued")
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of the prompts of those."""
+        """Prompt tokens of the requests that have never run, over all API processes."""
         return self._board.total("queued_tokens")
 
     async def generate(
@@ -198,7 +177,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Completes a prompt. Whoever stops iterating aborts the request, and its blocks are free at once.
+        """Completes a prompt. A caller that stops iterating aborts the request, which frees its blocks at once.
 
         Args:
             prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or what `process` made of it.
@@ -243,13 +222,13 @@ class AsyncLLMEngine:
             self._close(stream)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its iterator ends with finish_reason "abort" and what there is. Passes over unknown ids."""
+        """Ends a request. Its iterator returns what there is, with finish_reason "abort". Unknown ids are ignored."""
         for stream in list(self._streams.values()):
             if stream.request.request_id == request_id:
                 self._abort(stream)
 
     async def abort_all(self) -> None:
-        """Ends all requests, as `abort`."""
+        """Ends all requests, each as `abort` does."""
         for stream in list(self._streams.values()):
             self._abort(stream)
 
@@ -272,49 +251,49 @@ class AsyncLLMEngine:
         return await self._tokenizing.encode(text, limits.max_model_len, add_special_tokens=add_special_tokens)
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
-        """Runs something that takes long for the event loop, such as tokenizing a long text."""
+        """Runs work that would block the event loop for too long, such as tokenizing a long text."""
         return await self._tokenizing.in_thread(work)
 
     async def get_metrics(self) -> EngineStats:
-        """Counters and occupancy of the engine, of several replicas the sum. Raises EngineDeadError."""
+        """Counters and occupancy, summed over the replicas. Raises EngineDeadError."""
         return EngineStats.total((await self.get_replica_metrics()).values())
 
     async def get_replica_metrics(self) -> dict[int, EngineStats]:
-        """The same of each replica that serves. Raises EngineDeadError."""
-        return {replica: answer.stats for replica, answer in (await self._ask(GetStats(), Stats)).items()}
+        """Counters and occupancy of each replica that serves, by its number. Raises EngineDeadError."""
+        return {replica: answer.stats for replica, answer in (await self._ask(wire.GetStats(), wire.Stats)).items()}
 
     async def get_pool_views(self) -> dict[int, tuple[EngineStats, PoolView]]:
         """The same, and a picture of the KV pool, of each replica that serves; reads the whole pool. In a picture
         requests go by numbers, which say nothing about them. Raises EngineDeadError.
         """
-        answers = await self._ask(GetPool(), Pool)
+        answers = await self._ask(wire.GetPool(), wire.Pool)
         return {replica: (answer.stats, answer.view) for replica, answer in answers.items()}
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. Returns False where requests ran: on such a replica nothing was done."""
-        answers = await self._ask(ResetPrefixCache(), Changed)
+        """Forgets all cached prefixes. A replica that is running requests does nothing; then this returns False."""
+        answers = await self._ask(wire.ResetPrefixCache(), wire.Changed)
         done = all(answer.value for answer in answers.values())
         if done:
             self._router.forget_prefixes()
         return done
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if the engine process, or that of any replica, has failed or ended."""
+        """Raises EngineDeadError if an engine process has failed or ended."""
         self._check_alive()
         for replica in self._replicas:
             if replica.failure is not None:
                 raise EngineDeadError(str(replica.failure)) from replica.failure
 
     async def check_integrity(self) -> None:
-        """Checks the engine's blocks, tables, slots and queue; reads everything. Raises EngineDeadError."""
-        await self._ask(CheckIntegrity(), Intact)
+        """Checks that blocks, tables, slots and queue agree. Slow: it reads all of them. Raises EngineDeadError."""
+        await self._ask(wire.CheckIntegrity(), wire.Intact)
 
     async def shutdown(self) -> None:
-        """Ends the engine process, if it is this one's, and all requests. Does nothing the second time."""
+        """Ends all requests, and the engine processes if this process started them. A second call does nothing."""
         if self._processes is not None:
             if self._ready is not None:
                 for replica in self._replicas:
-                    replica.send(Shutdown())
+                    replica.send(wire.Shutdown())
             else:
                 self._processes.kill()
         for replica in self._replicas:
@@ -335,7 +314,7 @@ class AsyncLLMEngine:
             raise EngineDeadError(str(self._failure)) from self._failure
 
     def _replica_for(self, handle: int, request: Request) -> AsyncLink:
-        """Where a request will run."""
+        """Picks the replica that a request will run on, and counts the request there."""
         if len(self._replicas) == 1:
             return self._replicas[0]
         assert self._ready is not None
@@ -348,21 +327,21 @@ class AsyncLLMEngine:
         self._board.set("owed_tokens", index, own[index])
         return self._replicas[index]
 
-    async def _ask(self, question: Question, kind: type[_AnswerT]) -> dict[int, _AnswerT]:
-        """What the replicas that serve answer, by their numbers. kind: of the answers that the question has."""
+    async def _ask(self, question: wire.Question, kind: type[_AnswerT]) -> dict[int, _AnswerT]:
+        """Asks every replica that serves; returns the answers by replica number. kind: the type of the answers."""
         await self.ready()
         self._check_alive()
-        futures: dict[int, asyncio.Future[Answer]] = {}
+        futures: dict[int, asyncio.Future[wire.Answer]] = {}
         for replica in self._replicas:
             if replica.failure is not None:
                 continue
             call_id = next(self._call_ids)
             futures[replica.index] = asyncio.get_running_loop().create_future()
             self._calls[call_id] = replica, futures[replica.index]
-            replica.send(Call(call_id, question))
+            replica.send(wire.Call(call_id, question))
         answers = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
         for answer in answers.values():
-            if isinstance(answer.value, Error):
+            if isinstance(answer.value, wire.Error):
                 raise EngineDeadError(answer.value.message)
         return {index: answer.value for index, answer in answers.items() if isinstance(answer.value, kind)}
 
@@ -374,7 +353,7 @@ class AsyncLLMEngine:
         self._board.add("unfinished", replica.index, 1)
         self._board.add("queued", replica.index, 1)
         self._board.add("queued_tokens", replica.index, request.prompt_len)
-        replica.send(Add.of(stream.handle, request))
+        replica.send(wire.Add.of(stream.handle, request))
 
     def _close(self, stream: RequestStream) -> None:
         """Forgets a stream; one whose request has not ended is aborted."""
@@ -388,13 +367,13 @@ class AsyncLLMEngine:
             self._router.finish(str(stream.handle))
             self._board.set("owed_tokens", replica.index, self._router.outstanding[replica.index])
         if stream.end():
-            replica.send(Abort([stream.handle]))
+            replica.send(wire.Abort([stream.handle]))
         if stream.is_counted:
             self.metrics.count_finished(replica.index, request)
 
     def _abort(self, stream: RequestStream) -> None:
         if stream.end():
-            stream.replica.send(Abort([stream.handle]))
+            stream.replica.send(wire.Abort([stream.handle]))
             stream.wake()
 
     def _started(self, stream: RequestStream) -> None:
@@ -403,27 +382,27 @@ class AsyncLLMEngine:
             self._board.add("queued", stream.replica.index, -1)
             self._board.add("queued_tokens", stream.replica.index, -stream.request.prompt_len)
 
-    def _take(self, replica: AsyncLink, message: FromEngine) -> None:
-        if isinstance(message, Step):
+    def _take(self, replica: AsyncLink, message: wire.FromEngine) -> None:
+        if isinstance(message, wire.Step):
             self._take_step(replica, message)
-        elif isinstance(message, Answer):
+        elif isinstance(message, wire.Answer):
             call = self._calls.pop(message.call_id, None)
             if call is not None and not call[1].done():
                 call[1].set_result(message)
-        elif isinstance(message, Refused):
+        elif isinstance(message, wire.Refused):
             stream = self._streams.get(message.handle)
             if stream is not None:
                 stream.is_counted = False  # it has not run, nor waited
                 stream.fail(error_of(message.kind, message.message))
-        elif isinstance(message, Ready):
+        elif isinstance(message, wire.Ready):
             replica.ready = message
             if all(one.ready is not None for one in self._replicas):
                 self._take_ready([one.ready for one in self._replicas if one.ready is not None])
-        elif isinstance(message, Failed):
+        elif isinstance(message, wire.Failed):
             self._die(replica, error_of(message.kind, message.message))
 
-    def _take_ready(self, ready: list[Ready]) -> None:
-        """All replicas serve. What one of them cannot take, none is sent."""
+    def _take_ready(self, ready: list[wire.Ready]) -> None:
+        """All replicas serve. A request must keep to the limits of each, since any may get it."""
         first = ready[0]
         first.limits = RequestLimits.least(one.limits for one in ready)
         self._ready = first
@@ -432,7 +411,7 @@ class AsyncLLMEngine:
         if not self._is_ready.done():
             self._is_ready.set_result(first)
 
-    def _take_step(self, replica: AsyncLink, step: Step) -> None:
+    def _take_step(self, replica: AsyncLink, step: wire.Step) -> None:
         streams, now = self._streams, time.monotonic()
         for handle in array("q", step.started):
             stream = streams.get(handle)
@@ -453,7 +432,7 @@ class AsyncLLMEngine:
         self.metrics.count_intervals(replica.index, intervals)
 
     def _die(self, replica: AsyncLink, error: JPagedError) -> None:
-        """A replica is of no more use: nobody waits for it any longer."""
+        """Gives up on a replica: its requests and the questions to it fail with `error`."""
         if replica.failure is not None:
             return
         replica.failure = error

@@ -1,4 +1,4 @@
-"""Numbers that all API processes of a server see: what each has open, and what it has measured.
+"""Numbers that the API processes of a server share: what each has open, and what it has measured.
 
     cells, float64 [workers, replicas, columns], in shared memory
                                    | queued | queued tokens | unfinished | owed tokens | metrics ... |
@@ -50,17 +50,17 @@ class Board:
         self.cells[self.worker, replica, GAUGES.index(gauge)] = value
 
     def total(self, gauge: str) -> int:
-        """Over all workers and replicas."""
+        """The sum over all workers and replicas."""
         return int(self.cells[:, :, GAUGES.index(gauge)].sum())
 
     def by_replica(self, gauge: str) -> list[float]:
-        """Over all workers, for each replica."""
+        """For each replica, the sum over all workers."""
         by_replica: list[float] = self.cells[:, :, GAUGES.index(gauge)].sum(axis=0).tolist()
         return by_replica
 
 
 def shared_memory(num_workers: int, num_replicas: int, num_columns: int) -> int:
-    """A file descriptor of zeroed memory for a board, to be inherited."""
+    """Allocates zeroed memory for a board. Returns its file descriptor, which child processes inherit."""
     fd = os.memfd_create("jpaged-board")
     os.ftruncate(fd, _num_bytes(num_workers, num_replicas, len(GAUGES) + num_columns))
     return fd

@@ -24,38 +24,13 @@ import numpy as np
 from jpaged.api.errors import EngineDeadError, JPagedError
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.host.parent import end_with_parent
+from jpaged.processes import wire
 from jpaged.processes.connection import RECEIVE_BYTES, Connection, ConnectionClosedError
 from jpaged.processes.pool_view import PoolView, view_pool
 from jpaged.processes.tenants import Tenants, make_tenants
-from jpaged.processes.wire import (
-    Abort,
-    Add,
-    Answer,
-    Call,
-    Changed,
-    CheckIntegrity,
-    Error,
-    Failed,
-    Finish,
-    FrameReader,
-    FromEngine,
-    GetPool,
-    GetStats,
-    Intact,
-    PinPrefix,
-    Pool,
-    Question,
-    Ready,
-    Refused,
-    ResetPrefixCache,
-    Shutdown,
-    Start,
-    Stats,
-    ToEngine,
-)
 
 _SHORTEST_WAIT_S = 0.001
-"""Time-outs of a poll are whole milliseconds."""
+"""`poll` takes whole milliseconds, so a shorter wait is no wait."""
 
 
 class EngineProcess:
@@ -81,7 +56,7 @@ class EngineProcess:
                     connection.send(message)
 
     def _receive(self, wait_s: float | None) -> None:
-        """Takes what has come; if nothing has, waits for it, `wait_s` at most (None: for ever)."""
+        """Takes the messages that have come. Without any, waits for some, at most `wait_s` (None: for ever)."""
         wait_ms = None if wait_s is None else max(0, int(wait_s * 1000))
         unsent = False
         for connection in self._connections:
@@ -101,51 +76,51 @@ class EngineProcess:
                 self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
-        """A client is gone: nobody waits for its requests."""
+        """A client is gone: aborts its requests."""
         self._poll.unregister(connection.sock)
         connection.sock.close()
         self._connections.remove(connection)
         self._tenants.abort(self._tenants.of(connection))
 
-    def _take(self, connection: Connection, message: ToEngine) -> None:
-        if isinstance(message, Add):
+    def _take(self, connection: Connection, message: wire.ToEngine) -> None:
+        if isinstance(message, wire.Add):
             self._add(connection, message)
-        elif isinstance(message, Abort):
+        elif isinstance(message, wire.Abort):
             self._tenants.abort([_request_id(connection, handle) for handle in message.handles])
-        elif isinstance(message, Finish):
+        elif isinstance(message, wire.Finish):
             self._tenants.finish(_request_id(connection, message.handle), message)
-        elif isinstance(message, Call):
+        elif isinstance(message, wire.Call):
             connection.send(self._answer(message))
-        elif isinstance(message, Shutdown):
+        elif isinstance(message, wire.Shutdown):
             self._shutdown = True
 
-    def _add(self, connection: Connection, message: Add) -> None:
+    def _add(self, connection: Connection, message: wire.Add) -> None:
         try:
             request = message.request(_request_id(connection, message.handle), self._engine.eos_token_ids)
             self._tenants.add(request, connection, message.handle)
         except JPagedError as error:
-            connection.send(Refused(message.handle, type(error).__name__, str(error)))
+            connection.send(wire.Refused(message.handle, type(error).__name__, str(error)))
 
-    def _answer(self, call: Call) -> Answer:
+    def _answer(self, call: wire.Call) -> wire.Answer:
         try:
-            return Answer(call.call_id, self._reply(call.question))
+            return wire.Answer(call.call_id, self._reply(call.question))
         except JPagedError as error:
-            return Answer(call.call_id, Error(type(error).__name__, str(error)))
+            return wire.Answer(call.call_id, wire.Error(type(error).__name__, str(error)))
 
-    def _reply(self, question: Question) -> Stats | Pool | Changed | Intact:
+    def _reply(self, question: wire.Question) -> wire.Stats | wire.Pool | wire.Changed | wire.Intact:
         engine = self._engine
-        if isinstance(question, GetStats):
-            return Stats(engine.get_metrics())
-        if isinstance(question, GetPool):
-            return Pool(engine.get_metrics(), self._pool_view())
-        if isinstance(question, CheckIntegrity):
+        if isinstance(question, wire.GetStats):
+            return wire.Stats(engine.get_metrics())
+        if isinstance(question, wire.GetPool):
+            return wire.Pool(engine.get_metrics(), self._pool_view())
+        if isinstance(question, wire.CheckIntegrity):
             engine.core.check_integrity()
-            return Intact()
-        if isinstance(question, ResetPrefixCache):
-            return Changed(int(engine.reset_prefix_cache()), engine.request_limits())
+            return wire.Intact()
+        if isinstance(question, wire.ResetPrefixCache):
+            return wire.Changed(int(engine.reset_prefix_cache()), engine.request_limits())
         tokens = np.frombuffer(question.token_ids, np.int32).tolist()
-        change = engine.pin_prefix if isinstance(question, PinPrefix) else engine.unpin_prefix
-        return Changed(int(change(tokens, question.cache_salt)), engine.request_limits())
+        change = engine.pin_prefix if isinstance(question, wire.PinPrefix) else engine.unpin_prefix
+        return wire.Changed(int(change(tokens, question.cache_salt)), engine.request_limits())
 
     def _pool_view(self) -> PoolView:
         scheduler = self._engine.core.scheduler
@@ -183,9 +158,9 @@ def serve(sockets: Sequence[socket.socket]) -> bool:
             args = replace(args, skip_tokenizer_init=True)  # text is the clients' business
         engine = LLMEngine(args)
     except Exception as error:  # JAX and the operating system have many; whoever started this is told
-        _send_last(connections, Failed(type(error).__name__, str(error)))
+        _send_last(connections, wire.Failed(type(error).__name__, str(error)))
         return False
-    ready = Ready(
+    ready = wire.Ready(
         pid=os.getpid(),
         device=engine.startup.device,
         vocab_size=engine.vocab_size,
@@ -205,25 +180,25 @@ def serve(sockets: Sequence[socket.socket]) -> bool:
     return True
 
 
-def _receive_start(sock: socket.socket) -> Start | None:
+def _receive_start(sock: socket.socket) -> wire.Start | None:
     """The first message; None if the client is gone before it."""
-    reader = FrameReader(ToEngine)
+    reader = wire.FrameReader(wire.ToEngine)
     while data := sock.recv(RECEIVE_BYTES):
         for message in reader.feed(data):
-            if not isinstance(message, Start):
+            if not isinstance(message, wire.Start):
                 raise TypeError(f"The first message was {type(message).__name__}, not Start.")
             return message
     return None
 
 
-def _failure(error: Exception) -> Failed:
+def _failure(error: Exception) -> wire.Failed:
     """What clients are told of an error that the engine does not survive."""
     if isinstance(error, EngineDeadError):  # it says so itself
-        return Failed("EngineDeadError", str(error))
-    return Failed("EngineDeadError", f"The engine failed: {type(error).__name__}: {error}")
+        return wire.Failed("EngineDeadError", str(error))
+    return wire.Failed("EngineDeadError", f"The engine failed: {type(error).__name__}: {error}")
 
 
-def _send_last(connections: list[Connection], message: FromEngine) -> None:
+def _send_last(connections: list[Connection], message: wire.FromEngine) -> None:
     for connection in connections:
         connection.send_last(message)
 

@@ -34,7 +34,7 @@ class Link:
 
 
 class EngineProcesses:
-    """The replicas of a model, starting.
+    """Starts the engine processes of a model's replicas.
 
     args: `data_parallel_size` of them. num_clients: that will talk to them; if there are several, all but this
         process's links are to be inherited, by `pass_fds`. reports: what the clients are told of each step.
@@ -72,7 +72,7 @@ class EngineProcesses:
         return [process.pid for process in self._processes]
 
     def exit_code(self, replica: int, timeout_s: float) -> int | None:
-        """Of a replica that is about to end; None if it has not by then."""
+        """The exit code of a replica that is about to end; None if it still runs after `timeout_s`."""
         try:
             return self._processes[replica].wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -83,7 +83,7 @@ class EngineProcesses:
             process.kill()
 
     def wait(self, timeout_s: float) -> None:
-        """For all to end; kills those that have not by then."""
+        """Waits until all have ended; kills those that still run after `timeout_s`."""
         end = time.monotonic() + timeout_s
         for process in self._processes:
             try:
@@ -94,7 +94,7 @@ class EngineProcesses:
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Runs a module of this package, wherever this process was started."""
+    """The command that runs a module of this package, whatever the current directory."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 

@@ -71,7 +71,7 @@ class AsyncLink:
         on_message: "Callable[[AsyncLink, FromEngine], None]",
         on_end: "Callable[[AsyncLink, EngineDeadError | None], None]",
     ) -> None:
-        """Begins to read. on_end: called at least once, with what is wrong with the frames, or None when it closed."""
+        """Begins to read. on_end: called at least once; with an error if the frames are wrong, else when it closed."""
 
         def protocol() -> asyncio.Protocol:
             return _Frames(lambda message: on_message(self, message), lambda error: on_end(self, error))
@@ -80,7 +80,7 @@ class AsyncLink:
         self._transport, _ = await loop.create_unix_connection(protocol, sock=self._socket)
 
     def send(self, message: ToEngine) -> None:
-        """Never waits: what the socket does not take yet is kept. Does nothing when the link is closed."""
+        """Never waits: what the socket does not take yet is kept in memory. Does nothing on a closed link."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(message))
 
@@ -92,7 +92,7 @@ class AsyncLink:
 
 
 class _Frames(asyncio.Protocol):
-    """Bytes from an engine process."""
+    """Turns bytes from an engine process into messages."""
 
     def __init__(
         self, on_message: Callable[[FromEngine], None], on_end: Callable[[EngineDeadError | None], None]

@@ -35,7 +35,10 @@ _NUM_CODES = 2 * SHARED
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A request that runs. number: as the caller counts its requests. blocks: distinct ones; shared: of these."""
+    """A running request.
+
+    number: the caller's own. blocks: distinct blocks that it holds. shared: those of them that others hold too.
+    """
 
     number: int
     blocks: int
@@ -44,7 +47,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A picture of the pool, the null block left out.
+    """A picture of the pool, without the null block.
 
     block_size: tokens that a block holds.
     num_blocks: of the pool. num_used: referenced. num_shared: referenced more than once. num_cached: not referenced,

@@ -44,42 +44,22 @@ from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, reque
 from jpaged.frontend.intake import RequestIntake
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.hub import resolve
+from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses
 from jpaged.processes.links import SyncLink
 from jpaged.processes.router import Router
-from jpaged.processes.wire import (
-    Abort,
-    Add,
-    Answer,
-    Call,
-    Changed,
-    Error,
-    Failed,
-    FromEngine,
-    GetStats,
-    Outputs,
-    PinPrefix,
-    Question,
-    Ready,
-    Refused,
-    ResetPrefixCache,
-    Stats,
-    ToEngine,
-    UnpinPrefix,
-    frame,
-)
 from jpaged.text.tokenizer import Tokenizer
 
 _WAIT_S = 0.05
-"""Longest that `step` waits for outputs, so that its caller can look at the time or at Ctrl-C."""
+"""`step` waits at most this long, so that its caller can check the time or Ctrl-C."""
 
 _STOP_S = 10.0
-"""What a replica gets to end by itself."""
+"""A replica gets this long to end by itself, then it is killed."""
 
 _COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-"""Of a request that is there to put its prompt into the prefix cache."""
+"""Parameters of a request that only puts its prompt into the prefix cache."""
 
-_AnswerT = TypeVar("_AnswerT", Stats, Changed)
+_AnswerT = TypeVar("_AnswerT", wire.Stats, wire.Changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +81,8 @@ class _Replica:
 
     def __init__(self, link: SyncLink) -> None:
         self.link = link
-        self.ready: Ready | None = None
-        self.answer: Answer | None = None
+        self.ready: wire.Ready | None = None
+        self.answer: wire.Answer | None = None
 
 
 class ReplicatedEngine(RequestIntake):
@@ -168,40 +148,20 @@ class ReplicatedEngine(RequestIntake):
         return self._processes.pids
 
     def queue(self, request: Request, checked: ProcessedInput) -> None:
-        """Sends a request to the replica that will be done with it first, which may begin with it at once; as
-        `RequestIntake.queue`."""
+        """Sends a request to the replica that will be done with it first; as `RequestIntake.queue`. Requests with a
+        common prompt go where it is cached, unless waiting there would take longer than computing it elsewhere."""
         self._check_alive()
-        self._check_new(request.request_id)
-        request.sampling, request.beam = _own_class(request.sampling), request.beam and _own_class(request.beam)
-        if request.beam is None and request.sampling.seed is None:
-            request.sampling = replace(request.sampling, seed=default_seed(self.args.seed, self._arrived))
-        self._arrived += 1
-        room, most = self.max_model_len - request.prompt_len, request.sampling.max_tokens
-        new_tokens = (room if most is None else min(room, most)) * request.num_sequences
-        one = self._numbered(request, checked.prompt, checked.prompt_token_ids)
-        self._route(one, request, checked.prompt_token_ids, new_tokens)
-
-    def add_score_request(
-        self,
-        request_id: str,
-        token_ids: Sequence[int] | np.ndarray,
-        first_scored: int = 1,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> None:
-        """Queues tokens to score with the replica that will be done with them first; as `LLMEngine.add_score_request`.
-
-        Rows with a common prompt go where it is cached, as long as that takes less than it costs in waiting.
-        """
-        self._check_ready()
-        request = self._inputs.score_request(
-            request_id, token_ids, first_scored, priority=priority, cache_salt=cache_salt
-        )
-        self._check_new(request.request_id)
-        assert request.score_targets is not None
-        tokens = [*request.prompt_token_ids.tolist(), int(request.score_targets[-1])]
-        self._route(self._numbered(request, None, []), request, tokens, 0)
+        if request.request_id in self._open:
+            raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
+        if request.score_targets is None:
+            self._seed(request)
+            tokens, new_tokens = checked.prompt_token_ids, self._most_new_tokens(request)
+        else:
+            tokens, new_tokens = [*request.prompt_token_ids.tolist(), int(request.score_targets[-1])], 0
+        one = self._numbered(request, checked)
+        message = _framed(wire.Add.of(one.handle, request))  # before anything is counted
+        index = self._router.route(request.request_id, tokens, new_tokens, request.cache_salt)
+        self._submit(self._replicas[index], one, message)
 
     def step(self) -> list[RequestOutput]:
         """Outputs that have come from any replica; waits for some for at most 50 ms.
@@ -224,7 +184,7 @@ class ReplicatedEngine(RequestIntake):
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Ends requests and frees what they hold; no output will come for them. Unknown ids are passed over."""
+        """Ends requests and frees what they hold. They bring no more outputs. Unknown ids are ignored."""
         ids = self._open.keys() & set(request_ids_to_abort(request_ids))
         self._outputs = [output for output in self._outputs if output.request_id not in ids]
         self._refused = [(one, error) for one, error in self._refused if one.request_id not in ids]
@@ -238,7 +198,7 @@ class ReplicatedEngine(RequestIntake):
         for index, handles in by_replica.items():
             if not self._ended:
                 with suppress(EngineDeadError):  # they have ended, too; the next call says so
-                    self._send(self._replicas[index], frame(Abort(handles)))
+                    self._send(self._replicas[index], wire.frame(wire.Abort(handles)))
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
@@ -250,12 +210,12 @@ class ReplicatedEngine(RequestIntake):
 
     def get_replica_metrics(self) -> list[EngineStats]:
         """The counters and occupancy of each replica."""
-        return [answer.stats for answer in self._ask_all(GetStats(), Stats)]
+        return [answer.stats for answer in self._ask_all(wire.GetStats(), wire.Stats)]
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. Returns False where a replica had requests running and did nothing."""
         self._router.forget_prefixes()
-        return all(self._change(ResetPrefixCache()))
+        return all(self._change(wire.ResetPrefixCache()))
 
     def pin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> int:
         """Computes a prompt on every replica, and keeps the beginning of it in the prefix cache of each, as
@@ -276,8 +236,8 @@ class ReplicatedEngine(RequestIntake):
             for replica, (request, checked) in zip(self._replicas, requests, strict=True):
                 tokens = checked.prompt_token_ids
                 self._router.assign(request.request_id, replica.link.index, tokens, 1, salt)
-                one = self._numbered(request, None, tokens)
-                self._submit(replica, one, _framed(Add.of(one.handle, request)))
+                one = self._numbered(request, checked)
+                self._submit(replica, one, _framed(wire.Add.of(one.handle, request)))
             while any(self._router.replica_of(request.request_id) is not None for request, _ in requests):
                 self._collect(_WAIT_S)
             for refused, error in self._refused:
@@ -287,17 +247,17 @@ class ReplicatedEngine(RequestIntake):
             self.abort_request([request.request_id for request, _ in requests])  # what came of them is for nobody
         token_ids = requests[0][0].prompt_token_ids.tobytes()
         try:
-            return min(self._change(PinPrefix(token_ids, salt)))
+            return min(self._change(wire.PinPrefix(token_ids, salt)))
         except JPagedError:
             if not self._ended:
-                self._change(UnpinPrefix(token_ids, salt))
+                self._change(wire.UnpinPrefix(token_ids, salt))
             raise
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
         self._check_alive()
         tokens = np.array(self._inputs.process(prompt, _COMPUTE_ONLY).prompt_token_ids, np.int32)
-        return any(self._change(UnpinPrefix(tokens.tobytes(), checked_salt(cache_salt))))
+        return any(self._change(wire.UnpinPrefix(tokens.tobytes(), checked_salt(cache_salt))))
 
     def close(self) -> None:
         """Ends the replicas; the engine is of no more use. Called when it is collected, too. The second time it does
@@ -305,15 +265,21 @@ class ReplicatedEngine(RequestIntake):
         self._ended = self._ended or "The engine was closed; start another one."
         self._finalizer()
 
-    def _numbered(self, request: Request, prompt: str | None, prompt_token_ids: list[int]) -> _Open:
-        text = None if prompt is None else str.__str__(prompt)
-        return _Open(request.request_id, next(self._handles), text, prompt_token_ids)
+    def _seed(self, request: Request) -> None:
+        """Gives a request without a seed the one that a single engine would give it. Replicas would count their own
+        arrivals only, and repeat each other's seeds."""
+        request.sampling, request.beam = _own_class(request.sampling), request.beam and _own_class(request.beam)
+        if request.beam is None and request.sampling.seed is None:
+            request.sampling = replace(request.sampling, seed=default_seed(self.args.seed, self._arrived))
+        self._arrived += 1
 
-    def _route(self, one: _Open, request: Request, tokens: Sequence[int], new_tokens: int) -> None:
-        """Sends a checked request to the replica that will be done with it first."""
-        message = _framed(Add.of(one.handle, request))  # before anything is counted
-        index = self._router.route(request.request_id, tokens, new_tokens, request.cache_salt)
-        self._submit(self._replicas[index], one, message)
+    def _most_new_tokens(self, request: Request) -> int:
+        room, most = self.max_model_len - request.prompt_len, request.sampling.max_tokens
+        return (room if most is None else min(room, most)) * request.num_sequences
+
+    def _numbered(self, request: Request, checked: ProcessedInput) -> _Open:
+        prompt = None if checked.prompt is None else str.__str__(checked.prompt)
+        return _Open(request.request_id, next(self._handles), prompt, checked.prompt_token_ids)
 
     def _submit(self, replica: _Replica, one: _Open, message: bytes) -> None:
         self._open[one.request_id] = self._by_handle[one.handle] = one
@@ -321,10 +287,6 @@ class ReplicatedEngine(RequestIntake):
 
     def _forget(self, one: _Open) -> None:
         del self._open[one.request_id], self._by_handle[one.handle]
-
-    def _check_new(self, request_id: str) -> None:
-        if request_id in self._open:
-            raise InvalidParameterError(f"request_id={request_id!r} is in use by an unfinished request.")
 
     def _send(self, replica: _Replica, message: bytes) -> None:
         with self._unbroken():
@@ -335,12 +297,12 @@ class ReplicatedEngine(RequestIntake):
                     self._receive(replica)
 
     def _collect(self, timeout_s: float) -> None:
-        """Waits so long for messages of any replica, and takes what has come of each."""
+        """Waits at most `timeout_s` for messages of any replica, and takes those that have come."""
         for fd, _ in self._poll.poll(timeout_s * 1000):
             self._receive(self._by_fd[fd])
 
     def _receive(self, replica: _Replica) -> None:
-        """Waits for something of a replica and takes the messages that it completes."""
+        """Waits for bytes from a replica and takes the messages that they complete."""
         with self._unbroken():
             try:
                 messages = replica.link.receive()
@@ -349,34 +311,34 @@ class ReplicatedEngine(RequestIntake):
             for message in messages:
                 self._take(replica, message)
 
-    def _take(self, replica: _Replica, message: FromEngine) -> None:
-        """Takes a message; what it says of requests that were aborted is left out."""
-        if isinstance(message, Outputs):
+    def _take(self, replica: _Replica, message: wire.FromEngine) -> None:
+        """Takes a message. News of aborted requests are dropped: their handles are known no more."""
+        if isinstance(message, wire.Outputs):
             for output in message.outputs:
                 one = self._by_handle.get(output.handle)
                 if one is not None:
                     self._outputs.append(output.request_output(one.request_id, one.prompt, one.prompt_token_ids))
                     if output.finished:
                         self._router.finish(one.request_id)
-        elif isinstance(message, Answer):
+        elif isinstance(message, wire.Answer):
             replica.answer = message
-        elif isinstance(message, Refused):
+        elif isinstance(message, wire.Refused):
             one = self._by_handle.get(message.handle)
             if one is not None:
                 self._router.finish(one.request_id)
                 self._refused.append((one, error_of(message.kind, message.message)))
-        elif isinstance(message, Ready):
+        elif isinstance(message, wire.Ready):
             replica.ready = message
-        elif isinstance(message, Failed):
+        elif isinstance(message, wire.Failed):
             raise error_of(message.kind, message.message)
 
-    def _wait_until_ready(self, replica: _Replica) -> Ready:
-        """Raises what went wrong in the replica, as it would without one."""
+    def _wait_until_ready(self, replica: _Replica) -> wire.Ready:
+        """Raises the error that the engine met in the replica, if it could not start."""
         while replica.ready is None:
             self._receive(replica)
         return replica.ready
 
-    def _ask_all(self, question: Question, kind: type[_AnswerT]) -> list[_AnswerT]:
+    def _ask_all(self, question: wire.Question, kind: type[_AnswerT]) -> list[_AnswerT]:
         """Each replica's answer, of the kind that the question has. Outputs and refusals that come in between are kept
         for `step`.
 
@@ -384,7 +346,7 @@ class ReplicatedEngine(RequestIntake):
         """
         self._check_alive()
         call_id = next(self._call_ids)
-        message = frame(Call(call_id, question))
+        message = wire.frame(wire.Call(call_id, question))
         for replica in self._replicas:
             self._send(replica, message)
         values = []
@@ -393,13 +355,13 @@ class ReplicatedEngine(RequestIntake):
                 self._receive(replica)
             values.append(replica.answer.value)
         for value in values:
-            if isinstance(value, Error):
+            if isinstance(value, wire.Error):
                 raise error_of(value.kind, value.message)
         return [value for value in values if isinstance(value, kind)]
 
-    def _change(self, question: ResetPrefixCache | PinPrefix | UnpinPrefix) -> list[int]:
-        """Changes the replicas' prefix caches, and with them what a request must keep to."""
-        answers = self._ask_all(question, Changed)
+    def _change(self, question: wire.ResetPrefixCache | wire.PinPrefix | wire.UnpinPrefix) -> list[int]:
+        """Changes the replicas' prefix caches; with them change the limits of a request, which pinned blocks lower."""
+        answers = self._ask_all(question, wire.Changed)
         self._inputs.limits = RequestLimits.least(answer.limits for answer in answers)
         return [answer.value for answer in answers]
 
@@ -438,10 +400,10 @@ class ReplicatedEngine(RequestIntake):
         self._ended = "The replicas belong to the process that this one was forked from; start an engine here."
 
 
-def _framed(message: ToEngine) -> bytes:
+def _framed(message: wire.ToEngine) -> bytes:
     """Raises InvalidParameterError if a value of the message is of a type that cannot be sent."""
     try:
-        return frame(message)
+        return wire.frame(message)
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise InvalidParameterError(f"A replica cannot be sent {shown(message)}: {error}.") from error
 
@@ -450,7 +412,7 @@ _Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
 
 
 def _own_class(params: _Params) -> _Params:
-    """The parameters as jpaged's own class; a caller may have made one of its own of it."""
+    """The parameters as jpaged's own class: a caller may pass a subclass, whose constructor may be another."""
     kind = BeamSearchParams if isinstance(params, BeamSearchParams) else SamplingParams
     if type(params) is kind:
         return params

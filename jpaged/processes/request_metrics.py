@@ -65,13 +65,13 @@ class Histogram:
             own[-1] += array.sum()
 
     def totals(self, replica: int) -> tuple[list[float], float]:
-        """Over all workers: the counts, and the sum of all values."""
+        """The counts, and the sum of all values, over all workers."""
         *counts, total = self._cells[:, replica].sum(axis=0).tolist()
         return counts, total
 
 
 NUM_COLUMNS = len(FINISH_REASONS) + sum(len(bounds) + 2 for _, bounds in HISTOGRAMS.values())
-"""Of `RequestMetrics`' cells."""
+"""Numbers that `RequestMetrics` keeps for each worker and replica."""
 
 
 class RequestMetrics:
@@ -94,11 +94,11 @@ class RequestMetrics:
             start = end
 
     def count_intervals(self, replica: int, intervals_s: Sequence[float]) -> None:
-        """Tokens came, each so long after the one before it of its request."""
+        """Counts tokens by the time since the previous token of their request."""
         self.histograms["inter_token_latency_seconds"].observe_all(replica, intervals_s)
 
     def count_finished(self, replica: int, request: Request) -> None:
-        """A request ended, in whatever way."""
+        """Counts a request that has ended, for whatever reason."""
         stats = request.stats
 
         def observe(name: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""A request as an API process knows it, from what its engine process reports to what its consumer takes.
+"""A request in an API process: what its engine process reports goes in, outputs for its consumer come out.
 
     Step, Update --> take, add_token --> pending tokens ... next() --OutputProcessor--> RequestOutput
 
@@ -20,7 +20,7 @@ from jpaged.text.tokenizer import Tokenizer
 
 
 class RequestStream:
-    """A request as this process knows it, and what its consumer has not taken yet.
+    """A request, and the news of it that its consumer has not taken yet.
 
     request: kept as the scheduler keeps its own, from what the engine reports. replica: where it runs.
     pending: by sequence, tokens that came since the consumer last looked; empty also where only other news came.
@@ -67,14 +67,14 @@ class RequestStream:
         self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
 
     def add_token(self, token_id: int, now: float) -> None:
-        """News from the engine: one token of a request for one sequence, and nothing else."""
+        """Takes the most frequent news: one token of a request for one sequence, and nothing else."""
         self.request.output_token_ids.append(token_id)
         self.last_token_time = now
         self.pending[0].append(token_id)
         self.wake()
 
     def take(self, update: Update, now: float) -> None:
-        """News from the engine."""
+        """Takes any other news."""
         request = self.request.group.members[update.index]
         self.request.num_cached_tokens = update.num_cached_tokens
         request.output_token_ids.extend(update.token_ids)
@@ -96,7 +96,7 @@ class RequestStream:
         self.wake()
 
     def end(self) -> bool:
-        """Ends the sequences that have not ended, as aborted; returns whether there were any."""
+        """Aborts the sequences that have not ended. Returns whether there were any."""
         members = [member for member in self.request.group.members if not member.finished]
         for member in members:
             member.status, member.finish_reason = RequestStatus.FINISHED, "abort"

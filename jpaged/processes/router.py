@@ -1,4 +1,4 @@
-"""Which replica serves a request: the one that has to compute least before it is done.
+"""Picks the replica that serves a request: the one with the least to compute before the request is done.
 
     cost of a replica = tokens it still owes others + this prompt's tokens that its prefix cache lacks
 
@@ -14,7 +14,7 @@ CHUNK_TOKENS = 64
 """Prompt beginnings are compared at multiples of this."""
 
 REMEMBERED_CHUNKS = 1 << 18
-"""Beginnings remembered: with 64 tokens each, of 16 M tokens, more than replicas' pools hold."""
+"""Beginnings remembered. At 64 tokens each they cover 16 M tokens, more than the replicas' pools hold."""
 
 
 class Router:
@@ -57,13 +57,13 @@ class Router:
     def assign(
         self, request_id: str, replica: int, prompt: Sequence[int], max_new_tokens: int, salt: str | None = None
     ) -> None:
-        """As `route`, to a replica that the caller names."""
+        """As `route`, but the caller names the replica."""
         beginnings = self._beginnings(prompt, salt)
         known = self._known_tokens(beginnings)[replica]
         self._count(request_id, replica, beginnings, len(prompt) - known + max_new_tokens)
 
     def replica_of(self, request_id: str) -> int | None:
-        """Where an unfinished request runs; None for others."""
+        """The replica of an unfinished request; None for any other id."""
         found = self._requests.get(request_id)
         return None if found is None else found[0]
 
@@ -72,7 +72,7 @@ class Router:
         return len(self._requests)
 
     def finish(self, request_id: str) -> None:
-        """Its replica owes it no more. Unknown ids are passed over."""
+        """The request is done: its replica owes it nothing more. Unknown ids are ignored."""
         if request_id in self._requests:
             replica, tokens = self._requests.pop(request_id)
             self.outstanding[replica] -= tokens

@@ -1,4 +1,4 @@
-"""Runs an iterator in a thread, some items ahead of whoever consumes it."""
+"""Runs an iterator in a thread, some items ahead of its consumer."""
 
 import queue
 import threading
@@ -33,7 +33,7 @@ class Ahead(Generic[T]):
         raise StopIteration if error is None else error
 
     def ready(self) -> bool:
-        """Whether the next item, or the end, is there at once."""
+        """Whether the next item, or the end, is available without waiting."""
         return not self._made.empty()
 
     def __del__(self) -> None:

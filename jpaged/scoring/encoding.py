@@ -1,4 +1,4 @@
-"""Rows to token sequences, many at a time: the tokenizers library encodes a batch on all cores.
+"""Turns rows into token sequences, many at a time: the tokenizers library encodes a batch on all cores.
 
     text                 [special tokens, text]                     scored from its second token on
     prompt, completion   [special tokens, prompt | completion]      scored from the bar on
@@ -39,7 +39,7 @@ class Encoder:
         self._special = add_special_tokens
 
     def encode(self, rows: Sequence[Row]) -> list[list[TokenSequence] | MalformedRowError]:
-        """For each row its sequences, or why it has none."""
+        """For each row its sequences, or the error that says why it has none."""
         wanted: dict[tuple[str, bool], list[int]] = {}  # a text, and whether with special tokens
         for row in rows:
             for context, continuation in _pairs(row):

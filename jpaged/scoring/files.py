@@ -40,7 +40,7 @@ from jpaged.scoring.workers import Done, Shard
 OnError = Literal["fail", "skip"]
 
 SHARD_SIZE = 1 << 19
-"""Characters in a shard, 130,000 tokens or so: a few seconds of an 8B model on one GPU."""
+"""Characters in a shard. They are about 130,000 tokens, a few seconds of an 8B model on one GPU."""
 
 INPUT_FORMATS = (".jsonl", ".ndjson", ".csv", ".parquet")
 OUTPUT_FORMATS = (".jsonl", ".parquet")
@@ -63,7 +63,7 @@ def score_files(
     warn: Callable[[str], None] | None = None,
     **options: Any,
 ) -> JobSummary:
-    """Scores the rows of files into a file. Run again after a crash it goes on where it was, to the same output.
+    """Scores the rows of files into a file. After a crash, the same call resumes the work; the output is the same.
 
     Args:
         inputs: .jsonl, .csv or .parquet files; see `jpaged.scoring.rows` for what a row is.
@@ -217,7 +217,7 @@ T = TypeVar("T")
 
 
 def _row_of(record: Record, good: Callable[[Row], T], bad: Callable[[MalformedRowError], T]) -> T:
-    """Parses a record and calls one of the two with what comes of it."""
+    """Parses a record; calls one of the two functions with its row or its error."""
     if record.error is not None:
         return bad(MalformedRowError(record.error))
     try:
@@ -252,7 +252,7 @@ def _report(error: dict[str, Any], on_error: OnError, warn: Callable[[str], None
 
 
 def size_of(record: Record) -> int:
-    """What a row adds to its shard: its characters, 1 for one that is malformed."""
+    """A row's share of a shard's size: its characters; 1 for a malformed row."""
     return _row_of(record, lambda row: row.size, lambda error: 1)
 
 

@@ -1,4 +1,4 @@
-"""Input files: JSON Lines, CSV or Parquet, by suffix; each row with the file and line it stands on.
+"""Reads input files: JSON Lines, CSV or Parquet, by suffix. Each row knows its file and line.
 
     .jsonl .ndjson   an object a line; blank lines are passed over
     .csv             a header, then a row each; "choices" is a JSON list; an empty cell is no field, but for the prompt
@@ -65,7 +65,7 @@ def checked_inputs(inputs: str | Path | Iterable[str | Path], formats: Sequence[
 
 
 def fingerprint(path: str | Path) -> dict[str, Any]:
-    """What a file is known by: name, size and sha256 of its contents."""
+    """A file's identity: name, size and sha256 of its contents."""
     digest = hashlib.sha256()
     size = 0
     with open(path, "rb") as file:
@@ -153,14 +153,14 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any, str | None]]:
 
 
 def _check_columns(path: Path, names: Sequence[str]) -> None:
-    """Raises JPagedError where two columns have one name: which of them is meant, nobody can tell."""
+    """Raises JPagedError if two columns have the same name: it is unclear which one is meant."""
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if twice is not None:
         raise JPagedError(f"{path} has two columns of the name {shown(twice)}; rename or remove one.")
 
 
 def import_pyarrow() -> Any:
-    """pyarrow. Raises MissingPackageError."""
+    """Imports pyarrow. Raises MissingPackageError if it is not installed."""
     try:
         import pyarrow
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A resumable job: rows of files, cut into shards, worked on here or by workers, put together in one output."""
+"""Runs a resumable job: cuts rows of files into shards, works on them here or in workers, and merges the output."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from jpaged.scoring.workers import Shard, ShardProcessor, Work, run_work
 
 @dataclass(frozen=True)
 class JobSummary:
-    """What a run did.
+    """The result of a run.
 
     num_rows: rows of the input, of which num_errors could not be done. num_resumed: rows that earlier runs had done.
     num_tokens: tokens computed, by this run. seconds: that it took, model start included.
@@ -36,7 +36,7 @@ class JobSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be done.
+    """A job.
 
     task: its name. processor: what works on its shards.
     settings, engine: options for the processor and for the engine, as JSON; with task, shard_size and the contents of
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this job from others."""
+        """What makes this job the same as, or another than, an unfinished one."""
         return {
             "task": self.task,
             "inputs": [fingerprint(path) for path in self.inputs],
@@ -77,7 +77,7 @@ def run_job(
     num_workers: int,
     use_tqdm: bool,
 ) -> JobSummary:
-    """Does what is missing of a job and puts the output in its place.
+    """Does the missing part of a job and puts the output in its place.
 
     num_rows: of the input. check: called with each finished shard's entry, an earlier run's too, before it is listed;
         what it raises ends the run and leaves the shard out. Beside what `ShardStore` wants, entries hold the numbers
@@ -151,7 +151,7 @@ def json_lines(records: Iterable[dict[str, Any]]) -> bytes:
 
 
 def checked_output(output: str | Path, inputs: Sequence[str | Path], formats: Sequence[str]) -> Path:
-    """Where the output goes. Raises InvalidParameterError for what cannot be the output of these inputs."""
+    """The path of the output. Raises InvalidParameterError if it cannot be the output of these inputs."""
     if not isinstance(output, str | Path) or "\0" in str(output):
         raise InvalidParameterError(f"output must be a path, got {shown(output)}.")
     path = Path(output)
@@ -181,7 +181,7 @@ def engine_fields(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finish(store: ShardStore, job: Job, errors: list[dict[str, Any]]) -> Path | None:
-    """Puts the output, and the list of rows left out, together and in place. Returns that list's file."""
+    """Merges the output and the list of rows left out, and puts both in place. Returns that list's file."""
     errors_file = store.output.with_name(store.output.name + ".errors.jsonl")
     if not store.complete:
         merged, listed = store.directory / "merged", store.directory / "errors"

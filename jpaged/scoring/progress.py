@@ -1,4 +1,4 @@
-"""How far long work is."""
+"""Progress of long work."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What a row of the input is, and what has come of it.
+"""The rows of an input, and their scores.
 
     {"text": ...}                       one sequence: every token of it is scored
     {"prompt": ..., "completion": ...}  one sequence: the completion is scored, the prompt is its context
@@ -51,7 +51,7 @@ class Row:
 
 
 def parse_row(data: Mapping[str, Any]) -> Row:
-    """Checks a row and takes it apart.
+    """Checks and parses a row.
 
     Raises:
         MalformedRowError: a field is missing, contradicts another, or is not what it should be.
@@ -179,7 +179,7 @@ def _sequence_record(sequence: SequenceScore, logprobs: bool) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
+    """Replaces infinities, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""`Scorer`: a model that rates given tokens.
+"""`Scorer`: log-likelihoods of given tokens under a model.
 
     rows --Encoder, in a thread ahead--> token sequences --windows--> score requests --engine--> packed scores --> rows
 
@@ -29,9 +29,9 @@ from jpaged.scoring.rows import Row, RowScore, SequenceScore, parse_row
 from jpaged.scoring.windows import check_window, windows
 
 GPU_STEP_TOKENS = 16384
-"""Token budget of a step on a GPU: large products run nearest to the card's rate."""
+"""Token budget of a step on a GPU. Large matrix products come closest to the card's peak."""
 GPU_ROWS = 1024
-"""Slots on a GPU: the completions of short choices fill a step only if there are many."""
+"""Slots on a GPU. Short choices fill a step only if there are many of them."""
 
 ROWS_PER_BATCH = 64
 """Rows tokenized at once."""

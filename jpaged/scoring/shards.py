@@ -1,4 +1,4 @@
-"""Work that survives `kill -9`: output in shards, each written whole or not at all, and a manifest of those finished.
+"""Output that survives `kill -9`: shards, each written whole or not at all, and a manifest of the finished ones.
 
     out.jsonl.parts/
       manifest.jsonl        {"version": 1, "job": {...}}                   what the work is; another job is refused
@@ -77,7 +77,7 @@ class ShardStore:
             raise
 
     def close(self) -> None:
-        """Lets go of the lock. What is finished stays. The second time it does nothing."""
+        """Releases the lock. Finished shards stay. A second call does nothing."""
         self._manifest.close()
 
     def add(self, entry: Entry) -> None:
@@ -222,7 +222,7 @@ def _sha256(path: Path) -> str:
 
 
 def _difference(found: Entry, header: Entry) -> str:
-    """The first thing in which two jobs differ, in words."""
+    """Describes the first difference between two jobs."""
     theirs, ours = found.get("job", {}), header["job"]
     for name in [*ours, *theirs]:
         if theirs.get(name) != ours.get(name):

@@ -1,4 +1,4 @@
-"""Sequences longer than the context, cut into windows that overlap: each token is scored once.
+"""Cuts sequences that are longer than the context into overlapping windows. Each token is scored once.
 
     tokens    0 ................................................ n
     window 0  [ scored              ]                               W tokens, all but the first scored
@@ -68,7 +68,7 @@ def check_window(window: int | None, stride: int | None, max_model_len: int) -> 
 
 
 def check_sizes(window: int | None, stride: int | None) -> None:
-    """Raises InvalidParameterError for what can be no window or no stride of any context."""
+    """Raises InvalidParameterError for a window or stride that fits no context."""
     for name, value, least in (("window", window, 2), ("stride", stride, 1)):
         if value is not None:
             check_integer(name, value, least, sys.maxsize)

@@ -1,4 +1,4 @@
-"""Who works on the shards: this process, or several worker processes, each with an engine on devices of its own.
+"""Works on shards: in this process, or in several worker processes, each with an engine on devices of its own.
 
     coordinator                                   worker (its `main` in a process of its own)
       reads the input, cuts shards   --stdin-->   {"directory": ..., "options": ...}, then shards
@@ -86,7 +86,7 @@ class Work:
 def run_work(
     work: Work, shards: Iterator[Shard], num_workers: int, devices_each: int, done: Done, progress: Progress
 ) -> None:
-    """Works on all shards. `done` may be called in another thread than `progress`, each by one at a time.
+    """Works on all shards. `done` and `progress` may be called in different threads, each in one at a time.
 
     num_workers: 1 works in this process; more start as many. devices_each: GPUs of each worker.
     Raises:
@@ -162,7 +162,7 @@ class WorkerProcess:
         self._send({"options": work.options, "directory": str(work.directory)})
 
     def serve(self, next_shard: Callable[[], Shard | None], done: Done, progress: Progress) -> None:
-        """Gives it shards until there are none and all of its own are done.
+        """Gives the worker shards until there are no more and all of its own are done.
 
         Raises:
             EngineDeadError: it ended before that. JPagedError: it said what went wrong.
@@ -189,7 +189,7 @@ class WorkerProcess:
                 raise error_of(message["error"], message["text"])
 
     def kill(self) -> None:
-        """Ends it, whatever it does: what it has not reported is not finished."""
+        """Kills the worker. A shard that it has not reported is not finished."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -241,7 +241,8 @@ def main(processor: Callable[[], type[ShardProcessor]]) -> int:
 
 
 def _read(stdin: IO[bytes], messages: "queue.Queue[dict[str, Any]]") -> None:
-    """Takes what comes, until the coordinator is gone or wants no more: it has been told of all that is done."""
+    """Reads messages until the coordinator closes the stream; then the process ends. All finished shards have been
+    reported by then."""
     for line in stdin:
         messages.put(json.loads(line))
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What the engine returns, as OpenAI's answers: whole, or chunk by chunk.
+"""Turns the engine's outputs into OpenAI's answers: whole, or chunk by chunk.
 
 One `Answer` belongs to one HTTP request. Its prompts are numbered, and a prompt's sequences follow each other: choice
 `prompt * n + sequence`.
@@ -76,11 +76,11 @@ class Answer:
         self._begun: set[int] = set()
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The JSON of an answer that is not streamed. outputs: of each prompt, finished."""
+        """The JSON of an answer that is not streamed. outputs: the finished output of each prompt."""
         raise NotImplementedError
 
     def chunk(self, prompt: int, output: RequestOutput) -> bytes:
-        """The events for what is new of a prompt; empty when there is nothing to say yet."""
+        """The events for the news of a prompt; empty while there are none."""
         self._num_cached[prompt] = output.num_cached_tokens
         events = []
         for completion in output.outputs:
@@ -178,7 +178,7 @@ class CompletionAnswer(Answer):
         return 0 if self._echo_only else len(completion.token_ids)
 
     def _choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
-        """The choice, or what is new of it; what comes once is in the first."""
+        """A choice, or its news. What is sent only once is in the first."""
         index = self._index(prompt, completion)
         first = index not in self._begun
         self._begun.add(index)
@@ -230,7 +230,7 @@ class CompletionAnswer(Answer):
         return result
 
     def _top(self, token: int, position: PositionLogprobs) -> dict[str, float]:
-        """The most likely tokens first, and the token itself. Of tokens that look the same the likeliest counts."""
+        """The most likely tokens first, then the token itself. Of tokens with the same text, the likeliest counts."""
         most = self._logprobs or 0
         found: dict[str, float] = {}
         for other, logprob in sorted(position.items(), key=lambda item: item[1].rank or 0):

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, behind what every request passes.
+"""The HTTP application: its routes, and the middleware in front of them.
 
     client -- RequestIds -- LastWords -- CORS -- ApiKeys --+-- page.py                 a page for people
                                                            +-- openai_routes.py        completions, chats, tokens

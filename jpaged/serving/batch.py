@@ -1,4 +1,4 @@
-"""`run_batch`: files of OpenAI requests answered offline, on the machinery of `score_files`.
+"""`run_batch`: answers files of OpenAI requests offline, with the jobs and shards of `score_files`.
 
     in.jsonl --shards of lines--> BatchShards, here or in workers --> shard files --> out.jsonl, a line for each line
 
@@ -54,7 +54,7 @@ def run_batch(
     use_tqdm: bool = True,
     **options: Any,
 ) -> JobSummary:
-    """Answers a file of OpenAI requests. Run again after a crash, it goes on where it was.
+    """Answers a file of OpenAI requests. After a crash, the same call resumes the work.
 
     A request without a seed gets one from the engine's `seed` and its line, so its answer does not depend on when, and
     beside what, it was run.
@@ -204,7 +204,7 @@ class _OpenShard:
 
 @dataclass
 class _OpenLine:
-    """A line while it is worked on. outputs: of its prompts; answer: the line to write, once it is known."""
+    """A line that is not answered yet. outputs: its prompts' outputs. answer: the line to write, once it is known."""
 
     shard: _OpenShard
     position: int

@@ -30,9 +30,9 @@ from jpaged.text.tokenizer import Tokenizer
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 _SERVER_ONLY = ("stream", "stream_options", "request_id", "priority", "truncate_prompt_tokens")
-"""Fields that a server takes and a batch, where nobody waits and custom_id names the answer, does not."""
+"""Fields that the server takes and a batch refuses: nobody waits for a batch, and custom_id names the answer."""
 _IDLE = {"stream": False, "priority": 0}
-"""Values by which these ask for nothing."""
+"""Values of these fields that ask for nothing, and are taken."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class BatchRequest:
 
 
 class BadLine(Exception):
-    """The line is no request. Its text says why."""
+    """The line is not a request. The message says why."""
 
     def __init__(self, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ class BadRequest(Exception):
 
 
 def parse_request(line: Any, tokenizer: Tokenizer, defaults: SamplingParams) -> BatchRequest:
-    """Takes a line apart. defaults: for sampling fields that the body leaves out.
+    """Parses a line. defaults: for sampling fields that the body leaves out.
 
     Raises:
         BadLine: it is no request. BadRequest: its body asks for what cannot be done.
@@ -134,7 +134,7 @@ def response_line(
 
 
 def bad_line(error: BadLine) -> dict[str, Any]:
-    """The answer to a line that is no request."""
+    """The answer to a line that is not a request."""
     return {
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": error.custom_id,

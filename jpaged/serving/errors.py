@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Errors in the form that OpenAI's clients expect: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -16,7 +16,7 @@ from jpaged.api.errors import (
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error that a client gets as its answer.
 
     status: of HTTP. message: for people. kind: OpenAI's `type`. param: the field of the request that is to blame.
     code: a word for programs. headers: further headers of the answer.
@@ -47,7 +47,7 @@ class ApiError(Exception):
 
 
 class OverloadedError(ApiError):
-    """The queue is full; the client may come again."""
+    """The queue is full; the client may try again."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(
@@ -56,7 +56,7 @@ class OverloadedError(ApiError):
 
 
 def api_error(error: Exception, fields: Collection[str] = (), prompt_field: str | None = None) -> ApiError:
-    """What an error of ours means to a client.
+    """The answer that a client gets for an error of ours.
 
     fields: of the request; our messages begin with the name of the parameter that they blame.
     prompt_field: the field that holds the prompt.

@@ -1,4 +1,4 @@
-"""What a route needs of HTTP: bodies read under limits, errors as answers, and clients that go away."""
+"""HTTP for routes: reads bodies under limits, turns errors into answers, notices clients that disconnect."""
 
 import asyncio
 import logging
@@ -20,11 +20,11 @@ _T = TypeVar("_T")
 
 
 class ClientDisconnected(Exception):
-    """Nobody waits for the answer."""
+    """The client has disconnected."""
 
 
 def error_response(error: ApiError) -> Response:
-    """The answer that an error is. Its connection is closed where more of the request may come."""
+    """The answer for an error. It closes the connection if more of the request may still come."""
     headers = dict(error.headers)
     if error.status in (408, 413):
         headers["connection"] = "close"
@@ -32,12 +32,12 @@ def error_response(error: ApiError) -> Response:
 
 
 def json_response(value: Any) -> Response:
-    """An answer that is no error. value: whatever msgspec encodes."""
+    """A successful answer. value: whatever msgspec encodes."""
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def guarded(handler: Handler) -> Handler:
-    """A handler whose errors become answers; nobody is told of one who went away."""
+    """Wraps a handler: its errors become answers; a client that disconnected gets none."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -51,7 +51,7 @@ def guarded(handler: Handler) -> Handler:
 
 
 def reported(error: Exception, fields: Sequence[str] = (), prompt_field: str | None = None) -> ApiError:
-    """What an error means to a client (`api_error`); one that is the server's fault goes to the log."""
+    """The error that the client gets (`api_error`). One that is the server's fault is logged."""
     answer = api_error(error, fields, prompt_field)
     if answer.status == 500:
         log.error("A request failed.", exc_info=error)
@@ -59,7 +59,7 @@ def reported(error: Exception, fields: Sequence[str] = (), prompt_field: str | N
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The body, as it comes in, up to a size and a time. Raises ApiError, ClientDisconnected."""
+    """Reads the body, up to a size and within a time. Raises ApiError, ClientDisconnected."""
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise _too_large(max_bytes)
@@ -84,7 +84,7 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[_T]) -> _T:
-    """What `work` returns; it is cancelled when the client goes away. Raises ClientDisconnected."""
+    """Awaits `work`, and cancels it when the client disconnects. Raises ClientDisconnected."""
     task, left = asyncio.current_task(), False
     assert task is not None
 

@@ -1,4 +1,4 @@
-"""An HTTP connection under limits: uvicorn's, with what comes before a body bounded in size and in time.
+"""An HTTP connection under limits: uvicorn's, with request line and headers bounded in size and in time.
 
     connect --> line and headers --> body --> answer --> (kept) --> line and headers ...
     `--- timed ---------------'                            idle: --keep-alive-timeout
@@ -25,11 +25,11 @@ from jpaged.serving.middleware import access_log
 _UNREAD_S = 0.01
 """From a time-out until it takes effect: the loop looks for data in between."""
 _OFFER = (b"upgrade", b"connection")
-"""Headers with which a client offers another protocol."""
+"""Headers that offer another protocol."""
 
 
 def limited_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
-    """The protocol for uvicorn, which makes one for each connection and gives it no limits of ours."""
+    """The protocol class for uvicorn, which makes an instance for each connection and cannot pass our limits."""
 
     class LimitedHttpConnection(HttpConnection):
         pass

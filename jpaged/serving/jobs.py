@@ -1,4 +1,4 @@
-"""What a request asks for, checked: the way from a decoded body to a `Job` for the engine.
+"""Turns a decoded request body into a `Job` for the engine, after all checks.
 
     body --model, limits, unsupported fields--> --sampling--> parameters --.
     prompt or messages --template, tokenizer, truncation--> token ids ----+--> Job
@@ -57,7 +57,7 @@ class JobMaker:
         self._limits = options.limits
 
     async def completion(self, body: CompletionRequest) -> Job:
-        """Of a completion.
+        """The job of a completion.
 
         Raises:
             ApiError: what is asked is not served here, or too much, or the queue is full.
@@ -87,7 +87,7 @@ class JobMaker:
         return self._job(body, params, processed, "prompt")
 
     async def chat(self, body: ChatCompletionRequest) -> Job:
-        """Of a chat. Raises as `completion`."""
+        """The job of a chat. Raises what `completion` raises."""
         self._check(body)
         self._limits.check_queue(self._engine.num_queued, 1)
         params = await self._params(body)
@@ -124,7 +124,7 @@ class JobMaker:
             )
 
     def _check(self, body: CompletionRequest | ChatCompletionRequest) -> None:
-        """What can be told from the request alone."""
+        """Checks what can be checked from the request alone."""
         self.check_model(body.model)
         refuse_unsupported(body)
         self._limits.check(body)
@@ -149,7 +149,7 @@ class JobMaker:
         tokens: list[int],
         params: SamplingParams | BeamSearchParams,
     ) -> list[int]:
-        """The last tokens of a prompt, as many as were asked for; with -1 as many as leave room for the answer."""
+        """The last tokens of a prompt: as many as asked for, or for -1 as many as leave room for the answer."""
         keep = body.truncate_prompt_tokens
         if keep is None:
             return tokens

@@ -1,4 +1,4 @@
-"""What a server takes from its clients, checked before anything is allocated for a request."""
+"""Limits on what clients may send, checked before anything is allocated for a request."""
 
 import math
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ class ServerLimits:
             )
 
     def check_queue(self, num_queued: int, num_more: int) -> None:
-        """Raises OverloadedError if so many more prompts do not fit the queue."""
+        """Raises OverloadedError if the queue has no room for `num_more` prompts."""
         if num_queued + num_more > self.max_queued_requests:
             raise OverloadedError(
                 f"{num_queued} requests wait already, of at most {self.max_queued_requests}; try again later.",
@@ -100,7 +100,7 @@ class ServerLimits:
             )
 
     def check_queued_tokens(self, num_queued: int, num_more: int) -> None:
-        """The same for tokens of prompts. A request that waits alone is always taken."""
+        """Raises OverloadedError if the queue has no room for `num_more` tokens. An empty queue takes any number."""
         if num_queued and num_queued + num_more > self.max_queued_tokens:
             raise OverloadedError(
                 f"{num_queued} tokens wait already, of at most {self.max_queued_tokens}; try again later.",

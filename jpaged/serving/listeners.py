@@ -1,4 +1,4 @@
-"""The sockets that a server listens on: taken before the model is loaded, one for each API process.
+"""The sockets that a server listens on. They are bound before the model is loaded, one for each API process.
 
     host and port   a socket for each process, on one port: the kernel deals out connections
     Unix socket     one socket that all processes share: whoever is free takes the next connection
@@ -107,7 +107,7 @@ def _remove_unanswered(path: str) -> None:
 
 
 def _identity(path: str) -> tuple[int, int, int] | None:
-    """What tells a file from one that has taken its place. The time is in it since numbers of inodes are used again."""
+    """Tells a file from another that took its place. It includes the time, since inode numbers are used again."""
     try:
         found = os.stat(path)
     except OSError:

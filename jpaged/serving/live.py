@@ -1,4 +1,4 @@
-"""The live view of the engine: one snapshot for all who watch, as server-sent events.
+"""The live view of the engine: snapshots, shared by all watchers, as server-sent events.
 
     watcher 1 --.                        .-- every INTERVAL_S, while there is a watcher
     watcher 2 --+-- the newest event <---+-- AsyncLLMEngine.get_pool_views --> engine process
@@ -72,7 +72,7 @@ class LiveView:
                 self._poller = None
 
     def close(self) -> None:
-        """Ends all streams, and those that begin later, at once."""
+        """Ends all streams. Streams that begin later end at once."""
         self._closed = True
         if self._poller is not None:
             self._poller.cancel()
@@ -98,7 +98,7 @@ class LiveView:
 
 
 def snapshot(views: Mapping[int, tuple[EngineStats, PoolView]], now_s: float) -> dict[str, Any]:
-    """What an event says. Requests go by numbers: no id, text or token of theirs is in it.
+    """The content of an event. It names requests by number, and has no id, text or token of theirs.
 
     views: by replica. now_s: on any clock that only goes forward, so that readers can make rates of the totals.
     """

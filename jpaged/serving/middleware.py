@@ -1,4 +1,4 @@
-"""What every request passes before its route: an id and a line of the log, a last word, and the check of its key."""
+"""Middleware: request ids and the access log, answers to requests cut off at shutdown, and the check of keys."""
 
 import asyncio
 import hashlib
@@ -18,7 +18,7 @@ from jpaged.serving.page import PATHS
 access_log = logging.getLogger("jpaged.access")
 
 OPEN_PATHS = ("/health", "/ping", *PATHS)
-"""Need no key: load balancers ask them, and browsers open the page before its reader can give one."""
+"""Paths that need no key: load balancers ask some, and a browser opens the page before its user can give a key."""
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 

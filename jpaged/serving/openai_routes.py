@@ -49,7 +49,7 @@ def openai_routes(engine: AsyncLLMEngine, options: AppOptions) -> list[Route]:
 
 
 class _Handlers:
-    """What each route does."""
+    """The handlers of the routes."""
 
     def __init__(self, engine: AsyncLLMEngine, options: AppOptions) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""What the server can do, as an OpenAPI 3.1 document made from the schemas it decodes with."""
+"""The server's OpenAPI 3.1 document, made from the schemas that decode its requests."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The routes for those who run the server: is it alive, what does it do, what has it measured."""
+"""The routes for operators: health, load, metrics and the live view."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,7 +31,7 @@ def operational_routes(engine: AsyncLLMEngine, options: AppOptions, live: LiveVi
 
 
 class _Handlers:
-    """What each route does."""
+    """The handlers of the routes."""
 
     def __init__(self, engine: AsyncLLMEngine, options: AppOptions, live: LiveView) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""What whoever starts a server can choose: how it answers (`AppOptions`), and where it listens (`ServerOptions`)."""
+"""A server's options: how it answers (`AppOptions`), and where and how it listens (`ServerOptions`)."""
 
 import signal
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from jpaged.serving.listeners import Listeners
 DEMO_MODEL_NAME = "jpaged-demo"
 
 LAST_WORDS_S = 2.0
-"""For answers of requests that were aborted when the time to drain was up."""
+"""After the time to drain, aborted requests get this long to send their answers."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Begin to drain."""
+"""Signals that begin the draining."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class ServerOptions:
             raise InvalidParameterError("uds is empty; give the path of a socket.")
 
     def listen(self) -> Listeners:
-        """Takes the address. Raises OSError, which names it."""
+        """Binds the address. Raises OSError, which names it."""
         if self.uds is not None:
             return Listeners.on_path(self.uds, self.api_workers)
         return Listeners.on_port(self.host, self.port, self.api_workers)

@@ -1,4 +1,4 @@
-"""What OpenAI-compatible requests and answers hold. Names and meanings are OpenAI's and, for what it adds, vLLM's.
+"""The fields of OpenAI-compatible requests and answers. Names and meanings are OpenAI's; extensions are vLLM's.
 
 A field that is not here is ignored, as clients expect. One that is typed `Unsupported` is known and refused by name,
 unless its value asks for nothing (`_ASKS_FOR_NOTHING`). None, JSON's null, means "not given".
@@ -18,7 +18,7 @@ Unsupported = Any
 """The type of fields that are refused."""
 
 Integer = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-"""Of counts; nothing that is served comes near its bounds."""
+"""The type of counts. Its bounds are far above anything that can be served."""
 
 Message = Annotated[
     dict[str, Any],
@@ -217,7 +217,7 @@ class Usage(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """By token: its text, its log-probability, the most likely ones by text, and where its text begins."""
+    """For each token: its text, its log-probability, the most likely tokens by text, and the offset of its text."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -360,6 +360,6 @@ class ErrorDetail(Struct):
 
 
 class ErrorResponse(Struct):
-    """Every answer with a status of 400 or more, and the event that ends a stream that failed."""
+    """The body of every answer with a status of 400 or more, and the last event of a stream that failed."""
 
     error: ErrorDetail

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, as `SamplingParams` or `BeamSearchParams`."""
+"""Turns a request's fields into `SamplingParams` or `BeamSearchParams`."""
 
 import re
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ _FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
     *("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
 )
-"""Fields that mean what `SamplingParams` says."""
+"""Fields with the same name and meaning in `SamplingParams`."""
 _BEAM_FIELDS = {"n", "best_of", "max_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"}
 
 COMPLETION_MAX_TOKENS = 16
-"""Of a completion that names no limit, as OpenAI's; a chat goes on as long as the context allows."""
+"""The `max_tokens` of a completion that gives none, as OpenAI's. A chat may use the whole context."""
 _TOKEN_ID_DIGITS = 10
 
 
 def sampling_of(
     request: CompletionRequest | ChatCompletionRequest, defaults: SamplingParams
 ) -> SamplingParams | BeamSearchParams:
-    """The parameters of a request. defaults: of the model, for what it leaves out.
+    """The parameters of a request. defaults: the model's, for fields that the request leaves out.
 
     max_tokens=0 becomes 1 where `echo` allows it: the answer leaves that token out.
     Raises:
@@ -39,7 +39,7 @@ def sampling_of(
 
 @contextmanager
 def in_words_of(request: CompletionRequest | ChatCompletionRequest) -> Iterator[None]:
-    """What is refused within it is blamed on the request's fields, where parameters go by other names."""
+    """Renames parameters in errors: a request's fields have other names than our parameters."""
     names = {}
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"

@@ -1,4 +1,4 @@
-"""`serve`: the application on uvicorn, from the port that is taken to the last request that is drained."""
+"""`serve`: runs the application on uvicorn, from binding the port to draining the last request."""
 
 import asyncio
 import contextlib
@@ -114,7 +114,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but a signal that was served is over: raised again it would end this process half-way."""
+        """As uvicorn's, but a handled signal is not raised again, which would end this process half-way."""
         before = {number: signal.signal(number, self.handle_exit) for number in self._signals}
         try:
             yield

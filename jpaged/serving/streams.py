@@ -1,4 +1,4 @@
-"""How outputs leave the server: whole, or as server-sent events.
+"""Sends outputs: whole, or as server-sent events.
 
     AsyncLLMEngine.generate, one for each prompt --outputs--> Answer.chunk --> one ASGI message for all that is new
 
@@ -75,7 +75,7 @@ class JobStream(Response):
 
 
 class LiveStream(Response):
-    """Snapshots of the engine as server-sent events, until the client goes away or the server ends; to HEAD none."""
+    """Snapshots of the engine as server-sent events, until the client disconnects or the server ends; none for HEAD."""
 
     def __init__(self, live: LiveView) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class LiveStream(Response):
 
 
 async def _outputs(engine: AsyncLLMEngine, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all prompts as they come, with the prompt's number. When it is closed, all are aborted."""
+    """Outputs of all prompts as they come, with the prompt's number. Closing it aborts all."""
     if len(job.prompts) == 1:
         async with contextlib.aclosing(_generation(engine, job, 0)) as outputs:
             async for output in outputs:

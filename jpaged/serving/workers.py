@@ -33,11 +33,11 @@ log = logging.getLogger("jpaged.server")
 
 _LOGGERS = ("jpaged.server", "jpaged.access")
 _END_S = 5.0
-"""For an API process to end once it has drained."""
+"""A drained API process gets this long to end, then it is killed."""
 
 
 class WorkerStart(msgspec.Struct):
-    """What an API process is told, as JSON on its standard input.
+    """The start message of an API process: JSON on its standard input.
 
     parent: the pid of the supervisor. worker, num_workers: its row of the board, and how many there are.
     engine_fds: sockets to the replicas. log_levels: by name of the logger.
@@ -108,7 +108,7 @@ async def _until_told(engine: AsyncLLMEngine, workers: Sequence[Process], stoppe
 
 
 async def _end(workers: Sequence[Process], timeout_s: float) -> None:
-    """Lets API processes drain; a second Ctrl-C does not wait for that."""
+    """Lets API processes drain. A second Ctrl-C kills them at once."""
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             worker.send_signal(signal.SIGTERM)

@@ -72,7 +72,7 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """No more tokens will come: releases what was held back, an incomplete character as U+FFFD."""
+        """No more tokens will come: releases the text held back. An incomplete character becomes U+FFFD."""
         if not self._finished and self.stop_string is None:
             retracted, new = self._stream.flush()
             self._replace(retracted, new)
@@ -134,7 +134,7 @@ class Detokenizer:
 
 
 class StopChecker:
-    """Searches text that grows for the strings that end it.
+    """Searches growing text for stop strings.
 
     Args:
         stop: the stop strings, none of them empty.

@@ -1,4 +1,4 @@
-"""What text tokens stand for: one decoder for each kind of tokenizer, one stream for each sequence.
+"""Turns tokens into text: one decoder for each kind of tokenizer, one stream for each sequence.
 
     byte level       a token is a piece of a UTF-8 byte string (GPT-2, OPT, Llama 3, Qwen)
     sentencepiece    a token is text with U+2581 for a space, or one byte (Llama 2, Mistral, Gemma, T5)
@@ -34,10 +34,10 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 REPLACEMENT = "\ufffd"
-"""Stands for bytes that are no UTF-8."""
+"""Replaces bytes that are not UTF-8."""
 
 MAX_INCOMPLETE_BYTES = 3
-"""Bytes a character may have before it is complete."""
+"""Most bytes of an incomplete character."""
 
 
 def decode_token(tokenizer: Any, token_id: int) -> str:

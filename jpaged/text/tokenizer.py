@@ -111,7 +111,7 @@ class Tokenizer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether another thread is encoding, which `encode` would wait for: seconds, if its text is long."""
+        """Whether another thread is encoding. `encode` would wait for it: seconds, if its text is long."""
         return self._lock.locked()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -333,7 +333,7 @@ def _load_error(name: str, is_local: bool, error: Exception) -> CheckpointError:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """transformers says at import that PyTorch is missing, which nobody here needs."""
+    """Silences what transformers says at import: that PyTorch is missing, which we do not need."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import tiny_model, write_tiny_model
+from tests.tiny_models import MAX_LENGTH, tiny_model, write_tiny_model
 
 GROUP = pytest.mark.xdist_group("small engine")
 MAX_NUM_SEQS = 4
@@ -22,4 +22,4 @@ def write_model(directory: Path) -> Path:
 def options(directory: Path) -> list[str]:
     """The model, written to the directory, and the sizes, as options of a benchmark."""
     sizes = ["--max-num-seqs", str(MAX_NUM_SEQS), "--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)]
-    return ["--model", str(write_model(directory)), *sizes]
+    return ["--model", str(write_model(directory)), "--max-model-len", str(MAX_LENGTH), *sizes]

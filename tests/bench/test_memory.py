@@ -26,6 +26,7 @@ from jpaged.bench.memory.traces import TraceRequest, at_rate, draw_lengths, draw
 from jpaged.bench.workloads import TRACES
 from jpaged.engine.sequences.request import Request
 from tests.bench import small_engine
+from tests.tiny_models import MAX_LENGTH
 
 OPT_13B = SETUPS["opt-13b"]
 STEP = step_time("paper", OPT_13B)
@@ -438,6 +439,7 @@ def test_block_sizes_and_swapping_are_measured_on_the_device(tmp_path, capsys, m
     model = small_engine.write_model(tmp_path)
     report = tmp_path / "memory.json"
     arguments = ["--figure", "19", "--model", str(model), "--tokens", "64"]
+    arguments += ["--max-model-len", str(MAX_LENGTH)]
     assert main([*arguments, "--num-gpu-blocks", "64", "--json", str(report)]) == 0
     results = json.loads(report.read_text())["results"]
     assert [row["block_size"] for row in results] == [1, 2, 4, 8, 16, 32, 64, 128, 256]

@@ -41,7 +41,7 @@ class OneProcess:
 
     def __init__(self, work, num_workers: int, devices_each: int) -> None:
         assert num_workers == 2
-        self._processor = work.processor()
+        self._processor = work.make()
 
     def __enter__(self):
         return self

@@ -18,7 +18,7 @@ def engine(tmp_path_factory):
     """One that computes no more tokens in a step than it decodes sequences."""
     model = small_engine.write_model(tmp_path_factory.mktemp("steps"))
     sizes = {"max_num_seqs": NUM_SEQS, "max_num_batched_tokens": NUM_SEQS}
-    return LLMEngine(EngineArgs(str(model), **sizes, skip_tokenizer_init=True, verbose=False))
+    return LLMEngine(EngineArgs(model=str(model), **sizes, skip_tokenizer_init=True, verbose=False))
 
 
 def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompts_take(engine, monkeypatch, tmp_path):

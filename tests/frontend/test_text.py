@@ -7,6 +7,7 @@ import pytest
 from jpaged import LLM, RequestOutputKind, SamplingParams
 from jpaged.api.errors import InvalidParameterError, InvalidPromptError
 from jpaged.assets import demo_model_path
+from tests.tiny_models import DEMO_ENGINE
 
 pytestmark = pytest.mark.xdist_group("text")  # one worker, which compiles once
 
@@ -16,15 +17,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=300)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        decode_buckets=(8,),
-        token_buckets=(64,),
-        block_size=4,
-        num_gpu_blocks_override=600,
-        verbose=False,
-    )
+    return LLM(**DEMO_ENGINE, verbose=False)
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,27 @@ def test_qwen2_windows_start_at_max_window_layers_and_only_if_switched_on() -> N
     assert ModelConfig.from_dict(config | {"sliding_window": 10**6}).layer_windows == (None, None, None)
 
 
+def test_layer_types_say_which_layers_have_the_window() -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    mixed = {"layer_types": kinds, "num_hidden_layers": 3}
+    for name in ("qwen2-window", "qwen3-layer-types"):
+        config = tiny_model(name).config | mixed
+        assert ModelConfig.from_dict(config).layer_windows == (12, None, 12)
+        assert ModelConfig.from_dict(config | {"use_sliding_window": False}).layer_windows == (None, None, None)
+    mistral = tiny_model("mistral-window").config | mixed
+    assert ModelConfig.from_dict(mistral).layer_windows == (12, 12, 12), "transformers' Mistral has windows everywhere"
+    ministral = mistral | {"architectures": ["MinistralForCausalLM"]}
+    assert ModelConfig.from_dict(ministral).layer_windows == (12, None, 12)
+    assert ModelConfig.from_dict(ministral | {"layer_types": None}).layer_windows == (12, 12, 12)
+    with pytest.raises(CheckpointError, match="layer_types must list 3 layers"):
+        ModelConfig.from_dict(ministral | {"layer_types": kinds[:2]})
+
+
+def test_a_configuration_without_windows_has_none_in_any_layer() -> None:
+    assert llama(num_hidden_layers=3).layer_windows == (None, None, None)
+    assert ModelConfig.from_dict(tiny_model("gpt2").config).layer_windows == (None, None)
+
+
 def test_head_dim_is_independent_of_the_hidden_size_in_qwen3() -> None:
     config = {key: value for key, value in tiny_model("qwen3-tied-d64").config.items() if key != "head_dim"}
     assert ModelConfig.from_dict(config).head_dim == 128

@@ -63,6 +63,14 @@ def test_logits_equal_those_of_transformers(case: TinyModel, tmp_path: Path) -> 
     assert relative_error(our_logits(tmp_path, prompts), theirs) < 1e-4
 
 
+def test_logits_of_a_mistral_with_windows_in_some_layers_equal_those_of_transformers(tmp_path: Path) -> None:
+    ministral = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
+    case = vary("mistral-window", **ministral, head_dim=16, layer_types=["full_attention", "sliding_attention"])
+    write_tiny_model(case, tmp_path)
+    prompts = random_prompts(*LENGTHS)
+    assert relative_error(our_logits(tmp_path, prompts), their_logits(torch_model(case), prompts)) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [("llama-mqa-d80", "bfloat16"), ("opt-350m-style", "float16"), ("gpt2", "bfloat16")]
 )

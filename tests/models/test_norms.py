@@ -15,23 +15,11 @@ from jpaged.models.linear import PartialSum
 from jpaged.models.norms import LayerNorm, Norm, RMSNorm
 from jpaged.models.residual import Stream
 from jpaged.pallas_kernels.common.numerics import rms_norm
+from tests.parallel.eight_devices import call_with_eight_devices
+from tests.parallel.norm_runs import OnePlus, OnePlusByCall
 from tests.tiny_models import tiny_model
 
 WIDTH, EPS = 16, 1e-5
-
-
-class OnePlus(RMSNorm):
-    """Gemma's: 1 + w. Kernels may compute it."""
-
-    def multiplier(self) -> jax.Array:
-        return 1 + self.scale[...]
-
-
-class OnePlusByCall(RMSNorm):
-    """The same, by a call of its own, of which kernels know nothing."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, 1 + self.scale[...], self.eps)
 
 
 class Kernel:
@@ -112,3 +100,10 @@ def test_the_kernel_that_rotates_is_not_given_norms_of_two_epsilons() -> None:
 
     attention(jnp.ones((2, config.hidden_size)), attend, norms=norms)
     assert given == [None]
+
+
+def test_a_model_with_other_norms_is_right_on_one_device_and_on_two_whose_kernel_adds_and_norms() -> None:
+    """Of attention, MLP, queries, keys and the end; beside a Llama whose weights are greater by one."""
+    found = call_with_eight_devices("tests.parallel.norm_runs:hidden_states")
+    assert max(found["OnePlus"] + found["OnePlusByCall"]) < 1e-5
+    assert min(found["RMSNorm"]) > 0.01, "a norm that took the weights as they are would be seen"

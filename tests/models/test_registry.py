@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,27 @@ def test_the_model_type_of_a_family_stands_in_for_missing_architectures(file: Pa
     monkeypatch.setenv(registry.MODULES_VARIABLE, str(file))
     config = {name: value for name, value in CONFIG.items() if name != "architectures"}
     assert models.ModelConfig.from_dict(config).architecture == "FoxForCausalLM"
+
+
+def test_a_map_that_leaves_a_parameter_out_or_names_one_too_many_is_refused() -> None:
+    class Careless:
+        model_type, base_prefix, derived_tensors = LLAMA.model_type, LLAMA.base_prefix, ""
+        read_config, module = LLAMA.read_config, LLAMA.module
+
+        def tensors(self, config):
+            return [replace(piece, parameter=piece.parameter.replace("norm", self.calls)) for piece in self.pieces]
+
+    careless = Careless()
+    careless.pieces = models.build(tiny("llama-mha-d16")).pieces
+    models.register("FoxForCausalLM", careless)
+    config = models.ModelConfig.from_dict(CONFIG)
+    careless.calls = "nrom"
+    with pytest.raises(ValueError, match=r"fills nothing of layers\.0\.attention_norm\.scale"):
+        models.build(config)
+    careless.calls = "norm"
+    careless.pieces = (*careless.pieces, replace(careless.pieces[0], parameter="more"))
+    with pytest.raises(ValueError, match="the module has not, more"):
+        models.build(config)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import httpx
 
+from tests.tiny_models import DEMO_ENGINE
+
 KEY = "a-key-for-tests"
-OPTIONS = ("--max-num-seqs", "16", "--num-gpu-blocks-override", "600", "--api-workers", "1")
+SIZES = tuple(word for name, size in DEMO_ENGINE.items() for word in ("--" + name.replace("_", "-"), str(size)))
+OPTIONS = (*SIZES, "--api-workers", "1")
 
 
 class Server:

@@ -23,17 +23,22 @@ from jpaged.serving.limits import ServerLimits
 from jpaged.serving.options import AppOptions, ServerOptions
 from jpaged.serving.workers import supervise
 from tests.serving.server_process import Server, ended_within
+from tests.tiny_models import DEMO_ENGINE
 
 pytestmark = pytest.mark.xdist_group("server")
 
 PROMPTS = [f"{beginning} {animal}" for beginning in ("Once upon a time a", "The") for animal in ("snail", "fox", "owl")]
-SMALL = ("--max-num-seqs", "4")
-"""Compiles the fewest programs."""
 LONG = {"prompt": "A", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def engine():
+    return LLMEngine(EngineArgs(**DEMO_ENGINE))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, engine):
+    """Whose replicas find the programs that the engine compiled."""
     options = ("--api-workers", "2", "--data-parallel-size", "2", "--max-queued-requests", "12")
     server = Server(tmp_path_factory.mktemp("server") / "log", *options)
     yield server
@@ -58,8 +63,7 @@ def events(response):
             yield json.loads(line[6:])
 
 
-def test_tokens_are_those_of_one_offline_engine(server):
-    engine = LLMEngine(EngineArgs(max_num_seqs=16, num_gpu_blocks_override=600))
+def test_tokens_are_those_of_one_offline_engine(server, engine):
     params = replace(engine.default_sampling_params, max_tokens=20, n=2, output_kind=RequestOutputKind.FINAL_ONLY)
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), prompt, replace(params, seed=i))
@@ -174,7 +178,7 @@ def test_a_killed_api_process_is_told_of_at_once_and_ends_the_others_and_the_ser
 
 
 def test_a_killed_supervisor_leaves_nothing(tmp_path):
-    server = Server(tmp_path / "log", "--api-workers", "2", *SMALL)
+    server = Server(tmp_path / "log", "--api-workers", "2")
     pids = [*server.children("engine_process"), *server.children("api_process")]
     assert len(pids) == 3
     server.process.kill()
@@ -183,7 +187,7 @@ def test_a_killed_supervisor_leaves_nothing(tmp_path):
 
 
 def test_sigterm_drains_every_api_process(tmp_path):
-    server = Server(tmp_path / "log", "--api-workers", "2", "--shutdown-timeout", "0.3", *SMALL)
+    server = Server(tmp_path / "log", "--api-workers", "2", "--shutdown-timeout", "0.3")
     pids = [*server.children("engine_process"), *server.children("api_process")]
     streams = [server.client.stream("POST", "/v1/completions", json=LONG) for _ in range(4)]
     seen = [events(stream.__enter__()) for stream in streams]

@@ -19,6 +19,7 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.frontend.llm_engine import LLMEngine
 from tests.serving.server_process import KEY, Server, ended_within, is_running
+from tests.tiny_models import DEMO_ENGINE
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -46,7 +47,7 @@ def client(server):
 @pytest.fixture(scope="module")
 def offline():
     """Answers of the offline engine: (prompts, params) -> outputs in order."""
-    engine = LLMEngine(EngineArgs(max_num_seqs=16, num_gpu_blocks_override=600))
+    engine = LLMEngine(EngineArgs(**DEMO_ENGINE))
 
     def generate(prompts, **fields):
         params = replace(engine.default_sampling_params, **fields, output_kind=RequestOutputKind.FINAL_ONLY)
