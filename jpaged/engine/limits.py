@@ -90,8 +90,7 @@ class RequestLimits:
 
 def num_blocks_alone(request: Request, block_size: int) -> int:
     """The most blocks that a request needs at once to finish; beams may come to share no more than the prompt."""
-    together = 1 if request.beam is None else request.num_sequences
-    return _num_blocks(request.prompt_len, request.max_len, together, block_size)
+    return _num_blocks(request.prompt_len, request.max_len, request.group.num_together, block_size)
 
 
 def _num_blocks(prompt_len: int, max_len: int, together: int, block_size: int) -> int:

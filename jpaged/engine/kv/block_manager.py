@@ -108,18 +108,15 @@ class BlockManager:
         return copying
 
     def _grow(self, growth: Growth) -> tuple[np.ndarray, np.ndarray]:
-        slots, growing, copying = self._slots, growth.growing, growth.copying
+        growing, copying = growth.growing, growth.copying
         num_growing = len(growing)
         updates, copies = np.zeros((growth.num_blocks, 3), np.int32), _NO_COPIES
-        block_ids = self._pool.allocate(len(updates))
-        index = slots.capacity[growing] // self._block_size
-        slots.block_table[growing, index] = block_ids[:num_growing]
-        slots.capacity[growing] += self._block_size
-        updates[:num_growing, 0], updates[:num_growing, 1], updates[:, 2] = growing, index, block_ids
+        updates[:, 2] = block_ids = self._pool.allocate(len(updates))
+        updates[:num_growing, 0] = growing
+        updates[:num_growing, 1] = self._slots.append_blocks(growing, block_ids[:num_growing])
         if copying:
-            last = slots.capacity[copying] // self._block_size - 1
-            copies = np.stack([slots.block_table[copying, last], block_ids[num_growing:]], axis=1)
+            last, shared = self._slots.replace_last_blocks(copying, block_ids[num_growing:])
             updates[num_growing:, 0], updates[num_growing:, 1] = copying, last
-            slots.block_table[copying, last] = copies[:, 1]
-            self._pool.unshare(copies[:, 0])
+            copies = np.stack([shared, block_ids[num_growing:]], axis=1)
+            self._pool.unshare(shared)
         return updates, copies

@@ -20,6 +20,7 @@ from jpaged.api.errors import EngineDeadError
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, HostCopy
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.host_tier import HostTier
+from jpaged.engine.kv.swap_record import SwapRecord
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.slots import Slots
 
@@ -28,32 +29,6 @@ _FEWEST_EVICTED = SWAP_CHUNK_BLOCKS // 2
 
 _ENTRIES_AHEAD = 4 * SWAP_CHUNK_BLOCKS
 """How far down the free list to look for prefixes that fill a chunk."""
-
-
-@dataclass(slots=True)
-class SwapRecord:
-    """Sequences that are swapped out together, and come back together.
-
-    chunks: where their blocks are. block_ids: int32 [places]; the blocks that were copied there.
-    places: int64 [n] for each sequence; where its first n blocks are among them.
-    num_computed: for each sequence; tokens in these blocks.
-    """
-
-    members: list[Request]
-    chunks: list[int]
-    block_ids: np.ndarray
-    places: list[np.ndarray]
-    num_computed: list[int]
-
-    @property
-    def num_places(self) -> int:
-        return len(self.block_ids)
-
-    def drop(self, request: Request) -> None:
-        """Forgets one of the sequences, which has ended."""
-        index = self.members.index(request)
-        del self.members[index], self.places[index], self.num_computed[index]
-        request.swap = None
 
 
 @dataclass(slots=True)
@@ -118,7 +93,7 @@ class SwapSpace:
             member.swap = record
         return True
 
-    def restore(self, record: SwapRecord, pool: BlockPool) -> Restored:
+    def restore(self, record: SwapRecord[Request], pool: BlockPool) -> Restored:
         """Gives swapped sequences blocks again, shared as before, and their chunks to others.
 
         Raises:
@@ -139,7 +114,19 @@ class SwapSpace:
             member.swap = None
         return Restored(tables, copies)
 
-    def discard(self, record: SwapRecord) -> None:
+    def drop(self, request: Request) -> None:
+        """Forgets a swapped sequence that has ended; others may have been swapped out with it."""
+        record = request.swap
+        if record is None:
+            return
+        if len(record.members) == 1:
+            self.discard(record)
+            return
+        index = record.members.index(request)
+        del record.members[index], record.places[index], record.num_computed[index]
+        request.swap = None
+
+    def discard(self, record: SwapRecord[Request]) -> None:
         """Frees the chunks of sequences that have ended or are to be computed again."""
         self._free += record.chunks
         for member in record.members:
@@ -177,7 +164,7 @@ class SwapSpace:
             self.tier.end_plan()
         return copies
 
-    def check_integrity(self, records: Iterable[SwapRecord]) -> None:
+    def check_integrity(self, records: Iterable[SwapRecord[Request]]) -> None:
         """Raises EngineDeadError unless each chunk is free, or holds prefixes, or the sequences of one record."""
         held = [*self._free, *self._free_after_plan, *(chunk for record in records for chunk in record.chunks)]
         if self.tier is not None:

@@ -1,7 +1,7 @@
 """Who gets slots and blocks: requests that start, and sequences that come back after a preemption.
 
     start           a request, or a sequence that computes its tokens again: prefix hits, and blocks for the rest
-    resume search   all beams of a search, to compute their tokens again
+    resume          a group that runs together, such as the beams of a search, to compute its tokens again
     swap in         sequences that were swapped out together, with the blocks they had
 
 All of a group or none of it: a new one needs slots for all its members, a preempted one blocks for all of them. Unless
@@ -9,32 +9,18 @@ nothing else runs, the watermark stays free.
 """
 
 import time
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from jpaged.api.config import SchedulerConfig
-from jpaged.engine.interface import NULL_BLOCK, Chunk, HostCopy, SlotStart
+from jpaged.engine.interface import NULL_BLOCK
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.prefix_cache import root_digest
-from jpaged.engine.kv.swap_space import SwapRecord, SwapSpace
+from jpaged.engine.kv.swap_record import SwapRecord
+from jpaged.engine.kv.swap_space import SwapSpace
+from jpaged.engine.plan_in_progress import NO_BLOCKS, PlanInProgress, slot_start
 from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.engine.sequences.slots import Slots
-
-NO_BLOCKS = np.zeros((0,), np.int32)
-
-
-@dataclass(slots=True)
-class PlanInProgress:
-    """The parts of a plan whose number is not known beforehand."""
-
-    step_id: int
-    budget: int
-    runs_beams: bool
-    starts: list[SlotStart] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    swap_ins: list[HostCopy] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Admission:
@@ -57,8 +43,8 @@ class Admission:
         """
         if request.swap is not None:
             return self._swap_in(plan, request.swap)
-        if request.beam is not None and request.group.forked:
-            return self._resume_search(plan, request)
+        if request.group.runs_together and request.group.forked:
+            return self._resume_together(plan, request)
         return self._start(plan, request)
 
     def _start(self, plan: PlanInProgress, request: Request) -> list[Request]:
@@ -101,7 +87,7 @@ class Admission:
         request.num_registered_blocks = len(hits)
         return [request]
 
-    def _swap_in(self, plan: PlanInProgress, record: SwapRecord) -> list[Request]:
+    def _swap_in(self, plan: PlanInProgress, record: SwapRecord[Request]) -> list[Request]:
         """Starts sequences again that were swapped out together, where they were; none if they have no room."""
         members = record.members.copy()
         siblings = members[0].group.siblings_to_fork
@@ -126,9 +112,9 @@ class Admission:
             member.status = RequestStatus.RUNNING
         return members
 
-    def _resume_search(self, plan: PlanInProgress, leader: Request) -> list[Request]:
-        """Starts all beams of a preempted search again; none if not all of them have room. They share the prompt's full
-        blocks, which the leader computes before any other beam has its turn.
+    def _resume_together(self, plan: PlanInProgress, leader: Request) -> list[Request]:
+        """Starts all members of a preempted group again; none if not all of them have room. They share the prompt's
+        full blocks, which the leader computes before any other member has its turn.
         """
         size, members = self._config.block_size, leader.group.members
         if self._slots.num_free < len(members):
@@ -201,23 +187,7 @@ class Admission:
         lengths = [member.prompt_len + len(member.output_token_ids) for member in members]
         return sum(-(-length // self._config.block_size) - shared for length in lengths)
 
-    def _num_new_blocks(self, record: SwapRecord) -> list[int]:
+    def _num_new_blocks(self, record: SwapRecord[Request]) -> list[int]:
         """Blocks that each of these sequences needs for its known tokens besides those that are swapped out."""
         lengths = [member.prompt_len + len(member.output_token_ids) for member in record.members]
         return [-(-n // self._config.block_size) - len(p) for n, p in zip(lengths, record.places, strict=True)]
-
-
-def slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int) -> SlotStart:
-    """What the device is told of a request that has got a slot."""
-    return SlotStart(
-        slot=request.slot,
-        token_ids=token_ids,
-        prompt_len=request.prompt_len,
-        block_ids=block_ids,
-        num_computed_tokens=num_computed,
-        max_len=request.max_len,
-        sampling=request.sampling,
-        seed=request.seed,
-        stop_token_ids=request.device_stop_token_ids,
-        bad_words_token_ids=request.bad_words_token_ids,
-    )

@@ -175,12 +175,16 @@ class BeamGroup(SequenceGroup):
         pending_moves: `StepPlan.beams` for the next plan.
     """
 
-    def __init__(self, request: Request) -> None:
-        if request.beam is None:
-            raise ValueError(f"request {request.request_id!r} is not for a beam search")
-        super().__init__(request)
-        max_tokens = request.max_len - request.prompt_len
-        self.search = BeamSearch(request.beam, max_tokens, request.stop_token_ids)
+    runs_together = True
+    forks_itself = True
+    device_tests_stop_tokens = False
+
+    def __init__(self, members: list[Request]) -> None:
+        super().__init__(members)
+        leader = members[0]
+        if leader.beam is None:
+            raise ValueError(f"request {leader.request_id!r} is not for a beam search")
+        self.search = BeamSearch(leader.beam, leader.max_len - leader.prompt_len, leader.stop_token_ids)
         self.rest()
 
     def rest(self) -> None:

@@ -26,13 +26,20 @@ from jpaged.engine.sequences.request import Request
 NEVER = np.iinfo(np.int64).max
 
 
+ORDINARY = 0
+"""`Slots.kind` of a sequence whose rows need no result to be planned."""
+
+
 class Slots:
     """Per-slot arrays and the free slots. Row `slot` of each array belongs to `requests[slot]`.
+
+    Everybody reads the arrays; only the methods here write them.
 
     start_step: int64 [slots]; the step that started the tenant, NEVER when empty. A result row of an earlier step
         is a former tenant's.
     reports, wants_logprobs: bool [slots]; whether every token of it is something that the caller hears of.
-    is_beam: bool [slots]; whether a search decides on its tokens. Its compute_limit stays 0.
+    kind: int8 [slots]; ORDINARY, or the number of a kind of rows that wait for their last result
+        (`constraints/dependent_rows.py`). These keep a compute_limit of 0.
     priority, arrival, index: int64 [slots]; its place in the policy's order.
     variant_counts: tenants by the sampling variant that they need.
     block_table: int32 [slots, max_blocks_per_seq].
@@ -50,7 +57,7 @@ class Slots:
         self.start_step = np.full((n,), NEVER, np.int64)
         self.reports = np.zeros((n,), np.bool_)
         self.wants_logprobs = np.zeros((n,), np.bool_)
-        self.is_beam = np.zeros((n,), np.bool_)
+        self.kind = np.full((n,), ORDINARY, np.int8)
         self.priority = np.zeros((n,), np.int64)
         self.arrival = np.zeros((n,), np.int64)
         self.index = np.zeros((n,), np.int64)
@@ -87,10 +94,18 @@ class Slots:
         """The slot's known tokens, int32 [n], a view."""
         return self.token_ids[slot, : self.num_known[slot]]
 
+    def holds_tokens(self, slot: int) -> bool:
+        """Whether the tenant has started: not one whose slot is kept for it until it is forked."""
+        return bool(self.num_known[slot])
+
     def acquire(
         self, request: Request, step_id: int, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int
     ) -> int:
-        """Gives the lowest free slot to a request that is to compute its known tokens, and returns the slot."""
+        """Gives the lowest free slot to a request that is to compute its known tokens, and returns the slot.
+
+        token_ids, block_ids: int32 [known], int32 [n]; its known tokens and block table. Both are empty for a sequence
+            that only has its slot kept for it.
+        """
         slot = heapq.heappop(self._free)
         n = len(block_ids)
         self.num_computed[slot] = num_computed
@@ -99,7 +114,6 @@ class Slots:
         self.start_step[slot] = step_id
         self.reports[slot] = request.reports_each_token
         self.wants_logprobs[slot] = request.logprobs is not None
-        self.is_beam[slot] = request.beam is not None
         self.priority[slot] = request.priority
         self.arrival[slot] = request.arrival_number
         self.index[slot] = request.index
@@ -111,6 +125,50 @@ class Slots:
             self.shared_prefixes.add(slot, min(n, request.prompt_len // self._block_size))
         request.slot = slot
         return slot
+
+    def advance(self, rows: np.ndarray) -> None:
+        """These distinct slots compute their last token in the step being planned: int64 [r]."""
+        self.num_computed[rows] += 1
+
+    def compute_up_to(self, slot: int, stop: int) -> None:
+        """The slot's tokens up to stop-1 are computed once the step being planned has run."""
+        self.num_computed[slot] = stop
+
+    def begin_decoding(self, slot: int, max_len: int) -> None:
+        """The slot's known tokens are computed, and it goes on from here to `max_len` tokens without the host."""
+        self.compute_limit[slot] = max_len - 1
+
+    def begin_waiting(self, slot: int, kind: int) -> None:
+        """The slot's known tokens are computed, and from here its rows wait for results, as the kind of this number
+        says.
+        """
+        self.kind[slot] = kind
+
+    def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """The host learns of a token of each of these distinct slots: int64 [n], int32 [n]."""
+        known = self.num_known[slots]
+        self.token_ids[slots, known] = token_ids
+        self.num_known[slots] = known + 1
+
+    def append_blocks(self, slots: np.ndarray, block_ids: np.ndarray) -> np.ndarray:
+        """Appends a block to the table of each of these distinct slots: int64 [n], int32 [n].
+
+        Returns: where it stands in the table, int32 [n].
+        """
+        index = self.capacity[slots] // self._block_size
+        self.block_table[slots, index] = block_ids
+        self.capacity[slots] += self._block_size
+        return index
+
+    def replace_last_blocks(self, slots: Sequence[int], block_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Puts other blocks, int32 [n], in place of the last ones of these distinct slots.
+
+        Returns: where they stand in the tables, and the blocks that stood there, int32 [n] both.
+        """
+        last = self.capacity[slots] // self._block_size - 1
+        replaced = self.block_table[slots, last]
+        self.block_table[slots, last] = block_ids
+        return last, replaced
 
     def fork(self, parent: int, children: Sequence[int]) -> tuple[np.ndarray, bool]:
         """Gives `children`, slots whose tenants have computed nothing, all that the tenant of `parent` has.
@@ -141,5 +199,6 @@ class Slots:
         self.requests[slot] = None
         self.num_computed[slot] = self.num_known[slot] = self.capacity[slot] = self.compute_limit[slot] = 0
         self.start_step[slot] = NEVER
-        self.reports[slot] = self.wants_logprobs[slot] = self.is_beam[slot] = False
+        self.reports[slot] = self.wants_logprobs[slot] = False
+        self.kind[slot] = ORDINARY
         heapq.heappush(self._free, slot)

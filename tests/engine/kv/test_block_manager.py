@@ -56,7 +56,7 @@ class Tables:
             block = self.slots.block_table[slot, at // SIZE]
             assert self.pool.ref_count(block) == 1
             self.content[block, at % SIZE] = token
-            self.slots.num_computed[slot] += 1
+            self.slots.compute_up_to(slot, at + 1)
         return updates.tolist(), copies.tolist()
 
     def free(self, slot: int) -> None:

@@ -25,7 +25,8 @@ from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.host_tier import HostTier
 from jpaged.engine.kv.swap_space import SwapSpace
-from jpaged.engine.scheduler.admission import NO_BLOCKS, Admission, PlanInProgress
+from jpaged.engine.plan_in_progress import NO_BLOCKS, PlanInProgress
+from jpaged.engine.scheduler.admission import Admission
 from jpaged.engine.sequences.beam_search import BeamGroup
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request, RequestStatus
@@ -54,7 +55,7 @@ class Memory:
         self.cache.host = self.space.tier
         self.slots = Slots(config)
         self.manager = BlockManager(self.pool, self.slots)
-        self.searches = Searches(self.slots, self.manager)
+        self.searches = Searches(1, self.slots, self.manager)
         self.admission = Admission(config, self.pool, self.slots, self.space)
         self.content = np.zeros((num_blocks, SIZE), np.int64)
         self.host: dict[int, np.ndarray] = {}
@@ -74,7 +75,7 @@ class Memory:
     def plan(self) -> PlanInProgress:
         self.num_steps += 1
         self.cache.step_id = self.num_steps
-        return PlanInProgress(self.num_steps, budget=10**6, runs_beams=False)
+        return PlanInProgress(self.num_steps, budget=10**6)
 
     def name(self) -> str:
         self.num_named += 1
@@ -99,7 +100,7 @@ class Memory:
             assert first < len(self.tokens(member)), "something is left to compute"
             self.write(member, first, len(self.tokens(member)))
         if request.beam is not None:
-            self.searches.add(request.group)
+            self.searches.admitted(request.group)
             self.groups.append(request.group)
         return True
 
@@ -125,7 +126,7 @@ class Memory:
         for position in range(start, stop):
             assert self.pool.ref_count(int(table[position // SIZE])) == 1
             self.content[table[position // SIZE], position % SIZE] = prints[position]
-        self.slots.num_computed[request.slot] = max(stop, start)
+        self.slots.compute_up_to(request.slot, max(stop, start))
         self.register(request)
 
     def register(self, request: Request) -> None:
@@ -161,8 +162,7 @@ class Memory:
         self.carry_out(plan, copies.tolist())
         for slot, token in tokens.items():
             if token is not None:
-                self.slots.token_ids[slot, self.slots.num_known[slot]] = token
-                self.slots.num_known[slot] += 1
+                self.slots.append_tokens(np.array([slot]), np.array([token]))
             at = int(self.slots.num_computed[slot])
             self.write(self.slots.requests[slot], at, at + 1)
         return True
@@ -172,6 +172,7 @@ class Memory:
         self.register(request)
         request.output_token_ids = self.tokens(request)[request.prompt_len :].tolist()
         self.manager.free(request.slot)
+        self.searches.left(request)
         self.slots.release(request.slot)
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
@@ -184,7 +185,6 @@ class Memory:
             return False
         self.carry_out(self.plan(), [])
         if members[0].beam is not None:
-            self.searches.discard(members[0].group)
             self.groups.remove(members[0].group)
         for member in members:
             self.leave(member)
@@ -208,10 +208,7 @@ class Memory:
     def end_in_swap(self, request: Request) -> None:
         """A sequence, or a whole search, ends while it is swapped out."""
         for member in [request] if request.beam is None else request.group.members:
-            if len(member.swap.members) == 1:
-                self.space.discard(member.swap)
-            else:
-                member.swap.drop(member)
+            self.space.drop(member)
             self.swapped.remove(member)
 
     def turn_over(self) -> None:
@@ -223,7 +220,7 @@ class Memory:
             self.leave(request)
 
     def start_search(self, request: Request) -> bool:
-        group = BeamGroup(request_of(request, grouped=False))
+        group = BeamGroup.form(request_of(request, grouped=False))
         if self.slots.num_free < len(group.members) or not self.admit(request):
             return False
         for sibling in group.members[1:]:
@@ -242,9 +239,11 @@ class Memory:
         slots = np.array([member.slot for member in live])
         before = {member.slot: self.tokens(member).tolist() for member in live}
         result = StepResult(ids[:, 0], zeros.astype(np.uint8), found)
-        over = self.searches.update(self.num_steps, slots, np.arange(len(live)), result)
-        _, moves = self.searches.take_changes()
-        if over:
+        taken = self.searches.take(self.num_steps, slots, np.arange(len(live)), result)
+        plan = PlanInProgress(self.num_steps, budget=0)
+        self.searches.contribute(plan)
+        moves = np.array(plan.beams, np.int32).reshape(-1, 3)
+        if taken.ended:
             self.end_search(group)
             return
         self.done["beams forked"] += int((moves[:, 0] != moves[:, 1]).sum())
@@ -281,7 +280,6 @@ class Memory:
         assert self.space.num_used == 0
 
     def end_search(self, group: BeamGroup) -> None:
-        self.searches.discard(group)
         self.groups.remove(group)
         for member in group.members:
             self.leave(member)
@@ -325,7 +323,7 @@ def request_of(request: Request, grouped: bool = True) -> Request:
     """A request as `Scheduler.add` leaves it."""
     request.max_len = MAX_LEN if request.beam is None else request.prompt_len + request.beam.max_tokens
     if grouped:
-        SequenceGroup(request)
+        SequenceGroup.form(request)
     return request
 
 
