@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.api.config import SchedulerConfig
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.bench.workloads import WORKLOADS, BenchRequest, make_requests
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.scheduler.scheduler import Scheduler
@@ -103,7 +103,7 @@ class RecordingExecutor:
             self.steps.append(Step(rows, bucket, int(self._lengths[slots].sum()), pairs))
         ended = running & (self._lengths[slots] + 1 >= self._ends[slots])
         codes = np.where(ended, FinishCode.LENGTH, FinishCode.RUNNING).astype(np.uint8)
-        return _Answer(StepResult(np.where(running, 7, NO_TOKEN).astype(np.int32), codes))
+        return _Answer(StepResult(np.where(running, 7, NO_TOKEN).astype(np.int32)[:, None], codes))
 
 
 def simulate(

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jpaged.api.config import SchedulerConfig
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.bench.arguments import HelpFormatter
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.kv.block_pool import BlockPool
@@ -70,7 +70,7 @@ class InstantExecutor:
         samples &= self._lengths[rows] < self._limits[rows]
         self._lengths[rows] += samples
         codes = ((self._lengths[rows] == self._limits[rows]) & samples).astype(np.uint8) * np.uint8(FinishCode.LENGTH)
-        return _Handle(StepResult(np.where(samples, 1, NO_TOKEN).astype(np.int32), codes))
+        return _Handle(StepResult(np.where(samples, 1, NO_TOKEN).astype(np.int32)[:, None], codes))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ SWAP_CHUNK_BLOCKS = 16
 """Blocks that move to or from host memory in one copy."""
 
 NO_TOKEN = -1
-"""Stands in `StepResult.token_ids` for a row that sampled nothing."""
+"""Stands in `StepResult.token_ids` after a row's tokens, and everywhere for a row that sampled nothing."""
 
 
 class SamplingVariant(IntEnum):
@@ -51,11 +51,25 @@ class FinishCode(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that keep the same of each token, and so share block tables.
+
+    A group has a block table for every slot. All groups draw on one pool of block ids: a block belongs to one group
+    while it is held, and the pool has as many arrays as a group has layers.
+
+    window: the most tokens that a query sees, its own included; None: all before it.
+    """
+
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SlotStart:
     """A sequence takes a slot, at its first admission or when it resumes after a preemption.
 
     token_ids: int32 [known]; every known token, the prompt's and then the output's.
-    block_ids: int32 [n]; the first n entries of its block table.
+    block_ids: int32 [groups, n]; the first n entries of its block table in each group. NULL_BLOCK where the group no
+        longer holds a block, because no later query sees its tokens.
     num_computed_tokens: tokens whose keys and values are in the pool already (prefix cache).
     max_len: the total length, in tokens, at which the device stops the sequence.
     stop_token_ids: tokens that stop it, the end-of-sequence tokens included unless ignored.
@@ -123,6 +137,10 @@ def _no_triples() -> np.ndarray:
     return np.zeros((0, 3), np.int32)
 
 
+def _no_table_updates() -> np.ndarray:
+    return np.zeros((0, 4), np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One iteration. The executor applies ends, swap-outs, starts, beams, swap-ins, copies and table updates in this
@@ -135,11 +153,14 @@ class StepPlan:
         if it is the parent), and with `token` as its last. No slot is both a parent of others and given one.
     copies: int32 [c, 2]; (block, block): the first one's contents go to the second (copy-on-write). No block is both
         copied from and to.
-    table_updates: int32 [u, 3]; (slot, index, block id): block-table entries that running sequences get at their end,
-        or in place of a shared block.
+    table_updates: int32 [u, 4]; (slot, group, index, block id): block-table entries that running sequences get at
+        their end, or in place of a shared block. Blocks that a group gives back are not among them: no later query
+        reads them, and steps run in order.
     decode_slots: int32 [d]; slots that compute their last token and sample the next.
     num_sharing, shared_len: the first `num_sharing` of them begin with the same `shared_len` computed tokens, full
-        blocks of the first one's table, which an executor may read once for all. Both 0 where there are chunks.
+        blocks of the first one's table in the first group without a window, which an executor may read once for all.
+        Both 0 where there are chunks.
+    tokens_per_row: the most tokens that a row which samples may bring.
     """
 
     step_id: int
@@ -150,11 +171,12 @@ class StepPlan:
     swap_ins: tuple[HostCopy, ...] = ()
     beams: np.ndarray = field(default_factory=_no_triples)
     copies: np.ndarray = field(default_factory=_no_pairs)
-    table_updates: np.ndarray = field(default_factory=_no_triples)
+    table_updates: np.ndarray = field(default_factory=_no_table_updates)
     decode_slots: np.ndarray = field(default_factory=_no_rows)
     num_sharing: int = 0
     shared_len: int = 0
     chunks: tuple[Chunk, ...] = ()
+    tokens_per_row: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -165,9 +187,11 @@ class StepPlan:
 class Logprobs:
     """Log-probabilities of the model's own distribution (before temperature, penalties and masks).
 
-    token_logprobs: float32 [n]; of the token that was sampled (or is the target).
-    token_ranks: int32 [n]; its rank, 1 for the most likely.
-    top_ids, top_logprobs: int32, float32 [n, k]; the k most likely tokens, best first.
+    The leading shape `...` is [rows, tokens_per_row] for sampled tokens and [n] for the n targets of a chunk.
+
+    token_logprobs: float32 [...]; of the token that was sampled (or is the target).
+    token_ranks: int32 [...]; its rank, 1 for the most likely.
+    top_ids, top_logprobs: int32, float32 [..., k]; the k most likely tokens, best first.
     """
 
     token_logprobs: np.ndarray
@@ -180,9 +204,10 @@ class Logprobs:
 class StepResult:
     """What a step found, by row.
 
-    token_ids: int32 [rows]; NO_TOKEN for a chunk that does not sample and for a slot that was inactive.
+    token_ids: int32 [rows, tokens_per_row]; a row's tokens first, NO_TOKEN after them. None for a chunk that does not
+        sample and for a slot that was inactive.
     finish_codes: uint8 [rows]; a `FinishCode` each.
-    logprobs: by row; None unless the plan's variant is FULL or BEAM.
+    logprobs: by row and token; None unless the plan's variant is FULL or BEAM.
     prompt_logprobs: row -> Logprobs [n], for chunks that asked.
     scores: row -> TargetScores [m], for chunks with targets.
     read_shared_prefix: whether the step read what rows share (`StepPlan.num_sharing`) once for all of them.

@@ -36,7 +36,7 @@ def slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, n
         slot=request.slot,
         token_ids=token_ids,
         prompt_len=request.prompt_len,
-        block_ids=block_ids,
+        block_ids=block_ids[None],
         num_computed_tokens=num_computed,
         max_len=request.max_len,
         sampling=request.sampling,

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jpaged.api.config import EngineArgs, SchedulerConfig
+from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError, InvalidParameterError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.assets import demo_model_path
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.loop import EngineCore

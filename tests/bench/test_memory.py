@@ -130,8 +130,8 @@ def test_a_system_gets_contiguous_slots_or_scattered_blocks_and_gives_all_back(s
     scheduler.check_integrity()
     for start in plan.starts:
         if system != "paged":
-            assert (np.diff(start.block_ids) == 1).all()
-        assert len(start.block_ids) * scheduler.config.block_size >= len(start.token_ids)
+            assert (np.diff(start.block_ids[0]) == 1).all()
+        assert start.block_ids.shape[1] * scheduler.config.block_size >= len(start.token_ids)
     for i in range(3):
         scheduler.abort(str(i))
     scheduler.check_integrity()

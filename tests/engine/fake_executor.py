@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from jpaged.api.config import SchedulerConfig
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import (
     NO_TOKEN,
     NULL_BLOCK,
@@ -147,7 +147,8 @@ class FakeExecutor:
         self._move_beams(plan.beams)
         self._copy(plan.copies)
         copied = set(map(tuple, plan.copies.tolist()))
-        for slot, index, block_id in plan.table_updates.tolist():
+        for slot, group, index, block_id in plan.table_updates.tolist():
+            assert group == 0
             blocks = self._slots[slot].blocks
             assert index == len(blocks) or (blocks[index], block_id) in copied, "neither appended nor a copy"
             blocks[index : index + 1] = [block_id]
@@ -202,7 +203,7 @@ class FakeExecutor:
         for token in tokens:
             prints.append(fingerprint(prints[-1] if prints else 0, token))
         assert start.num_computed_tokens <= len(tokens) < start.max_len <= self.config.max_model_len
-        self._slots[start.slot] = _Slot(start, tokens, prints, start.block_ids.tolist(), start.num_computed_tokens)
+        self._slots[start.slot] = _Slot(start, tokens, prints, start.block_ids[0].tolist(), start.num_computed_tokens)
 
     def _write_decode(self, state: _Slot) -> None:
         if state.active:
@@ -238,7 +239,7 @@ class FakeExecutor:
         token_ids = np.full((len(rows),), NO_TOKEN, np.int32)
         codes = np.zeros((len(rows),), np.uint8)
         scores = plan.variant in (SamplingVariant.FULL, SamplingVariant.BEAM)
-        logprobs = _empty_logprobs(len(rows)) if scores else None
+        logprobs = _empty_logprobs(len(rows), 1) if scores else None
         scored = {len(plan.decode_slots) + i for i, c in enumerate(plan.chunks) if c.score_targets is not None}
         for row, (slot, samples) in enumerate(rows):
             state = self._slots[slot]
@@ -254,9 +255,9 @@ class FakeExecutor:
                 continue
             token = next_token(state.prints[-1], start.seed, len(state.tokens))
             if logprobs is not None:
-                _fill_logprobs(logprobs, row, state.prints[-1], token)
+                _fill_logprobs(logprobs, (row, 0), state.prints[-1], token)
                 if self.rank is not None:
-                    logprobs.top_ids[row], logprobs.top_logprobs[row] = self.rank(state.tokens)
+                    logprobs.top_ids[row, 0], logprobs.top_logprobs[row, 0] = self.rank(state.tokens)
             token_ids[row] = token
             state.prints.append(fingerprint(state.prints[-1], token))
             state.tokens.append(token)
@@ -266,7 +267,7 @@ class FakeExecutor:
                 codes[row] = FinishCode.LENGTH
             state.active = codes[row] == FinishCode.RUNNING
         prompt_logprobs, scores = self._prompt_logprobs(plan), self._scores(plan)
-        return StepResult(token_ids, codes, logprobs, prompt_logprobs, scores, plan.num_sharing > 0)
+        return StepResult(token_ids[:, None], codes, logprobs, prompt_logprobs, scores, plan.num_sharing > 0)
 
     def _check_shared_prefix(self, plan: StepPlan) -> None:
         """What rows are said to share is in the first one's blocks, and none of it is what they write in this step."""
@@ -301,7 +302,7 @@ class FakeExecutor:
             prints = self._slots[chunk.slot].prints
             for i, target in enumerate(chunk.prompt_logprob_targets.tolist()):
                 if target != NO_TOKEN:
-                    _fill_logprobs(found[row], i, prints[chunk.start + i], target)
+                    _fill_logprobs(found[row], (i,), prints[chunk.start + i], target)
         return found
 
     def _scores(self, plan: StepPlan) -> dict[int, TargetScores]:
@@ -331,18 +332,18 @@ def needed_variant(start: SlotStart) -> SamplingVariant:
     return SamplingVariant.GREEDY if start.sampling.greedy else SamplingVariant.SAMPLING
 
 
-def _empty_logprobs(n: int) -> Logprobs:
+def _empty_logprobs(*shape: int) -> Logprobs:
     return Logprobs(
-        np.zeros((n,), np.float32),
-        np.zeros((n,), np.int32),
-        np.zeros((n, TOP_K), np.int32),
-        np.zeros((n, TOP_K), np.float32),
+        np.zeros(shape, np.float32),
+        np.zeros(shape, np.int32),
+        np.zeros((*shape, TOP_K), np.int32),
+        np.zeros((*shape, TOP_K), np.float32),
     )
 
 
-def _fill_logprobs(logprobs: Logprobs, row: int, last_fingerprint: int, token: int) -> None:
+def _fill_logprobs(logprobs: Logprobs, place: tuple[int, ...], last_fingerprint: int, token: int) -> None:
     likeliest = top_tokens(last_fingerprint, TOP_K)
     values = [logprob_of(last_fingerprint, likely) for likely in likeliest]
-    logprobs.token_logprobs[row] = own = logprob_of(last_fingerprint, token)
-    logprobs.token_ranks[row] = 1 + sum(value > own for value in values)
-    logprobs.top_ids[row], logprobs.top_logprobs[row] = likeliest, values
+    logprobs.token_logprobs[place] = own = logprob_of(last_fingerprint, token)
+    logprobs.token_ranks[place] = 1 + sum(value > own for value in values)
+    logprobs.top_ids[place], logprobs.top_logprobs[place] = likeliest, values

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
-from jpaged.api.config import SchedulerConfig
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import StepPlan
 from jpaged.engine.loop import EngineCore

@@ -89,19 +89,22 @@ def test_two_processes_of_two_devices_give_the_tokens_of_one_process_of_one(tmp_
 def test_a_plan_comes_back_from_its_bytes():
     rng = np.random.default_rng(0)
     sampling = SamplingParams(temperature=0.5, logit_bias={3: -1.5}, stop=["x"], allowed_token_ids=[1, 2], seed=7)
-    start = SlotStart(3, rng.integers(0, 9, 5), 5, np.array([4, 2]), 0, 40, sampling, 2**63, (1, 2), ((1,), (2, 3)))
+    start = SlotStart(3, rng.integers(0, 9, 5), 5, np.array([[4, 2]]), 0, 40, sampling, 2**63, (1, 2), ((1,), (2, 3)))
     chunk = Chunk(3, 0, rng.integers(0, 9, 5).astype(np.int32), True, np.array([1, -1], np.int32))
     plan = StepPlan(
         step_id=7,
         variant=SamplingVariant.FULL,
         ends=np.array([1, 2], np.int32),
         starts=(start,),
-        table_updates=rng.integers(0, 9, (4, 3)).astype(np.int32),
+        table_updates=rng.integers(0, 9, (4, 4)).astype(np.int32),
         chunks=(chunk,),
+        tokens_per_row=3,
     )
     again = plan_codec.decode(plan_codec.encode(plan))
     assert isinstance(again, StepPlan)
     assert again.variant is SamplingVariant.FULL
+    assert again.tokens_per_row == 3
+    np.testing.assert_array_equal(again.starts[0].block_ids, start.block_ids)
     assert again.starts[0].sampling == sampling
     assert again.starts[0].seed == 2**63
     assert again.starts[0].bad_words_token_ids == ((1,), (2, 3))

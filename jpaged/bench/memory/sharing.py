@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
-from jpaged.api.config import SchedulerConfig
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import Logprobs, StepPlan, StepResult
 from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.sequences.request import Request
@@ -46,8 +46,9 @@ class BeamDevice:
         ids = self._num_drawn + np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
         self._num_drawn += ids.size
         ranks = np.ones((plan.num_rows,), np.int32)
-        logprobs = Logprobs(likely[:, 0].astype(np.float32), ranks, ids, likely.astype(np.float32))
-        return StepResult(ids[:, 0], np.zeros((plan.num_rows,), np.uint8), logprobs)
+        likely, ids = likely[:, None].astype(np.float32), ids[:, None]
+        logprobs = Logprobs(likely[:, :, 0], ranks[:, None], ids, likely)
+        return StepResult(ids[:, :, 0], np.zeros((plan.num_rows,), np.uint8), logprobs)
 
 
 def search(

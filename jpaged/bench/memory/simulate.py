@@ -14,12 +14,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from jpaged.api.config import SchedulerConfig
 from jpaged.api.errors import EngineDeadError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.bench.memory.reservation import ReservationPool
 from jpaged.bench.memory.setups import Setup, StepTime
 from jpaged.bench.memory.traces import TraceRequest
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
 from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.sequences.request import Request
@@ -131,7 +131,7 @@ class SimulatedDevice:
         codes = ((self._lengths[rows] == self._limits[rows]) & samples).astype(np.uint8) * np.uint8(FinishCode.LENGTH)
         tokens = (np.arange(self._num_sampled, self._num_sampled + len(rows)) % _VOCAB_SIZE).astype(np.int32)
         self._num_sampled += len(rows)
-        return _Handle(StepResult(np.where(samples, tokens, NO_TOKEN).astype(np.int32), codes))
+        return _Handle(StepResult(np.where(samples, tokens, NO_TOKEN).astype(np.int32)[:, None], codes))
 
 
 class _Handle:

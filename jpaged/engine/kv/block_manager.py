@@ -22,7 +22,7 @@ import numpy as np
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.sequences.slots import Slots
 
-_NO_UPDATES, _NO_COPIES = np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32)
+_NO_UPDATES, _NO_COPIES = np.zeros((0, 4), np.int32), np.zeros((0, 2), np.int32)
 
 
 class Growth(NamedTuple):
@@ -70,7 +70,7 @@ class BlockManager:
     def append(self, growth: Growth) -> tuple[np.ndarray, np.ndarray]:
         """Makes room for one more token of each row.
 
-        Returns: table updates, int32 [u, 3], and copies, int32 [c, 2], as in `StepPlan`.
+        Returns: table updates, int32 [u, 4], and copies, int32 [c, 2], as in `StepPlan`.
 
         Raises:
             OutOfMemoryError: the pool has not so many blocks free; nothing is changed.
@@ -110,13 +110,13 @@ class BlockManager:
     def _grow(self, growth: Growth) -> tuple[np.ndarray, np.ndarray]:
         growing, copying = growth.growing, growth.copying
         num_growing = len(growing)
-        updates, copies = np.zeros((growth.num_blocks, 3), np.int32), _NO_COPIES
-        updates[:, 2] = block_ids = self._pool.allocate(len(updates))
+        updates, copies = np.zeros((growth.num_blocks, 4), np.int32), _NO_COPIES
+        updates[:, 3] = block_ids = self._pool.allocate(len(updates))
         updates[:num_growing, 0] = growing
-        updates[:num_growing, 1] = self._slots.append_blocks(growing, block_ids[:num_growing])
+        updates[:num_growing, 2] = self._slots.append_blocks(growing, block_ids[:num_growing])
         if copying:
             last, shared = self._slots.replace_last_blocks(copying, block_ids[num_growing:])
-            updates[num_growing:, 0], updates[num_growing:, 1] = copying, last
+            updates[num_growing:, 0], updates[num_growing:, 2] = copying, last
             copies = np.stack([shared, block_ids[num_growing:]], axis=1)
             self._pool.unshare(shared)
         return updates, copies

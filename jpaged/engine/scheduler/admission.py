@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from jpaged.api.config import SchedulerConfig
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NULL_BLOCK
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.prefix_cache import root_digest

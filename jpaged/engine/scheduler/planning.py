@@ -32,8 +32,8 @@ from enum import Enum
 
 import numpy as np
 
-from jpaged.api.config import SchedulerConfig
 from jpaged.api.errors import EngineDeadError
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.dependent_rows import Dependents
 from jpaged.engine.interface import NO_TOKEN, Chunk, SamplingVariant, StepPlan
 from jpaged.engine.kv.block_manager import BlockManager, Growth

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jpaged.api.config import PreemptionMode, SchedulerConfig
+from jpaged.api.config import PreemptionMode
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.kv.swap_space import SwapSpace
 from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.scheduler.waiting_queue import WaitingQueue

@@ -12,18 +12,18 @@ import numpy as np
 
 from jpaged.api.errors import EngineDeadError
 from jpaged.engine.constraints.dependent_rows import Dependents, Ended
-from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, StepPlan, StepResult
+from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, Logprobs, StepPlan, StepResult
 from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.sequences.logprobs import store_logprobs, store_prompt_logprobs
 from jpaged.engine.sequences.request import Request
-from jpaged.engine.sequences.slots import Slots
+from jpaged.engine.sequences.slots import ORDINARY, Slots
 from jpaged.engine.stats import Counters
 
 
 class RequestUpdate(NamedTuple):
     """Something that a step brought for a sequence of a request.
 
-    new_token_ids: tokens since its last update: one a step for a sequence that reports each token, all of them at
+    new_token_ids: tokens since its last update: those of a step for a sequence that reports each token, all of them at
         once, when it finishes, for another. `request.finished` says whether they are the last.
     """
 
@@ -47,32 +47,47 @@ class Results:
             EngineDeadError: the device and the scheduler disagree on what runs.
         """
         self._counters.num_shared_prefix_steps += result.read_shared_prefix
-        rows_slots, owned, rows = self._sampled_rows(plan, result)
-        self._counters.count_step(len(rows))
+        rows_slots, owned, rows, counts = self._sampled_rows(plan, result)
+        self._counters.count_step(len(rows) if counts is None else int(counts.sum()))
         now, of_chunks = time.monotonic(), owned[len(plan.decode_slots) :]
         self._note_prompts(plan, result, of_chunks, now)
         updates = self._take_scores(plan, result, of_chunks)
         if self._dependents.awaits(plan.step_id):
             rows, ended = self._dependents.take(plan.step_id, rows_slots, rows, result)
             updates += [self._end(one) for one in ended]
-        return updates + self._take_tokens(result, rows_slots, rows, now)
+        if counts is not None:
+            counts = np.count_nonzero(result.token_ids[rows] != NO_TOKEN, axis=1)
+        return updates + self._take_tokens(result, rows_slots, rows, counts, now)
 
-    def _sampled_rows(self, plan: StepPlan, result: StepResult) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Each row's slot, whether its tenant still has it, and which rows brought their tenants a token.
+    def _sampled_rows(
+        self, plan: StepPlan, result: StepResult
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Each row's slot, whether its tenant still has it, which rows were due to bring their tenants tokens, and how
+        many each of these brought; None for one each.
 
-        Raises EngineDeadError: they are fewer or more than were due.
+        Raises EngineDeadError: a row brought fewer than were due.
         """
         rows_slots = plan.decode_slots.astype(np.intp)
         if plan.chunks:
             rows_slots = np.concatenate([rows_slots, np.array([chunk.slot for chunk in plan.chunks], np.intp)])
         owned = self._slots.start_step[rows_slots] <= plan.step_id
-        rows = np.flatnonzero(owned & (result.token_ids != NO_TOKEN))
+        brought = owned & (result.token_ids[:, 0] != NO_TOKEN)
         num_due = int(np.count_nonzero(owned)) - sum(
             not chunk.samples and bool(owned[len(plan.decode_slots) + i]) for i, chunk in enumerate(plan.chunks)
         )
-        if len(rows) != num_due:
-            raise EngineDeadError(f"Step {plan.step_id} returned {len(rows)} tokens for {num_due} running sequences.")
-        return rows_slots, owned, rows
+        rows, counts = np.flatnonzero(brought), None
+        num_brought = len(rows)
+        if plan.tokens_per_row > 1:
+            # Of ordinary rows one that goes on has brought all; others know themselves how many they were to bring.
+            ordinary = self._slots.kind[rows_slots] == ORDINARY
+            counts = np.count_nonzero(result.token_ids != NO_TOKEN, axis=1)
+            is_short = ordinary & (counts < plan.tokens_per_row) & (result.finish_codes == FinishCode.RUNNING)
+            brought &= ~is_short
+            rows = np.flatnonzero(brought | (owned & ~ordinary))
+            num_brought, counts = len(rows), counts[rows]
+        if num_brought != num_due:
+            raise EngineDeadError(f"Step {plan.step_id} returned {num_brought} tokens for {num_due} running sequences.")
+        return rows_slots, owned, rows, counts
 
     def _tenants_of_chunks(self, plan: StepPlan, owned: np.ndarray) -> Iterator[tuple[int, Chunk, Request]]:
         """Chunks whose tenants still have their slots, with their rows in the step. owned: bool [chunks]; which do."""
@@ -106,37 +121,52 @@ class Results:
         return updates
 
     def _take_tokens(
-        self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray, now: float
+        self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray, counts: np.ndarray | None, now: float
     ) -> list[RequestUpdate]:
-        """Takes in the tokens of these rows, ends the sequences whose last they are, and tells of those that report."""
-        slots, tokens, codes = self._slots, result.token_ids, result.finish_codes
-        live = rows_slots[rows]
-        slots.append_tokens(live, tokens[rows])
+        """Takes in the tokens of these rows, ends the sequences whose last they are, and tells of those that report.
+
+        counts: int64 [rows]; how many tokens each brought, None for one each.
+        """
+        slots, codes = self._slots, result.finish_codes
+        live, tokens = rows_slots[rows], result.token_ids[rows]
+        if counts is None:
+            slots.append_tokens(live, tokens[:, 0])
+        else:
+            slots.append_several(live, tokens, counts)
         if result.logprobs is not None:
-            for row in rows[slots.wants_logprobs[live]].tolist():
-                if (request := slots.requests[rows_slots[row]]) is not None:
-                    store_logprobs(request, int(tokens[row]), result.logprobs, row)
+            self._store_logprobs(result.logprobs, rows_slots, rows[slots.wants_logprobs[live]], result.token_ids)
         updates = []
-        heard = rows[slots.reports[live] | (codes[rows] != FinishCode.RUNNING)]
-        for slot, token_id, code in zip(
-            rows_slots[heard].tolist(), tokens[heard].tolist(), codes[heard].tolist(), strict=True
-        ):
+        is_heard = slots.reports[live] | (codes[rows] != FinishCode.RUNNING)
+        heard = zip(live[is_heard].tolist(), tokens[is_heard].tolist(), codes[rows[is_heard]].tolist(), strict=True)
+        for slot, token_ids, code in heard:
             request = slots.requests[slot]
-            if request is None:
+            if counts is not None and NO_TOKEN in token_ids:
+                del token_ids[token_ids.index(NO_TOKEN) :]
+            if request is None or not token_ids:
                 continue
             request.stats.last_token_time = now
             if request.reports_each_token:
-                request.output_token_ids.append(token_id)
+                request.output_token_ids += token_ids
             if code != FinishCode.RUNNING:
                 self._tenants.leave(request)
                 if code == FinishCode.STOP:
-                    self._tenants.end(request, "stop", request.stop_reason_of(token_id))
+                    self._tenants.end(request, "stop", request.stop_reason_of(token_ids[-1]))
                 else:
                     self._tenants.end(request, "length", None)
             updates.append(
-                RequestUpdate(request, [token_id] if request.reports_each_token else request.output_token_ids)
+                RequestUpdate(request, token_ids if request.reports_each_token else request.output_token_ids)
             )
         return updates
+
+    def _store_logprobs(
+        self, logprobs: Logprobs, rows_slots: np.ndarray, rows: np.ndarray, token_ids: np.ndarray
+    ) -> None:
+        """Stores those of the tokens of these rows, all of which want them."""
+        for row in rows.tolist():
+            request = self._slots.requests[rows_slots[row]]
+            for k, token_id in enumerate(token_ids[row].tolist()):
+                if request is not None and token_id != NO_TOKEN:
+                    store_logprobs(request, token_id, logprobs, (row, k))
 
     def _end(self, ended: Ended) -> RequestUpdate:
         """Ends a sequence for which the host knows that it is over."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpaged.api.config import SchedulerConfig
 from jpaged.api.errors import EngineDeadError, InvalidParameterError
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.dependent_rows import DependentRows, Dependents
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, StepPlan, StepResult

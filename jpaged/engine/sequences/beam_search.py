@@ -229,7 +229,7 @@ def rankings(groups: Sequence[BeamGroup]) -> list[Ranking]:
     for (num_live, count, _), indices in alike.items():
         found = [candidates for index in indices for candidates in groups[index].pop_candidates()]
         shape = (len(indices), num_live, count)
-        token_ids = np.concatenate([step.top_ids[row, :count] for step, row in found]).reshape(shape)
-        logprobs = np.concatenate([step.top_logprobs[row, :count] for step, row in found]).reshape(shape)
+        token_ids = np.concatenate([step.top_ids[row, 0, :count] for step, row in found]).reshape(shape)
+        logprobs = np.concatenate([step.top_logprobs[row, 0, :count] for step, row in found]).reshape(shape)
         result.update(zip(indices, rank([groups[index].search for index in indices], token_ids, logprobs), strict=True))
     return [result[index] for index in range(len(groups))]

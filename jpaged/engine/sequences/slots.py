@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpaged.api.config import SchedulerConfig
+from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import SamplingVariant
 from jpaged.engine.kv.shared_prefix import SharedPrefixes
 from jpaged.engine.sequences.request import Request
@@ -149,6 +149,20 @@ class Slots:
         known = self.num_known[slots]
         self.token_ids[slots, known] = token_ids
         self.num_known[slots] = known + 1
+
+    def append_several(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        """The host learns of several tokens of each of these distinct slots. Those that wait for their results have
+        computed all that is known but the last token, however many were planned.
+
+        slots, counts: int64 [n]. token_ids: int32 [n, k]; the first `counts` of each row.
+        """
+        brought = np.arange(token_ids.shape[1]) < counts[:, None]
+        known = self.num_known[slots]
+        places = known[:, None] + np.arange(token_ids.shape[1])
+        self.token_ids[np.repeat(slots, counts), places[brought]] = token_ids[brought]
+        self.num_known[slots] = known + counts
+        waiting = slots[self.kind[slots] != ORDINARY]
+        self.num_computed[waiting] = self.num_known[waiting] - 1
 
     def append_blocks(self, slots: np.ndarray, block_ids: np.ndarray) -> np.ndarray:
         """Appends a block to the table of each of these distinct slots: int64 [n], int32 [n].

@@ -3,7 +3,7 @@
 A jit call pays for each argument (about 0.4 us, and 28 us for the first on an H200), so a program takes one packed
 buffer, whose layout both sides read:
 
-    layout = PackedLayout(slots=(8,), table_updates=(8, 3))
+    layout = PackedLayout(slots=(8,), table_updates=(8, 4))
     buffer, host = layout.new(slots=null_slot, table_updates=0)     # numpy: fill `host["slots"][:n]`
     fields = layout.unpack(buffer)                                  # the same, of the traced buffer
 """

@@ -112,7 +112,7 @@ class PagedAttention:
 
 def decode_layout(batch: int, shares_prefix: bool = False) -> PackedLayout:
     shared: dict[str, tuple[int, ...]] = {"num_sharing": (), "shared_len": ()} if shares_prefix else {}
-    return PackedLayout(slots=(batch,), table_updates=(batch, 3), **shared)
+    return PackedLayout(slots=(batch,), table_updates=(batch, 4), **shared)
 
 
 def decode_step(
@@ -137,7 +137,7 @@ def decode_step(
 
     active = state.active[slots]
     positions = jnp.where(active, state.seq_len[slots], 0)
-    tables = block_tables[slots]
+    tables = block_tables[slots][:, 0]
     mapping = slot_mapping(tables, jnp.arange(batch), positions, active, config.block_size)
     kv_lens = jnp.where(active, positions + 1, 0)
     shared = (host["num_sharing"], host["shared_len"]) if shares_prefix else None
@@ -158,7 +158,7 @@ def mixed_layout(config: ExecutorConfig, tokens: int) -> PackedLayout:
         query_lens=(rows,),
         kinds=(rows,),
         tokens=(tokens,),
-        table_updates=(rows + -(-tokens // config.block_size), 3),
+        table_updates=(rows + -(-tokens // config.block_size), 4),
     )
 
 
@@ -189,7 +189,7 @@ def mixed_step(
 
     computed = jnp.where(active, state.seq_len[slots], 0)
     positions = jnp.where(valid, computed[row] + token - starts[row], 0)
-    tables = block_tables[slots]
+    tables = block_tables[slots][:, 0]
     mapping = slot_mapping(tables, row, positions, valid, config.block_size)
     tables = jnp.where(active[:, None], tables, NULL_BLOCK)  # a row that stopped reads what it just wrote there
     kv_lens = computed + query_lens
@@ -309,7 +309,7 @@ def update_layout() -> PackedLayout:
         slots=(STARTS_PER_UPDATE,),
         num_computed_tokens=(STARTS_PER_UPDATE,),
         records=(STARTS_PER_UPDATE, sampling_records.CORE_RECORD_WORDS),
-        table_updates=(TABLE_UPDATES_PER_UPDATE, 3),
+        table_updates=(TABLE_UPDATES_PER_UPDATE, 4),
     )
 
 

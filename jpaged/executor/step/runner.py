@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.api.errors import EngineDeadError
+from jpaged.api.errors import EngineDeadError, InvalidParameterError
 from jpaged.engine.interface import (
     NO_TOKEN,
     NULL_BLOCK,
@@ -85,19 +85,20 @@ class Step:
         return self._sampled.tokens_and_codes.is_ready()  # type: ignore[attr-defined]  # JAX's stubs leave it out
 
     def result(self) -> StepResult:
+        """Each row brings one token at most: the arrays by row and token have a second axis of size 1."""
         tokens = np.full((self._num_rows,), NO_TOKEN, np.int32)
         codes = np.full((self._num_rows,), FinishCode.RUNNING, np.int32)
         logprobs = None
         if self._sampled is not None:
             tokens, codes = self._read(self._sampled.tokens_and_codes)[:, : self._num_rows]
             if self._sampled.logprobs is not None:
-                logprobs = _host_logprobs(self._sampled.logprobs, 0, self._num_rows)
+                logprobs = _host_logprobs(self._sampled.logprobs, np.s_[: self._num_rows, None])
         prompt_logprobs = {}
         if self._prompt_scores is not None:
             scores, scored_rows = self._prompt_scores
-            prompt_logprobs = {row: _host_logprobs(scores, start, end) for row, start, end in scored_rows}
+            prompt_logprobs = {row: _host_logprobs(scores, np.s_[start:end]) for row, start, end in scored_rows}
         return StepResult(
-            tokens,
+            tokens[:, None],
             codes.astype(np.uint8),
             logprobs,
             prompt_logprobs,
@@ -125,8 +126,9 @@ class Step:
         return scores
 
 
-def _host_logprobs(arrays: TokenLogprobs, start: int, end: int) -> Logprobs:
-    return Logprobs(*(np.asarray(array)[start:end] for array in arrays))
+def _host_logprobs(arrays: TokenLogprobs, places: Any) -> Logprobs:
+    """places: an index of their rows."""
+    return Logprobs(*(np.asarray(array)[places] for array in arrays))
 
 
 class Runner:
@@ -174,9 +176,16 @@ class Runner:
         return self._pools
 
     def execute(self, plan: StepPlan) -> Step:
-        """Dispatches `plan` and returns at once. Raises EngineDeadError when the runner was closed."""
+        """Dispatches `plan` and returns at once.
+
+        Raises:
+            EngineDeadError: the runner was closed.
+            InvalidParameterError: the plan wants more than one token a row.
+        """
         if self.closed:
             raise EngineDeadError("The runner was closed, by another engine on it; start a new one.")
+        if plan.tokens_per_row != 1:
+            raise InvalidParameterError(f"tokens_per_row={plan.tokens_per_row} is not supported; a step samples 1.")
         for out in plan.swap_outs:
             self._swap_out(out)
         self._apply_changes(plan)
@@ -263,12 +272,7 @@ class Runner:
             return
         for start in plan.starts:
             self._start_full(start)
-        triples = [
-            np.stack([np.full(n, start.slot), np.arange(n), start.block_ids], axis=1)
-            for start in plan.starts
-            if (n := len(start.block_ids))
-        ]
-        entries = np.concatenate(triples) if triples else np.zeros((0, 3), np.int32)
+        entries = np.concatenate([plan.table_updates[:0], *map(_table_entries, plan.starts)])
         # All ends must come before any start, since a slot may end and start anew in one plan.
         ends, starts = plan.ends, plan.starts
         while len(ends) > STARTS_PER_UPDATE:
@@ -493,4 +497,10 @@ def _padded(block_ids: np.ndarray) -> np.ndarray:
 
 def _fill_table_updates(field: np.ndarray, updates: np.ndarray, null_slot: int) -> None:
     field[: len(updates)] = updates
-    field[len(updates) :] = (null_slot, 0, NULL_BLOCK)
+    field[len(updates) :] = (null_slot, 0, 0, NULL_BLOCK)
+
+
+def _table_entries(start: SlotStart) -> np.ndarray:
+    """The entries of a slot's first block tables, as in `StepPlan.table_updates`; none for places without a block."""
+    groups, indices = np.nonzero(start.block_ids != NULL_BLOCK)
+    return np.stack([np.full(len(groups), start.slot), groups, indices, start.block_ids[groups, indices]], axis=1)

@@ -4,7 +4,7 @@
     last_token  [S+1]   the token a decode step computes next
     seq_len     [S+1]   tokens whose keys and values are in the pool
     active      [S+1]   False: writes go to the null block, nothing is sampled
-    block_tables [S+1, max_blocks_per_seq]
+    block_tables [S+1, groups, max_blocks_per_seq]   one table for each `CacheGroup`
 
 Sampling parameters live beside it (`sampling_state.SamplingState`). All of it is donated to each program and updated in
 place; the host sends only differences.
@@ -25,7 +25,7 @@ class SlotState(NamedTuple):
     last_token: Int[Array, " slots"]
     seq_len: Int[Array, " slots"]
     active: Bool[Array, " slots"]
-    block_tables: Int[Array, "slots blocks"]
+    block_tables: Int[Array, "slots groups blocks"]
 
 
 def initial_slot_state(config: ExecutorConfig) -> SlotState:
@@ -35,14 +35,18 @@ def initial_slot_state(config: ExecutorConfig) -> SlotState:
         last_token=jnp.zeros((rows,), jnp.int32),
         seq_len=jnp.zeros((rows,), jnp.int32),
         active=jnp.zeros((rows,), bool),
-        block_tables=jnp.full((rows, config.max_blocks_per_seq), NULL_BLOCK, jnp.int32),
+        block_tables=jnp.full((rows, 1, config.max_blocks_per_seq), NULL_BLOCK, jnp.int32),
     )
 
 
-def append_blocks(block_tables: Int[Array, "slots blocks"], updates: Int[Array, "n 3"]) -> Int[Array, "slots blocks"]:
-    """Writes (slot, index, block) triples. Padding names the null slot, whose table is never attended through."""
-    slots, indices, blocks = updates[:, 0], updates[:, 1], updates[:, 2]
-    return block_tables.at[slots, indices].set(blocks)
+def append_blocks(
+    block_tables: Int[Array, "slots groups blocks"], updates: Int[Array, "n 4"]
+) -> Int[Array, "slots groups blocks"]:
+    """Writes entries of (slot, group, index, block) each. Padding names the null slot, whose tables are never attended
+    through.
+    """
+    slots, groups, indices, blocks = updates.T
+    return block_tables.at[slots, groups, indices].set(blocks)
 
 
 def slot_mapping(

@@ -83,7 +83,7 @@ def test_a_forked_sequence_shares_every_block_and_copies_its_last_on_first_write
     updates, copies = tables.append({a: 10, b: 20})
     copy = tables.table(a)[1]
     assert copies == [[last, copy]]
-    assert updates == [[a, 1, copy]]
+    assert updates == [[a, 0, 1, copy]]
     assert tables.table(b) == [first, last]
     assert [tables.pool.ref_count(block) for block in (first, last, copy)] == [2, 1, 1]
     assert (tables.read(a), tables.read(b)) == ([0, 1, 2, 3, 4, 5, 10], [0, 1, 2, 3, 4, 5, 20])
@@ -108,7 +108,7 @@ def test_a_fork_at_the_end_of_a_block_copies_nothing():
     b = tables.fork(a)
     updates, copies = tables.append({a: 1, b: 2})
     assert copies == []
-    assert [(slot, index) for slot, index, _ in updates] == [(a, 1), (b, 1)]
+    assert [(slot, index) for slot, _, index, _ in updates] == [(a, 1), (b, 1)]
 
 
 def test_an_owner_that_is_gone_leaves_the_block_to_the_other():

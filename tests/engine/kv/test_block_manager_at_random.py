@@ -235,10 +235,10 @@ class Memory:
         ids = np.stack([rng.permutation(90)[: shape[1]] for _ in live]).astype(np.int32)
         scores = -np.sort(rng.exponential(1.0, shape).astype(np.float32), axis=1)
         zeros = np.zeros((len(live),), np.int32)
-        found = Logprobs(zeros.astype(np.float32), zeros, ids, scores)
+        found = Logprobs(zeros[:, None].astype(np.float32), zeros[:, None], ids[:, None], scores[:, None])
         slots = np.array([member.slot for member in live])
         before = {member.slot: self.tokens(member).tolist() for member in live}
-        result = StepResult(ids[:, 0], zeros.astype(np.uint8), found)
+        result = StepResult(ids[:, :1], zeros.astype(np.uint8), found)
         taken = self.searches.take(self.num_steps, slots, np.arange(len(live)), result)
         plan = PlanInProgress(self.num_steps, budget=0)
         self.searches.contribute(plan)

@@ -337,7 +337,7 @@ def test_a_prompt_that_parts_within_a_block_copies_it_and_keeps_what_is_equal(de
     num_plans = len(engine.plans)
     engine.step()
     plan = engine.plans[num_plans]
-    copied = int(plan.starts[0].block_ids[1])
+    copied = int(plan.starts[0].block_ids[0, 1])
     assert second.num_cached_tokens == 7
     assert plan.copies.shape == (1, 2)
     assert plan.copies[0, 1] == copied != plan.copies[0, 0]

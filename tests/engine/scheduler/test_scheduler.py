@@ -41,7 +41,7 @@ class TestThePagedAttentionPaper:
         assert engine.table(request)[:2] == first_two
         assert len(set(engine.table(request))) == 3
         assert filled(engine, request) == [4, 4, 1]
-        assert engine.plans[2].table_updates.tolist() == [[request.slot, 2, engine.table(request)[2]]]
+        assert engine.plans[2].table_updates.tolist() == [[request.slot, 0, 2, engine.table(request)[2]]]
 
     def test_figure_7_two_requests_at_once_have_blocks_of_their_own_anywhere(self):
         engine = Engine(block_size=4)
@@ -667,7 +667,7 @@ class TestPlans:
         scheduler = Scheduler(make_config())
         scheduler.add(make_request("a", 4))
         plan = scheduler.schedule()
-        lost = StepResult(np.array([NO_TOKEN], np.int32), np.zeros((1,), np.uint8))
+        lost = StepResult(np.array([[NO_TOKEN]], np.int32), np.zeros((1,), np.uint8))
         with pytest.raises(EngineDeadError, match="0 tokens for 1 running"):
             scheduler.update(plan, lost)
 
@@ -726,7 +726,7 @@ class TestRefusals:
     def test_an_engine_that_cannot_go_on_says_so(self, monkeypatch):
         engine = Engine()
         engine.add(make_request("a", 4, 2))
-        monkeypatch.setattr(engine.scheduler, "schedule", lambda: None)
+        monkeypatch.setattr(engine.scheduler, "schedule", lambda: NoPlan.IDLE)
         with pytest.raises(EngineDeadError, match="1 requests are left, but none can run"):
             engine.step()
         assert issubclass(EngineDeadError, JPagedError)

@@ -116,7 +116,7 @@ class Drive:
         """First come, first served: nobody starts before one who has waited longer."""
         if self.engine.config.policy != "fcfs":
             return
-        forked = [len(s.block_ids) == 0 or s.num_computed_tokens == len(s.token_ids) for s in plan.starts]
+        forked = [s.block_ids.shape[1] == 0 or s.num_computed_tokens == len(s.token_ids) for s in plan.starts]
         admitted = [start for start, is_forked in zip(plan.starts, forked, strict=True) if not is_forked]
         started = [self.engine.scheduler.slots.requests[start.slot] for start in admitted]
         waiting = [r.arrival_number for r in self.unfinished.values() if r.status != RequestStatus.RUNNING]

@@ -76,7 +76,7 @@ def test_figure_9_beams_are_forked_and_freed_through_their_block_tables():
     engine.step()  # their first tokens go to blocks of their own
     plan = engine.plans[-1]
     assert len(plan.copies) == 0, "the fourth blocks were full"
-    assert sorted(slot for slot, _, _ in plan.table_updates.tolist()) == [m.slot for m in request.group.members]
+    assert sorted(slot for slot, *_ in plan.table_updates.tolist()) == [m.slot for m in request.group.members]
     moves = {slot: parent for slot, parent, _ in plan.beams.tolist()}
     assert sorted(moves) == [m.slot for m in request.group.members]
     assert len(set(moves.values())) == 2

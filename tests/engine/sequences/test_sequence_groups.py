@@ -37,7 +37,7 @@ def test_figure_8_two_samples_share_the_prompt_and_copy_the_block_they_part_in()
     engine.step()  # A1 writes first: its last block is copied; A2 is then the only owner of the original
     copy = engine.table(a1)[1]
     assert engine.plans[1].copies.tolist() == [[partly, copy]]
-    assert engine.plans[1].table_updates.tolist() == [[a1.slot, 1, copy]]
+    assert engine.plans[1].table_updates.tolist() == [[a1.slot, 0, 1, copy]]
     assert (engine.table(a1), engine.table(a2)) == ([full, copy], [full, partly])
     assert [pool.ref_count(block) for block in (full, partly, copy)] == [2, 1, 1]
 

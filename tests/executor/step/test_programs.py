@@ -67,7 +67,12 @@ def pool_bytes(model: Model) -> int:
 def start_of(slot: int, tokens: np.ndarray, blocks: list[int], *, max_len: int = 40, **changes) -> SlotStart:
     fields = {"num_computed_tokens": 0, "sampling": GREEDY, "seed": 0, "stop_token_ids": (), **changes}
     return SlotStart(
-        slot=slot, token_ids=tokens, prompt_len=len(tokens), block_ids=np.array(blocks), max_len=max_len, **fields
+        slot=slot,
+        token_ids=tokens,
+        prompt_len=len(tokens),
+        block_ids=np.array([blocks], np.int32),
+        max_len=max_len,
+        **fields,
     )
 
 
@@ -104,7 +109,7 @@ def test_chunks_and_decode_steps_continue_the_prompt_greedily(model, weights, ru
     steps = [runner.execute(plan(1, chunks=(Chunk(2, 6, prompt[6:], samples=True),)))]
     steps += [runner.execute(plan(2 + i, decode_slots=np.array([2], np.int32))) for i in range(6)]
     results = [step.result() for step in steps]
-    tokens = [int(result.token_ids[0]) for result in results]
+    tokens = [int(result.token_ids[0, 0]) for result in results]
     assert tokens == [*greedy(model, weights, prompt, 5), NO_TOKEN, NO_TOKEN]
     codes = [FinishCode(int(result.finish_codes[0])) for result in results]
     assert codes == [FinishCode.RUNNING] * 4 + [FinishCode.LENGTH] + [FinishCode.RUNNING] * 2
@@ -123,7 +128,7 @@ def test_a_slot_may_end_and_start_anew_in_one_plan(model, weights, runner):
         )
     )
     then = runner.execute(plan(2, decode_slots=np.array([0], np.int32)))
-    assert [int(s.result().token_ids[0]) for s in (step, then)] == greedy(model, weights, new, 2)
+    assert [int(s.result().token_ids[0, 0]) for s in (step, then)] == greedy(model, weights, new, 2)
 
 
 def test_a_slot_that_ended_writes_to_the_null_block_only(runner):
@@ -132,7 +137,7 @@ def test_a_slot_that_ended_writes_to_the_null_block_only(runner):
     before = [np.asarray(pool) for pool in runner.pools]
     runner.execute(plan(1, ends=np.array([1], np.int32)))
     step = runner.execute(plan(2, decode_slots=np.array([1], np.int32)))
-    assert step.result().token_ids.tolist() == [NO_TOKEN]
+    assert step.result().token_ids.tolist() == [[NO_TOKEN]]
     for old, new in zip(before, runner.pools, strict=True):
         np.testing.assert_array_equal(old[1:], np.asarray(new)[1:])
 
@@ -145,7 +150,7 @@ def test_a_stop_token_ends_the_slot_on_the_device(model, weights, runner):
     steps = [runner.execute(plan(0, starts=(started,), chunks=(Chunk(3, 0, prompt, samples=True),)))]
     steps += [runner.execute(plan(1 + i, decode_slots=np.array([3], np.int32))) for i in range(4)]
     results = [step.result() for step in steps]
-    tokens = [int(r.token_ids[0]) for r in results if r.token_ids[0] != NO_TOKEN]
+    tokens = [int(r.token_ids[0, 0]) for r in results if r.token_ids[0, 0] != NO_TOKEN]
     assert tokens == expected[: expected.index(stop) + 1]
     assert [int(r.finish_codes[0]) for r in results].count(FinishCode.STOP) == 1
 
@@ -154,11 +159,11 @@ def test_more_changes_than_one_buffer_holds_are_all_applied(model, weights, prog
     """Seven hundred block-table entries and every slot at once, through buffers that hold fewer."""
     prompt = np.random.default_rng(3).integers(0, VOCAB_SIZE, 4).astype(np.int32)
     starts = tuple(start_of(slot, prompt, [slot + 1]) for slot in range(4))
-    updates = np.array([(slot, 1 + i, 100 + 20 * slot + i) for slot in range(4) for i in range(15)], np.int32)
+    updates = np.array([(slot, 0, 1 + i, 100 + 20 * slot + i) for slot in range(4) for i in range(15)], np.int32)
     chunks = tuple(Chunk(slot, 0, prompt, samples=True) for slot in range(4))
     runner.execute(plan(0, starts=starts, chunks=chunks))
     step = runner.execute(plan(1, decode_slots=np.arange(4, dtype=np.int32), table_updates=updates))
-    assert step.result().token_ids.tolist() == [greedy(model, weights, prompt, 2)[1]] * 4
+    assert step.result().token_ids.tolist() == [greedy(model, weights, prompt, 2)[1:]] * 4
 
 
 def test_blocks_survive_host_memory_and_come_back_elsewhere(model, weights, runner):
@@ -169,7 +174,7 @@ def test_blocks_survive_host_memory_and_come_back_elsewhere(model, weights, runn
     chunks = (Chunk(0, 0, prompt, samples=True), Chunk(1, 6, prompt[:0], samples=True))
     steps = [runner.execute(plan(0, starts=(first, second), chunks=chunks))]
     both = np.array([0, 1], np.int32)
-    copied = {"copies": np.array([[2, 3]], np.int32), "table_updates": np.array([[0, 1, 3]], np.int32)}
+    copied = {"copies": np.array([[2, 3]], np.int32), "table_updates": np.array([[0, 0, 1, 3]], np.int32)}
     steps.append(runner.execute(plan(1, decode_slots=both, **copied)))
     out = HostCopy(7, np.array([1, 2], np.int32))
     steps.append(runner.execute(plan(2, ends=both[1:], swap_outs=(out,), decode_slots=both[:1])))
@@ -178,7 +183,7 @@ def test_blocks_survive_host_memory_and_come_back_elsewhere(model, weights, runn
     back = HostCopy(7, np.array([8, 9], np.int32))
     chunk = Chunk(1, 7, known[7:], samples=True)
     steps.append(runner.execute(plan(3, starts=(again,), swap_ins=(back,), chunks=(chunk,), decode_slots=both[:1])))
-    tokens = [step.result().token_ids.tolist() for step in steps]
+    tokens = [step.result().token_ids[:, 0].tolist() for step in steps]
     assert tokens == [[expected[0]] * 2, [expected[1]] * 2, [expected[2]], [expected[3], expected[2]]]
 
 
@@ -189,8 +194,8 @@ def test_a_beam_goes_on_from_another_slot_with_the_token_it_is_given(model, weig
         StepPlan(step_id=0, variant=SamplingVariant.BEAM, starts=(start_of(2, prompt, [4, 5]),), chunks=(chunk,))
     )
     result = step.result()
-    best, second = result.logprobs.top_ids[0, :2].tolist()
-    assert best == int(result.token_ids[0])
+    best, second = result.logprobs.top_ids[0, 0, :2].tolist()
+    assert best == int(result.token_ids[0, 0])
     moves = np.array([[0, 2, second], [2, 2, best]], np.int32)
     step = runner.execute(
         plan(
@@ -198,19 +203,19 @@ def test_a_beam_goes_on_from_another_slot_with_the_token_it_is_given(model, weig
             starts=(start_of(0, prompt, []),),
             beams=moves,
             copies=np.array([[5, 6]], np.int32),
-            table_updates=np.array([[0, 1, 6]], np.int32),
+            table_updates=np.array([[0, 0, 1, 6]], np.int32),
             decode_slots=np.array([0, 2], np.int32),
         )
     )
     followed = [greedy(model, weights, np.array([*prompt, token]), 1)[0] for token in (second, best)]
-    assert step.result().token_ids.tolist() == followed
+    assert step.result().token_ids[:, 0].tolist() == followed
 
 
 def test_padding_never_reaches_a_real_block_or_a_result(runner):
     """The pool is NaN wherever no token was written, and stays so."""
     prompt = np.arange(3, dtype=np.int32)
     step = runner.execute(plan(0, starts=(start_of(0, prompt, [5]),), chunks=(Chunk(0, 0, prompt, samples=True),)))
-    assert step.result().token_ids[0] != NO_TOKEN
+    assert step.result().token_ids[0, 0] != NO_TOKEN
     for pool in runner.pools:
         pool = np.asarray(pool)
         assert np.isfinite(pool[5, :, :, :3]).all()
@@ -251,7 +256,7 @@ def test_warm_up_leaves_no_trace(model, weights, runner):
     runner.warm_up()
     prompt = np.random.default_rng(4).integers(0, VOCAB_SIZE, 6).astype(np.int32)
     step = runner.execute(plan(0, starts=(start_of(0, prompt, [1, 2]),), chunks=(Chunk(0, 0, prompt, samples=True),)))
-    assert step.result().token_ids.tolist() == greedy(model, weights, prompt, 1)
+    assert step.result().token_ids.tolist() == [greedy(model, weights, prompt, 1)]
     assert all(np.isnan(np.asarray(pool)[3:]).all() for pool in runner.pools)
 
 

@@ -79,7 +79,7 @@ def test_what_was_read_stands_when_other_tokens_are_written_over_it():
     array.delete()  # as donating it does
     assert step.is_ready()
     again = step.result()
-    assert first.token_ids.tolist() == again.token_ids.tolist() == [7, 8]
+    assert first.token_ids.tolist() == again.token_ids.tolist() == [[7], [8]]
     assert len(given_back) == 1
 
 
