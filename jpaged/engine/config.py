@@ -6,6 +6,7 @@ from typing import get_args
 from jpaged.api.config import Policy, PreemptionMode
 from jpaged.api.errors import InvalidParameterError
 from jpaged.engine.interface import CacheGroup
+from jpaged.engine.kv.footprint import Footprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class SchedulerConfig:
         room; "recompute": they are computed again; "auto": groups swap, single sequences are computed again.
     host_prefix_cache: prefix blocks that the pool reuses go to host memory, where they can be hit, as long as no
         preempted sequences need the room.
+    tokens_per_row: the most tokens that a step brings for a decoding sequence, where it has no prompts to compute.
     cache_groups: layers that keep the same of a token, each with block tables of its own (`CacheGroup`); one at least.
     """
 
@@ -43,10 +45,11 @@ class SchedulerConfig:
     num_swap_chunks: int = 0
     preemption_mode: PreemptionMode = "auto"
     host_prefix_cache: bool = False
+    tokens_per_row: int = 1
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "tokens_per_row"):
             if getattr(self, name) < 1:
                 raise InvalidParameterError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.num_blocks < 2:
@@ -57,6 +60,9 @@ class SchedulerConfig:
             raise InvalidParameterError(f'policy must be "fcfs" or "priority", got {self.policy!r}.')
         if not self.cache_groups:
             raise InvalidParameterError("cache_groups must name one group of layers at least, got none.")
+        for group in self.cache_groups:
+            if group.window is not None and group.window < 1:
+                raise InvalidParameterError(f"A cache group's window must be at least 1, got {group.window}.")
         if not 0.0 <= self.watermark < 1.0:
             raise InvalidParameterError(f"watermark must be in [0, 1), got {self.watermark}.")
         for name in ("pipeline_depth", "num_swap_chunks"):
@@ -71,6 +77,16 @@ class SchedulerConfig:
                 "host_prefix_cache=True keeps blocks of the prefix cache in the swap space: it needs "
                 "enable_prefix_caching=True, and a swap_space that holds a chunk of 16 blocks at least."
             )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each cache group, as `CacheGroup.window`."""
+        return tuple(group.window for group in self.cache_groups)
+
+    @property
+    def footprint(self) -> Footprint:
+        """What sequences need of the pool."""
+        return Footprint(self.block_size, self.windows, self.max_num_batched_tokens, self.tokens_per_row)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -168,3 +168,46 @@ def test_an_aborted_row_that_waits_for_a_mask_leaves_nothing_behind():
     engine.assert_idle()
     assert not masks_of(engine).masks
     assert not engine.scheduler._dependents
+
+
+class Drafted(DependentRows):
+    """Requests whose id begins with "draft": a result brings them from no token to all four."""
+
+    most_tokens = 4
+
+    @classmethod
+    def group_of(cls, request):
+        return SequenceGroup.form(request) if request.request_id.startswith("draft") else None
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("tokens_per_row", [1, 2, 4])
+def test_rows_with_drafts_to_verify_bring_from_none_to_all_of_their_tokens(tokens_per_row, depth):
+    def num_brought(start, tokens, most: int) -> int:
+        return most if start.seed % 2 else (start.seed + 7 * len(executor.plans)) % (most + 1)
+
+    engine = Engine(
+        kinds=(Drafted,),
+        num_brought=num_brought,
+        pipeline_depth=depth,
+        tokens_per_row=tokens_per_row,
+        max_num_batched_tokens=40,
+        num_blocks=28,
+        watermark=0.0,
+    )
+    executor = engine.executor
+    drafts = [
+        make_request(
+            f"draft {i}", 3 + i, 21, seed=2 * i, n=1 + i % 2, stop_token_ids=list(range(i, 97, 40)), logprobs=1
+        )
+        for i in range(6)
+    ]
+    ordinary = [make_request(f"ordinary {i}", 3 + i, 21, seed=2 * i + 1, logprobs=1) for i in range(3)]
+    engine.add(*drafts, *ordinary)
+    engine.run()
+    members = [member for request in (*drafts, *ordinary) for member in request.group.members]
+    assert_complete(*members)
+    for member in members:
+        assert [next(iter(position)) for position in member.logprobs] == member.output_token_ids
+    assert (max(plan.tokens_per_row for plan in engine.plans)) == tokens_per_row
+    engine.assert_idle()

@@ -29,7 +29,7 @@ others one by one, like everybody.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -70,7 +70,8 @@ class DependentRows(ABC):
         number: of the kind; `Slots.kind` of its rows.
         slots, blocks: the scheduler's. A kind may read all of them, and change what its own sequences have.
 
-    most_tokens: that a result brings to a row. With more than 1, how many of them come is not known beforehand.
+    most_tokens: that a result can bring to a row. How many do come, from none up, need not be known beforehand; with
+        more than 1, the step's `tokens_per_row` bounds it as well, and max_num_batched_tokens must have room for them.
     """
 
     most_tokens: ClassVar[int] = 1
@@ -148,6 +149,7 @@ class Dependents:
     def __init__(self, kinds: Sequence[type[DependentRows]], slots: Slots, blocks: BlockManager) -> None:
         self._slots = slots
         self._kinds = {number: kind(number, slots, blocks) for number, kind in enumerate(kinds, start=1)}
+        self.counts_vary = any(kind.most_tokens > 1 for kind in kinds)  # whether a row may bring no token at all
         self._kind_of: dict[str, DependentRows] = {}  # by request id, while the request is unfinished
         self._awaited: dict[int, set[int]] = {}  # kinds that have rows in a step, by step
 
@@ -178,6 +180,10 @@ class Dependents:
             return {}
         found = {number: kind.rows() for number, kind in self._kinds.items()}
         return {number: rows for number, rows in found.items() if len(rows)}
+
+    def most_tokens(self, kinds: Iterable[int]) -> int:
+        """The most tokens that rows of all these kinds can take of one result."""
+        return min(self._kinds[number].most_tokens for number in kinds)
 
     def num_due(self) -> int:
         """As `DependentRows.num_due`."""

@@ -16,7 +16,7 @@ from jpaged.api.errors import EngineDeadError
 from jpaged.engine.constraints.dependent_rows import DependentRows, Ended, Taken
 from jpaged.engine.interface import SamplingVariant, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
-from jpaged.engine.plan_in_progress import NO_BLOCKS, PlanInProgress, slot_start
+from jpaged.engine.plan_in_progress import PlanInProgress, slot_start
 from jpaged.engine.sequences.beam_search import BeamGroup, Ranking, rankings
 from jpaged.engine.sequences.request import Group, Request
 from jpaged.engine.sequences.slots import Slots
@@ -74,9 +74,10 @@ class Searches(DependentRows):
 
     def contribute(self, plan: PlanInProgress) -> None:
         """Adds what was chosen since the last plan: beams that start, and which beam goes on from which."""
+        no_blocks = np.zeros((len(self._slots.windows), 0), np.int32)
         for group in self._groups:
             for beam in group.pending_starts:
-                plan.starts.append(slot_start(beam, self._slots.known(beam.slot).copy(), NO_BLOCKS, 0))
+                plan.starts.append(slot_start(beam, self._slots.known(beam.slot).copy(), no_blocks, 0))
             plan.beams += group.pending_moves
             group.pending_starts, group.pending_moves = [], []
 

@@ -17,10 +17,10 @@ from itertools import islice
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, HostCopy
+from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS, HostCopy
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.host_tier import HostTier
-from jpaged.engine.kv.swap_record import SwapRecord
+from jpaged.engine.kv.swap_record import NO_PLACE, SwapRecord
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.slots import Slots
 
@@ -33,7 +33,7 @@ _ENTRIES_AHEAD = 4 * SWAP_CHUNK_BLOCKS
 
 @dataclass(slots=True)
 class Restored:
-    """What `SwapSpace.restore` did. tables: int32 [n] for each sequence. copies: for `StepPlan.swap_ins`."""
+    """What `SwapSpace.restore` did. tables: int32 [groups, n] for each sequence. copies: for `StepPlan.swap_ins`."""
 
     tables: list[np.ndarray]
     copies: list[HostCopy]
@@ -74,14 +74,16 @@ class SwapSpace:
         places, num_computed = [], []
         for member in members:
             computed = int(slots.num_computed[member.slot])
-            own = []
-            for index, block_id in enumerate(slots.blocks(member.slot)[: -(-computed // block_size)].tolist()):
+            tables = slots.block_tables[:, member.slot, : -(-computed // block_size)]
+            own = np.full(tables.shape, NO_PLACE, np.int64)
+            for group, index in np.argwhere(tables != NULL_BLOCK).tolist():
+                block_id = int(tables[group, index])
                 is_full = (index + 1) * block_size <= computed
                 if not is_full or block_id not in place_of:
                     place_of[block_id] = len(blocks)
                     blocks.append(block_id)
-                own.append(place_of[block_id])
-            places.append(np.array(own, np.int64))
+                own[group, index] = place_of[block_id]
+            places.append(own)
             num_computed.append(computed)
         chunks = self._take(-(-len(blocks) // SWAP_CHUNK_BLOCKS))
         if not chunks:
@@ -103,9 +105,10 @@ class SwapSpace:
         taken = np.zeros((record.num_places,), np.bool_)
         tables = []
         for places in record.places:
-            pool.share(block_ids[places[taken[places]]])
-            taken[places] = True
-            tables.append(block_ids[places])
+            held = places[places != NO_PLACE]
+            pool.share(block_ids[held[taken[held]]])
+            taken[held] = True
+            tables.append(np.where(places != NO_PLACE, block_ids[places], NULL_BLOCK))
         pool.free(block_ids[~taken])  # those of sequences that have ended meanwhile
         self.num_swapped_in += record.num_places
         copies = _copies(record.chunks, np.where(taken, block_ids, 0).astype(np.int32))

@@ -4,7 +4,7 @@ One rule: each sequence's computed tokens catch up with its known tokens under a
 one token behind; a prompt, or what a preempted sequence has to compute again, is many behind and is computed in
 chunks. Each step serves, in this order and until the budget is spent:
 
-    1. decode rows                one token each
+    1. decode rows                one token each of the budget
     2. chunks of running prompts  as many tokens as the budget leaves
     3. waiting requests           in policy order, never past the first that does not fit
 
@@ -18,10 +18,13 @@ takes one token of that step's budget, as each decodes from the next step on.
 Rows that wait for their last result (`constraints/dependent_rows.py`), such as beams, are planned only when it has been
 read, while other sequences go on in the steps between. What they need of a step's budget is kept free in all steps.
 
-Plans run ahead of results: a decoding sequence advances by one token a plan, and only the device knows which. Lengths
-are known exactly, so no row is planned past the greatest length; a stop token shows late, and what was planned past it
-comes back as NO_TOKEN. A slot and its blocks can be handed out again at once: the device runs plans in order, and a
-slot that ended writes to the null block.
+Steps without chunks may bring several tokens a row (`SchedulerConfig.tokens_per_row`): a row then claims room for all
+of them, and if blocks are short for that, for one.
+
+Plans run ahead of results: a decoding sequence advances by so many tokens a plan, and only the device knows which.
+Lengths are known exactly, so no row is planned past the greatest length; a stop token shows late, and what was planned
+past it comes back as NO_TOKEN. A slot and its blocks can be handed out again at once: the device runs plans in order,
+and a slot that ended writes to the null block.
 
 When decode rows need more blocks than are free, what is in flight is read first; that alone often ends a sequence. Then
 others give way (`preemption.py`).
@@ -46,6 +49,9 @@ from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.scheduler.waiting_queue import WaitingQueue
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.slots import Slots
+
+_MOST_ABLE_FIRST = tuple(reversed(SamplingVariant))
+_NO_BEAMS = np.zeros((0, 3), np.int32)
 
 
 class NoPlan(Enum):
@@ -82,7 +88,7 @@ class Planner:
         self._tenants = tenants
         self._dependents = dependents
         self._preemption = preemption
-        self.admission = Admission(config, pool, slots, swap_space)
+        self.admission = Admission(config, pool, slots, blocks, swap_space)
         self.in_flight: deque[StepPlan] = deque()
         self._next_step_id = 0
         self._did_not_fit: tuple[Request, int, int] | None = None
@@ -98,20 +104,29 @@ class Planner:
                 return step
             if self.in_flight:
                 return NoPlan.BLOCKED
-            if not self._dependents.wait():
+            if self._dependents.wait():
+                continue
+            if not self._tenants.prefilling:
                 return NoPlan.IDLE
+            next(self._preemption.one_by_one())  # prompts wait for blocks that other prompts hold
 
     def _plan_with(self, growth: Growth) -> StepPlan | None:
         """A step with these decode rows and what else there is room for; None if it would be empty."""
         rows, dependent = growth.rows, self._dependents.rows()
         plan = PlanInProgress(self._next_step_id, budget=0, kinds=set(dependent))
         table_updates, copies = self._blocks.append(growth)
-        self._slots.advance(rows)
         self._dependents.planned(plan.step_id, dependent)
-        num_ordinary = len(rows) - sum(map(len, dependent.values()))
-        plan.budget = self._config.max_num_batched_tokens - num_ordinary - self._dependents.num_due()
-        self._plan_chunks(plan)
+        plan.budget = self._config.max_num_batched_tokens - len(rows)
+        if self._dependents:
+            plan.budget += sum(map(len, dependent.values())) - self._dependents.num_due()
+        if self._tenants.prefilling:
+            self._plan_chunks(plan)
         self._admit_waiting(plan)
+        # A chunk ends with one token, so its step brings one a row; the room that rows have for more stays theirs.
+        num_tokens = 1 if plan.chunks else growth.num_tokens
+        self._slots.advance(rows, num_tokens)
+        if plan.table_updates:
+            table_updates = np.concatenate([table_updates, *plan.table_updates])
         if plan.copies:
             copies = np.concatenate([copies, np.array(plan.copies, np.int32)])
             for source, _ in plan.copies:  # held until nothing more is allocated in this plan
@@ -130,13 +145,14 @@ class Planner:
             starts=tuple(plan.starts),
             swap_outs=self._swap_space.end_plan(),
             swap_ins=tuple(plan.swap_ins),
-            beams=np.array(plan.beams, np.int32).reshape(-1, 3),
+            beams=np.array(plan.beams, np.int32) if plan.beams else _NO_BEAMS,
             copies=copies,
             table_updates=table_updates,
             decode_slots=rows.astype(np.int32),
             num_sharing=num_sharing,
             shared_len=shared_blocks * self._config.block_size,
             chunks=tuple(plan.chunks),
+            tokens_per_row=num_tokens,
         )
         self._next_step_id += 1
         self.in_flight.append(step)
@@ -149,21 +165,30 @@ class Planner:
         None, and nothing changed, when blocks are short and there are results to read first. The budget has room for
         all rows, since each was a row of an earlier step and took a token of its budget.
         """
+        if self._config.tokens_per_row > 1 and not self._tenants.prefilling:
+            growth = self._growth(self._config.tokens_per_row)
+            if growth.num_blocks <= self._blocks.num_available:
+                return growth
         growth = self._growth()
-        if growth.num_blocks <= self._pool.num_free:
+        if growth.num_blocks <= self._blocks.num_available:
             return growth
         if self.in_flight:
             return None
         for _ in self._preemption.one_by_one():
             growth = self._growth()
-            if growth.num_blocks <= self._pool.num_free:
+            if growth.num_blocks <= self._blocks.num_available:
                 return growth
         raise EngineDeadError("Blocks are short, though nothing runs that could hold them.")
 
-    def _growth(self) -> Growth:
-        """What the slots need that can decode: those that need no result for it, then those that are ready."""
+    def _growth(self, num_tokens: int = 1) -> Growth:
+        """What the slots need that can decode, for so many tokens each or as many as kinds of rows among them can take:
+        those slots that need no result for it, then those that are ready.
+        """
         rows, dependent = self._slots.decodable(), self._dependents.rows()
-        return self._blocks.growth(np.concatenate([rows, *dependent.values()]) if dependent else rows)
+        if dependent:
+            rows = np.concatenate([rows, *dependent.values()])
+            num_tokens = min(num_tokens, self._dependents.most_tokens(dependent))
+        return self._blocks.growth(rows, num_tokens)
 
     def _plan_chunks(self, plan: PlanInProgress) -> None:
         """Continues the prompts that are being computed."""
@@ -179,9 +204,13 @@ class Planner:
         slots, slot = self._slots, request.slot
         siblings = request.group.siblings_to_fork
         start, known = int(slots.num_computed[slot]), int(slots.num_known[slot])
-        stop = min(known, start + plan.budget)
-        if siblings and stop == known and known - start + len(siblings) > plan.budget:
-            # The prompt cannot end in this step, where its siblings would have no rows. Nobody else gets what is left
+        stop = self._blocks.reach(slot, min(known, start + plan.budget))
+        if stop == start:  # what it waits for is shared by others, who give it back when they have gone on
+            self._tenants.prefilling.append(request)
+            return
+        tail = self._tail(request, siblings)
+        if tail and stop == known and known - start + tail > plan.budget:
+            # The prompt cannot end in this step, where its rows would not all have room. Nobody else gets what is left
             # of the budget, or it might never come to be enough for all of them.
             stop, plan.budget = known - 1, known - 1 - start
             if stop == start:
@@ -204,6 +233,9 @@ class Planner:
             )
         )
         plan.budget -= stop - start
+        updates = self._blocks.extend(slot, stop, known)
+        if len(updates):
+            plan.table_updates.append(updates)
         slots.compute_up_to(slot, stop)
         self._tenants.register(request, stop)
         if stop < known:
@@ -211,11 +243,18 @@ class Planner:
         else:
             self._end_prefill(plan, request, siblings)
 
+    def _tail(self, request: Request, siblings: list[Request]) -> int:
+        """Tokens of its budget that the step which ends a prompt keeps for the rows that go on from there, besides the
+        last one of the prompt: each will take as many of the next step's.
+        """
+        kind = self._dependents.of(request)
+        return (1 + len(siblings)) * (1 if kind is None else kind.most_tokens) - 1
+
     def _end_prefill(self, plan: PlanInProgress, request: Request, siblings: list[Request]) -> None:
         """All that a sequence knows is computed in this step. Its siblings are forked from it, now or by their kind; a
         token of this step's budget is kept for each.
         """
-        plan.budget -= len(siblings)
+        plan.budget -= self._tail(request, siblings)
         going_on = [request]
         if not request.group.forks_itself:
             going_on += siblings
@@ -228,16 +267,16 @@ class Planner:
             plan.kinds.add(kind.number)
             return
         for member in going_on:
-            self._slots.begin_decoding(member.slot, member.max_len)
+            self._slots.begin_decoding(member.slot)
 
     def _fork(self, plan: PlanInProgress, parent: Request, children: list[Request]) -> None:
         """Starts siblings, whose slots are kept, at the end of the prompt that their parent computes in this step."""
         self._blocks.fork(parent.slot, [child.slot for child in children])
-        known, block_ids = self._slots.known(parent.slot).copy(), self._slots.blocks(parent.slot).copy()
+        known, tables = self._slots.known(parent.slot).copy(), self._slots.table(parent.slot).copy()
         for child in children:
             child.block_digests = parent.block_digests.copy()
             child.num_registered_blocks = parent.num_registered_blocks
-            plan.starts.append(slot_start(child, known, block_ids, len(known)))
+            plan.starts.append(slot_start(child, known, tables, len(known)))
             plan.chunks.append(Chunk(child.slot, len(known), known[:0], samples=True))
 
     def _admit_waiting(self, plan: PlanInProgress) -> None:
@@ -283,5 +322,6 @@ class Planner:
 
     def _variant(self, plan: PlanInProgress) -> SamplingVariant:
         """The least program that does for every running sequence, and for the kinds of rows that run in the step."""
-        variant = max((v for v in SamplingVariant if self._slots.variant_counts[v]), default=SamplingVariant.GREEDY)
-        return self._dependents.variant(variant, plan.kinds)
+        counts = self._slots.variant_counts
+        variant = next((v for v in _MOST_ABLE_FIRST if counts[v]), SamplingVariant.GREEDY)
+        return self._dependents.variant(variant, plan.kinds) if plan.kinds else variant

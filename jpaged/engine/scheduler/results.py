@@ -71,23 +71,21 @@ class Results:
         if plan.chunks:
             rows_slots = np.concatenate([rows_slots, np.array([chunk.slot for chunk in plan.chunks], np.intp)])
         owned = self._slots.start_step[rows_slots] <= plan.step_id
-        brought = owned & (result.token_ids[:, 0] != NO_TOKEN)
-        num_due = int(np.count_nonzero(owned)) - sum(
-            not chunk.samples and bool(owned[len(plan.decode_slots) + i]) for i, chunk in enumerate(plan.chunks)
-        )
-        rows, counts = np.flatnonzero(brought), None
-        num_brought = len(rows)
-        if plan.tokens_per_row > 1:
-            # Of ordinary rows one that goes on has brought all; others know themselves how many they were to bring.
+        brought, counts = owned & (result.token_ids[:, 0] != NO_TOKEN), None
+        due = owned
+        if plan.chunks:
+            due = owned.copy()
+            due[len(plan.decode_slots) :] &= [chunk.samples for chunk in plan.chunks]
+        if plan.tokens_per_row > 1 or self._dependents.counts_vary:
+            # Of ordinary rows one that goes on has brought all; others may have brought none.
             ordinary = self._slots.kind[rows_slots] == ORDINARY
             counts = np.count_nonzero(result.token_ids != NO_TOKEN, axis=1)
-            is_short = ordinary & (counts < plan.tokens_per_row) & (result.finish_codes == FinishCode.RUNNING)
-            brought &= ~is_short
-            rows = np.flatnonzero(brought | (owned & ~ordinary))
-            num_brought, counts = len(rows), counts[rows]
-        if num_brought != num_due:
-            raise EngineDeadError(f"Step {plan.step_id} returned {num_brought} tokens for {num_due} running sequences.")
-        return rows_slots, owned, rows, counts
+            is_short = (counts < plan.tokens_per_row) & (result.finish_codes == FinishCode.RUNNING)
+            brought = np.where(ordinary, brought & ~is_short, due)
+        rows, num_due = np.flatnonzero(brought), int(np.count_nonzero(due))
+        if len(rows) != num_due:
+            raise EngineDeadError(f"Step {plan.step_id} returned {len(rows)} tokens for {num_due} running sequences.")
+        return rows_slots, owned, rows, None if counts is None else counts[rows]
 
     def _tenants_of_chunks(self, plan: StepPlan, owned: np.ndarray) -> Iterator[tuple[int, Chunk, Request]]:
         """Chunks whose tenants still have their slots, with their rows in the step. owned: bool [chunks]; which do."""
@@ -128,17 +126,21 @@ class Results:
         counts: int64 [rows]; how many tokens each brought, None for one each.
         """
         slots, codes = self._slots, result.finish_codes
-        live, tokens = rows_slots[rows], result.token_ids[rows]
+        live, tokens = rows_slots[rows], result.token_ids
         if counts is None:
-            slots.append_tokens(live, tokens[:, 0])
+            slots.append_tokens(live, tokens[rows, 0])
         else:
-            slots.append_several(live, tokens, counts)
+            slots.append_several(live, tokens[rows], counts)
         if result.logprobs is not None:
-            self._store_logprobs(result.logprobs, rows_slots, rows[slots.wants_logprobs[live]], result.token_ids)
-        updates = []
+            self._store_logprobs(result.logprobs, rows_slots, rows[slots.wants_logprobs[live]], tokens)
+        updates: list[RequestUpdate] = []
         is_heard = slots.reports[live] | (codes[rows] != FinishCode.RUNNING)
-        heard = zip(live[is_heard].tolist(), tokens[is_heard].tolist(), codes[rows[is_heard]].tolist(), strict=True)
-        for slot, token_ids, code in heard:
+        if not is_heard.any():
+            return updates
+        heard = rows[is_heard]
+        for slot, token_ids, code in zip(
+            live[is_heard].tolist(), tokens[heard].tolist(), codes[heard].tolist(), strict=True
+        ):
             request = slots.requests[slot]
             if counts is not None and NO_TOKEN in token_ids:
                 del token_ids[token_ids.index(NO_TOKEN) :]

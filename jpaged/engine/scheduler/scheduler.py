@@ -15,13 +15,13 @@ from jpaged.api.errors import EngineDeadError, InvalidParameterError
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.dependent_rows import DependentRows, Dependents
 from jpaged.engine.constraints.searches import Searches
-from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, StepPlan, StepResult
+from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS, StepPlan, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.host_tier import HostTier
 from jpaged.engine.kv.pins import PinnedPrefixes
 from jpaged.engine.kv.swap_space import SwapSpace
-from jpaged.engine.limits import RequestLimits, num_blocks_alone
+from jpaged.engine.limits import RequestLimits
 from jpaged.engine.scheduler.planning import NoPlan, Planner
 from jpaged.engine.scheduler.preemption import Preemption
 from jpaged.engine.scheduler.results import RequestUpdate, Results
@@ -53,7 +53,9 @@ class Scheduler:
         kinds: Sequence[type[DependentRows]] = (Searches,),
     ) -> None:
         self.config = config
-        self.pool = pool or BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.pool = pool or BlockPool(
+            config.num_blocks, config.block_size, config.enable_prefix_caching, config.windows
+        )
         self.slots = Slots(config)
         self.swap_space = SwapSpace(config.num_swap_chunks, HostTier() if config.host_prefix_cache else None)
         if self.pool.cache is not None:
@@ -63,7 +65,7 @@ class Scheduler:
         self._counters = Counters()
         self._pins = PinnedPrefixes(self.pool)
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
-        blocks = BlockManager(self.pool, self.slots)
+        self._blocks = blocks = BlockManager(self.pool, self.slots)
         self._dependents = Dependents(kinds, self.slots, blocks)
         self._tenants = Tenants(
             config.block_size, self.pool.cache, self.slots, blocks, self._dependents, self._counters
@@ -193,9 +195,11 @@ class Scheduler:
             InvalidParameterError: the engine was started without prefix caching.
             OutOfMemoryError: what is left of the pool would not hold the longest sequence, or an unfinished request.
         """
-        longest = -(-self.config.max_model_len // self.config.block_size)
-        unfinished = (num_blocks_alone(group.leader, self.config.block_size) for group in self._tenants.groups.values())
-        return self._pins.pin(token_ids, cache_salt, num_needed=max([longest, *unfinished]))
+        footprint, longest = self.config.footprint, self.config.max_model_len
+        needed = [footprint.alone(longest, longest)]
+        for group in self._tenants.groups.values():
+            needed.append(footprint.alone(group.leader.prompt_len, group.leader.max_len, group.num_together))
+        return self._pins.pin(token_ids, cache_salt, num_needed=max(needed))
 
     def unpin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix go its way again. Returns whether it was pinned."""
@@ -211,6 +215,8 @@ class Scheduler:
             config.max_num_batched_tokens,
             config.block_size,
             self.capacity,
+            config.windows,
+            config.tokens_per_row,
         )
 
     @property
@@ -264,10 +270,21 @@ class Scheduler:
         """Token slots of referenced blocks that hold nothing. Sequences that share a last block are equally long."""
         slots = self.slots
         used = slots.used()
-        used = used[slots.capacity[used] > 0]
-        last_blocks = slots.block_table[used, slots.capacity[used] // self.config.block_size - 1]
+        used = used[slots.num_known[used] > 0]
+        return sum(self._num_empty_of_group(group, used) for group in range(len(slots.windows)))
+
+    def _num_empty_of_group(self, group: int, used: np.ndarray) -> int:
+        """As `_num_empty_token_slots`, in one cache group. While a prompt is computed, a group without a window already
+        has blocks for all of it where others have none yet.
+        """
+        slots, size = self.slots, self.config.block_size
+        room = slots.capacity[used]
+        if slots.has_windows and slots.windows[group] is None:
+            room = np.maximum(room, -(-slots.num_known[used] // size) * size)
+        last_blocks = slots.block_tables[group, used, room // size - 1]
         _, distinct = np.unique(last_blocks, return_index=True)
-        return int((slots.capacity - slots.num_computed)[used[distinct]].sum())
+        distinct = distinct[last_blocks[distinct] != NULL_BLOCK]
+        return int((room - slots.num_computed[used])[distinct].sum())
 
     def check_integrity(self) -> None:
         """Checks that blocks, tables, slots and queue agree; for tests and for idle moments: it reads everything.
@@ -277,6 +294,7 @@ class Scheduler:
         """
         slots = self.slots
         used = slots.used().tolist()
+        self._blocks.check_integrity()
         self.pool.check_integrity([*(slots.blocks(slot) for slot in used), *self._pins.tables()])
         records = {id(m.swap): m.swap for g in self._tenants.groups.values() for m in g.members if m.swap is not None}
         self.swap_space.check_integrity(records.values())

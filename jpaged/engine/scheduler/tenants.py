@@ -57,7 +57,7 @@ class Tenants:
         cache.register(
             request.block_digests,
             self._slots.known(slot),
-            self._slots.blocks(slot),
+            self._slots.table(slot),
             request.num_registered_blocks,
             stop,
             request.cache_salt,

@@ -181,11 +181,19 @@ class BeamGroup(SequenceGroup):
 
     def __init__(self, members: list[Request]) -> None:
         super().__init__(members)
-        leader = members[0]
+        self.search = self._new_search()
+        self.rest()
+
+    def restart(self) -> None:
+        """Begins the search anew, which finds the same: nothing in it is random."""
+        super().restart()
+        self.search = self._new_search()
+
+    def _new_search(self) -> BeamSearch:
+        leader = self.leader
         if leader.beam is None:
             raise ValueError(f"request {leader.request_id!r} is not for a beam search")
-        self.search = BeamSearch(leader.beam, leader.max_len - leader.prompt_len, leader.stop_token_ids)
-        self.rest()
+        return BeamSearch(leader.beam, leader.max_len - leader.prompt_len, leader.stop_token_ids)
 
     def rest(self) -> None:
         """Forgets what only running beams have; they have lost their slots, or never had any."""

@@ -85,6 +85,16 @@ class SequenceGroup:
         """
         return True
 
+    def restart(self) -> None:
+        """Forgets all that the members have generated, so that the group starts from its prompt again. Only for a group
+        that runs together, of which nothing has been reported.
+        """
+        self.forked = len(self.members) == 1
+        for member in self.members:
+            member.output_token_ids = []
+            member.block_digests = []
+            member.num_registered_blocks = 0
+
     def running(self) -> list[Request]:
         """The members that have slots."""
         return [member for member in self.members if member.status == RequestStatus.RUNNING]

@@ -53,7 +53,7 @@ class Tables:
         self.content[copies[:, 1]] = self.content[copies[:, 0]]
         for slot, token in tokens.items():
             at = int(self.slots.num_computed[slot])
-            block = self.slots.block_table[slot, at // SIZE]
+            block = self.slots.block_tables[0, slot, at // SIZE]
             assert self.pool.ref_count(block) == 1
             self.content[block, at % SIZE] = token
             self.slots.compute_up_to(slot, at + 1)
