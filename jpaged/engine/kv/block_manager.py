@@ -42,19 +42,15 @@ class Growth(NamedTuple):
 
     rows: int64 [r]; the slots. growing: int64 [g]; those that start a new block, each as often as it starts one.
     copying: those that must first copy their last block, since others share it.
-    num_groups: cache groups, each of which needs as many blocks.
+    num_blocks: that all cache groups together need for it.
     num_tokens: that each row appends, or as many as it has left.
     """
 
     rows: np.ndarray
     growing: np.ndarray
     copying: list[int]
-    num_groups: int = 1
+    num_blocks: int
     num_tokens: int = 1
-
-    @property
-    def num_blocks(self) -> int:
-        return (len(self.growing) + len(self.copying)) * self.num_groups
 
 
 class BlockManager:
@@ -85,7 +81,8 @@ class BlockManager:
         self._pool.add_owners(block_ids, len(children))
         if not ends_full:
             self._forked[parent] = None
-            self._forked.update(dict.fromkeys(children))
+            for child in children:
+                self._forked[child] = None
 
     def growth(self, rows: np.ndarray, num_tokens: int = 1) -> Growth:
         """What these distinct rows need to append so many tokens each, or as many as they have left. The last owner of
@@ -101,7 +98,7 @@ class BlockManager:
         if self._windows and len(growing):
             self._give_back(growing if num_tokens == 1 else np.unique(growing))
         copying = self._copying(rows) if self._forked else []
-        return Growth(rows, growing, copying, self._num_groups, num_tokens)
+        return Growth(rows, growing, copying, (len(growing) + len(copying)) * self._num_groups, num_tokens)
 
     def append(self, growth: Growth) -> tuple[np.ndarray, np.ndarray]:
         """Makes room for the tokens that the rows append.
@@ -216,16 +213,19 @@ class BlockManager:
 
     def _grow(self, growth: Growth) -> tuple[np.ndarray, np.ndarray]:
         growing, copying = growth.growing, growth.copying
-        num_growing = len(growing)
-        block_ids = self._pool.allocate(growth.num_blocks).reshape(self._num_groups, -1)
-        updates, copies = np.empty((*block_ids.shape, 4), np.int32), _NO_COPIES
-        updates[..., 1] = np.arange(self._num_groups)[:, None]
-        updates[..., 3] = block_ids
+        num_growing, n = len(growing), len(growing) + len(copying)
+        block_ids = self._pool.allocate(growth.num_blocks)
+        updates, copies = np.zeros((n, 4), np.int32), _NO_COPIES  # of the first group
         if copying:  # before anything is appended: the shared blocks are the last ones
-            last, shared = self._slots.replace_last_blocks(copying, block_ids[:, num_growing:])
-            updates[:, num_growing:, 0], updates[:, num_growing:, 2] = copying, last
-            copies = np.stack([shared, block_ids[:, num_growing:]], axis=-1).reshape(-1, 2)
+            new = block_ids.reshape(self._num_groups, n)[:, num_growing:]
+            last, shared = self._slots.replace_last_blocks(copying, new)
+            updates[num_growing:, 0], updates[num_growing:, 2] = copying, last
+            copies = np.stack([shared, new], axis=-1).reshape(-1, 2)
             self._pool.unshare(copies[:, 0])
-        updates[:, :num_growing, 0] = growing
-        updates[:, :num_growing, 2] = self._slots.append_blocks(growing, block_ids[:, :num_growing])
-        return updates.reshape(-1, 4), copies
+        index = self._slots.append_blocks(growing, block_ids, n, growth.num_tokens > self._block_size)
+        updates[:num_growing, 0], updates[:num_growing, 2] = growing, index
+        if self._num_groups > 1:
+            updates = np.tile(updates, (self._num_groups, 1))
+            updates[:, 1] = np.repeat(np.arange(self._num_groups), n)
+        updates[:, 3] = block_ids
+        return updates, copies

@@ -152,7 +152,7 @@ class BlockPool:
 
     def num_unreferenced(self, block_ids: np.ndarray) -> int:
         """How many of these blocks are on the free list, so that sharing them uses up free blocks."""
-        return int(np.count_nonzero(self._ref_counts[block_ids] == 0))
+        return int(np.count_nonzero(self._ref_counts[block_ids] == 0)) if len(block_ids) else 0
 
     def allocate(self, n: int) -> np.ndarray:
         """Hands out the n least recently used free blocks with one reference each.
@@ -176,6 +176,8 @@ class BlockPool:
 
     def share(self, block_ids: np.ndarray) -> None:
         """Adds a reference to each of these distinct blocks; those that were free leave the free list."""
+        if not len(block_ids):
+            return
         block_ids = block_ids.astype(np.intp)  # which numpy would do at each use of them as an index
         refs = self._ref_counts[block_ids]
         self._free_list.remove(block_ids[refs == 0])

@@ -39,6 +39,8 @@ ON_HOST = -1
 
 _ABSENT = -2
 
+_NO_BLOCKS = np.zeros((0,), np.int32)
+
 _PARTS_LOOKED_AT = 8
 """Blocks with the same first half that are compared token by token: a popular one costs no more than another."""
 
@@ -260,18 +262,18 @@ class PrefixCache:
             A block of each group, int32 [groups], and with how many of the tokens all of them begin; none, and 0,
             unless there is one in every group. It is the one with the most equal tokens of those named last.
         """
+        if len(token_ids) < self._half:
+            return _NO_BLOCKS, 0
         found = []
         for suffix in self._suffixes:
             block_id, same = self._match_part(parent + suffix, token_ids)
             if not same:
-                return np.zeros((0,), np.int32), 0
+                return _NO_BLOCKS, 0
             found.append((block_id, same))
         return np.array([block_id for block_id, _ in found], np.int32), min(same for _, same in found)
 
     def _match_part(self, parent: bytes, token_ids: np.ndarray) -> tuple[int, int]:
         """As `match_part`, in one group: the block, and how many tokens are equal, 0 for none. parent: a name."""
-        if len(token_ids) < self._half:
-            return 0, 0
         half = token_ids[: self._half].tobytes()
         found = self._by_half.get((parent, half), [])[-_PARTS_LOOKED_AT:]
         following = self._following[self._block_of.get(parent, NULL_BLOCK)]

@@ -22,6 +22,7 @@ from jpaged.engine.kv.swap_space import SwapSpace
 from jpaged.engine.plan_in_progress import NO_BLOCKS, PlanInProgress, slot_start
 from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.engine.sequences.slots import Slots
+from jpaged.engine.stats import Counters
 
 
 class Admission:
@@ -29,22 +30,26 @@ class Admission:
 
     Groups without a window get blocks for all known tokens at once. For those with one, as many as they will hold at
     most are reserved; they get them chunk by chunk (`BlockManager`).
-
-    num_prompt_tokens: of requests started, prefix hits included.
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, slots: Slots, blocks: BlockManager, swap_space: SwapSpace
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        slots: Slots,
+        blocks: BlockManager,
+        swap_space: SwapSpace,
+        counters: Counters,
     ) -> None:
         self._config = config
         self._pool = pool
         self._slots = slots
         self._blocks = blocks
         self._swap_space = swap_space
+        self._counters = counters
         self._footprint = config.footprint
         self._is_full = np.array([window is None for window in config.windows])
         self._num_full, self._num_windowed = int(self._is_full.sum()), int((~self._is_full).sum())
-        self.num_prompt_tokens = 0
 
     def admit(self, plan: PlanInProgress, request: Request) -> list[Request]:
         """Starts a waiting sequence and those that stand behind it.
@@ -70,9 +75,11 @@ class Admission:
             return []
         token_ids = request.known_token_ids()
         hits = self._prefix_hits(request, token_ids)
-        num_hits, in_pool = hits.shape[1], hits[hits > NULL_BLOCK]
+        num_hits = hits.shape[1]
+        in_pool = hits[hits > NULL_BLOCK] if num_hits else NO_BLOCKS
         num_entries = pool.blocks_to_admit(len(token_ids), request.prompt_len, request.max_len)
-        num_new = self._num_full * (num_entries - num_hits) + int(np.count_nonzero(hits == ON_HOST))
+        num_on_host = int(np.count_nonzero(hits == ON_HOST)) if num_hits else 0
+        num_new = self._num_full * (num_entries - num_hits) + num_on_host
         num_reserved = self._num_to_reserve(hits, len(token_ids))
         part, num_part = self._part_hit(request, token_ids, num_hits)
         margin = 0
@@ -88,7 +95,8 @@ class Admission:
         pool.share(part)  # before anything is allocated, or it might be reused
         tables = self._tables(plan, request, token_ids, hits, num_entries)
         if num_part:
-            tables[~self._is_full, num_hits] = pool.allocate(self._num_windowed)
+            if self._num_windowed:
+                tables[~self._is_full, num_hits] = pool.allocate(self._num_windowed)
             plan.copies += zip(part.tolist(), tables[:, num_hits].tolist(), strict=True)
         num_computed = num_hits * size + num_part
         held = num_hits + bool(num_part)
@@ -98,12 +106,12 @@ class Admission:
             self._slots.acquire(sibling, plan.step_id, NO_BLOCKS, NO_BLOCKS, 0)
             sibling.status = RequestStatus.RUNNING
         if request.status == RequestStatus.WAITING:
-            self.num_prompt_tokens += request.prompt_len
+            self._counters.prompt_tokens += request.prompt_len
             request.stats.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = num_computed
             if cache is not None:
-                on_host = int(np.count_nonzero((hits == ON_HOST).any(axis=0)))
-                cache.count(request.prompt_len, num_computed, on_host * size)
+                of_host = int(np.count_nonzero((hits == ON_HOST).any(axis=0))) if num_on_host else 0
+                cache.count(request.prompt_len, num_computed, of_host * size)
         request.status = RequestStatus.RUNNING
         request.num_registered_blocks = num_hits
         return [request]
@@ -192,13 +200,17 @@ class Admission:
         new blocks, and they can be hit in the pool again.
         """
         num_hits = hits.shape[1]
-        self._pool.share(hits[hits > NULL_BLOCK])
+        if num_hits:
+            self._pool.share(hits[hits > NULL_BLOCK])
+        cache = self._pool.cache
+        if not self._num_windowed and (cache is None or cache.host is None):
+            own = self._pool.allocate(self._num_full * (num_entries - num_hits)).reshape(self._num_full, -1)
+            return np.concatenate([hits, own], axis=1) if num_hits else own
         groups, on_host = np.nonzero(hits == ON_HOST)
         block_ids = self._pool.allocate(len(on_host) + self._num_full * (num_entries - num_hits))
         tables = np.full((len(hits), num_entries), NULL_BLOCK, np.int32)
         tables[:, :num_hits] = hits
         tables[self._is_full, num_hits:] = block_ids[len(on_host) :].reshape(self._num_full, num_entries - num_hits)
-        cache = self._pool.cache
         if len(on_host) and cache is not None:
             tables[groups, on_host] = block_ids[: len(on_host)]
             digests = request.block_digests

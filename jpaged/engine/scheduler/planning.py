@@ -8,8 +8,10 @@ chunks. Each step serves, in this order and until the budget is spent:
     2. chunks of running prompts  as many tokens as the budget leaves
     3. waiting requests           in policy order, never past the first that does not fit
 
-A sequence gets the blocks for all its known tokens when it is admitted, so a prompt once begun is never preempted
-for its own blocks; only decode rows ask for more, one block at a time.
+A sequence gets the blocks for all its known tokens when it is admitted, or, in cache groups with a window, has as many
+reserved as it will hold at once (`kv/block_manager.py`). So a prompt once begun is not preempted for its own blocks;
+only decode rows ask for more, one block at a time. The exception is a prompt that counted on giving back blocks which
+others, by then, share: it waits for free blocks, and where nothing at all can run, the last in policy order gives way.
 
 A request for several sequences is a group (`sequences/group.py`). It is admitted when there are slots for all of them;
 the first computes the prompt, and in the step that ends it the others are forked and sample beside it. Each of them
@@ -51,7 +53,7 @@ from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.slots import Slots
 
 _MOST_ABLE_FIRST = tuple(reversed(SamplingVariant))
-_NO_BEAMS = np.zeros((0, 3), np.int32)
+_NO_ENDS, _NO_BEAMS = np.zeros((0,), np.int32), np.zeros((0, 3), np.int32)
 
 
 class NoPlan(Enum):
@@ -78,6 +80,7 @@ class Planner:
         tenants: Tenants,
         dependents: Dependents,
         preemption: Preemption,
+        admission: Admission,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -88,7 +91,7 @@ class Planner:
         self._tenants = tenants
         self._dependents = dependents
         self._preemption = preemption
-        self.admission = Admission(config, pool, slots, blocks, swap_space)
+        self._admission = admission
         self.in_flight: deque[StepPlan] = deque()
         self._next_step_id = 0
         self._did_not_fit: tuple[Request, int, int] | None = None
@@ -112,12 +115,13 @@ class Planner:
 
     def _plan_with(self, growth: Growth) -> StepPlan | None:
         """A step with these decode rows and what else there is room for; None if it would be empty."""
-        rows, dependent = growth.rows, self._dependents.rows()
-        plan = PlanInProgress(self._next_step_id, budget=0, kinds=set(dependent))
+        rows = growth.rows
+        plan = PlanInProgress(self._next_step_id, self._config.max_num_batched_tokens - len(rows))
         table_updates, copies = self._blocks.append(growth)
-        self._dependents.planned(plan.step_id, dependent)
-        plan.budget = self._config.max_num_batched_tokens - len(rows)
         if self._dependents:
+            dependent = self._dependents.rows()
+            plan.kinds.update(dependent)
+            self._dependents.planned(plan.step_id, dependent)
             plan.budget += sum(map(len, dependent.values())) - self._dependents.num_due()
         if self._tenants.prefilling:
             self._plan_chunks(plan)
@@ -134,14 +138,16 @@ class Planner:
         if not len(rows) and not plan.chunks and not plan.starts:
             return None  # a start goes out even without rows: the device must know of it
         self._swap_space.keep_evicted(self._pool)
-        self._dependents.contribute(plan)
+        if self._dependents:
+            self._dependents.contribute(plan)
         num_sharing = shared_blocks = 0
         if self._slots.shared_prefixes is not None and not plan.chunks:
             rows, num_sharing, shared_blocks = self._slots.shared_prefixes.group(rows)
+        ends = self._tenants.take_ends()
         step = StepPlan(
             step_id=plan.step_id,
             variant=self._variant(plan),
-            ends=np.array(self._tenants.take_ends(), np.int32),
+            ends=np.array(ends, np.int32) if ends else _NO_ENDS,
             starts=tuple(plan.starts),
             swap_outs=self._swap_space.end_plan(),
             swap_ins=tuple(plan.swap_ins),
@@ -184,7 +190,8 @@ class Planner:
         """What the slots need that can decode, for so many tokens each or as many as kinds of rows among them can take:
         those slots that need no result for it, then those that are ready.
         """
-        rows, dependent = self._slots.decodable(), self._dependents.rows()
+        rows = self._slots.decodable()
+        dependent = self._dependents.rows() if self._dependents else {}
         if dependent:
             rows = np.concatenate([rows, *dependent.values()])
             num_tokens = min(num_tokens, self._dependents.most_tokens(dependent))
@@ -289,7 +296,7 @@ class Planner:
             state = (request, self._pool.num_releases, registrations)
             if state == self._did_not_fit:
                 return
-            admitted = self.admission.admit(plan, request)
+            admitted = self._admission.admit(plan, request)
             if not admitted and request.swap is not None and not self._slots.num_used:
                 self._give_up_swap(request)
                 continue

@@ -135,16 +135,17 @@ class Results:
             self._store_logprobs(result.logprobs, rows_slots, rows[slots.wants_logprobs[live]], tokens)
         updates: list[RequestUpdate] = []
         is_heard = slots.reports[live] | (codes[rows] != FinishCode.RUNNING)
+        if counts is not None:
+            is_heard &= counts > 0
         if not is_heard.any():
             return updates
         heard = rows[is_heard]
-        for slot, token_ids, code in zip(
-            live[is_heard].tolist(), tokens[heard].tolist(), codes[heard].tolist(), strict=True
-        ):
+        brought = tokens[heard].tolist()
+        if counts is not None:
+            brought = [of_row[:count] for of_row, count in zip(brought, counts[is_heard].tolist(), strict=True)]
+        for slot, token_ids, code in zip(live[is_heard].tolist(), brought, codes[heard].tolist(), strict=True):
             request = slots.requests[slot]
-            if counts is not None and NO_TOKEN in token_ids:
-                del token_ids[token_ids.index(NO_TOKEN) :]
-            if request is None or not token_ids:
+            if request is None:
                 continue
             request.stats.last_token_time = now
             if request.reports_each_token:

@@ -45,7 +45,9 @@ class Tenants:
 
     def take_ends(self) -> list[int]:
         """Slots that the device must be told to end; they are named once."""
-        ends, self._pending_ends = self._pending_ends, []
+        ends = self._pending_ends
+        if ends:
+            self._pending_ends = []
         return ends
 
     def register(self, request: Request, num_tokens: int) -> None:

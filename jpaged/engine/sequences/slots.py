@@ -71,6 +71,7 @@ class Slots:
         self.windows = config.windows
         self.has_windows = any(window is not None for window in self.windows)
         self.block_tables = np.zeros((len(self.windows), n, config.max_blocks_per_seq), np.int32)
+        self._tables = list(self.block_tables)  # views, one a group
         self.first_held = np.zeros((len(self.windows), n), np.int32)
         self.token_ids = np.zeros((n, config.max_model_len), np.int32)
         self.shared_prefixes: SharedPrefixes | None = None
@@ -107,10 +108,10 @@ class Slots:
 
     def blocks(self, slot: int) -> np.ndarray:
         """The blocks that the slot's sequence holds, in the order of its tables, int32 [n]."""
-        if self.has_windows:
-            tables = self.block_tables[:, slot]
-            return tables[tables != NULL_BLOCK]
-        return self.table(slot).reshape(-1)
+        if len(self._tables) == 1 and not self.has_windows:
+            return self._tables[0][slot, : self.capacity[slot] // self._block_size]
+        tables = self.block_tables[:, slot]
+        return tables[tables != NULL_BLOCK] if self.has_windows else self.table(slot).reshape(-1)
 
     def known(self, slot: int) -> np.ndarray:
         """The slot's known tokens, int32 [n], a view."""
@@ -149,7 +150,8 @@ class Slots:
         self.priority[slot] = request.priority
         self.arrival[slot] = request.arrival_number
         self.index[slot] = request.index
-        self.block_tables[:, slot, :n] = block_ids
+        for table, of_group in zip(self._tables, block_ids.reshape(-1, n) if n else (), strict=False):
+            table[slot, :n] = of_group
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.requests[slot] = request
         self.variant_counts[request.variant] += 1
@@ -205,22 +207,26 @@ class Slots:
         waiting = slots[self.kind[slots] != ORDINARY]
         self.num_computed[waiting] = self.num_known[waiting] - 1
 
-    def append_blocks(self, slots: np.ndarray, block_ids: np.ndarray) -> np.ndarray:
-        """Appends blocks to the tables of these slots: int64 [n], int32 [groups, n]. A slot that gets several is named
-        as often, one after another.
+    def append_blocks(
+        self, slots: np.ndarray, block_ids: np.ndarray, stride: int, may_repeat: bool = False
+    ) -> np.ndarray:
+        """Appends blocks to the tables of these slots: int64 [n].
+
+        block_ids: int32; those of group g are the n from g * stride on.
+        may_repeat: a slot may get several, and is named as often, one after another.
 
         Returns: where each stands in the table, int32 [n].
         """
         index = self.capacity[slots] // self._block_size
-        is_again = slots[1:] == slots[:-1]
-        if is_again.any():
-            first = np.flatnonzero(np.concatenate([[True], ~is_again]))
-            counts = np.diff(first, append=len(slots))
-            index += np.arange(len(slots)) - np.repeat(first, counts)
-            self.capacity[slots[first]] += counts * self._block_size
+        if may_repeat:
+            is_first = np.concatenate([[True], slots[1:] != slots[:-1]])
+            places = np.arange(len(slots), dtype=np.int32)
+            index += places - np.maximum.accumulate(np.where(is_first, places, 0))
+            np.add.at(self.capacity, slots, self._block_size)
         else:
             self.capacity[slots] += self._block_size
-        self.block_tables[:, slots, index] = block_ids
+        for group, table in enumerate(self._tables):
+            table[slots, index] = block_ids[group * stride : group * stride + len(slots)]
         return index
 
     def append_windowed(self, slot: int, block_ids: np.ndarray) -> int:
@@ -270,13 +276,14 @@ class Slots:
         Returns: the blocks that it holds, int32 [n], and whether the last of them is full.
         """
         computed, known, capacity = self.num_computed[parent], self.num_known[parent], self.capacity[parent]
-        tables = self.table(parent)
+        n = capacity // self._block_size
         token_ids = self.token_ids[parent, :known]
         for child in children:
             self.num_computed[child] = computed
             self.num_known[child] = known
             self.capacity[child] = capacity
-            self.block_tables[:, child, : tables.shape[1]] = tables
+            for table in self._tables:
+                table[child, :n] = table[parent, :n]
             self.token_ids[child, :known] = token_ids
             if self.has_windows:
                 self.first_held[:, child] = self.first_held[:, parent]

@@ -33,6 +33,7 @@ from jpaged.engine.sequences.beam_search import BeamGroup
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.engine.sequences.slots import Slots
+from jpaged.engine.stats import Counters
 from tests.engine.fake_executor import content_of, fingerprint
 from tests.engine.helpers import make_config, make_request, make_search
 
@@ -69,7 +70,7 @@ class Memory:
         self.slots = Slots(config)
         self.manager = BlockManager(self.pool, self.slots)
         self.searches = Searches(1, self.slots, self.manager)
-        self.admission = Admission(config, self.pool, self.slots, self.manager, self.space)
+        self.admission = Admission(config, self.pool, self.slots, self.manager, self.space, Counters())
         self.limits = Scheduler(config).limits
         self.content = np.zeros((num_blocks, SIZE), np.int64)
         self.host: dict[int, np.ndarray] = {}

@@ -67,7 +67,7 @@ def test_a_step_in_which_no_block_is_needed_looks_at_no_window(monkeypatch):
     request = make_request("a", 5, 50)
     engine.add(request)
     given_back = []
-    blocks = engine.scheduler._blocks
+    blocks = engine.scheduler._planner._blocks
     give_back = blocks._give_back
     monkeypatch.setattr(blocks, "_give_back", lambda rows: given_back.append(len(engine.plans)) or give_back(rows))
     engine.run()
@@ -84,7 +84,11 @@ def test_full_and_windowed_groups_have_tables_of_their_own_in_one_pool():
     counts = [int(np.count_nonzero(table)) for table in tables]
     assert counts == [3, 11, 4]
     assert len({*tables[tables != NULL_BLOCK].tolist()}) == sum(counts), "no block in two groups"
-    assert engine.core.stats().num_used_blocks == sum(counts)
+    stats = engine.core.stats()
+    assert stats.num_used_blocks == sum(counts)
+    num_computed = int(engine.scheduler.slots.num_computed[request.slot])
+    first_held = [11 - count for count in counts]  # the first block of each table that is held
+    assert stats.tokens_held == sum(num_computed - 4 * first for first in first_held)
     engine.run()
     assert_complete(request)
 
