@@ -54,7 +54,10 @@ class Growth(NamedTuple):
 
 
 class BlockManager:
-    """Keeps `Slots.block_tables` and `Slots.capacity` in agreement with the pool's reference counts."""
+    """Keeps `Slots.block_tables` and `Slots.capacity` in agreement with the pool's reference counts.
+
+    num_unreserved: how often less came to be reserved for a sequence, which may make room for another.
+    """
 
     def __init__(self, pool: BlockPool, slots: Slots) -> None:
         self._pool = pool
@@ -64,6 +67,7 @@ class BlockManager:
         self._windows = [(group, window) for group, window in enumerate(slots.windows) if window is not None]
         self._reserved: dict[int, int] = {}  # blocks that prompts being computed will yet take, by slot
         self._num_reserved = 0
+        self.num_unreserved = 0
         self._forked: dict[int, None] = {}  # in the order of the forks
 
     @property
@@ -175,7 +179,9 @@ class BlockManager:
                     raise EngineDeadError(f"Slot {slot} holds blocks {held.tolist()} in group {group}.")
 
     def _reserve(self, slot: int, num_blocks: int) -> None:
-        self._num_reserved += num_blocks - self._reserved.pop(slot, 0)
+        reserved = self._reserved.pop(slot, 0)
+        self._num_reserved += num_blocks - reserved
+        self.num_unreserved += num_blocks < reserved
         if num_blocks:
             self._reserved[slot] = num_blocks
 

@@ -293,7 +293,7 @@ class Planner:
                 return
             # If it did not fit, and nothing happened since that could make room, it is not looked at again.
             registrations = self._pool.cache.num_registrations if self._pool.cache is not None else 0
-            state = (request, self._pool.num_releases, registrations)
+            state = (request, self._pool.num_releases + self._blocks.num_unreserved, registrations)
             if state == self._did_not_fit:
                 return
             admitted = self._admission.admit(plan, request)
