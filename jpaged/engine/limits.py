@@ -1,11 +1,14 @@
-"""Whether a request can ever be served, and how long it may become: decided once, before anything of it is queued.
+"""Whether a request can ever be served, and how long it may become. Both are decided once, before it is queued.
 
     prompt_len < max_len <= prompt_len + max_tokens
                          <= max_model_len
                          <= pool_tokens
 
-A scheduler has its limits and tells them to whoever takes requests in for it, in this process or another; so what it
-would refuse is refused at the door, with the same words.
+A scheduler tells its limits to whoever takes in requests for it, in this process or another. So a request that the
+scheduler would refuse is refused where it arrives, with the same message.
+
+pool_tokens is the longest sequence that the pool has room for. With a window in every cache group it may exceed the
+pool's blocks times their size: a sequence holds only its window and a chunk.
 """
 
 from collections.abc import Iterable
