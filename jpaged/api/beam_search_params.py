@@ -67,6 +67,11 @@ class BeamSearchParams:
             )
         self.sampling_params()  # checks the rest
 
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences run for the request: its beams."""
+        return self.beam_width
+
     def sampling_params(self) -> SamplingParams:
         """How a beam's rows run: the search itself picks the tokens, and ends the sequences."""
         return SamplingParams(

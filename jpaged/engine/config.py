@@ -6,6 +6,7 @@ from jpaged.api.checks import check_choice, check_integer
 from jpaged.api.config import Policy, SchedulingOptions
 from jpaged.api.errors import InvalidParameterError
 from jpaged.engine.interface import CacheGroup
+from jpaged.engine.kv.footprint import Footprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class SchedulerConfig(SchedulingOptions):
     max_model_len: the longest a sequence may grow, prompt and output, in tokens.
     policy: "fcfs" runs the earliest arrival first; "priority" the lowest priority value, then the earliest.
     num_swap_chunks: chunks of `SWAP_CHUNK_BLOCKS` blocks in host memory.
+    tokens_per_row: the most tokens that a step brings for a decoding sequence, where it has no prompts to compute.
     cache_groups: layers that keep the same of a token, each with block tables of its own (`CacheGroup`); one at least.
     """
 
@@ -29,11 +31,12 @@ class SchedulerConfig(SchedulingOptions):
     max_model_len: int
     policy: Policy = "fcfs"
     num_swap_chunks: int = 0
+    tokens_per_row: int = 1
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "tokens_per_row"):
             if getattr(self, name) < 1:
                 raise InvalidParameterError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.num_blocks < 2:
@@ -43,12 +46,25 @@ class SchedulerConfig(SchedulingOptions):
         check_choice("policy", self.policy, Policy)
         if not self.cache_groups:
             raise InvalidParameterError("cache_groups must name one group of layers at least, got none.")
+        for group in self.cache_groups:
+            if group.window is not None and group.window < 1:
+                raise InvalidParameterError(f"A cache group's window must be at least 1, got {group.window}.")
         check_integer("num_swap_chunks", self.num_swap_chunks, 0)
         if self.host_prefix_cache and not (self.enable_prefix_caching and self.num_swap_chunks):
             raise InvalidParameterError(
                 "host_prefix_cache=True keeps blocks of the prefix cache in the swap space: it needs "
                 "enable_prefix_caching=True, and a swap_space that holds a chunk of 16 blocks at least."
             )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each cache group, as `CacheGroup.window`."""
+        return tuple(group.window for group in self.cache_groups)
+
+    @property
+    def footprint(self) -> Footprint:
+        """What sequences need of the pool."""
+        return Footprint(self.block_size, self.windows, self.max_num_batched_tokens, self.tokens_per_row)
 
     @property
     def max_blocks_per_seq(self) -> int:

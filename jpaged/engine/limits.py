@@ -1,20 +1,23 @@
-"""Whether a request can ever be served, and how long it may become: decided once, before anything of it is queued.
+"""Whether a request can ever be served, and how long it may become. Both are decided once, before it is queued.
 
     prompt_len < max_len <= prompt_len + max_tokens
                          <= max_model_len
                          <= pool_tokens
 
-A scheduler has its limits and tells them to whoever takes requests in for it, in this process or another; so what it
-would refuse is refused at the door, with the same words.
+A scheduler tells its limits to whoever takes in requests for it, in this process or another. So a request that the
+scheduler would refuse is refused where it arrives, with the same message.
+
+pool_tokens is the longest sequence that the pool has room for. With a window in every cache group it may exceed the
+pool's blocks times their size: a sequence holds only its window and a chunk.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.errors import InvalidParameterError, InvalidPromptError, OutOfMemoryError, shown
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.engine.sequences.request import Request
+from jpaged.engine.kv.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class RequestLimits:
     max_model_len: tokens of a sequence, prompt and output.
     max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of a step, one at least for each of them.
     block_size: tokens that a block holds. num_blocks: blocks that requests can have, those that are pinned left out.
+    windows: of the cache groups (`CacheGroup.window`). tokens_per_row: as in `SchedulerConfig`.
     """
 
     max_model_len: int
@@ -31,17 +35,25 @@ class RequestLimits:
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int
+    windows: tuple[int | None, ...] = (None,)
+    tokens_per_row: int = 1
+
+    @property
+    def footprint(self) -> Footprint:
+        """What sequences need of the pool."""
+        return Footprint(self.block_size, self.windows, self.max_num_batched_tokens, self.tokens_per_row)
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens that requests can have in the pool."""
-        return self.num_blocks * self.block_size
+        """Tokens of the longest sequence that the pool has room for."""
+        return self.footprint.longest(self.num_blocks, self.max_model_len)
 
     @staticmethod
     def least(of_engines: "Iterable[RequestLimits]") -> "RequestLimits":
-        """Those that a request keeps to where each of these engines would serve it."""
+        """Those that a request keeps to where each of these engines would serve it. They serve the same model."""
         each = list(of_engines)
-        return RequestLimits(*(min(getattr(one, field.name) for one in each) for field in fields(RequestLimits)))
+        numbers = [field.name for field in fields(RequestLimits) if field.name != "windows"]
+        return replace(each[0], **{name: min(getattr(one, name) for one in each) for name in numbers})
 
     def max_len(self, prompt_len: int, params: SamplingParams | BeamSearchParams) -> int:
         """The length, prompt and output, at which a sequence of a request ends at the latest: tokens.
@@ -58,16 +70,17 @@ class RequestLimits:
                 f"The prompt has {prompt_len} tokens; with max_model_len={self.max_model_len} at most "
                 f"{self.max_model_len - 1} leave room for an answer. Shorten it or raise max_model_len."
             )
-        if prompt_len >= self.pool_tokens:
+        pool_tokens = self.pool_tokens
+        if prompt_len >= pool_tokens:
             raise OutOfMemoryError(
-                f"The prompt has {prompt_len} tokens, but the KV pool holds {self.pool_tokens} ({self.num_blocks} "
+                f"The prompt has {prompt_len} tokens, but the KV pool holds {pool_tokens} ({self.num_blocks} "
                 f"blocks of {self.block_size}); shorten it or enlarge the pool."
             )
-        max_len = min(self.max_model_len, self.pool_tokens)
+        max_len = min(self.max_model_len, pool_tokens)
         if params.max_tokens is not None:
             max_len = min(max_len, prompt_len + int(params.max_tokens))
         if isinstance(params, BeamSearchParams):
-            needed = _num_blocks(prompt_len, max_len, params.beam_width, self.block_size)
+            needed = self.footprint.alone(prompt_len, max_len, params.beam_width)
             if needed > self.num_blocks:
                 raise OutOfMemoryError(
                     f"beam_width={params.beam_width} may need {needed} blocks for {max_len} tokens, but the KV pool "
@@ -86,14 +99,3 @@ class RequestLimits:
                     f"{name}={shown(count)} exceeds {limit}={getattr(self, limit)}; all sequences of a request run at"
                     f" once, so lower {name} or raise {limit}."
                 )
-
-
-def num_blocks_alone(request: Request, block_size: int) -> int:
-    """The most blocks that a request needs at once to finish; beams may come to share no more than the prompt."""
-    together = 1 if request.beam is None else request.num_sequences
-    return _num_blocks(request.prompt_len, request.max_len, together, block_size)
-
-
-def _num_blocks(prompt_len: int, max_len: int, together: int, block_size: int) -> int:
-    shared = prompt_len // block_size
-    return shared + together * (-(-max_len // block_size) - shared)

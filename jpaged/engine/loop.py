@@ -29,7 +29,7 @@ import numpy as np
 from jpaged.api.errors import EngineDeadError
 from jpaged.engine.interface import Executor, StepHandle, StepPlan
 from jpaged.engine.pace import Pace
-from jpaged.engine.scheduler.scheduler import RequestUpdate, Scheduler
+from jpaged.engine.scheduler.scheduler import NoPlan, RequestUpdate, Scheduler
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
 
@@ -78,14 +78,14 @@ class EngineCore:
             return self._read_oldest()
         self._pace.begins()
         plan = self.scheduler.schedule()
-        if plan is not None:
+        if isinstance(plan, StepPlan):
             handle = self._executor.execute(plan)
             was_late = bool(self._in_flight) and self._in_flight[-1][1].is_ready()
             self._in_flight.append((plan, handle))
             self._pace.dispatched(plan, was_late)
             if not self._has_enough(just_in_time):
                 return []
-        elif not self._in_flight:
+        elif plan is NoPlan.IDLE:
             if self.has_unfinished():
                 raise EngineDeadError(f"{self.scheduler.num_unfinished} requests are left, but none can run.")
             return []

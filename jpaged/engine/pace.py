@@ -1,28 +1,27 @@
 """When the next step must be dispatched so that the device does not run dry.
 
-A step is planned when it is dispatched, so a request that comes while steps are queued on the device waits for all of
-them. Dispatched late, only just before the device needs it, a step takes in what has come until then:
+A step is planned when it is dispatched, so a request that arrives while steps are queued on the device waits for all of
+them. We therefore dispatch a step as late as the device allows, so that it includes the requests that came meanwhile:
 
     device    ... step 0 |========== step 1 ==========|========== step 2 ==========|
     host           read 0 |-told-|-spare-|-2-|  read 1 |-told-|-spare-|-3-|  read 2
                           the tokens of 0  |
                                            '- planned and dispatched
 
-For that the end of step 1 must be foreseen. Decode steps follow each other with nearly the same rows and context, so
-one takes about as long as those before it, and a step with prompt chunks takes longer than one without. The shortest
-of the last few is what is expected: where that is too little, the next step is dispatched sooner than need be, and the
-device does not wait. Of a step unlike those before nothing is expected.
+This needs an estimate of when step 1 ends. Consecutive decode steps have nearly the same rows and context, so they take
+about the same time; steps with prompt chunks take longer. The estimate is the shortest of the last few decode steps. If
+it is too short, the next step is dispatched earlier than necessary, and the device does not wait. A step unlike recent
+ones gets an estimate of zero.
 
-Where it was too much, or the host was late, step 1 has ended before its results are asked for, and how long it took is
-not known: since then the host may have slept, for want of requests even. It counts as the time until then, or as two
-thirds of what was expected if that is less. So where steps have become shorter, what is expected of them follows, even
-if the host sleeps longer than it meant to every time, as on a busy machine; and a host that was late once dispatches a
-few steps sooner than need be.
+If the estimate was too long, or the host was late, step 1 has ended before its results are asked for. Its duration is
+then unknown, because the host may have been asleep since it ended. We count the time until the results were asked for,
+capped at two thirds of the estimate; without the cap, a host that keeps oversleeping would leave the device idle. So
+the estimate follows when steps become shorter, and one late turn only makes the next few steps start early.
 
-And the host must be done in time with its own part, telling tokens, planning and dispatching: as long as it took on
-average is allowed for, and some slack. How much slack is learned as TCP learns its window: it doubles whenever a step
-was dispatched after the device had run dry, and shrinks a little with every other. Where steps are too short for all
-that, as many are queued as the pipeline is deep.
+The host also needs time for its own part: telling tokens, planning and dispatching. We allow for its average duration
+and for some slack. Slack is learned as TCP learns its window: it doubles whenever a step was dispatched after the
+device had run dry, and shrinks a little with every other step. Where steps are too short for all that, as many steps
+are queued as the pipeline is deep.
 """
 
 import time
@@ -34,26 +33,25 @@ from statistics import fmean
 from jpaged.engine.interface import StepPlan
 
 LEAST_SLACK_S, MOST_SLACK_S = 0.0005, 0.008
-"""Between them is how long before the device runs out of work a step should have been dispatched."""
+"""Bounds of the slack: how long before the device runs out of work a step should be dispatched."""
 
 SLACK_SHARE = 0.15
-"""The same as a share of the expected step, at least: for steps that vary."""
+"""The least slack as a share of the expected step, for steps whose durations vary."""
 
 SHRINKING = 1 / 64
-"""Of the slack with each step in time. So where the host's turns vary much, one step in fifty or so is late, by a
-fraction of the slack.
+"""The share by which slack shrinks with each step that was in time. If the host's turns vary much, about one step in
+fifty is late, by a fraction of the slack.
 """
 
 _IF_ENDED = 2 / 3
-"""Of what was expected of a step that had ended before it was read counts no more than this. With all of it a host that
-sleeps beyond its slack would go on to expect what steps took long ago; with half, one that is late now and then would
-queue more steps than one.
+"""The cap, as a share of the estimate, for a step that had ended before it was read. With 1, a host that oversleeps
+would keep the estimate of long ago; with 1/2, a host that is late now and then would queue more than one step.
 """
 
 _REMEMBERED_STEPS = 4
 _REMEMBERED_TURNS = 16
 _ALIKE = 0.75
-"""Share of the rows of a remembered step that another must have to be expected to take as long."""
+"""A step with at least this share of a remembered step's rows is expected to take as long."""
 
 
 @dataclass(frozen=True, slots=True)

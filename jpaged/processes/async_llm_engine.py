@@ -210,7 +210,7 @@ class AsyncLLMEngine:
         )
         if request.request_id in self._request_ids:
             raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
-        SequenceGroup(request)
+        SequenceGroup.form(request)
         stream = RequestStream(self.tokenizer, handle, request, checked, self._replica_for(handle, request))
         self._open(stream)
         try:

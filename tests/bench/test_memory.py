@@ -24,6 +24,7 @@ from jpaged.bench.memory.sharing import beam_saving, search
 from jpaged.bench.memory.simulate import SYSTEMS, Serving, make_scheduler, simulate
 from jpaged.bench.memory.traces import TraceRequest, at_rate, draw_lengths, draw_trace, read_trace
 from jpaged.bench.workloads import TRACES
+from jpaged.engine.interface import StepPlan
 from jpaged.engine.sequences.request import Request
 from tests.bench import small_engine
 from tests.tiny_models import MAX_LENGTH
@@ -126,7 +127,7 @@ def test_a_system_gets_contiguous_slots_or_scattered_blocks_and_gives_all_back(s
     for i, prompt_len in enumerate((30, 500, 7)):
         scheduler.add(Request(str(i), np.ones(prompt_len, np.int32), SamplingParams(max_tokens=50, ignore_eos=True)))
     plan = scheduler.schedule()
-    assert plan is not None
+    assert isinstance(plan, StepPlan)
     assert len(plan.starts) == 3
     scheduler.check_integrity()
     for start in plan.starts:

@@ -2,8 +2,11 @@
 
 Plans are run when their results are asked for, in order, so a plan that the scheduler goes on writing to, or one that
 relies on something not yet run, shows. Instead of keys and values a block holds, for each token, a fingerprint of all
-tokens up to it, which is exactly what keys and values depend on. A row that reads a block of another sequence, a
-stale one, or one not yet written, fails.
+tokens up to it, which is exactly what keys and values depend on, and of the cache group that it was written for. A row
+that reads a block of another sequence or group, a stale one, or one not yet written, fails; it reads, in each group's
+table, what its queries see through the group's window.
+
+A step may bring `StepPlan.tokens_per_row` tokens a row: each row then runs so often, unless it ends.
 """
 
 from collections import deque
@@ -68,13 +71,21 @@ def reference_tokens(prompt: Sequence[int], seed: int, max_len: int, stop_token_
     return output
 
 
+def content_of(print_of_token: int, group: int) -> int:
+    """What a block of a cache group holds for a token of this fingerprint."""
+    return (print_of_token + group * 0x9E3779B97F4A7C1) & _MASK
+
+
 @dataclass
 class _Slot:
+    """tables: a block table for each cache group. first_query: of the row that ran last."""
+
     start: SlotStart
     tokens: list[int]
     prints: list[int]
-    blocks: list[int]
+    tables: list[list[int]]
     num_computed: int
+    first_query: int = 0
     active: bool = True
 
 
@@ -96,6 +107,8 @@ class FakeHandle:
 class FakeExecutor:
     """Args:
     on_execute: called with each plan as it is dispatched.
+    num_brought: gives for a sequence's start, its tokens and the most tokens of a row how many the row brings, if it
+        does not end; all of them if None.
     rank: gives for a sequence's tokens the TOP_K most likely next ones and their log-probabilities, instead of those
         that the fake model gives.
     """
@@ -105,11 +118,13 @@ class FakeExecutor:
         config: SchedulerConfig,
         on_execute: Callable[[StepPlan], None] | None = None,
         rank: Callable[[list[int]], tuple[list[int], list[float]]] | None = None,
+        num_brought: Callable[[SlotStart, list[int], int], int] | None = None,
     ) -> None:
         self.config = config
         self.plans: list[StepPlan] = []
         self.on_execute = on_execute
         self.rank = rank
+        self.num_brought = num_brought
         self._queue: deque[FakeHandle] = deque()
         self._slots: dict[int, _Slot] = {}
         self._host: dict[int, np.ndarray] = {}
@@ -148,10 +163,12 @@ class FakeExecutor:
         self._copy(plan.copies)
         copied = set(map(tuple, plan.copies.tolist()))
         for slot, group, index, block_id in plan.table_updates.tolist():
-            assert group == 0
-            blocks = self._slots[slot].blocks
-            assert index == len(blocks) or (blocks[index], block_id) in copied, "neither appended nor a copy"
-            blocks[index : index + 1] = [block_id]
+            blocks = self._slots[slot].tables[group]
+            assert block_id != NULL_BLOCK
+            if index < len(blocks) and blocks[index] != NULL_BLOCK:
+                assert (blocks[index], block_id) in copied, "neither appended nor a copy"
+            blocks += [NULL_BLOCK] * (index + 1 - len(blocks))
+            blocks[index] = block_id
         for slot in plan.decode_slots.tolist():
             self._write_decode(self._slots[slot])
         for i, chunk in enumerate(plan.chunks):
@@ -183,7 +200,7 @@ class FakeExecutor:
             assert state.active
             assert source.active
             n = state.num_computed = source.num_computed
-            state.blocks = source.blocks.copy()
+            state.tables = [table.copy() for table in source.tables]
             kept = source.prints[:n]
             state.tokens = [*source.tokens[:n], token]
             state.prints = [*kept, fingerprint(kept[-1], token)]
@@ -203,9 +220,11 @@ class FakeExecutor:
         for token in tokens:
             prints.append(fingerprint(prints[-1] if prints else 0, token))
         assert start.num_computed_tokens <= len(tokens) < start.max_len <= self.config.max_model_len
-        self._slots[start.slot] = _Slot(start, tokens, prints, start.block_ids[0].tolist(), start.num_computed_tokens)
+        assert len(start.block_ids) == len(self.config.cache_groups)
+        self._slots[start.slot] = _Slot(start, tokens, prints, start.block_ids.tolist(), start.num_computed_tokens)
 
     def _write_decode(self, state: _Slot) -> None:
+        state.first_query = state.num_computed
         if state.active:
             assert state.num_computed == len(state.tokens) - 1, "a decode row computes the last token"
             self._write(state)
@@ -216,58 +235,84 @@ class FakeExecutor:
         assert state.active
         assert start == state.num_computed
         assert token_ids == state.tokens[start : start + len(token_ids)]
+        state.first_query = start if token_ids else start - 1
         for _ in token_ids:
             self._write(state)
 
     def _write(self, state: _Slot) -> None:
-        """Computes one more token of the sequence, into a block that nobody else has in their table, unless they
+        """Computes one more token of the sequence, into blocks that nobody else has where they see them, unless they
         count this very token as computed already: a prefix hit, or a fork, in the plan that computes it.
         """
         index, offset = divmod(state.num_computed, self.config.block_size)
-        block_id = state.blocks[index]
-        assert block_id != NULL_BLOCK
-        sharers = [other for other in self._slots.values() if other.active and block_id in other.blocks]
-        assert all(other is state or other.num_computed > state.num_computed for other in sharers), (
-            "a shared block is written to where others have yet to write or count on something else"
-        )
-        self._content[block_id, offset] = state.prints[state.num_computed]
+        for group in range(len(state.tables)):
+            block_id = state.tables[group][index]
+            assert block_id != NULL_BLOCK
+            sharers = [other for other in self._slots.values() if other.active and self._sees(other, block_id)]
+            assert all(other is state or other.num_computed > state.num_computed for other in sharers), (
+                "a shared block is written to where others have yet to write or count on something else"
+            )
+            self._content[block_id, offset] = content_of(state.prints[state.num_computed], group)
         state.num_computed += 1
+
+    def _sees(self, state: _Slot, block_id: int) -> bool:
+        """Whether a sequence has the block where its queries see it; what a window has passed is of no interest."""
+        size = self.config.block_size
+        for table, group in zip(state.tables, self.config.cache_groups, strict=True):
+            first = 0 if group.window is None else max(0, state.num_computed - group.window + 1) // size
+            if block_id in table[first:]:
+                return True
+        return False
 
     def _sample(self, plan: StepPlan) -> StepResult:
         rows = [(slot, True) for slot in plan.decode_slots.tolist()]
         rows += [(chunk.slot, chunk.samples) for chunk in plan.chunks]
-        token_ids = np.full((len(rows),), NO_TOKEN, np.int32)
+        k = plan.tokens_per_row
+        token_ids = np.full((len(rows), k), NO_TOKEN, np.int32)
         codes = np.zeros((len(rows),), np.uint8)
         scores = plan.variant in (SamplingVariant.FULL, SamplingVariant.BEAM)
-        logprobs = _empty_logprobs(len(rows), 1) if scores else None
+        logprobs = _empty_logprobs(len(rows), k) if scores else None
         scored = {len(plan.decode_slots) + i for i, c in enumerate(plan.chunks) if c.score_targets is not None}
-        for row, (slot, samples) in enumerate(rows):
-            state = self._slots[slot]
-            if not state.active:
-                continue
-            self._check_reads(state)
-            start = state.start
-            needed = needed_variant(start)
-            assert plan.variant >= needed
-            assert plan.variant < SamplingVariant.BEAM or needed == SamplingVariant.GREEDY
-            assert samples == (state.num_computed == len(state.tokens)) or row in scored
-            if not samples:
-                continue
-            token = next_token(state.prints[-1], start.seed, len(state.tokens))
-            if logprobs is not None:
-                _fill_logprobs(logprobs, (row, 0), state.prints[-1], token)
-                if self.rank is not None:
-                    logprobs.top_ids[row, 0], logprobs.top_logprobs[row, 0] = self.rank(state.tokens)
-            token_ids[row] = token
-            state.prints.append(fingerprint(state.prints[-1], token))
-            state.tokens.append(token)
-            if token in start.stop_token_ids:
-                codes[row] = FinishCode.STOP
-            elif len(state.tokens) == start.max_len:
-                codes[row] = FinishCode.LENGTH
-            state.active = codes[row] == FinishCode.RUNNING
+        was_active = [self._slots[slot].active for slot, _ in rows]
+        left = [k] * len(rows)
+        for row in range(len(plan.decode_slots)) if self.num_brought is not None else ():
+            state = self._slots[rows[row][0]]
+            left[row] = self.num_brought(state.start, state.tokens, k)
+            state.num_computed -= state.active and not left[row]  # its last token is to be computed again
+        for again in range(k):
+            for row, (slot, _) in enumerate(rows) if again else ():
+                if self._slots[slot].active and again < left[row]:
+                    self._write_decode(self._slots[slot])
+            for row, (slot, samples) in enumerate(rows):
+                state = self._slots[slot]
+                if not state.active or (again and not samples) or again >= left[row]:
+                    continue
+                self._check_reads(state)
+                needed = needed_variant(state.start)
+                assert plan.variant >= needed
+                assert plan.variant < SamplingVariant.BEAM or needed == SamplingVariant.GREEDY
+                assert samples == (state.num_computed == len(state.tokens)) or row in scored
+                if samples:
+                    token_ids[row, again] = self._sample_row(state, logprobs, (row, again))
+                    codes[row] = self._code_of(state)
+                    state.active = codes[row] == FinishCode.RUNNING
+        assert all(was_active[row] or (token_ids[row] == NO_TOKEN).all() for row in range(len(rows)))
         prompt_logprobs, scores = self._prompt_logprobs(plan), self._scores(plan)
-        return StepResult(token_ids[:, None], codes, logprobs, prompt_logprobs, scores, plan.num_sharing > 0)
+        return StepResult(token_ids, codes, logprobs, prompt_logprobs, scores, plan.num_sharing > 0)
+
+    def _sample_row(self, state: _Slot, logprobs: Logprobs | None, place: tuple[int, int]) -> int:
+        token = next_token(state.prints[-1], state.start.seed, len(state.tokens))
+        if logprobs is not None:
+            _fill_logprobs(logprobs, place, state.prints[-1], token)
+            if self.rank is not None:
+                logprobs.top_ids[place], logprobs.top_logprobs[place] = self.rank(state.tokens)
+        state.prints.append(fingerprint(state.prints[-1], token))
+        state.tokens.append(token)
+        return token
+
+    def _code_of(self, state: _Slot) -> FinishCode:
+        if state.tokens[-1] in state.start.stop_token_ids:
+            return FinishCode.STOP
+        return FinishCode.LENGTH if len(state.tokens) == state.start.max_len else FinishCode.RUNNING
 
     def _check_shared_prefix(self, plan: StepPlan) -> None:
         """What rows are said to share is in the first one's blocks, and none of it is what they write in this step."""
@@ -281,17 +326,23 @@ class FakeExecutor:
         assert shared_len > 0
         assert shared_len % size == 0
         sharing = [self._slots[slot] for slot in plan.decode_slots[: plan.num_sharing].tolist()]
-        held = self._content[sharing[0].blocks[: shared_len // size]].reshape(-1).tolist()
+        group = self.config.windows.index(None)
+        held = self._content[sharing[0].tables[group][: shared_len // size]].reshape(-1).tolist()
         for state in sharing:
             if state.active:
                 assert state.num_computed > shared_len
-                assert state.prints[:shared_len] == held, "rows are said to share what they do not"
+                expected = [content_of(of_token, group) for of_token in state.prints[:shared_len]]
+                assert expected == held, "rows are said to share what they do not"
 
     def _check_reads(self, state: _Slot) -> None:
         size, n = self.config.block_size, state.num_computed
-        held = self._content[state.blocks[: -(-n // size)]].reshape(-1)[:n]
-        wrong = np.flatnonzero(held != np.array(state.prints[:n], np.int64))
-        assert not len(wrong), f"position {wrong[0]} of slot {state.start.slot} reads what is not its own"
+        for group, (table, of_group) in enumerate(zip(state.tables, self.config.cache_groups, strict=True)):
+            first = 0 if of_group.window is None else max(0, state.first_query - of_group.window + 1)
+            blocks = table[: -(-n // size)]
+            assert NULL_BLOCK not in blocks[first // size :], f"slot {state.start.slot} has no block for what it reads"
+            held = self._content[blocks].reshape(-1)[first:n]
+            wrong = np.flatnonzero(held != np.array([content_of(p, group) for p in state.prints[first:n]], np.int64))
+            assert not len(wrong), f"position {first + wrong[0]} of slot {state.start.slot} reads what is not its own"
 
     def _prompt_logprobs(self, plan: StepPlan) -> dict[int, Logprobs]:
         found = {}

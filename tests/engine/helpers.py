@@ -1,13 +1,13 @@
 """Short ways to build what the engine's tests need."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.engine.config import SchedulerConfig
+from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import StepPlan
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.scheduler.scheduler import RequestUpdate, Scheduler
@@ -57,10 +57,10 @@ def make_search(
 class Engine:
     """A core with a fake executor, that collects what is reported and looks for damage after each step."""
 
-    def __init__(self, *, seed: int = 0, rank=None, **changes) -> None:
+    def __init__(self, *, seed: int = 0, rank=None, num_brought=None, kinds=(Searches,), **changes) -> None:
         self.config = make_config(**changes)
-        self.scheduler = Scheduler(self.config, seed)
-        self.executor = FakeExecutor(self.config, rank=rank)
+        self.scheduler = Scheduler(self.config, seed, kinds=kinds)
+        self.executor = FakeExecutor(self.config, rank=rank, num_brought=num_brought)
         self.core = EngineCore(self.scheduler, self.executor)
         self.reported: dict[str, list[int]] = {}
 
@@ -82,9 +82,7 @@ class Engine:
             plan, handle = self.core._in_flight.popleft()
             self._take(scheduler.update(plan, handle.result()))
         if running := request.group.running():
-            scheduler.config = replace(self.config, preemption_mode=mode)
-            scheduler._preempt(running)
-            scheduler.config = self.config
+            scheduler.preemption.preempt(running, mode)
             self.core.check_integrity()
 
     def _take(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:

@@ -70,7 +70,7 @@ def search(
     params = BeamSearchParams(beam_width=width, max_tokens=output_len, ignore_eos=True, detokenize=False)
     prompt = np.arange(2**30, 2**30 + prompt_len, dtype=np.int32)
     scheduler.add(Request("search", prompt, params.sampling_params(), beam=params))
-    while (plan := scheduler.schedule()) is not None:
+    while isinstance(plan := scheduler.schedule(), StepPlan):
         if len(plan.decode_slots):
             yield scheduler
         scheduler.update(plan, device.execute(plan))

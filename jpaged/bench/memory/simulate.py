@@ -194,7 +194,7 @@ def simulate(
             device.clock_s = trace[num_arrived].arrival_s
             continue
         plan = scheduler.schedule()
-        if plan is None:
+        if not isinstance(plan, StepPlan):
             raise EngineDeadError(f"{scheduler.num_unfinished} requests are left, but none can run.")
         begin_s = device.clock_s
         handle = device.execute(plan)

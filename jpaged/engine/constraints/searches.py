@@ -1,4 +1,5 @@
 """The beam searches that have slots: whose turn it is, what their results say, what the next plan must tell the device.
+They are a kind of rows that wait for their last result.
 
 plan i      beams of all searches that are ready      results awaited: no search is planned
 plan i+1    (other sequences)
@@ -6,78 +7,89 @@ update i    candidates -> choices; tables forked and freed; searches are ready
 plan i+3    moves and starts of the beams, then their rows
 """
 
+import time
+from collections.abc import Sequence
+
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.engine.interface import StepResult
+from jpaged.engine.constraints.dependent_rows import DependentRows, Ended, Taken
+from jpaged.engine.interface import SamplingVariant, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
+from jpaged.engine.plan_in_progress import PlanInProgress, slot_start
 from jpaged.engine.sequences.beam_search import BeamGroup, Ranking, rankings
-from jpaged.engine.sequences.request import Request
+from jpaged.engine.sequences.request import Group, Request
 from jpaged.engine.sequences.slots import Slots
 
 
-class Searches:
+class Searches(DependentRows):
     """Keeps the block tables and tokens of beams as their searches choose."""
 
-    def __init__(self, slots: Slots, blocks: BlockManager) -> None:
-        self._slots = slots
-        self._blocks = blocks
+    def __init__(self, number: int, slots: Slots, blocks: BlockManager) -> None:
+        super().__init__(number, slots, blocks)
         self._groups: list[BeamGroup] = []
         self._step_in_flight: int | None = None
 
-    def is_awaited(self, step_id: int) -> bool:
-        """Whether a step's results may concern searches."""
-        return bool(self._groups) or step_id == self._step_in_flight
+    @classmethod
+    def group_of(cls, request: Request) -> BeamGroup | None:
+        """The group of a request for a beam search."""
+        return None if request.beam is None else BeamGroup.form(request)
 
-    def add(self, group: BeamGroup) -> None:
+    def admitted(self, group: Group) -> None:
         """A search has got its slots."""
-        self._groups.append(group)
+        if isinstance(group, BeamGroup):
+            self._groups.append(group)
 
-    def discard(self, group: BeamGroup) -> None:
-        """A search loses its slots; nothing happens if it has."""
-        if group in self._groups:
+    def begins(self, group: Group, slots: Sequence[int]) -> None:
+        """The beams in these slots wait for candidates from here; those to be forked from them need rows after that."""
+        siblings = [sibling.slot for sibling in group.siblings_to_fork]
+        super().begins(group, [*slots, *siblings])
+        if isinstance(group, BeamGroup):
+            group.num_due += len(slots) + len(siblings)
+
+    def left(self, request: Request) -> None:
+        """A beam loses its slot, and its search with it."""
+        group = request.group
+        if isinstance(group, BeamGroup) and group in self._groups:
             self._groups.remove(group)
             group.rest()
 
     @property
     def num_due(self) -> int:
-        """Tokens of each step's budget that are kept for beams, whether they run in it or not."""
+        """A token for each beam that has computed what it knows, or is to be forked from one that has."""
         return sum(group.num_due for group in self._groups)
 
-    def rows(self) -> list[int]:
+    def rows(self) -> np.ndarray:
         """The slots of the beams whose turn it is. All searches move in the same step, or steps would be half empty."""
         if self._step_in_flight is not None:
-            return []
-        return [member.slot for group in self._groups if group.is_ready for member in group.members]
+            return np.zeros((0,), np.int64)
+        ready = [member.slot for group in self._groups if group.is_ready for member in group.members]
+        return np.array(ready, np.int64)
 
-    def take_rows(self, step_id: int) -> int:
-        """Takes what `rows` names as planned; returns how many they are."""
-        num_rows = len(self.rows())
-        if num_rows:
-            self._step_in_flight = step_id
-            for group in self._groups:
-                group.is_ready = False
-        return num_rows
-
-    def take_changes(self) -> tuple[list[Request], np.ndarray]:
-        """What was chosen since the last plan: beams that start, and `StepPlan.beams`."""
-        starts: list[Request] = []
-        moves: list[tuple[int, int, int]] = []
+    def planned(self, step_id: int, rows: np.ndarray) -> None:
+        """The searches that are ready run in this step."""
+        self._step_in_flight = step_id
         for group in self._groups:
-            starts += group.pending_starts
-            moves += group.pending_moves
+            group.is_ready = False
+
+    def contribute(self, plan: PlanInProgress) -> None:
+        """Adds what was chosen since the last plan: beams that start, and which beam goes on from which."""
+        no_blocks = np.zeros((len(self._slots.windows), 0), np.int32)
+        for group in self._groups:
+            for beam in group.pending_starts:
+                plan.starts.append(slot_start(beam, self._slots.known(beam.slot).copy(), no_blocks, 0))
+            plan.beams += group.pending_moves
             group.pending_starts, group.pending_moves = [], []
-        return starts, np.array(moves, np.int32).reshape(-1, 3)
 
-    def update(self, step_id: int, slots: np.ndarray, rows: np.ndarray, result: StepResult) -> list[BeamGroup]:
-        """Hands what a step found for beams to their searches, and lets those that have all they need choose.
+    def variant(self, others: SamplingVariant) -> SamplingVariant:
+        """A program that returns the most likely tokens of each row."""
+        return SamplingVariant.BEAM if others == SamplingVariant.GREEDY else SamplingVariant.FULL
 
-        Args:
-            slots: int [rows]; by row of the step. rows: those that are beams'.
-        Returns:
-            The searches that are over.
+    def take(self, step_id: int, slots: np.ndarray, rows: np.ndarray, result: StepResult) -> Taken:
+        """Hands the candidates to their searches, and lets those that have all they need choose.
+
         Raises:
-            EngineDeadError: a row is no beam's, or came back without candidates.
+            EngineDeadError: a beam came back without candidates.
         """
         if step_id == self._step_in_flight:
             self._step_in_flight = None
@@ -91,15 +103,15 @@ class Searches:
                 complete.append(request.group)
         known = self._slots.num_known[[group.leader.slot for group in complete]].tolist()
         going_on: list[BeamGroup] = []
-        over: list[BeamGroup] = []
+        ended: list[Ended] = []
         for group, ranking, num_known in zip(complete, rankings(complete), known, strict=True):
-            goes_on = self._choose(group, ranking, num_known - group.leader.prompt_len)
-            (going_on if goes_on else over).append(group)
+            if self._choose(group, ranking, num_known - group.leader.prompt_len):
+                going_on.append(group)
+            else:
+                ended += _ended(group)
         moves = np.array([move for group in going_on for move in group.pending_moves], np.intp).reshape(-1, 3)
-        chosen = moves[:, 0]
-        self._slots.token_ids[chosen, self._slots.num_known[chosen]] = moves[:, 2]
-        self._slots.num_known[chosen] += 1
-        return over
+        self._slots.append_tokens(moves[:, 0], moves[:, 2])
+        return Taken(rows[:0], ended)
 
     def _choose(self, group: BeamGroup, ranking: Ranking, num_generated: int) -> bool:
         """Chooses how the beams go on, and forks and frees their block tables accordingly; `pending_moves` has their
@@ -128,3 +140,14 @@ class Searches:
         group.pending_moves = list(zip(own_slots, parents, choice.token_ids, strict=True))
         group.is_ready = True
         return True
+
+
+def _ended(group: BeamGroup) -> list[Ended]:
+    """What a search has found: its members become its hypotheses."""
+    ended = []
+    for member, found in zip(group.members, group.search.hypotheses, strict=True):
+        member.cumulative_logprob, member.score = found.cumulative_logprob, found.score
+        member.stats.last_token_time = time.monotonic()
+        stop_reason = member.stop_reason_of(found.token_ids[-1]) if found.stopped else None
+        ended.append(Ended(member, found.token_ids, "stop" if found.stopped else "length", stop_reason))
+    return ended

@@ -99,12 +99,19 @@ class BlockPool:
         num_blocks: blocks in the pool, the null block included.
         block_size: tokens a block holds.
         enable_prefix_caching: keep names of full blocks, so that `cache` finds them; `cache` is None without.
+        windows: of the cache groups that draw on the pool (`CacheGroup.window`).
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.cache = PrefixCache(num_blocks, block_size) if enable_prefix_caching else None
+        self.cache = PrefixCache(num_blocks, block_size, windows) if enable_prefix_caching else None
         self._ref_counts = np.zeros((num_blocks,), np.int32)
         self._free_list = FreeList(num_blocks)
         self._free_list.push(np.arange(1, num_blocks, dtype=np.int32))
@@ -132,7 +139,8 @@ class BlockPool:
         return self._ref_counts.copy(), named
 
     def blocks_to_admit(self, num_tokens: int, prompt_len: int, max_len: int) -> int:
-        """Blocks that a sequence gets when it is admitted: just enough for its known tokens, the rest as it grows.
+        """Blocks that a sequence gets, in a group without a window, when it is admitted: just enough for its known
+        tokens, the rest as it grows.
 
         Args:
             num_tokens: known tokens.
@@ -144,7 +152,7 @@ class BlockPool:
 
     def num_unreferenced(self, block_ids: np.ndarray) -> int:
         """How many of these blocks are on the free list, so that sharing them uses up free blocks."""
-        return int(np.count_nonzero(self._ref_counts[block_ids] == 0))
+        return int(np.count_nonzero(self._ref_counts[block_ids] == 0)) if len(block_ids) else 0
 
     def allocate(self, n: int) -> np.ndarray:
         """Hands out the n least recently used free blocks with one reference each.
@@ -168,6 +176,8 @@ class BlockPool:
 
     def share(self, block_ids: np.ndarray) -> None:
         """Adds a reference to each of these distinct blocks; those that were free leave the free list."""
+        if not len(block_ids):
+            return
         block_ids = block_ids.astype(np.intp)  # which numpy would do at each use of them as an index
         refs = self._ref_counts[block_ids]
         self._free_list.remove(block_ids[refs == 0])
@@ -195,6 +205,21 @@ class BlockPool:
         self._ref_counts[backwards] = left
         self._free_list.push(backwards[left == 0])
         self.num_releases += 1
+
+    def release(self, block_ids: np.ndarray) -> int:
+        """Drops a reference for each time a block is named here, in any order. Returns how many became free.
+
+        Raises:
+            EngineDeadError: a block is named more often than it is referenced.
+        """
+        np.subtract.at(self._ref_counts, block_ids, 1)
+        left = self._ref_counts[block_ids]
+        if len(left) and left.min() < 0:
+            raise EngineDeadError(f"Blocks released that nobody owns: {block_ids[left < 0].tolist()}.")
+        free = np.unique(block_ids[left == 0])
+        self._free_list.push(free)
+        self.num_releases += 1
+        return len(free)
 
     def unshare(self, block_ids: np.ndarray) -> None:
         """Drops a reference for each time a block is named here; every one of them keeps at least one."""

@@ -45,8 +45,8 @@ class PinnedPrefixes:
         cache, size = self._pool.cache, self._pool.block_size
         if cache is None:
             raise InvalidParameterError("Prefixes are pinned in the prefix cache: set enable_prefix_caching=True.")
-        hits = cache.match([], token_ids, len(token_ids) // size, cache_salt)
-        hits = hits[np.cumprod(hits != NULL_BLOCK, dtype=np.bool_)]  # up to the first that is in host memory only
+        found = cache.match([], token_ids, len(token_ids) // size, cache_salt, use_host=False)
+        hits = found[found != NULL_BLOCK]
         key = (cache_salt, token_ids.tobytes())
         others = (block_ids for other, block_ids in self._blocks.items() if other != key)
         left = self._pool.capacity - _num_distinct([*others, hits])
@@ -58,7 +58,7 @@ class PinnedPrefixes:
         self.unpin(token_ids, cache_salt)
         self._pool.share(hits)
         self._blocks[key] = hits
-        return len(hits) * size
+        return found.shape[1] * size
 
     def unpin(self, token_ids: np.ndarray, cache_salt: str | None) -> bool:
         """Gives a prefix's references back. Returns whether it was pinned."""

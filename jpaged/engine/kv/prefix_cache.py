@@ -13,6 +13,12 @@ further ones, and those that begin a prompt, are filed under their parent and th
 
 Blocks that the pool reuses may go to host memory and be hit there (`host_tier.py`).
 
+Cache groups keep different things of the same tokens, so a block's name is its digest and its group. A hit of so many
+tokens needs every block of the groups without a window, and of those with one the last window before its end:
+
+    group 0              [ 7 ][ 1 ][ 4 ][ 9 ]          hit: four blocks
+    group 1, window      [ - ][ - ][ 5 ][ 2 ]          what its next query sees is here; the rest need not be
+
 A block is registered when the step that fills it has been planned: steps run in the order of their plans, and in
 every layer a step writes the keys and values of all its rows before any row attends, so whoever hits the block
 later, even in the same plan, reads what was written.
@@ -25,8 +31,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.engine.interface import NULL_BLOCK
+from jpaged.engine.interface import NULL_BLOCK, HostCopy
 from jpaged.engine.kv.host_tier import HostTier, NamedBlock
+
+ON_HOST = -1
+"""Stands in `PrefixCache.match` for a block that is in host memory only."""
+
+_ABSENT = -2
+
+_NO_BLOCKS = np.zeros((0,), np.int32)
 
 _PARTS_LOOKED_AT = 8
 """Blocks with the same first half that are compared token by token: a popular one costs no more than another."""
@@ -95,14 +108,19 @@ class PrefixCache:
 
     It holds no references: a registered block may be in use or free. The pool calls `forget` when it reuses one.
 
+    windows: of the cache groups (`CacheGroup.window`).
+
     step_id: the step being planned; set by the scheduler.
     host: where blocks go that the pool reuses; None where they are just forgotten.
     num_queried_tokens, num_hit_tokens: counted by the scheduler through `count`, once per request.
     num_host_hit_tokens: of the hits, those in host memory.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
         self._block_size = block_size
+        self._windows = windows
+        # A block's name is its digest and its group's suffix. Names are as long as no digest of another group.
+        self._suffixes = [b"" if group == 0 else group.to_bytes(1, "little") for group in range(len(windows))]
         self._block_of: dict[bytes, int] = {}
         self._digests: list[bytes | None] = [None] * num_blocks
         self._parents: list[bytes | None] = [None] * num_blocks
@@ -147,35 +165,93 @@ class PrefixCache:
         if is_new and num_known < min(len(digests), _MOST_BLOCKS):
             self._prompts.remember(token_ids, digests, salt)
 
-    def match(self, digests: list[bytes], token_ids: np.ndarray, num_blocks: int, salt: str | None) -> np.ndarray:
-        """Finds the longest run of blocks, from the first on, that hold these tokens.
+    def match(
+        self, digests: list[bytes], token_ids: np.ndarray, num_blocks: int, salt: str | None, use_host: bool = True
+    ) -> np.ndarray:
+        """Finds the longest beginning of these tokens, in whole blocks, that is here in all groups.
 
         Args:
             digests: of the sequence's blocks; extended where needed.
             token_ids: int32 [n]; its tokens.
             num_blocks: look at no more blocks than this.
+            use_host: whether a block in host memory counts.
 
-        Returns: int32 [hits]; the block ids, and the null block for each that is in host memory only.
+        Returns: int32 [groups, hits]; the block ids, ON_HOST for each that is in host memory only, and NULL_BLOCK where
+            a group needs none.
         """
         self.extend_digests(digests, token_ids, num_blocks, salt)
-        size, found = self._block_size, list[int]()
-        parent = root_digest(salt)
-        for digest in digests[:num_blocks]:
-            block_id = self._block_of.get(digest)
+        host = self.host if use_host else None
+        found: list[np.ndarray] = []
+        most = num_blocks
+        for group, window in enumerate(self._windows):
+            if window is None:
+                found.append(self._find(group, digests[:most], token_ids, salt, host, stop_at_absent=True))
+                most = min(most, len(found[-1]))
+            else:
+                found.append(self._find(group, digests[:most], token_ids, salt, host, stop_at_absent=False))
+        if len(found) == 1 and self._windows[0] is None:
+            return found[0][None]
+        return self._longest_of_all(np.stack([of_group[:most] for of_group in found]))
+
+    def _find(
+        self,
+        group: int,
+        digests: list[bytes],
+        token_ids: np.ndarray,
+        salt: str | None,
+        host: HostTier | None,
+        stop_at_absent: bool,
+    ) -> np.ndarray:
+        """A group's blocks that hold these tokens, int32 [n]: up to the first that is absent, or one for each digest,
+        _ABSENT where there is none.
+        """
+        size, suffix, found = self._block_size, self._suffixes[group], list[int]()
+        parent = root_digest(salt) + suffix
+        for digest in digests:
+            name = digest + suffix
+            block_id = self._block_of.get(name)
             if block_id is None or self._parents[block_id] != parent:
                 first = len(found) * size
-                if self.host is None or not self.host.holds(digest, parent, token_ids[first : first + size]):
+                if host is not None and host.holds(name, parent, token_ids[first : first + size]):
+                    block_id = ON_HOST
+                elif stop_at_absent:
                     break
-                block_id = NULL_BLOCK
+                else:
+                    block_id = _ABSENT
             found.append(block_id)
-            parent = digest
+            parent = name
         block_ids = np.array(found, np.int32)
         wanted = token_ids[: len(found) * size].reshape(len(found), size)
-        differs = (self._tokens[block_ids] != wanted).any(axis=1) & (block_ids != NULL_BLOCK)
-        return block_ids[: int(differs.argmax())] if differs.any() else block_ids
+        differs = (self._tokens[block_ids] != wanted).any(axis=1) & (block_ids > NULL_BLOCK)
+        if not differs.any():
+            return block_ids
+        if stop_at_absent:
+            return block_ids[: int(differs.argmax())]
+        block_ids[differs] = _ABSENT
+        return block_ids
 
-    def match_part(self, parent: bytes, token_ids: np.ndarray) -> tuple[int, int]:
-        """Finds a block after `parent` that begins with at least half a block of these tokens, to be copied.
+    def _longest_of_all(self, found: np.ndarray) -> np.ndarray:
+        """The longest hit, as of `match`, where these are the blocks of each group: int32 [groups, n]."""
+        lengths = np.arange(found.shape[1] + 1)
+        is_hit = np.ones(lengths.shape, np.bool_)
+        for of_group, window in zip(found, self._windows, strict=True):
+            if window is not None:
+                last_absent = np.maximum.accumulate(np.where(of_group == _ABSENT, lengths[1:], 0))
+                is_hit[1:] &= last_absent <= self._first_needed(window, lengths[1:])
+        longest = int(np.flatnonzero(is_hit)[-1])
+        hits = found[:, :longest].copy()
+        for of_group, window in zip(hits, self._windows, strict=True):
+            if window is not None:
+                of_group[: int(self._first_needed(window, lengths[longest]))] = NULL_BLOCK
+        return hits
+
+    def _first_needed(self, window: int, num_blocks: np.ndarray) -> np.ndarray:
+        """The first block of which the query after so many blocks sees a token."""
+        first: np.ndarray = np.maximum(num_blocks * self._block_size - (window - 1), 0) // self._block_size
+        return first
+
+    def match_part(self, parent: bytes, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
+        """Finds blocks after `parent` that begin with at least half a block of these tokens, to be copied.
 
         A copy comes before the step, so blocks that this very step fills do not count.
 
@@ -183,10 +259,21 @@ class PrefixCache:
             parent: digest of the blocks before; they have been matched.
             token_ids: int32 [n], n at most a block.
         Returns:
-            The block with the most equal tokens of those named last, and how many they are; 0 if there is none.
+            A block of each group, int32 [groups], and with how many of the tokens all of them begin; none, and 0,
+            unless there is one in every group. It is the one with the most equal tokens of those named last.
         """
         if len(token_ids) < self._half:
-            return 0, 0
+            return _NO_BLOCKS, 0
+        found = []
+        for suffix in self._suffixes:
+            block_id, same = self._match_part(parent + suffix, token_ids)
+            if not same:
+                return _NO_BLOCKS, 0
+            found.append((block_id, same))
+        return np.array([block_id for block_id, _ in found], np.int32), min(same for _, same in found)
+
+    def _match_part(self, parent: bytes, token_ids: np.ndarray) -> tuple[int, int]:
+        """As `match_part`, in one group: the block, and how many tokens are equal, 0 for none. parent: a name."""
         half = token_ids[: self._half].tobytes()
         found = self._by_half.get((parent, half), [])[-_PARTS_LOOKED_AT:]
         following = self._following[self._block_of.get(parent, NULL_BLOCK)]
@@ -216,18 +303,35 @@ class PrefixCache:
         Args:
             digests: of the sequence's blocks; extended where needed.
             token_ids: int32 [n]; its tokens, at least up to the end of block stop-1.
-            block_ids: int32 [m]; its block table.
+            block_ids: int32 [groups, m]; its block tables. Where a group has no block, there is nothing to name.
         """
         if stop <= start:
             return
         self.extend_digests(digests, token_ids, stop, salt)
+        for suffix, window, table in zip(self._suffixes, self._windows, block_ids, strict=True):
+            first = start
+            if window is not None:  # what it has given back comes first
+                first = stop - int(np.count_nonzero(table[start:stop]))
+            self._register_group(suffix, digests, token_ids, table, first, stop, salt)
+
+    def _register_group(
+        self,
+        suffix: bytes,
+        digests: list[bytes],
+        token_ids: np.ndarray,
+        block_ids: np.ndarray,
+        start: int,
+        stop: int,
+        salt: str | None,
+    ) -> None:
+        """Names the blocks start .. stop-1 of a group; all of them are there."""
         block_of, parents, following = self._block_of, self._parents, self._following
-        parent = digests[start - 1] if start else root_digest(salt)
+        parent = (digests[start - 1] if start else root_digest(salt)) + suffix
         before = block_of.get(parent, NULL_BLOCK)
         new: list[int] = []
         others: list[int] = []
         for index, block_id in enumerate(block_ids[start:stop].tolist(), start):
-            digest = digests[index]
+            digest = digests[index] + suffix
             named = block_of.get(digest)
             if named is None:
                 if before and parents[following[before]] != parent:
@@ -247,6 +351,20 @@ class PrefixCache:
         self._registered[block_ids] = True
         self._registered_in[block_ids] = self.step_id
         self.num_registrations += len(new)
+
+    def fetch(
+        self, digests: list[bytes], groups: np.ndarray, indices: np.ndarray, block_ids: np.ndarray
+    ) -> list[HostCopy]:
+        """Copies of blocks in host memory to the pool, for `StepPlan.swap_ins`.
+
+        Args:
+            digests: of a sequence's blocks. groups, indices: int64 [n]; which of them, all found in host memory.
+            block_ids: int32 [n]; where each is to go.
+        """
+        if self.host is None:
+            return []
+        names = [digests[i] + self._suffixes[g] for g, i in zip(groups.tolist(), indices.tolist(), strict=True)]
+        return self.host.fetch(names, block_ids)
 
     def named(self, block_ids: np.ndarray) -> Iterator[NamedBlock]:
         """Those of these blocks that have names."""

@@ -17,9 +17,10 @@ from itertools import islice
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, HostCopy
+from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS, HostCopy
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.host_tier import HostTier
+from jpaged.engine.kv.swap_record import NO_PLACE, SwapRecord
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.slots import Slots
 
@@ -31,34 +32,8 @@ _ENTRIES_AHEAD = 4 * SWAP_CHUNK_BLOCKS
 
 
 @dataclass(slots=True)
-class SwapRecord:
-    """Sequences that are swapped out together, and come back together.
-
-    chunks: where their blocks are. block_ids: int32 [places]; the blocks that were copied there.
-    places: int64 [n] for each sequence; where its first n blocks are among them.
-    num_computed: for each sequence; tokens in these blocks.
-    """
-
-    members: list[Request]
-    chunks: list[int]
-    block_ids: np.ndarray
-    places: list[np.ndarray]
-    num_computed: list[int]
-
-    @property
-    def num_places(self) -> int:
-        return len(self.block_ids)
-
-    def drop(self, request: Request) -> None:
-        """Forgets one of the sequences, which has ended."""
-        index = self.members.index(request)
-        del self.members[index], self.places[index], self.num_computed[index]
-        request.swap = None
-
-
-@dataclass(slots=True)
 class Restored:
-    """What `SwapSpace.restore` did. tables: int32 [n] for each sequence. copies: for `StepPlan.swap_ins`."""
+    """What `SwapSpace.restore` did. tables: int32 [groups, n] for each sequence. copies: for `StepPlan.swap_ins`."""
 
     tables: list[np.ndarray]
     copies: list[HostCopy]
@@ -99,14 +74,16 @@ class SwapSpace:
         places, num_computed = [], []
         for member in members:
             computed = int(slots.num_computed[member.slot])
-            own = []
-            for index, block_id in enumerate(slots.blocks(member.slot)[: -(-computed // block_size)].tolist()):
+            tables = slots.block_tables[:, member.slot, : -(-computed // block_size)]
+            own = np.full(tables.shape, NO_PLACE, np.int64)
+            for group, index in np.argwhere(tables != NULL_BLOCK).tolist():
+                block_id = int(tables[group, index])
                 is_full = (index + 1) * block_size <= computed
                 if not is_full or block_id not in place_of:
                     place_of[block_id] = len(blocks)
                     blocks.append(block_id)
-                own.append(place_of[block_id])
-            places.append(np.array(own, np.int64))
+                own[group, index] = place_of[block_id]
+            places.append(own)
             num_computed.append(computed)
         chunks = self._take(-(-len(blocks) // SWAP_CHUNK_BLOCKS))
         if not chunks:
@@ -118,7 +95,7 @@ class SwapSpace:
             member.swap = record
         return True
 
-    def restore(self, record: SwapRecord, pool: BlockPool) -> Restored:
+    def restore(self, record: SwapRecord[Request], pool: BlockPool) -> Restored:
         """Gives swapped sequences blocks again, shared as before, and their chunks to others.
 
         Raises:
@@ -128,9 +105,10 @@ class SwapSpace:
         taken = np.zeros((record.num_places,), np.bool_)
         tables = []
         for places in record.places:
-            pool.share(block_ids[places[taken[places]]])
-            taken[places] = True
-            tables.append(block_ids[places])
+            held = places[places != NO_PLACE]
+            pool.share(block_ids[held[taken[held]]])
+            taken[held] = True
+            tables.append(np.where(places != NO_PLACE, block_ids[places], NULL_BLOCK))
         pool.free(block_ids[~taken])  # those of sequences that have ended meanwhile
         self.num_swapped_in += record.num_places
         copies = _copies(record.chunks, np.where(taken, block_ids, 0).astype(np.int32))
@@ -139,7 +117,19 @@ class SwapSpace:
             member.swap = None
         return Restored(tables, copies)
 
-    def discard(self, record: SwapRecord) -> None:
+    def drop(self, request: Request) -> None:
+        """Forgets a swapped sequence that has ended; others may have been swapped out with it."""
+        record = request.swap
+        if record is None:
+            return
+        if len(record.members) == 1:
+            self.discard(record)
+            return
+        index = record.members.index(request)
+        del record.members[index], record.places[index], record.num_computed[index]
+        request.swap = None
+
+    def discard(self, record: SwapRecord[Request]) -> None:
         """Frees the chunks of sequences that have ended or are to be computed again."""
         self._free += record.chunks
         for member in record.members:
@@ -177,7 +167,7 @@ class SwapSpace:
             self.tier.end_plan()
         return copies
 
-    def check_integrity(self, records: Iterable[SwapRecord]) -> None:
+    def check_integrity(self, records: Iterable[SwapRecord[Request]]) -> None:
         """Raises EngineDeadError unless each chunk is free, or holds prefixes, or the sequences of one record."""
         held = [*self._free, *self._free_after_plan, *(chunk for record in records for chunk in record.chunks)]
         if self.tier is not None:

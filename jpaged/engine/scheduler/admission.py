@@ -1,7 +1,7 @@
 """Who gets slots and blocks: requests that start, and sequences that come back after a preemption.
 
     start           a request, or a sequence that computes its tokens again: prefix hits, and blocks for the rest
-    resume search   all beams of a search, to compute their tokens again
+    resume          a group that runs together, such as the beams of a search, to compute its tokens again
     swap in         sequences that were swapped out together, with the blocks they had
 
 All of a group or none of it: a new one needs slots for all its members, a preempted one blocks for all of them. Unless
@@ -9,46 +9,47 @@ nothing else runs, the watermark stays free.
 """
 
 import time
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from jpaged.engine.config import SchedulerConfig
-from jpaged.engine.interface import NULL_BLOCK, Chunk, HostCopy, SlotStart
+from jpaged.engine.interface import NULL_BLOCK
+from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.kv.block_pool import BlockPool
-from jpaged.engine.kv.prefix_cache import root_digest
-from jpaged.engine.kv.swap_space import SwapRecord, SwapSpace
+from jpaged.engine.kv.prefix_cache import ON_HOST, root_digest
+from jpaged.engine.kv.swap_record import SwapRecord
+from jpaged.engine.kv.swap_space import SwapSpace
+from jpaged.engine.plan_in_progress import NO_BLOCKS, PlanInProgress, slot_start
 from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.engine.sequences.slots import Slots
-
-NO_BLOCKS = np.zeros((0,), np.int32)
-
-
-@dataclass(slots=True)
-class PlanInProgress:
-    """The parts of a plan whose number is not known beforehand."""
-
-    step_id: int
-    budget: int
-    runs_beams: bool
-    starts: list[SlotStart] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    swap_ins: list[HostCopy] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+from jpaged.engine.stats import Counters
 
 
 class Admission:
     """Decides whether what comes next has room, and gives it its slots and blocks.
 
-    num_prompt_tokens: of requests started, prefix hits included.
+    Groups without a window get blocks for all known tokens at once. For those with one, as many as they will hold at
+    most are reserved; they get them chunk by chunk (`BlockManager`).
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, slots: Slots, swap_space: SwapSpace) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        slots: Slots,
+        blocks: BlockManager,
+        swap_space: SwapSpace,
+        counters: Counters,
+    ) -> None:
         self._config = config
         self._pool = pool
         self._slots = slots
+        self._blocks = blocks
         self._swap_space = swap_space
-        self.num_prompt_tokens = 0
+        self._counters = counters
+        self._footprint = config.footprint
+        self._is_full = np.array([window is None for window in config.windows])
+        self._num_full, self._num_windowed = int(self._is_full.sum()), int((~self._is_full).sum())
 
     def admit(self, plan: PlanInProgress, request: Request) -> list[Request]:
         """Starts a waiting sequence and those that stand behind it.
@@ -57,13 +58,16 @@ class Admission:
         """
         if request.swap is not None:
             return self._swap_in(plan, request.swap)
-        if request.beam is not None and request.group.forked:
-            return self._resume_search(plan, request)
+        if request.group.runs_together and request.group.forked:
+            if not self._num_windowed:
+                return self._resume_together(plan, request)
+            # Its members would need blocks in which a window has passed the prompt's end, which nobody holds any more.
+            request.group.restart()
         return self._start(plan, request)
 
     def _start(self, plan: PlanInProgress, request: Request) -> list[Request]:
         """Starts a request, or one that is to compute its tokens again."""
-        pool, config = self._pool, self._config
+        pool, size = self._pool, self._config.block_size
         cache = pool.cache
         siblings = request.group.siblings_to_fork
         others = [member for member in request.group.waiting() if member is not request]
@@ -71,44 +75,63 @@ class Admission:
             return []
         token_ids = request.known_token_ids()
         hits = self._prefix_hits(request, token_ids)
-        in_pool = hits[hits != NULL_BLOCK]
-        num_new = pool.blocks_to_admit(len(token_ids), request.prompt_len, request.max_len) - len(in_pool)
-        part, num_part = self._part_hit(request, token_ids, len(hits))
-        reserve = 0
+        num_hits = hits.shape[1]
+        in_pool = hits[hits > NULL_BLOCK] if num_hits else NO_BLOCKS
+        num_entries = pool.blocks_to_admit(len(token_ids), request.prompt_len, request.max_len)
+        num_on_host = int(np.count_nonzero(hits == ON_HOST)) if num_hits else 0
+        num_new = self._num_full * (num_entries - num_hits) + num_on_host
+        num_reserved = self._num_to_reserve(hits, len(token_ids))
+        part, num_part = self._part_hit(request, token_ids, num_hits)
+        margin = 0
         if self._slots.num_used:  # siblings need a block each as soon as they are forked
-            reserve = int(config.watermark * pool.capacity) + len(siblings) + self._num_blocks_to_resume(others)
-        num_needed = num_new + pool.num_unreferenced(in_pool) + reserve
-        if num_needed > pool.num_free:
+            margin = int(self._config.watermark * pool.capacity) + len(siblings) * len(hits)
+            margin += self._num_blocks_to_resume(others)
+        num_needed = num_new + pool.num_unreferenced(in_pool) + num_reserved + margin
+        if num_needed > self._blocks.num_available:
             return []
-        if num_needed + pool.num_unreferenced(part) > pool.num_free:
+        num_of_part = pool.num_unreferenced(part) + (self._num_windowed if num_part else 0)
+        if num_needed + num_of_part > self._blocks.num_available:
             part, num_part = NO_BLOCKS, 0
         pool.share(part)  # before anything is allocated, or it might be reused
-        block_ids = self._table(plan, request, token_ids, hits, num_new)
-        plan.copies += [(source, int(block_ids[len(hits)])) for source in part.tolist()]
-        num_computed = len(hits) * config.block_size + num_part
-        self._slots.acquire(request, plan.step_id, token_ids, block_ids, num_computed)
-        plan.starts.append(slot_start(request, token_ids, block_ids, num_computed))
+        tables = self._tables(plan, request, token_ids, hits, num_entries)
+        if num_part:
+            if self._num_windowed:
+                tables[~self._is_full, num_hits] = pool.allocate(self._num_windowed)
+            plan.copies += zip(part.tolist(), tables[:, num_hits].tolist(), strict=True)
+        num_computed = num_hits * size + num_part
+        held = num_hits + bool(num_part)
+        self._acquire(plan, request, token_ids, tables, num_computed, held if self._num_windowed else num_entries)
+        self._blocks.reserve(request.slot, num_reserved)
         for sibling in siblings:
-            self._slots.acquire(sibling, plan.step_id, token_ids[:0], block_ids[:0], 0)
+            self._slots.acquire(sibling, plan.step_id, NO_BLOCKS, NO_BLOCKS, 0)
             sibling.status = RequestStatus.RUNNING
         if request.status == RequestStatus.WAITING:
-            self.num_prompt_tokens += request.prompt_len
+            self._counters.prompt_tokens += request.prompt_len
             request.stats.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = num_computed
             if cache is not None:
-                cache.count(request.prompt_len, num_computed, (len(hits) - len(in_pool)) * config.block_size)
+                of_host = int(np.count_nonzero((hits == ON_HOST).any(axis=0))) if num_on_host else 0
+                cache.count(request.prompt_len, num_computed, of_host * size)
         request.status = RequestStatus.RUNNING
-        request.num_registered_blocks = len(hits)
+        request.num_registered_blocks = num_hits
         return [request]
 
-    def _swap_in(self, plan: PlanInProgress, record: SwapRecord) -> list[Request]:
+    def _swap_in(self, plan: PlanInProgress, record: SwapRecord[Request]) -> list[Request]:
         """Starts sequences again that were swapped out together, where they were; none if they have no room."""
         members = record.members.copy()
         siblings = members[0].group.siblings_to_fork
-        reserve = int(self._config.watermark * self._pool.capacity) + len(siblings) if self._slots.num_used else 0
+        margin = 0
+        if self._slots.num_used:
+            margin = int(self._config.watermark * self._pool.capacity) + len(siblings) * len(self._is_full)
         tokens = [member.known_token_ids() for member in members]
-        new = self._num_new_blocks(record)
-        if record.num_places + sum(new) + reserve > self._pool.num_free:
+        num_entries = [-(-len(known) // self._config.block_size) for known in tokens]
+        num_held = [places.shape[1] for places in record.places]
+        new = [self._num_full * (n - held) for n, held in zip(num_entries, num_held, strict=True)]
+        reserved = [
+            max(0, self._footprint.windowed_peak(computed, len(known)) - int(np.count_nonzero(p[~self._is_full] >= 0)))
+            for known, computed, p in zip(tokens, record.num_computed, record.places, strict=True)
+        ]
+        if record.num_places + sum(new) + sum(reserved) + margin > self._blocks.num_available:
             return []
         if self._slots.num_free < len(members) + len(siblings):
             return []
@@ -116,9 +139,13 @@ class Admission:
         restored = self._swap_space.restore(record, self._pool)
         plan.swap_ins += restored.copies
         for i, member in enumerate(members):
-            block_ids = np.concatenate([restored.tables[i], self._pool.allocate(new[i])])
-            self._slots.acquire(member, plan.step_id, tokens[i], block_ids, num_computed[i])
-            plan.starts.append(slot_start(member, tokens[i], block_ids, num_computed[i]))
+            tables = np.full((len(self._is_full), num_entries[i]), NULL_BLOCK, np.int32)
+            tables[:, : num_held[i]] = restored.tables[i]
+            own = self._pool.allocate(new[i]).reshape(self._num_full, num_entries[i] - num_held[i])
+            tables[self._is_full, num_held[i] :] = own
+            held = num_held[i] if self._num_windowed else num_entries[i]
+            self._acquire(plan, member, tokens[i], tables, num_computed[i], held)
+            self._blocks.reserve(member.slot, reserved[i])
             member.num_registered_blocks = 0  # names are of blocks, and these are others
         for sibling in siblings:
             self._slots.acquire(sibling, plan.step_id, NO_BLOCKS, NO_BLOCKS, 0)
@@ -126,9 +153,9 @@ class Admission:
             member.status = RequestStatus.RUNNING
         return members
 
-    def _resume_search(self, plan: PlanInProgress, leader: Request) -> list[Request]:
-        """Starts all beams of a preempted search again; none if not all of them have room. They share the prompt's full
-        blocks, which the leader computes before any other beam has its turn.
+    def _resume_together(self, plan: PlanInProgress, leader: Request) -> list[Request]:
+        """Starts all members of a preempted group again, where no cache group has a window; none if not all of them
+        have room. They share the prompt's full blocks, which the leader computes before any other member has its turn.
         """
         size, members = self._config.block_size, leader.group.members
         if self._slots.num_free < len(members):
@@ -136,60 +163,93 @@ class Admission:
         tokens = [member.known_token_ids() for member in members]
         shared = leader.prompt_len // size
         hits = self._prefix_hits(leader, tokens[0])
-        in_pool = hits[hits != NULL_BLOCK]
-        new = [-(-len(known) // size) - shared for known in tokens]
-        new[0] += shared - len(in_pool)
-        reserve = int(self._config.watermark * self._pool.capacity) if self._slots.num_used else 0
-        if sum(new) + self._pool.num_unreferenced(in_pool) + reserve > self._pool.num_free:
+        in_pool = hits[hits > NULL_BLOCK]
+        num_entries = [-(-len(known) // size) for known in tokens]
+        num_new = self._num_full * (sum(num_entries) - shared * (len(members) - 1)) - len(in_pool)
+        margin = int(self._config.watermark * self._pool.capacity) if self._slots.num_used else 0
+        if num_new + self._pool.num_unreferenced(in_pool) + margin > self._blocks.num_available:
             return []
         have = hits
-        for member, known, num_new in zip(members, tokens, new, strict=True):
-            block_ids = self._table(plan, leader, tokens[0], have, num_new)
-            self._slots.acquire(member, plan.step_id, known, block_ids, len(have) * size)
-            plan.starts.append(slot_start(member, known, block_ids, len(have) * size))
+        for member, known, n in zip(members, tokens, num_entries, strict=True):
+            tables = self._tables(plan, leader, tokens[0], have, n)
+            self._acquire(plan, member, known, tables, have.shape[1] * size, n)
             member.status = RequestStatus.RUNNING
-            member.num_registered_blocks = len(have)
+            member.num_registered_blocks = have.shape[1]
             if member is leader:
-                have = block_ids[:shared]
+                have = tables[:, :shared]
         return members
 
-    def _table(
-        self, plan: PlanInProgress, request: Request, token_ids: np.ndarray, hits: np.ndarray, num_new: int
+    def _acquire(
+        self,
+        plan: PlanInProgress,
+        request: Request,
+        token_ids: np.ndarray,
+        tables: np.ndarray,
+        num_computed: int,
+        num_blocks: int,
+    ) -> None:
+        """Gives a sequence its slot, and lets the device know. Arguments as of `Slots.acquire`."""
+        self._slots.acquire(request, plan.step_id, token_ids, tables, num_computed, num_blocks)
+        plan.starts.append(slot_start(request, token_ids, tables, num_computed))
+
+    def _tables(
+        self, plan: PlanInProgress, request: Request, token_ids: np.ndarray, hits: np.ndarray, num_entries: int
     ) -> np.ndarray:
-        """A block table that begins with `hits`, as `PrefixCache.match` gives them, with so many new blocks. The hits
-        in host memory get the first of these, the plan brings them back, and they can be hit in the pool again.
+        """Block tables, int32 [groups, num_entries], that begin with `hits`, as `PrefixCache.match` gives them. Groups
+        without a window have new blocks behind these, others none yet. The plan brings back the hits in host memory to
+        new blocks, and they can be hit in the pool again.
         """
-        on_host = np.flatnonzero(hits == NULL_BLOCK)
-        self._pool.share(hits if not len(on_host) else hits[hits != NULL_BLOCK])
-        block_ids = np.concatenate([hits, self._pool.allocate(num_new)])
+        num_hits = hits.shape[1]
+        if num_hits:
+            self._pool.share(hits[hits > NULL_BLOCK])
         cache = self._pool.cache
-        if len(on_host) and cache is not None and cache.host is not None:
-            block_ids[on_host] = block_ids[len(hits) : len(hits) + len(on_host)]
-            block_ids = np.delete(block_ids, np.s_[len(hits) : len(hits) + len(on_host)])
+        if not self._num_windowed and (cache is None or cache.host is None):
+            own = self._pool.allocate(self._num_full * (num_entries - num_hits)).reshape(self._num_full, -1)
+            return np.concatenate([hits, own], axis=1) if num_hits else own
+        groups, on_host = np.nonzero(hits == ON_HOST)
+        block_ids = self._pool.allocate(len(on_host) + self._num_full * (num_entries - num_hits))
+        tables = np.full((len(hits), num_entries), NULL_BLOCK, np.int32)
+        tables[:, :num_hits] = hits
+        tables[self._is_full, num_hits:] = block_ids[len(on_host) :].reshape(self._num_full, num_entries - num_hits)
+        if len(on_host) and cache is not None:
+            tables[groups, on_host] = block_ids[: len(on_host)]
             digests = request.block_digests
-            plan.swap_ins += cache.host.fetch([digests[i] for i in on_host.tolist()], block_ids[on_host])
-            cache.register(digests, token_ids, block_ids, int(on_host[0]), int(on_host[-1]) + 1, request.cache_salt)
-        return block_ids
+            plan.swap_ins += cache.fetch(digests, groups, on_host, block_ids[: len(on_host)])
+            first, stop = int(on_host.min()), int(on_host.max()) + 1
+            cache.register(digests, token_ids, tables, first, stop, request.cache_salt)
+        return tables
 
     def _prefix_hits(self, request: Request, token_ids: np.ndarray) -> np.ndarray:
         """Blocks in the prefix cache for the beginning of a request's known tokens, as `PrefixCache.match`."""
         cache = self._pool.cache
         reusable = request.num_skippable_tokens(len(token_ids)) // self._config.block_size
         if cache is None or not reusable:
-            return NO_BLOCKS
+            return np.zeros((len(self._is_full), 0), np.int32)
         return cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
 
     def _part_hit(self, request: Request, token_ids: np.ndarray, num_hits: int) -> tuple[np.ndarray, int]:
-        """A cached block that begins as the one after the request's hits, int32 [0 or 1], and how many of its tokens
-        are the same. With less than half a block, copying it would cost more than computing them.
+        """A cached block of each group that begins as the one after the request's hits, int32 [groups] or [0], and how
+        many of its tokens are the same. With less than half a block, copying would cost more than computing them.
         """
         cache, size = self._pool.cache, self._config.block_size
         if cache is None:
             return NO_BLOCKS, 0
         first, stop = num_hits * size, request.num_skippable_tokens(len(token_ids))
         parent = request.block_digests[num_hits - 1] if num_hits else root_digest(request.cache_salt)
-        block_id, num_same = cache.match_part(parent, token_ids[first : min(first + size, stop)])
-        return (np.array([block_id], np.int32), num_same) if num_same else (NO_BLOCKS, 0)
+        return cache.match_part(parent, token_ids[first : min(first + size, stop)])
+
+    def _num_to_reserve(self, hits: np.ndarray, num_known: int) -> int:
+        """Blocks that the groups with windows will yet take while they compute what is known, after these hits. Hits
+        that others have are not counted on: giving them back makes no room.
+        """
+        if not self._num_windowed:
+            return 0
+        of_windows = hits[~self._is_full]
+        own = self._pool.num_unreferenced(of_windows[of_windows > NULL_BLOCK])
+        own += int(np.count_nonzero(of_windows == ON_HOST))
+        size, num_hits = self._config.block_size, hits.shape[1]
+        most = self._num_windowed * (-(-num_known // size) - num_hits)
+        return min(most, max(0, self._footprint.windowed_peak(num_hits * size, num_known) - own))
 
     def _num_blocks_to_resume(self, members: list[Request]) -> int:
         """Blocks that preempted members of a group will need besides those of the first one to come back, which come
@@ -199,25 +259,5 @@ class Admission:
             return 0
         shared = members[0].prompt_len // self._config.block_size if self._pool.cache is not None else 0
         lengths = [member.prompt_len + len(member.output_token_ids) for member in members]
-        return sum(-(-length // self._config.block_size) - shared for length in lengths)
-
-    def _num_new_blocks(self, record: SwapRecord) -> list[int]:
-        """Blocks that each of these sequences needs for its known tokens besides those that are swapped out."""
-        lengths = [member.prompt_len + len(member.output_token_ids) for member in record.members]
-        return [-(-n // self._config.block_size) - len(p) for n, p in zip(lengths, record.places, strict=True)]
-
-
-def slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int) -> SlotStart:
-    """What the device is told of a request that has got a slot."""
-    return SlotStart(
-        slot=request.slot,
-        token_ids=token_ids,
-        prompt_len=request.prompt_len,
-        block_ids=block_ids[None],
-        num_computed_tokens=num_computed,
-        max_len=request.max_len,
-        sampling=request.sampling,
-        seed=request.seed,
-        stop_token_ids=request.device_stop_token_ids,
-        bad_words_token_ids=request.bad_words_token_ids,
-    )
+        full = sum(-(-length // self._config.block_size) - shared for length in lengths)
+        return self._num_full * full + sum(self._footprint.windowed_peak(0, length) for length in lengths)

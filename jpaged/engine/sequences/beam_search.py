@@ -175,13 +175,25 @@ class BeamGroup(SequenceGroup):
         pending_moves: `StepPlan.beams` for the next plan.
     """
 
-    def __init__(self, request: Request) -> None:
-        if request.beam is None:
-            raise ValueError(f"request {request.request_id!r} is not for a beam search")
-        super().__init__(request)
-        max_tokens = request.max_len - request.prompt_len
-        self.search = BeamSearch(request.beam, max_tokens, request.stop_token_ids)
+    runs_together = True
+    forks_itself = True
+    device_tests_stop_tokens = False
+
+    def __init__(self, members: list[Request]) -> None:
+        super().__init__(members)
+        self.search = self._new_search()
         self.rest()
+
+    def restart(self) -> None:
+        """Begins the search anew, which finds the same: nothing in it is random."""
+        super().restart()
+        self.search = self._new_search()
+
+    def _new_search(self) -> BeamSearch:
+        leader = self.leader
+        if leader.beam is None:
+            raise ValueError(f"request {leader.request_id!r} is not for a beam search")
+        return BeamSearch(leader.beam, leader.max_len - leader.prompt_len, leader.stop_token_ids)
 
     def rest(self) -> None:
         """Forgets what only running beams have; they have lost their slots, or never had any."""

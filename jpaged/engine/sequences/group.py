@@ -10,32 +10,54 @@ shared, so a group preempted before it goes back as one; afterwards each member 
 """
 
 from collections.abc import Iterator
+from typing import ClassVar, TypeVar
 
 from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.engine.sequences.seeds import sample_seed
 
+Group = TypeVar("Group", bound="SequenceGroup")
+
 
 class SequenceGroup:
-    """The members of a request, by index; a request for one sequence is a group of one.
+    """The members of a request, by index; a request for one sequence is a group of one. `form` makes one.
 
-    Args:
-        request: member 0. Its arrival number, seed and greatest length are set.
+    A kind of group says by these attributes what the scheduler must know of it:
+
+        runs_together: no member can go on unless all of them run. They are admitted, preempted and resumed as one, and
+            the pool must hold them all at once.
+        forks_itself: its members take their slots on the device when the group says so, after the prompt, and not in
+            the step that ends the prompt.
+        device_tests_stop_tokens: a stop token ends a member on the device, which then tells the host.
 
     Attributes:
         members: as many as the request generates sequences.
         forked: whether the members have started on their own.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request_id = request.request_id
-        self.members = [request]
+    runs_together: ClassVar[bool] = False
+    forks_itself: ClassVar[bool] = False
+    device_tests_stop_tokens: ClassVar[bool] = True
+
+    def __init__(self, members: list[Request]) -> None:
+        self.request_id = members[0].request_id
+        self.members = members
+        self.forked = len(members) == 1
+
+    @classmethod
+    def form(cls: type[Group], request: Request) -> Group:
+        """Makes a request's further sequences, and the group of them all, which each then has as its `group`.
+
+        request: becomes member 0. Its arrival number, seed and greatest length are set.
+        """
+        members = [request]
         for index in range(1, request.num_sequences):
             sibling = request.sibling(index)
             sibling.seed = sample_seed(request.seed, index)
-            self.members.append(sibling)
-        self.forked = len(self.members) == 1
-        for member in self.members:
-            member.group = self
+            members.append(sibling)
+        group = cls(members)
+        for member in members:
+            member.group = group
+        return group
 
     @property
     def leader(self) -> Request:
@@ -45,6 +67,11 @@ class SequenceGroup:
     @property
     def finished(self) -> bool:
         return all(member.finished for member in self.members)
+
+    @property
+    def num_together(self) -> int:
+        """How many members must have room in the pool at once for any of them to finish."""
+        return len(self.members) if self.runs_together else 1
 
     @property
     def siblings_to_fork(self) -> list[Request]:
@@ -57,6 +84,16 @@ class SequenceGroup:
         nothing is in flight: then they can go on from copies of their blocks.
         """
         return True
+
+    def restart(self) -> None:
+        """Forgets all that the members have generated, so that the group starts from its prompt again. Only for a group
+        that runs together, of which nothing has been reported.
+        """
+        self.forked = len(self.members) == 1
+        for member in self.members:
+            member.output_token_ids = []
+            member.block_digests = []
+            member.num_registered_blocks = 0
 
     def running(self) -> list[Request]:
         """The members that have slots."""

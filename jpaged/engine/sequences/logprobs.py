@@ -5,10 +5,12 @@ from jpaged.engine.interface import Chunk, Logprobs
 from jpaged.engine.sequences.request import Request
 
 
-def store_logprobs(request: Request, token_id: int, logprobs: Logprobs, row: int) -> None:
-    """Appends those of a token that was sampled, for a request that wants them."""
+def store_logprobs(request: Request, token_id: int, logprobs: Logprobs, place: tuple[int, int]) -> None:
+    """Appends those of a token that was sampled, for a request that wants them. place: its row, and which of the row's
+    tokens it is.
+    """
     if request.logprobs is not None:
-        request.logprobs.append(_position(logprobs, (row, 0), token_id, request.sampling.logprobs or 0))
+        request.logprobs.append(_position(logprobs, place, token_id, request.sampling.logprobs or 0))
 
 
 def store_prompt_logprobs(request: Request, chunk: Chunk, logprobs: Logprobs) -> None:

@@ -1,10 +1,10 @@
 """One sequence of a request and where it stands: waiting -> running (-> preempted -> running)* -> finished."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -14,10 +14,7 @@ from jpaged.api.errors import InvalidParameterError, InvalidPromptError, shown
 from jpaged.api.outputs import PositionLogprobs, RequestStateStats
 from jpaged.api.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
 from jpaged.engine.interface import SamplingVariant, TargetScores
-
-if TYPE_CHECKING:
-    from jpaged.engine.kv.swap_space import SwapRecord
-    from jpaged.engine.sequences.group import SequenceGroup
+from jpaged.engine.kv.swap_record import SwapRecord
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -29,6 +26,37 @@ class RequestStatus(IntEnum):
     RUNNING = 1  # has a slot
     PREEMPTED = 2  # waits again, with the tokens that it has generated
     FINISHED = 3
+
+
+class Group(Protocol):
+    """What a sequence knows of the group that it belongs to; `SequenceGroup` says what each of these means."""
+
+    runs_together: ClassVar[bool]
+    forks_itself: ClassVar[bool]
+    device_tests_stop_tokens: ClassVar[bool]
+    members: "list[Request]"
+    forked: bool
+
+    @property
+    def leader(self) -> "Request": ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def num_together(self) -> int: ...
+
+    @property
+    def siblings_to_fork(self) -> "list[Request]": ...
+
+    @property
+    def can_be_stored(self) -> bool: ...
+
+    def restart(self) -> None: ...
+
+    def running(self) -> "list[Request]": ...
+
+    def waiting(self) -> "Iterator[Request]": ...
 
 
 class Request:
@@ -52,10 +80,9 @@ class Request:
 
     Attributes, kept by the scheduler:
         index: which of the request's sequences this is.
-        group: the request's sequences; set by `Scheduler.add`.
+        group: the request's sequences; set by `SequenceGroup.form`, which `Scheduler.add` calls.
         swap: where its blocks are in host memory, while it is swapped out.
         stop_token_ids: tokens that stop it, end-of-sequence tokens included unless ignored.
-        device_stop_token_ids: those that the device is to test; none for beams, whose search ends them.
         max_len: total length in tokens at which it ends; set by `Scheduler.add`.
         output_token_ids: generated tokens. Up to date at every token if `reports_each_token`, otherwise when the
             request finishes.
@@ -102,7 +129,6 @@ class Request:
                 f"{MAX_STOP_TOKEN_IDS} are tested. Name fewer."
             )
         self.bad_words_token_ids = tuple(tuple(word) for word in bad_words_token_ids)
-        self.device_stop_token_ids = self.stop_token_ids if beam is None else ()
         if beam is not None and beam.beam_width + len(self.stop_token_ids) > MAX_LOGPROBS:
             raise InvalidParameterError(
                 f"beam_width={beam.beam_width} and {len(self.stop_token_ids)} stop tokens, the end-of-sequence tokens "
@@ -113,7 +139,7 @@ class Request:
         self.variant = _variant_of(sampling)
 
         self.index = 0
-        self.group: SequenceGroup = None  # type: ignore[assignment]  # there is none before `Scheduler.add`
+        self.group: Group = None  # type: ignore[assignment]  # there is none before `SequenceGroup.form`
         self.arrival_number = -1
         self.max_len = 0
         self.seed = 0
@@ -133,7 +159,7 @@ class Request:
         """Sets what belongs to this sequence alone to what it is before anything has happened."""
         self.status = RequestStatus.WAITING
         self.slot = -1
-        self.swap: SwapRecord | None = None
+        self.swap: SwapRecord[Request] | None = None
         self.output_token_ids: list[int] = []
         wanted = self.sampling.logprobs is not None or self.sampling.ranks
         self.logprobs: list[PositionLogprobs] | None = [] if wanted else None
@@ -153,9 +179,14 @@ class Request:
         return sibling
 
     @property
+    def params(self) -> SamplingParams | BeamSearchParams:
+        """What was asked for, in the words in which it was asked."""
+        return self.beam or self.sampling
+
+    @property
     def num_sequences(self) -> int:
         """How many sequences are generated for the request."""
-        return self.sampling.num_sequences if self.beam is None else self.beam.beam_width
+        return self.params.num_sequences
 
     @property
     def prompt_len(self) -> int:

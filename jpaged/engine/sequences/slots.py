@@ -19,25 +19,38 @@ from collections.abc import Sequence
 import numpy as np
 
 from jpaged.engine.config import SchedulerConfig
-from jpaged.engine.interface import SamplingVariant
+from jpaged.engine.interface import NULL_BLOCK, SamplingVariant
 from jpaged.engine.kv.shared_prefix import SharedPrefixes
 from jpaged.engine.sequences.request import Request
 
 NEVER = np.iinfo(np.int64).max
 
 
+ORDINARY = 0
+"""`Slots.kind` of a sequence whose rows need no result to be planned."""
+
+
 class Slots:
     """Per-slot arrays and the free slots. Row `slot` of each array belongs to `requests[slot]`.
 
+    Everybody reads the arrays; only the methods here write them.
+
+    end: int32 [slots]; tokens that are computed when the greatest length is reached.
     start_step: int64 [slots]; the step that started the tenant, NEVER when empty. A result row of an earlier step
         is a former tenant's.
     reports, wants_logprobs: bool [slots]; whether every token of it is something that the caller hears of.
-    is_beam: bool [slots]; whether a search decides on its tokens. Its compute_limit stays 0.
+    kind: int8 [slots]; ORDINARY, or the number of a kind of rows that wait for their last result
+        (`constraints/dependent_rows.py`). These keep a compute_limit of 0.
     priority, arrival, index: int64 [slots]; its place in the policy's order.
     variant_counts: tenants by the sampling variant that they need.
-    block_table: int32 [slots, max_blocks_per_seq].
+    block_tables: int32 [groups, slots, max_blocks_per_seq]; a table for each cache group. Where a group has a window,
+        an entry is NULL_BLOCK unless the sequence holds a block there.
+    capacity: int32 [slots]; token slots in its blocks. Groups with a window get their blocks chunk by chunk: while a
+        prompt is computed, it is what all groups have room for.
+    first_held: int32 [groups, slots]; the first block that a group with a window still holds.
     token_ids: int32 [slots, max_model_len]; pages of zeros come into being when they are written.
-    shared_prefixes: who begins alike, where decode steps are to know it; None otherwise.
+    shared_prefixes: who begins alike, by the first group without a window, where decode steps are to know it; None
+        otherwise.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -47,21 +60,31 @@ class Slots:
         self.num_known = np.zeros((n,), np.int32)
         self.capacity = np.zeros((n,), np.int32)
         self.compute_limit = np.zeros((n,), np.int32)
+        self.end = np.zeros((n,), np.int32)
         self.start_step = np.full((n,), NEVER, np.int64)
         self.reports = np.zeros((n,), np.bool_)
         self.wants_logprobs = np.zeros((n,), np.bool_)
-        self.is_beam = np.zeros((n,), np.bool_)
+        self.kind = np.full((n,), ORDINARY, np.int8)
         self.priority = np.zeros((n,), np.int64)
         self.arrival = np.zeros((n,), np.int64)
         self.index = np.zeros((n,), np.int64)
-        self.block_table = np.zeros((n, config.max_blocks_per_seq), np.int32)
+        self.windows = config.windows
+        self.has_windows = any(window is not None for window in self.windows)
+        self.block_tables = np.zeros((len(self.windows), n, config.max_blocks_per_seq), np.int32)
+        self._tables = list(self.block_tables)  # views, one a group
+        self.first_held = np.zeros((len(self.windows), n), np.int32)
         self.token_ids = np.zeros((n, config.max_model_len), np.int32)
         self.shared_prefixes: SharedPrefixes | None = None
-        if config.shared_prefix_attention:
-            self.shared_prefixes = SharedPrefixes(self.block_table, config.num_blocks)
+        if config.shared_prefix_attention and None in self.windows:
+            self.shared_prefixes = SharedPrefixes(self.block_tables[self.windows.index(None)], config.num_blocks)
         self.requests: list[Request | None] = [None] * n
         self.variant_counts = [0] * len(SamplingVariant)
         self._free = list(range(n))
+
+    @property
+    def windowed_groups(self) -> list[int]:
+        """The cache groups that have windows."""
+        return [group for group, window in enumerate(self.windows) if window is not None]
 
     @property
     def num_free(self) -> int:
@@ -79,56 +102,194 @@ class Slots:
         """The slots that can compute their last token and sample the next, int64 [d], ascending."""
         return np.flatnonzero(self.num_computed < self.compute_limit)
 
+    def table(self, slot: int) -> np.ndarray:
+        """The slot's block tables as far as all groups have room, int32 [groups, n], a view."""
+        return self.block_tables[:, slot, : self.capacity[slot] // self._block_size]
+
     def blocks(self, slot: int) -> np.ndarray:
-        """The slot's block table, int32 [n], a view."""
-        return self.block_table[slot, : self.capacity[slot] // self._block_size]
+        """The blocks that the slot's sequence holds, in the order of its tables, int32 [n]."""
+        if len(self._tables) == 1 and not self.has_windows:
+            return self._tables[0][slot, : self.capacity[slot] // self._block_size]
+        tables = self.block_tables[:, slot]
+        return tables[tables != NULL_BLOCK] if self.has_windows else self.table(slot).reshape(-1)
 
     def known(self, slot: int) -> np.ndarray:
         """The slot's known tokens, int32 [n], a view."""
         return self.token_ids[slot, : self.num_known[slot]]
 
+    def holds_tokens(self, slot: int) -> bool:
+        """Whether the tenant has started: not one whose slot is kept for it until it is forked."""
+        return bool(self.num_known[slot])
+
     def acquire(
-        self, request: Request, step_id: int, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int
+        self,
+        request: Request,
+        step_id: int,
+        token_ids: np.ndarray,
+        block_ids: np.ndarray,
+        num_computed: int,
+        num_blocks: int | None = None,
     ) -> int:
-        """Gives the lowest free slot to a request that is to compute its known tokens, and returns the slot."""
+        """Gives the lowest free slot to a request that is to compute its known tokens, and returns the slot.
+
+        Args:
+            token_ids: int32 [known]; its known tokens, none for a sequence that only has its slot kept for it.
+            block_ids: int32 [groups, n], or [n] for one group; its block tables.
+            num_computed: tokens whose keys and values are in them.
+            num_blocks: how many entries of its table each group has blocks for; n if None.
+        """
         slot = heapq.heappop(self._free)
-        n = len(block_ids)
+        n = block_ids.shape[-1]
         self.num_computed[slot] = num_computed
         self.num_known[slot] = len(token_ids)
-        self.capacity[slot] = n * self._block_size
+        self.capacity[slot] = (n if num_blocks is None else num_blocks) * self._block_size
+        self.end[slot] = request.max_len - 1
         self.start_step[slot] = step_id
         self.reports[slot] = request.reports_each_token
         self.wants_logprobs[slot] = request.logprobs is not None
-        self.is_beam[slot] = request.beam is not None
         self.priority[slot] = request.priority
         self.arrival[slot] = request.arrival_number
         self.index[slot] = request.index
-        self.block_table[slot, :n] = block_ids
+        for table, of_group in zip(self._tables, block_ids.reshape(-1, n) if n else (), strict=False):
+            table[slot, :n] = of_group
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.requests[slot] = request
         self.variant_counts[request.variant] += 1
         if self.shared_prefixes is not None:
             self.shared_prefixes.add(slot, min(n, request.prompt_len // self._block_size))
+        if self.has_windows and self.capacity[slot]:
+            held = self.block_tables[:, slot, : self.capacity[slot] // self._block_size] != NULL_BLOCK
+            self.first_held[:, slot] = np.where(held.any(axis=1), held.argmax(axis=1), held.shape[1])
         request.slot = slot
         return slot
+
+    def advance(self, rows: np.ndarray, num_tokens: int = 1) -> None:
+        """These distinct slots, int64 [r], compute their last token in the step being planned, and as many more as make
+        `num_tokens`, or fewer where they end.
+        """
+        self.num_computed[rows] += 1 if num_tokens == 1 else self.num_ahead(rows, num_tokens)
+
+    def num_ahead(self, rows: np.ndarray, num_tokens: int) -> np.ndarray:
+        """How many tokens each of these slots computes in a step that brings `num_tokens` a row: int32 [r]."""
+        return np.minimum(self.end[rows] - self.num_computed[rows], num_tokens)
+
+    def compute_up_to(self, slot: int, stop: int) -> None:
+        """The slot's tokens up to stop-1 are computed once the step being planned has run."""
+        self.num_computed[slot] = stop
+
+    def begin_decoding(self, slot: int) -> None:
+        """The slot's known tokens are computed, and it goes on from here to its end without the host."""
+        self.compute_limit[slot] = self.end[slot]
+
+    def begin_waiting(self, slot: int, kind: int) -> None:
+        """The slot's known tokens are computed, and from here its rows wait for results, as the kind of this number
+        says.
+        """
+        self.kind[slot] = kind
+
+    def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """The host learns of a token of each of these distinct slots: int64 [n], int32 [n]."""
+        known = self.num_known[slots]
+        self.token_ids[slots, known] = token_ids
+        self.num_known[slots] = known + 1
+
+    def append_several(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        """The host learns of several tokens of each of these distinct slots. Those that wait for their results have
+        computed all that is known but the last token, however many were planned.
+
+        slots, counts: int64 [n]. token_ids: int32 [n, k]; the first `counts` of each row.
+        """
+        brought = np.arange(token_ids.shape[1]) < counts[:, None]
+        known = self.num_known[slots]
+        places = known[:, None] + np.arange(token_ids.shape[1])
+        self.token_ids[np.repeat(slots, counts), places[brought]] = token_ids[brought]
+        self.num_known[slots] = known + counts
+        waiting = slots[self.kind[slots] != ORDINARY]
+        self.num_computed[waiting] = self.num_known[waiting] - 1
+
+    def append_blocks(
+        self, slots: np.ndarray, block_ids: np.ndarray, stride: int, may_repeat: bool = False
+    ) -> np.ndarray:
+        """Appends blocks to the tables of these slots: int64 [n].
+
+        block_ids: int32; those of group g are the n from g * stride on.
+        may_repeat: a slot may get several, and is named as often, one after another.
+
+        Returns: where each stands in the table, int32 [n].
+        """
+        index = self.capacity[slots] // self._block_size
+        if may_repeat:
+            is_first = np.concatenate([[True], slots[1:] != slots[:-1]])
+            places = np.arange(len(slots), dtype=np.int32)
+            index += places - np.maximum.accumulate(np.where(is_first, places, 0))
+            np.add.at(self.capacity, slots, self._block_size)
+        else:
+            self.capacity[slots] += self._block_size
+        for group, table in enumerate(self._tables):
+            table[slots, index] = block_ids[group * stride : group * stride + len(slots)]
+        return index
+
+    def append_windowed(self, slot: int, block_ids: np.ndarray) -> int:
+        """Appends blocks to the slot's tables of the groups with windows: int32 [groups with windows, n].
+
+        Returns: where the first of them stands.
+        """
+        first = int(self.capacity[slot]) // self._block_size
+        stop = first + block_ids.shape[1]
+        for group, of_group in zip(self.windowed_groups, block_ids, strict=True):
+            self.block_tables[group, slot, first:stop] = of_group
+        self.capacity[slot] += block_ids.shape[1] * self._block_size
+        return first
+
+    def give_back(self, group: int, slots: np.ndarray, first: np.ndarray) -> np.ndarray:
+        """Takes the blocks before the `first` out of the tables of a group with a window.
+
+        Args:
+            slots: int64 [n]; distinct. first: int32 [n]; all above `first_held`.
+        Returns:
+            The blocks, int32; one that several of the slots held is named as often.
+        """
+        held = self.first_held[group, slots]
+        counts = first - held
+        index, rows = held, slots
+        if int(counts.max()) > 1:
+            rows = np.repeat(slots, counts)
+            index = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts - held, counts)
+        block_ids = self.block_tables[group, rows, index]
+        self.block_tables[group, rows, index] = NULL_BLOCK
+        self.first_held[group, slots] = first
+        return block_ids
+
+    def replace_last_blocks(self, slots: Sequence[int], block_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Puts other blocks, int32 [groups, n], in place of the last ones of these distinct slots.
+
+        Returns: where they stand in the tables, int32 [n], and the blocks that stood there, int32 [groups, n].
+        """
+        last = self.capacity[slots] // self._block_size - 1
+        replaced = self.block_tables[:, slots, last]
+        self.block_tables[:, slots, last] = block_ids
+        return last, replaced
 
     def fork(self, parent: int, children: Sequence[int]) -> tuple[np.ndarray, bool]:
         """Gives `children`, slots whose tenants have computed nothing, all that the tenant of `parent` has.
 
-        Returns: its blocks, int32 [n], a view, and whether the last of them is full.
+        Returns: the blocks that it holds, int32 [n], and whether the last of them is full.
         """
         computed, known, capacity = self.num_computed[parent], self.num_known[parent], self.capacity[parent]
-        block_ids = self.block_table[parent, : capacity // self._block_size]
+        n = capacity // self._block_size
         token_ids = self.token_ids[parent, :known]
         for child in children:
             self.num_computed[child] = computed
             self.num_known[child] = known
             self.capacity[child] = capacity
-            self.block_table[child, : len(block_ids)] = block_ids
+            for table in self._tables:
+                table[child, :n] = table[parent, :n]
             self.token_ids[child, :known] = token_ids
+            if self.has_windows:
+                self.first_held[:, child] = self.first_held[:, parent]
             if self.shared_prefixes is not None:
                 self.shared_prefixes.add_fork(parent, child)
-        return block_ids, bool(computed == capacity)
+        return self.blocks(parent), bool(computed == capacity)
 
     def release(self, slot: int) -> None:
         """Empties a slot; its blocks are the caller's to free."""
@@ -141,5 +302,9 @@ class Slots:
         self.requests[slot] = None
         self.num_computed[slot] = self.num_known[slot] = self.capacity[slot] = self.compute_limit[slot] = 0
         self.start_step[slot] = NEVER
-        self.reports[slot] = self.wants_logprobs[slot] = self.is_beam[slot] = False
+        if self.has_windows:
+            self.block_tables[:, slot] = NULL_BLOCK
+            self.first_held[:, slot] = 0
+        self.reports[slot] = self.wants_logprobs[slot] = False
+        self.kind[slot] = ORDINARY
         heapq.heappush(self._free, slot)

@@ -53,10 +53,10 @@ class Tables:
         self.content[copies[:, 1]] = self.content[copies[:, 0]]
         for slot, token in tokens.items():
             at = int(self.slots.num_computed[slot])
-            block = self.slots.block_table[slot, at // SIZE]
+            block = self.slots.block_tables[0, slot, at // SIZE]
             assert self.pool.ref_count(block) == 1
             self.content[block, at % SIZE] = token
-            self.slots.num_computed[slot] += 1
+            self.slots.compute_up_to(slot, at + 1)
         return updates.tolist(), copies.tolist()
 
     def free(self, slot: int) -> None:

@@ -20,26 +20,38 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jpaged.engine.constraints.searches import Searches
-from jpaged.engine.interface import NULL_BLOCK, Logprobs, StepResult
+from jpaged.engine.interface import NULL_BLOCK, CacheGroup, Logprobs, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.host_tier import HostTier
+from jpaged.engine.kv.swap_record import NO_PLACE
 from jpaged.engine.kv.swap_space import SwapSpace
-from jpaged.engine.scheduler.admission import NO_BLOCKS, Admission, PlanInProgress
+from jpaged.engine.plan_in_progress import NO_BLOCKS, PlanInProgress
+from jpaged.engine.scheduler.admission import Admission
+from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.sequences.beam_search import BeamGroup
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.engine.sequences.slots import Slots
-from tests.engine.fake_executor import fingerprint
+from jpaged.engine.stats import Counters
+from tests.engine.fake_executor import content_of, fingerprint
 from tests.engine.helpers import make_config, make_request, make_search
 
-SIZE, MAX_LEN, MAX_SEQS = 4, 64, 10
+SIZE, MAX_LEN, MAX_SEQS, CHUNK = 4, 64, 10, 16
+
+
+GROUPS = {
+    "full": (CacheGroup(),),
+    "window": (CacheGroup(window=10),),
+    "full and window": (CacheGroup(), CacheGroup(window=7)),
+    "three": (CacheGroup(window=4), CacheGroup(), CacheGroup(window=13)),
+}
 
 
 class Memory:
     """All that deals with blocks, and the contents of pool and host memory as a device would have them."""
 
-    def __init__(self, num_blocks: int, num_chunks: int, with_tier: bool) -> None:
+    def __init__(self, num_blocks: int, num_chunks: int, with_tier: bool, groups: tuple[CacheGroup, ...]) -> None:
         config = make_config(
             block_size=SIZE,
             num_blocks=num_blocks,
@@ -47,22 +59,26 @@ class Memory:
             max_model_len=MAX_LEN,
             num_swap_chunks=num_chunks,
             watermark=0.0,
+            max_num_batched_tokens=CHUNK,
+            cache_groups=groups,
         )
-        self.pool = BlockPool(num_blocks, SIZE, True)
+        self.windows = config.windows
+        self.pool = BlockPool(num_blocks, SIZE, True, self.windows)
         self.space = SwapSpace(num_chunks, HostTier() if with_tier else None)
         self.cache = self.pool.cache
         self.cache.host = self.space.tier
         self.slots = Slots(config)
         self.manager = BlockManager(self.pool, self.slots)
-        self.searches = Searches(self.slots, self.manager)
-        self.admission = Admission(config, self.pool, self.slots, self.space)
+        self.searches = Searches(1, self.slots, self.manager)
+        self.admission = Admission(config, self.pool, self.slots, self.manager, self.space, Counters())
+        self.limits = Scheduler(config).limits
         self.content = np.zeros((num_blocks, SIZE), np.int64)
         self.host: dict[int, np.ndarray] = {}
         self.pins: list[np.ndarray] = []
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.groups: list[BeamGroup] = []
-        self.prints_of: dict[bytes, list[int]] = {}  # of named blocks, by digest
+        self.content_of: dict[bytes, list[int]] = {}  # of named blocks, by name
         self.num_steps = self.num_named = 0
         self.done: Counter[str] = Counter()
 
@@ -74,7 +90,7 @@ class Memory:
     def plan(self) -> PlanInProgress:
         self.num_steps += 1
         self.cache.step_id = self.num_steps
-        return PlanInProgress(self.num_steps, budget=10**6, runs_beams=False)
+        return PlanInProgress(self.num_steps, budget=10**6)
 
     def name(self) -> str:
         self.num_named += 1
@@ -95,13 +111,37 @@ class Memory:
         self.running += members
         self.done["came back"] += back
         for member in members:
-            first = int(self.slots.num_computed[member.slot])
-            assert first < len(self.tokens(member)), "something is left to compute"
-            self.write(member, first, len(self.tokens(member)))
-        if request.beam is not None:
-            self.searches.add(request.group)
+            known = len(self.tokens(member))
+            assert self.slots.num_computed[member.slot] < known, "something is left to compute"
+            if not self.compute(member):
+                self.done["prompts that waited"] += 1
+                self.end_now(member.group.members if member.beam is not None else [member])
+                break
+        if request.beam is not None and request in self.running:
+            self.searches.admitted(request.group)
             self.groups.append(request.group)
         return True
+
+    def compute(self, request: Request) -> bool:
+        """Computes what a sequence knows, chunk by chunk; False if it waits for blocks, which nobody will give."""
+        slot, known = request.slot, len(self.tokens(request))
+        while (start := int(self.slots.num_computed[slot])) < known:
+            stop = self.manager.reach(slot, min(known, start + CHUNK))
+            if stop == start:
+                return False
+            self.manager.extend(slot, stop, known)
+            self.manager.check_integrity()
+            self.space.keep_evicted(self.pool)
+            self.carry_out(self.plan(), [])
+            self.write(request, start, stop)
+            self.done["chunks of long prompts"] += stop < known
+        return True
+
+    def end_now(self, members: list[Request]) -> None:
+        """Sequences end that are in the way."""
+        for member in members:
+            if member.slot >= 0:
+                self.leave(member)
 
     def carry_out(self, plan: PlanInProgress, copies: list[list[int]]) -> None:
         """What a plan moves, in the order of `StepPlan`."""
@@ -121,23 +161,35 @@ class Memory:
 
     def write(self, request: Request, start: int, stop: int) -> None:
         """Computes tokens of a sequence, and names its full blocks. Nobody else may have what is written to."""
-        prints, table = prints_of(self.tokens(request)[:stop].tolist()), self.slots.blocks(request.slot)
-        for position in range(start, stop):
-            assert self.pool.ref_count(int(table[position // SIZE])) == 1
-            self.content[table[position // SIZE], position % SIZE] = prints[position]
-        self.slots.num_computed[request.slot] = max(stop, start)
+        prints = prints_of(self.tokens(request)[:stop].tolist())
+        for group, table in enumerate(self.slots.block_tables[:, request.slot]):
+            for position in range(start, stop):
+                assert self.pool.ref_count(int(table[position // SIZE])) == 1
+                self.content[table[position // SIZE], position % SIZE] = content_of(prints[position], group)
+            self.check_sees(request, start, stop, group, prints)
+        self.slots.compute_up_to(request.slot, max(stop, start))
         self.register(request)
 
     def register(self, request: Request) -> None:
         """Names what a running sequence has computed, as the scheduler does when it leaves its slot."""
         slot = request.slot
         num_full = int(self.slots.num_computed[slot]) // SIZE
-        known, table = self.tokens(request), self.slots.blocks(slot)
-        self.cache.register(request.block_digests, known, table, request.num_registered_blocks, num_full, None)
+        known, tables = self.tokens(request), self.slots.table(slot)
+        self.cache.register(request.block_digests, known, tables, request.num_registered_blocks, num_full, None)
         request.num_registered_blocks = max(num_full, request.num_registered_blocks)
         prints = prints_of(known[: num_full * SIZE].tolist())
         for index, digest in enumerate(request.block_digests[:num_full]):
-            self.prints_of[digest] = prints[index * SIZE : (index + 1) * SIZE]
+            for group, suffix in enumerate(self.cache._suffixes):
+                of_block = prints[index * SIZE : (index + 1) * SIZE]
+                self.content_of[digest + suffix] = [content_of(one, group) for one in of_block]
+
+    def check_sees(self, request: Request, start: int, stop: int, group: int, prints: list[int]) -> None:
+        """Queries at start .. stop-1 find what they see in a group's table."""
+        window = self.windows[group]
+        first = 0 if window is None else max(0, start - window + 1)
+        table = self.slots.block_tables[group, request.slot]
+        for position in range(first, stop):
+            assert self.content[table[position // SIZE], position % SIZE] == content_of(prints[position], group)
 
     def fork(self, parent: Request) -> None:
         """A sequence of its own that goes on from what another has computed."""
@@ -153,7 +205,7 @@ class Memory:
         """One step, if there is room: each slot computes a token, its last known one where None is given."""
         rows = np.array(sorted(tokens), np.int64)
         growth = self.manager.growth(rows)
-        if growth.num_blocks > self.pool.num_free:
+        if growth.num_blocks > self.manager.num_available:
             return False
         plan = self.plan()
         _, copies = self.manager.append(growth)
@@ -161,8 +213,7 @@ class Memory:
         self.carry_out(plan, copies.tolist())
         for slot, token in tokens.items():
             if token is not None:
-                self.slots.token_ids[slot, self.slots.num_known[slot]] = token
-                self.slots.num_known[slot] += 1
+                self.slots.append_tokens(np.array([slot]), np.array([token]))
             at = int(self.slots.num_computed[slot])
             self.write(self.slots.requests[slot], at, at + 1)
         return True
@@ -172,6 +223,7 @@ class Memory:
         self.register(request)
         request.output_token_ids = self.tokens(request)[request.prompt_len :].tolist()
         self.manager.free(request.slot)
+        self.searches.left(request)
         self.slots.release(request.slot)
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
@@ -184,7 +236,6 @@ class Memory:
             return False
         self.carry_out(self.plan(), [])
         if members[0].beam is not None:
-            self.searches.discard(members[0].group)
             self.groups.remove(members[0].group)
         for member in members:
             self.leave(member)
@@ -208,22 +259,21 @@ class Memory:
     def end_in_swap(self, request: Request) -> None:
         """A sequence, or a whole search, ends while it is swapped out."""
         for member in [request] if request.beam is None else request.group.members:
-            if len(member.swap.members) == 1:
-                self.space.discard(member.swap)
-            else:
-                member.swap.drop(member)
+            self.space.drop(member)
             self.swapped.remove(member)
 
     def turn_over(self) -> None:
         """Sequences that nobody else resembles take all free blocks for a moment, so that prefixes are evicted."""
-        while self.slots.num_free and (length := min(SIZE * self.pool.num_free, MAX_LEN - SIZE)):
+        while self.slots.num_free and (
+            length := min(self.limits.footprint.longest(self.pool.num_free, MAX_LEN), MAX_LEN - SIZE)
+        ):
             tokens = [1000 + self.num_steps] * length
             assert self.admit(request_of(make_request(self.name(), tokens, MAX_LEN)))
         for request in [one for one in self.plain if self.tokens(one)[0] >= 1000]:
             self.leave(request)
 
     def start_search(self, request: Request) -> bool:
-        group = BeamGroup(request_of(request, grouped=False))
+        group = BeamGroup.form(request_of(request, grouped=False))
         if self.slots.num_free < len(group.members) or not self.admit(request):
             return False
         for sibling in group.members[1:]:
@@ -242,9 +292,11 @@ class Memory:
         slots = np.array([member.slot for member in live])
         before = {member.slot: self.tokens(member).tolist() for member in live}
         result = StepResult(ids[:, :1], zeros.astype(np.uint8), found)
-        over = self.searches.update(self.num_steps, slots, np.arange(len(live)), result)
-        _, moves = self.searches.take_changes()
-        if over:
+        taken = self.searches.take(self.num_steps, slots, np.arange(len(live)), result)
+        plan = PlanInProgress(self.num_steps, budget=0)
+        self.searches.contribute(plan)
+        moves = np.array(plan.beams, np.int32).reshape(-1, 3)
+        if taken.ended:
             self.end_search(group)
             return
         self.done["beams forked"] += int((moves[:, 0] != moves[:, 1]).sum())
@@ -281,7 +333,6 @@ class Memory:
         assert self.space.num_used == 0
 
     def end_search(self, group: BeamGroup) -> None:
-        self.searches.discard(group)
         self.groups.remove(group)
         for member in group.members:
             self.leave(member)
@@ -289,6 +340,7 @@ class Memory:
     def check(self) -> None:
         tables = [self.slots.blocks(request.slot) for request in self.running]
         counts = np.zeros((self.pool.num_blocks,), np.int64)
+        self.manager.check_integrity()
         for table in [*tables, *self.pins]:
             assert NULL_BLOCK not in table
             for block_id in table.tolist():
@@ -297,21 +349,34 @@ class Memory:
         assert self.pool.num_free == self.pool.capacity - np.count_nonzero(counts)
         self.pool.check_integrity([*tables, *self.pins])
         self.space.check_integrity({id(r.swap): r.swap for r in self.swapped}.values())
-        for request, table in zip(self.running, tables, strict=True):
+        for request in self.running:
             computed = int(self.slots.num_computed[request.slot])
-            held = self.content[table].reshape(-1)[:computed].tolist()
-            assert held == prints_of(self.tokens(request)[:computed].tolist())
+            prints = prints_of(self.tokens(request)[:computed].tolist())
+            for group, table in enumerate(self.slots.table(request.slot)):
+                assert self.windows[group] is not None or NULL_BLOCK not in table
+                self.check_held(group, self.content[table], table != NULL_BLOCK, prints)
+                if self.windows[group] is not None and computed:
+                    most = -(-(self.windows[group] - 1 + CHUNK) // SIZE) + 1
+                    assert np.count_nonzero(table) <= most, "no more than the window and a chunk"
         for request in self.swapped:
             record = request.swap
             index = record.members.index(request)
             chunks = np.concatenate([self.host[chunk] for chunk in record.chunks])
-            held = chunks[record.places[index]].reshape(-1)[: record.num_computed[index]].tolist()
-            assert held == prints_of(request.known_token_ids()[: len(held)].tolist())
+            prints = prints_of(request.known_token_ids()[: record.num_computed[index]].tolist())
+            for group, places in enumerate(record.places[index]):
+                self.check_held(group, chunks[places], places != NO_PLACE, prints)
         for block in self.cache.named(np.arange(self.pool.num_blocks)):
-            assert self.content[block.block_id].tolist() == self.prints_of[block.digest]
+            assert self.content[block.block_id].tolist() == self.content_of[block.digest]
         if self.space.tier is not None:
             for digest, (chunk, place) in self.space.tier._place_of.items():
-                assert self.host[chunk][place].tolist() == self.prints_of[digest]
+                assert self.host[chunk][place].tolist() == self.content_of[digest]
+
+    def check_held(self, group: int, held: np.ndarray, is_held: np.ndarray, prints: list[int]) -> None:
+        """The blocks that are held of a table have what belongs there, as far as it is computed: int64 [n, SIZE]."""
+        computed = len(prints)
+        expected = np.array([content_of(one, group) for one in prints], np.int64)
+        there = np.repeat(is_held, SIZE)[:computed]
+        assert (held.reshape(-1)[:computed] == expected[: held.size])[there].all()
 
 
 def prints_of(tokens: list[int]) -> list[int]:
@@ -325,7 +390,7 @@ def request_of(request: Request, grouped: bool = True) -> Request:
     """A request as `Scheduler.add` leaves it."""
     request.max_len = MAX_LEN if request.beam is None else request.prompt_len + request.beam.max_tokens
     if grouped:
-        SequenceGroup(request)
+        SequenceGroup.form(request)
     return request
 
 
@@ -334,9 +399,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from([8, 16, 24, 40]),
         num_chunks=st.sampled_from([0, 1, 3, 6]),
         with_tier=st.sampled_from([True, True, False]),
+        groups=st.sampled_from(["full", *GROUPS]).map(GROUPS.__getitem__),
     )
-    def start_up(self, num_blocks, num_chunks, with_tier):
-        self.memory = Memory(num_blocks, num_chunks, with_tier)
+    def start_up(self, num_blocks, num_chunks, with_tier, groups):
+        self.memory = Memory(num_blocks * len(groups), num_chunks, with_tier, groups)
 
     @precondition(lambda self: self.memory.slots.num_free)
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24) | st.integers(24, 48).map(lambda n: [2] * n))
@@ -405,8 +471,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin(self, data):
         request = data.draw(st.sampled_from(self.memory.plain))
-        hits = self.memory.cache.match([], self.memory.tokens(request), len(self.memory.tokens(request)) // SIZE, None)
-        hits = hits[np.cumprod(hits != NULL_BLOCK, dtype=np.bool_)]
+        tokens = self.memory.tokens(request)
+        hits = self.memory.cache.match([], tokens, len(tokens) // SIZE, None, use_host=False)
+        hits = hits[hits != NULL_BLOCK]
         self.memory.pool.share(hits)
         self.memory.pins.append(hits)
 
@@ -438,11 +505,13 @@ TestBlockManagerMachine = BlockManagerMachine.TestCase
 TestBlockManagerMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("num_blocks", [25, 41])
-def test_a_long_walk_meets_everything_that_can_happen(num_blocks):
+@pytest.mark.parametrize(
+    ("num_blocks", "groups"), [(25, "full"), (41, "full"), (25, "window"), (50, "full and window"), (66, "three")]
+)
+def test_a_long_walk_meets_everything_that_can_happen(num_blocks, groups):
     """What the machine above draws rarely: all actions equally often, over a few prompts that are asked for again."""
     rng = np.random.default_rng(num_blocks)
-    memory = Memory(num_blocks, num_chunks=6, with_tier=True)
+    memory = Memory(num_blocks, num_chunks=6, with_tier=True, groups=GROUPS[groups])
     prompts = [rng.integers(0, 3, length).tolist() for length in (17, 30, 34, 41, 48)]
     for _ in range(3000):
         pick = lambda things: things[rng.integers(len(things))]  # noqa: E731
@@ -475,4 +544,6 @@ def test_a_long_walk_meets_everything_that_can_happen(num_blocks):
     memory.end_all()
     least = {"came back": 20, "swapped out": 50, "searches swapped out": 5, "beams forked": 50, "copies on write": 50}
     least |= {"copies of parts": 10, "blocks hit in host memory": 10}
+    if groups != "full":
+        least |= {"chunks of long prompts": 200}
     assert all(memory.done[what] >= count for what, count in least.items()), memory.done

@@ -5,8 +5,9 @@ import pytest
 
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError, InvalidParameterError
-from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS
+from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.engine.kv.host_tier import HostTier, NamedBlock
+from jpaged.engine.kv.prefix_cache import ON_HOST
 from jpaged.engine.sequences.request import Request
 from tests.engine.helpers import Engine, assert_complete, assert_found, make_request, make_search
 
@@ -43,7 +44,7 @@ def test_an_evicted_prefix_comes_back_from_host_memory_and_counts_apart(depth):
     prompt = list(range(42))
     serve(engine, "a", prompt)
     evict(engine)
-    assert engine.scheduler.pool.cache.match([], np.array(prompt, np.int32), 10, None).tolist() == [NULL_BLOCK] * 10
+    assert engine.scheduler.pool.cache.match([], np.array(prompt, np.int32), 10, None).tolist() == [[ON_HOST] * 10]
     back = serve(engine, "again", prompt)
     assert back.num_cached_tokens == 40
     assert sum(n for _, n in copies(engine, "swap_ins")) == 10
@@ -72,12 +73,12 @@ def test_a_hit_may_begin_in_the_pool_and_go_on_in_host_memory():
     prompt = list(range(82))
     serve(engine, "a", prompt)
     serve(engine, "others", 60)  # takes what was free, and the last blocks of the prompt
-    found = engine.scheduler.pool.cache.match([], np.array(prompt, np.int32), 20, None)
-    assert 0 < np.count_nonzero(found) < 20
-    assert found.tolist() == [*found[found != NULL_BLOCK].tolist(), *found[found == NULL_BLOCK].tolist()]
+    (found,) = engine.scheduler.pool.cache.match([], np.array(prompt, np.int32), 20, None)
+    assert 0 < np.count_nonzero(found != ON_HOST) < 20
+    assert found.tolist() == [*found[found != ON_HOST].tolist(), *found[found == ON_HOST].tolist()]
     again = serve(engine, "again", prompt)
     assert again.num_cached_tokens == 80
-    assert engine.core.stats().prefix_cache_host_hits == SIZE * int(np.count_nonzero(found == NULL_BLOCK))
+    assert engine.core.stats().prefix_cache_host_hits == SIZE * int(np.count_nonzero(found == ON_HOST))
 
 
 def test_two_prompts_of_a_plan_that_hit_the_same_chunk_both_get_it():

@@ -20,13 +20,13 @@ def tokens(*values: int) -> np.ndarray:
 def filled(pool: BlockPool, token_ids: np.ndarray, salt: str | None = None) -> np.ndarray:
     """Blocks that hold these tokens, registered and freed again."""
     blocks = pool.allocate(len(token_ids) // SIZE)
-    pool.cache.register([], token_ids, blocks, 0, len(blocks), salt)
+    pool.cache.register([], token_ids, blocks[None], 0, len(blocks), salt)
     pool.free(blocks)
     return blocks
 
 
 def hits(cache: PrefixCache, token_ids: np.ndarray, salt: str | None = None) -> list[int]:
-    return cache.match([], token_ids, len(token_ids) // SIZE, salt).tolist()
+    return cache.match([], token_ids, len(token_ids) // SIZE, salt)[0].tolist()
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_the_longest_common_run_of_full_blocks_is_found():
 def test_no_more_blocks_are_matched_than_asked_for():
     pool = BlockPool(16, SIZE, True)
     blocks = filled(pool, np.arange(12, dtype=np.int32))
-    assert pool.cache.match([], np.arange(12, dtype=np.int32), 2, None).tolist() == blocks[:2].tolist()
+    assert pool.cache.match([], np.arange(12, dtype=np.int32), 2, None).tolist() == [blocks[:2].tolist()]
 
 
 def test_requests_of_another_salt_share_nothing():
@@ -402,21 +402,21 @@ def test_every_block_after_another_can_be_copied_whichever_of_them_are_reused():
 
     blocks = filled(pool, first)
     held = [pool.allocate(2), pool.allocate(2)]
-    pool.cache.register([], second, np.array([blocks[0], held[0][1]]), 0, 2, None)
-    pool.cache.register([], third, np.array([blocks[0], held[1][1]]), 0, 2, None)
+    pool.cache.register([], second, np.array([[blocks[0], held[0][1]]]), 0, 2, None)
+    pool.cache.register([], third, np.array([[blocks[0], held[1][1]]]), 0, 2, None)
     pool.cache.step_id = 2
     assert parts() == [3, 3, 3]
     reuse(int(blocks[1]))
     assert parts() == [2, 3, 3]
     reuse(int(blocks[0]))
-    pool.cache.register([], common, held[0][:1], 0, 1, None)  # computed again, in another block
+    pool.cache.register([], common, held[0][None, :1], 0, 1, None)  # computed again, in another block
     pool.cache.step_id = 3
     assert parts() == [2, 3, 3]
-    pool.cache.register([], first, np.array([held[0][0], blocks[1]]), 1, 2, None)
+    pool.cache.register([], first, np.array([[held[0][0], blocks[1]]]), 1, 2, None)
     pool.cache.step_id = 4
     assert parts() == [3, 3, 3]
     reuse(int(held[0][0]))
-    pool.cache.register([], common, held[1][:1], 0, 1, None)
+    pool.cache.register([], common, held[1][None, :1], 0, 1, None)
     pool.cache.step_id = 5
     assert parts() == [3, 3, 3]
     pool.cache.check_integrity()
@@ -439,7 +439,7 @@ def test_names_are_lost_by_last_use_and_then_from_the_end_of_a_sequence():
     old, new = (np.arange(first, first + 20, dtype=np.int32) for first in (0, 100))
     filled(pool, old)
     filled(pool, new)
-    used_again = pool.cache.match([], old, 2, None)  # the first two blocks are needed once more
+    (used_again,) = pool.cache.match([], old, 2, None)  # the first two blocks are needed once more
     pool.share(used_again)
     pool.free(used_again)
     left = []

@@ -4,7 +4,8 @@ import pytest
 from jpaged.api.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.engine.interface import NO_TOKEN, StepResult
-from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.scheduler.preemption import Preemption
+from jpaged.engine.scheduler.scheduler import NoPlan, Scheduler
 from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.engine.stats import EngineStats
 from tests.engine.fake_executor import FakeExecutor, fingerprint, logprob_of, next_token, reference_tokens, top_tokens
@@ -281,7 +282,7 @@ class TestPreemption:
         assert (slots.num_computed[:2].tolist(), slots.capacity[:2].tolist(), pool.num_free) == ([20, 20], [20, 20], 0)
         assert engine.scheduler.num_in_flight == 2
         before = {name: array.copy() for name, array in vars(slots).items() if isinstance(array, np.ndarray)}
-        assert engine.scheduler.schedule() is None
+        assert engine.scheduler.schedule() is NoPlan.BLOCKED
         for name, array in before.items():
             assert np.array_equal(array, getattr(slots, name)), f"{name} changed though nothing was planned"
         engine.run()
@@ -292,13 +293,13 @@ class TestPreemption:
     @pytest.mark.parametrize("depth", [1, 2, 3])
     def test_nobody_is_preempted_with_results_in_flight(self, monkeypatch, depth):
         in_flight = []
-        preempt = Scheduler._preempt
+        preempt = Preemption.preempt
 
-        def spy(scheduler, request):
-            in_flight.append(scheduler.num_in_flight)
-            preempt(scheduler, request)
+        def spy(preemption, members, mode):
+            in_flight.append(engine.scheduler.num_in_flight)
+            preempt(preemption, members, mode)
 
-        monkeypatch.setattr(Scheduler, "_preempt", spy)
+        monkeypatch.setattr(Preemption, "preempt", spy)
         engine = self.make(pipeline_depth=depth)
         a, b = make_request("a", 16, 20), make_request("b", 16, 20)
         engine.add(a, b)
@@ -650,7 +651,7 @@ class TestPlans:
 
     def test_nothing_is_planned_when_nothing_is_there(self):
         scheduler = Scheduler(make_config())
-        assert scheduler.schedule() is None
+        assert scheduler.schedule() is NoPlan.IDLE
 
     def test_results_out_of_order_are_refused(self):
         config = make_config(pipeline_depth=2)
@@ -725,7 +726,7 @@ class TestRefusals:
     def test_an_engine_that_cannot_go_on_says_so(self, monkeypatch):
         engine = Engine()
         engine.add(make_request("a", 4, 2))
-        monkeypatch.setattr(engine.scheduler, "schedule", lambda: None)
+        monkeypatch.setattr(engine.scheduler, "schedule", lambda: NoPlan.IDLE)
         with pytest.raises(EngineDeadError, match="1 requests are left, but none can run"):
             engine.step()
         assert issubclass(EngineDeadError, JPagedError)

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from jpaged.api.errors import OutOfMemoryError
 from jpaged.api.sampling_params import RequestOutputKind
-from jpaged.engine.interface import StepPlan
+from jpaged.engine.interface import CacheGroup, StepPlan
 from jpaged.engine.sequences.request import Request, RequestStatus
 from tests.engine.helpers import Engine, assert_found, expected_tokens, make_request, make_search, name_of
 
@@ -127,6 +127,14 @@ class Drive:
                 self.last_admitted = request.arrival_number
 
 
+GROUPS = {
+    "full": (CacheGroup(),),
+    "window": (CacheGroup(window=6),),
+    "full and window": (CacheGroup(), CacheGroup(window=9)),
+    "windows and full": (CacheGroup(window=4), CacheGroup(), CacheGroup(window=13)),
+    "own token only": (CacheGroup(window=1),),
+}
+
 configs = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(6, 24) | st.just(48),
@@ -141,6 +149,8 @@ configs = st.fixed_dictionaries(
         "num_swap_chunks": st.sampled_from([0, 1, 4]),
         "preemption_mode": st.sampled_from(["auto", "swap", "recompute"]),
         "host_prefix_cache": st.booleans(),
+        "tokens_per_row": st.sampled_from([1, 1, 2, 4]),
+        "cache_groups": st.sampled_from(["full", "full", *GROUPS]).map(GROUPS.__getitem__),
     }
 )
 requests = st.fixed_dictionaries(
@@ -179,19 +189,21 @@ class SchedulingMachine(RuleBasedStateMachine):
         config["host_prefix_cache"] &= config["enable_prefix_caching"] and config["num_swap_chunks"] > 0
         self.drive = Drive(**config)
         self.pinned: list[list[int]] = []
-        self.longest = min(config["max_model_len"], (config["num_blocks"] - 1) * 4) - 1
+        limits = self.drive.engine.scheduler.limits
+        self.longest = min(config["max_model_len"], limits.pool_tokens) - 1
         self.most = min(config["max_num_seqs"], config["max_num_batched_tokens"])
 
     @rule(new=st.lists(requests, min_size=1, max_size=4))
     def arrive(self, new):
         for request in new:
             request["n"] = min(request["n"], self.most)
-            self.drive.add(request.pop("prompt")[: self.longest], request.pop("max_tokens"), **request)
+            if self.longest:  # else the pool holds not a block of each group
+                self.drive.add(request.pop("prompt")[: self.longest], request.pop("max_tokens"), **request)
 
     @rule(new=searches)
     def arrive_to_search(self, new):
         width = min(new.pop("beam_width"), self.most)
-        prompt = new.pop("prompt")[: self.longest]
+        prompt = new.pop("prompt")[: max(1, self.longest)]
         with suppress(OutOfMemoryError):
             self.drive.search(prompt, width, **new)
 
@@ -250,13 +262,26 @@ TestSchedulingMachine = SchedulingMachine.TestCase
 TestSchedulingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize(("policy", "mode"), [("fcfs", "auto"), ("priority", "swap"), ("priority", "recompute")])
+@pytest.mark.parametrize(
+    ("policy", "mode", "groups", "tokens_per_row"),
+    [
+        ("fcfs", "auto", "full", 1),
+        ("priority", "swap", "full", 1),
+        ("priority", "recompute", "full", 1),
+        ("fcfs", "auto", "full", 4),
+        ("fcfs", "auto", "window", 1),
+        ("priority", "swap", "full and window", 2),
+        ("fcfs", "recompute", "windows and full", 1),
+    ],
+)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_thousand_requests_come_and_go(policy, mode, depth):
+def test_a_thousand_requests_come_and_go(policy, mode, groups, tokens_per_row, depth):
     """Long enough for blocks, slots and the prefix cache to turn over many times."""
     rng = np.random.default_rng(20 + depth)
     drive = Drive(
-        num_blocks=33,
+        num_blocks={"full": 33, "window": 15, "full and window": 45, "windows and full": 56}[groups],
+        cache_groups=GROUPS[groups],
+        tokens_per_row=tokens_per_row,
         max_num_seqs=8,
         max_num_batched_tokens=32,
         policy=policy,

@@ -1,0 +1,82 @@
+"""Who gives way when decode rows need more blocks than are free.
+
+The last group in policy order is preempted: its sequences give up their blocks, keep their tokens and wait. Their
+blocks go to host memory and come back later (`kv/swap_space.py`), or, where that is full or not asked for, they are
+computed again. The first in policy order is never preempted while another runs, and if it does not fit alone it gives
+up its sequences one by one, last first. One sequence always fits alone, so there is always progress.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jpaged.api.config import PreemptionMode
+from jpaged.engine.config import SchedulerConfig
+from jpaged.engine.kv.swap_space import SwapSpace
+from jpaged.engine.scheduler.tenants import Tenants
+from jpaged.engine.scheduler.waiting_queue import WaitingQueue
+from jpaged.engine.sequences.request import Request, RequestStatus
+from jpaged.engine.sequences.slots import Slots
+from jpaged.engine.stats import Counters
+
+
+class Preemption:
+    """Takes slots and blocks from sequences with nothing in flight, and puts them back into the queue."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        slots: Slots,
+        swap_space: SwapSpace,
+        tenants: Tenants,
+        waiting: WaitingQueue,
+        counters: Counters,
+    ) -> None:
+        self._config = config
+        self._slots = slots
+        self._swap_space = swap_space
+        self._tenants = tenants
+        self._waiting = waiting
+        self._counters = counters
+
+    def one_by_one(self) -> Iterator[None]:
+        """Preempts from the end of the policy's order; each step of the iterator gives up some blocks.
+
+        What is left over when the caller has enough is less than the last one preempted held, so that one does not
+        start again in the same plan.
+        """
+        running = self._in_policy_order(self._slots.used())
+        first = self._slots.requests[running[0]] if len(running) else None
+        for slot in running[::-1].tolist():
+            request = self._slots.requests[slot]
+            if request is None:  # preempted with its group
+                continue
+            group = request.group
+            alone = first is not None and group is first.group and group.forked and not group.runs_together
+            self.preempt([request] if alone else group.running(), self._config.preemption_mode)
+            yield
+
+    def preempt(self, members: list[Request], mode: PreemptionMode) -> None:
+        """Preempts sequences of one group, with nothing in flight: with their blocks in host memory, if the mode says
+        so, their blocks hold what they count as computed, and there is room; or with their tokens only.
+        """
+        group = members[0].group
+        if (mode == "swap" or (mode == "auto" and len(members) > 1)) and group.can_be_stored:
+            started = [member for member in members if self._slots.holds_tokens(member.slot)]
+            stored = self._swap_space.store(started, self._slots, self._config.block_size)
+            self._counters.num_swap_preemptions += stored
+        for request in members:
+            self._tenants.give_up(request)
+            request.status = RequestStatus.PREEMPTED
+        for request in group.waiting():
+            if request in members:
+                self._waiting.push(request)
+        members[0].stats.num_preemptions += 1
+        self._counters.num_preemptions += 1
+
+    def _in_policy_order(self, slots: np.ndarray) -> np.ndarray:
+        """Sorts slots, those that are preempted last first; the sequences of a group stand together, by index."""
+        keys = [self._slots.index[slots], self._slots.arrival[slots]]
+        if self._config.policy == "priority":
+            keys.append(self._slots.priority[slots])
+        return slots[np.lexsort(keys)]

@@ -1,0 +1,180 @@
+"""What a step found, taken in: tokens stored, sequences ended, callers told.
+
+Results are matched to tenants by slot and starting step: a row whose tenant has left its slot since is passed over, and
+so is one of a slot that the device had ended before, which comes back as NO_TOKEN.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jpaged.api.errors import EngineDeadError
+from jpaged.engine.constraints.dependent_rows import Dependents, Ended
+from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, Logprobs, StepPlan, StepResult
+from jpaged.engine.scheduler.tenants import Tenants
+from jpaged.engine.sequences.logprobs import store_logprobs, store_prompt_logprobs
+from jpaged.engine.sequences.request import Request
+from jpaged.engine.sequences.slots import ORDINARY, Slots
+from jpaged.engine.stats import Counters
+
+
+class RequestUpdate(NamedTuple):
+    """Something that a step brought for a sequence of a request.
+
+    new_token_ids: tokens since its last update: those of a step for a sequence that reports each token, all of them at
+        once, when it finishes, for another. `request.finished` says whether they are the last.
+    """
+
+    request: Request
+    new_token_ids: list[int]
+
+
+class Results:
+    """Takes in the results of plans, in the order in which the plans were made."""
+
+    def __init__(self, slots: Slots, tenants: Tenants, dependents: Dependents, counters: Counters) -> None:
+        self._slots = slots
+        self._tenants = tenants
+        self._dependents = dependents
+        self._counters = counters
+
+    def take(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
+        """Returns an update for each sequence that finished, and for each that got a token and reports every one.
+
+        Raises:
+            EngineDeadError: the device and the scheduler disagree on what runs.
+        """
+        self._counters.num_shared_prefix_steps += result.read_shared_prefix
+        rows_slots, owned, rows, counts = self._sampled_rows(plan, result)
+        self._counters.count_step(len(rows) if counts is None else int(counts.sum()))
+        now, of_chunks = time.monotonic(), owned[len(plan.decode_slots) :]
+        self._note_prompts(plan, result, of_chunks, now)
+        updates = self._take_scores(plan, result, of_chunks)
+        if self._dependents.awaits(plan.step_id):
+            rows, ended = self._dependents.take(plan.step_id, rows_slots, rows, result)
+            updates += [self._end(one) for one in ended]
+        if counts is not None:
+            counts = np.count_nonzero(result.token_ids[rows] != NO_TOKEN, axis=1)
+        return updates + self._take_tokens(result, rows_slots, rows, counts, now)
+
+    def _sampled_rows(
+        self, plan: StepPlan, result: StepResult
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Each row's slot, whether its tenant still has it, which rows were due to bring their tenants tokens, and how
+        many each of these brought; None for one each.
+
+        Raises EngineDeadError: a row brought fewer than were due.
+        """
+        rows_slots = plan.decode_slots.astype(np.intp)
+        if plan.chunks:
+            rows_slots = np.concatenate([rows_slots, np.array([chunk.slot for chunk in plan.chunks], np.intp)])
+        owned = self._slots.start_step[rows_slots] <= plan.step_id
+        brought, counts = owned & (result.token_ids[:, 0] != NO_TOKEN), None
+        due = owned
+        if plan.chunks:
+            due = owned.copy()
+            due[len(plan.decode_slots) :] &= [chunk.samples for chunk in plan.chunks]
+        if plan.tokens_per_row > 1 or self._dependents.counts_vary:
+            # Of ordinary rows one that goes on has brought all; others may have brought none.
+            ordinary = self._slots.kind[rows_slots] == ORDINARY
+            counts = np.count_nonzero(result.token_ids != NO_TOKEN, axis=1)
+            is_short = (counts < plan.tokens_per_row) & (result.finish_codes == FinishCode.RUNNING)
+            brought = np.where(ordinary, brought & ~is_short, due)
+        rows, num_due = np.flatnonzero(brought), int(np.count_nonzero(due))
+        if len(rows) != num_due:
+            raise EngineDeadError(f"Step {plan.step_id} returned {len(rows)} tokens for {num_due} running sequences.")
+        return rows_slots, owned, rows, None if counts is None else counts[rows]
+
+    def _tenants_of_chunks(self, plan: StepPlan, owned: np.ndarray) -> Iterator[tuple[int, Chunk, Request]]:
+        """Chunks whose tenants still have their slots, with their rows in the step. owned: bool [chunks]; which do."""
+        for i, chunk in enumerate(plan.chunks):
+            request = self._slots.requests[chunk.slot] if owned[i] else None
+            if request is not None:
+                yield len(plan.decode_slots) + i, chunk, request
+
+    def _note_prompts(self, plan: StepPlan, result: StepResult, owned: np.ndarray, now: float) -> None:
+        """Takes in what chunks bring beside tokens. owned: as of `_tenants_of_chunks`."""
+        for row, chunk, request in self._tenants_of_chunks(plan, owned):
+            if chunk.samples and request.stats.first_token_time is None:
+                request.stats.first_token_time = now
+            if row in result.prompt_logprobs:
+                store_prompt_logprobs(request, chunk, result.prompt_logprobs[row])
+
+    def _take_scores(self, plan: StepPlan, result: StepResult, owned: np.ndarray) -> list[RequestUpdate]:
+        """Stores the scores of chunks, and ends the requests that have all of theirs. owned: as of
+        `_tenants_of_chunks`.
+        """
+        updates = []
+        for row, chunk, request in self._tenants_of_chunks(plan, owned):
+            if request.score_targets is None:
+                continue
+            stop = chunk.start + len(chunk.token_ids)
+            scores = result.scores.get(row)
+            if scores is not None:
+                request.store_scores(stop, scores)
+            if stop == request.prompt_len:
+                updates.append(self._end(Ended(request, [], "length", None)))
+        return updates
+
+    def _take_tokens(
+        self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray, counts: np.ndarray | None, now: float
+    ) -> list[RequestUpdate]:
+        """Takes in the tokens of these rows, ends the sequences whose last they are, and tells of those that report.
+
+        counts: int64 [rows]; how many tokens each brought, None for one each.
+        """
+        slots, codes = self._slots, result.finish_codes
+        live, tokens = rows_slots[rows], result.token_ids
+        if counts is None:
+            slots.append_tokens(live, tokens[rows, 0])
+        else:
+            slots.append_several(live, tokens[rows], counts)
+        if result.logprobs is not None:
+            self._store_logprobs(result.logprobs, rows_slots, rows[slots.wants_logprobs[live]], tokens)
+        updates: list[RequestUpdate] = []
+        is_heard = slots.reports[live] | (codes[rows] != FinishCode.RUNNING)
+        if counts is not None:
+            is_heard &= counts > 0
+        if not is_heard.any():
+            return updates
+        heard = rows[is_heard]
+        brought = tokens[heard].tolist()
+        if counts is not None:
+            brought = [of_row[:count] for of_row, count in zip(brought, counts[is_heard].tolist(), strict=True)]
+        for slot, token_ids, code in zip(live[is_heard].tolist(), brought, codes[heard].tolist(), strict=True):
+            request = slots.requests[slot]
+            if request is None:
+                continue
+            request.stats.last_token_time = now
+            if request.reports_each_token:
+                request.output_token_ids += token_ids
+            if code != FinishCode.RUNNING:
+                self._tenants.leave(request)
+                if code == FinishCode.STOP:
+                    self._tenants.end(request, "stop", request.stop_reason_of(token_ids[-1]))
+                else:
+                    self._tenants.end(request, "length", None)
+            updates.append(
+                RequestUpdate(request, token_ids if request.reports_each_token else request.output_token_ids)
+            )
+        return updates
+
+    def _store_logprobs(
+        self, logprobs: Logprobs, rows_slots: np.ndarray, rows: np.ndarray, token_ids: np.ndarray
+    ) -> None:
+        """Stores those of the tokens of these rows, all of which want them."""
+        for row in rows.tolist():
+            request = self._slots.requests[rows_slots[row]]
+            for k, token_id in enumerate(token_ids[row].tolist()):
+                if request is not None and token_id != NO_TOKEN:
+                    store_logprobs(request, token_id, logprobs, (row, k))
+
+    def _end(self, ended: Ended) -> RequestUpdate:
+        """Ends a sequence for which the host knows that it is over."""
+        request = ended.request
+        self._tenants.give_up(request)
+        request.output_token_ids = ended.token_ids
+        self._tenants.end(request, ended.reason, ended.stop_reason)
+        return RequestUpdate(request, ended.token_ids)

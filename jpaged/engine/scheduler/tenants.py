@@ -1,0 +1,105 @@
+"""The sequences that have slots, and how they leave them.
+
+    leave      the slot is emptied: tokens are kept, full blocks get their names and are freed
+    end        the sequence is finished; with its last sequence the request is
+
+A sequence that the device ended itself just leaves. Of others that the device knows of it is told in the next plan.
+"""
+
+import time
+
+from jpaged.engine.constraints.dependent_rows import Dependents
+from jpaged.engine.kv.block_manager import BlockManager
+from jpaged.engine.kv.prefix_cache import PrefixCache
+from jpaged.engine.sequences.group import SequenceGroup
+from jpaged.engine.sequences.request import FinishReason, Request, RequestStatus
+from jpaged.engine.sequences.slots import Slots
+from jpaged.engine.stats import Counters
+
+
+class Tenants:
+    """Who has which slot.
+
+    groups: of all unfinished requests, by request id.
+    prefilling: running sequences that have known tokens left to compute, in the order in which these are planned.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        cache: PrefixCache | None,
+        slots: Slots,
+        blocks: BlockManager,
+        dependents: Dependents,
+        counters: Counters,
+    ) -> None:
+        self._block_size = block_size
+        self._cache = cache
+        self._slots = slots
+        self._blocks = blocks
+        self._dependents = dependents
+        self._counters = counters
+        self._pending_ends: list[int] = []
+        self.groups: dict[str, SequenceGroup] = {}
+        self.prefilling: list[Request] = []
+
+    def take_ends(self) -> list[int]:
+        """Slots that the device must be told to end; they are named once."""
+        ends = self._pending_ends
+        if ends:
+            self._pending_ends = []
+        return ends
+
+    def register(self, request: Request, num_tokens: int) -> None:
+        """Names the full blocks among the first `num_tokens` tokens of a running request, known and computed."""
+        cache, slot = self._cache, request.slot
+        stop = num_tokens // self._block_size
+        if cache is None or stop <= request.num_registered_blocks:
+            return
+        cache.register(
+            request.block_digests,
+            self._slots.known(slot),
+            self._slots.table(slot),
+            request.num_registered_blocks,
+            stop,
+            request.cache_salt,
+        )
+        request.num_registered_blocks = stop
+
+    def give_up(self, request: Request) -> None:
+        """Takes a request out of its slot and tells the device, if it knows of it."""
+        if self._slots.holds_tokens(request.slot):
+            self._pending_ends.append(request.slot)
+        self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        """Takes a request out of its slot: keeps its tokens, names its full blocks and frees them.
+
+        Generated blocks get their names here, all at once, rather than one by one in the middle of decode steps:
+        nobody can ask for a continuation before it has been returned. A sequence's last known token need not have
+        been computed, so a block that ends with it gets none.
+        """
+        slots, slot = self._slots, request.slot
+        known = slots.known(slot)
+        self.register(request, min(int(slots.num_computed[slot]), len(known) - 1))
+        if not request.reports_each_token:
+            request.output_token_ids = known[request.prompt_len :].tolist()
+        self._blocks.free(slot)
+        kind = self._dependents.of(request)
+        if kind is not None:
+            kind.left(request)
+        slots.release(slot)
+        if request in self.prefilling:
+            self.prefilling.remove(request)
+
+    def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Finishes a sequence that has no slot, or no longer."""
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        request.stats.finished_time = time.monotonic()
+        request.block_digests = []
+        if request.group.finished:
+            del self.groups[request.request_id]
+            self._dependents.forget(request)
+            self._counters.num_finished += 1
