@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from jpaged.api.checks import check_choice, check_integer
 from jpaged.api.config import Policy, SchedulingOptions
 from jpaged.api.errors import InvalidParameterError
+from jpaged.engine.footprint import Footprint
 from jpaged.engine.interface import CacheGroup
-from jpaged.engine.kv.footprint import Footprint
 
 
 @dataclass(frozen=True, kw_only=True)

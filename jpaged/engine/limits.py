@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.errors import InvalidParameterError, InvalidPromptError, OutOfMemoryError, shown
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.engine.kv.footprint import Footprint
+from jpaged.engine.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)

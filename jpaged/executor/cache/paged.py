@@ -7,7 +7,6 @@ Whoever needs to know how the cache is laid out asks here: programs for the atte
 a block's bytes, the mesh for how arrays are split, swaps and copies for the blocks, the scheduler for the groups.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jpaged.engine.footprint import Footprint
 from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS, CacheGroup
 from jpaged.executor.cache.groups import Grouping, group_layers
 from jpaged.executor.cache.spec import CacheSpec
@@ -80,20 +80,20 @@ class PagedCache:
         """Bytes of one block in all arrays together: keys and values of `block_size` tokens in a group's layers."""
         return sum(prod(pool.shape[1:]) * pool.dtype.itemsize for pool in self.pools)
 
-    def sequence_blocks(self, tokens: int) -> int:
-        """The most blocks that a sequence of so many tokens holds at a time, in all groups together.
+    @property
+    def footprint(self) -> Footprint:
+        """What sequences need of the pool."""
+        windows = tuple(group.window for group in self.groups)
+        return Footprint(self.config.block_size, windows, self.config.token_buckets[-1])
 
-        A group with a window holds what the window and the longest chunk of a step span, which may begin and end in
-        the middle of a block.
-        """
-        size, chunk = self.config.block_size, self.config.token_buckets[-1]
-        spans = (tokens if group.window is None else group.window + chunk + size for group in self.groups)
-        return sum(-(-min(tokens, span) // size) for span in spans)
+    def sequence_blocks(self, tokens: int) -> int:
+        """The most blocks that a sequence of so many tokens holds at a time, in all groups together."""
+        return self.footprint.alone(tokens, tokens)
 
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that fits the pool, up to max_model_len."""
-        lengths = range(self.config.max_model_len + 1)
-        return bisect_right(lengths, self.config.num_blocks - 1, key=self.sequence_blocks) - 1
+        longest = self.config.max_model_len
+        return min(longest, self.footprint.longest(self.config.num_blocks - 1, longest))
 
     def empty_tables(self) -> Int[Array, "slots groups blocks"]:
         """Block tables without blocks, of all slots and the null slot."""

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
+from jpaged.engine.footprint import Footprint
 from jpaged.engine.interface import NULL_BLOCK, CacheGroup
-from jpaged.engine.kv.footprint import Footprint
 from tests.engine.helpers import Engine, assert_complete, assert_found, make_config, make_request, make_search
 
 FULL = CacheGroup()
