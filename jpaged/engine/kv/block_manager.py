@@ -149,9 +149,9 @@ class BlockManager:
 
         Returns: table updates, int32 [u, 4].
         """
-        capacity = int(self._slots.capacity[slot])
         if not self._windows:
             return _NO_UPDATES
+        capacity = int(self._slots.capacity[slot])
         n = max(0, -(-(stop - capacity) // self._block_size))
         updates = _NO_UPDATES
         if n:

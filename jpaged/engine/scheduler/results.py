@@ -134,7 +134,8 @@ class Results:
         if result.logprobs is not None:
             self._store_logprobs(result.logprobs, rows_slots, rows[slots.wants_logprobs[live]], tokens)
         updates: list[RequestUpdate] = []
-        is_heard = slots.reports[live] | (codes[rows] != FinishCode.RUNNING)
+        running = int(FinishCode.RUNNING)
+        is_heard = slots.reports[live] | (codes[rows] != running)
         if counts is not None:
             is_heard &= counts > 0
         if not is_heard.any():
@@ -148,17 +149,15 @@ class Results:
             if request is None:
                 continue
             request.stats.last_token_time = now
-            if request.reports_each_token:
-                request.output_token_ids += token_ids
-            if code != FinishCode.RUNNING:
+            if reports := request.reports_each_token:
+                request.output_token_ids.extend(token_ids)
+            if code != running:
                 self._tenants.leave(request)
                 if code == FinishCode.STOP:
                     self._tenants.end(request, "stop", request.stop_reason_of(token_ids[-1]))
                 else:
                     self._tenants.end(request, "length", None)
-            updates.append(
-                RequestUpdate(request, token_ids if request.reports_each_token else request.output_token_ids)
-            )
+            updates.append(RequestUpdate(request, token_ids if reports else request.output_token_ids))
         return updates
 
     def _store_logprobs(

@@ -150,8 +150,10 @@ class Slots:
         self.priority[slot] = request.priority
         self.arrival[slot] = request.arrival_number
         self.index[slot] = request.index
-        for table, of_group in zip(self._tables, block_ids.reshape(-1, n) if n else (), strict=False):
-            table[slot, :n] = of_group
+        if len(self._tables) == 1:  # at half the cost
+            self._tables[0][slot, :n] = block_ids
+        else:
+            self.block_tables[:, slot, :n] = block_ids
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.requests[slot] = request
         self.variant_counts[request.variant] += 1
