@@ -66,7 +66,7 @@ class _Body(StepProgram):
         """
         model, config = setup.model, setup.config
         sums = None if exchange is None else Exchange.begin(exchange, model.collectives, config.kernel_backend)
-        hidden = model.forward(weights, tokens, positions, layers, sums, config.product_backend)
+        hidden = model.forward(weights, tokens, positions, layers, sums, config.optional_backend)
         updated: dict[str, object] = {"pools": layers.pools, "state": state}
         return updated if sums is None else updated | {"exchange": sums.state}, hidden
 

@@ -48,7 +48,7 @@ def abstract_rows(count: int) -> Rows:
 class Sample(StepProgram):
     """The head of a step: logits, one token a row, and the tests that end a sequence on the device.
 
-    variant: of those that programs exist for (`sampler.program_variant`).
+    variant: of those that programs exist for (`Setup.program_variant`).
     """
 
     batch: int
@@ -60,9 +60,8 @@ class Sample(StepProgram):
 
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
-        model = setup.model
         for variant in SamplingVariant:
-            if sampler.program_variant(variant, model.vocab_size, model.collectives) == variant:
+            if setup.program_variant(variant) == variant:
                 yield from (cls(batch, variant) for batch in setup.config.sample_buckets(variant))
 
     @classmethod
@@ -100,7 +99,14 @@ class Sample(StepProgram):
         slots, collectives = rows.slots, model.collectives
         positions = state.seq_len[slots]  # where the new token will stand
         sampled = sampler.sample(
-            logits, slots, positions, sampling, full, variant=self.variant, collectives=collectives
+            logits,
+            slots,
+            positions,
+            sampling,
+            full,
+            variant=self.variant,
+            collectives=collectives,
+            backend=setup.config.optional_backend,
         )
         valid = rows.samples & state.active[slots]
 

@@ -32,10 +32,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.cache.paged import PagedCache
 from jpaged.executor.cache.spec import cache_spec
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import WHOLE, Specs
+from jpaged.executor.sampling import sampler
 from jpaged.executor.step.packing import PackedLayout
 from jpaged.models import Model
 
@@ -58,6 +60,11 @@ class Setup:
     @staticmethod
     def of(model: Model, config: ExecutorConfig) -> "Setup":
         return Setup(model, config, PagedCache(cache_spec(model), config))
+
+    def program_variant(self, variant: SamplingVariant) -> SamplingVariant:
+        """The variant whose program draws for `variant` (`sampler.program_variant`)."""
+        backend = self.config.optional_backend
+        return sampler.program_variant(variant, self.model.vocab_size, self.model.collectives, backend)
 
     def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         """The shape of so many rows' hidden states."""
