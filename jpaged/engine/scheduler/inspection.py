@@ -3,47 +3,26 @@
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS
-from jpaged.engine.kv.block_manager import BlockManager
-from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.pins import PinnedPrefixes
-from jpaged.engine.kv.swap_space import SwapSpace
+from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
-from jpaged.engine.scheduler.waiting_queue import WaitingQueue
-from jpaged.engine.sequences.slots import NEVER, Slots
-from jpaged.engine.stats import Counters, EngineStats
+from jpaged.engine.sequences.slots import NEVER
+from jpaged.engine.stats import EngineStats
 
 
-class Inspection:
+class Inspection(SchedulerPart):
     """Reads what the others write."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        pool: BlockPool,
-        slots: Slots,
-        blocks: BlockManager,
-        swap_space: SwapSpace,
-        pins: PinnedPrefixes,
-        waiting: WaitingQueue,
-        tenants: Tenants,
-        counters: Counters,
-    ) -> None:
-        self._block_size = config.block_size
-        self._pool = pool
-        self._slots = slots
-        self._blocks = blocks
-        self._swap_space = swap_space
-        self._pins = pins
-        self._waiting = waiting
+    def __init__(self, state: SchedulerState, tenants: Tenants, pins: PinnedPrefixes) -> None:
+        super().__init__(state)
         self._tenants = tenants
-        self._counters = counters
+        self._pins = pins
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and occupancy."""
         counters, slots, pool = self._counters, self._slots, self._pool
-        token_slots = pool.num_used * self._block_size
+        token_slots = pool.num_used * self._config.block_size
         return EngineStats(
             num_running=slots.num_used,
             num_waiting=len(self._waiting),
@@ -81,7 +60,7 @@ class Inspection:
         """As `_num_empty_token_slots`, in one cache group. While a prompt is computed, a group without a window already
         has blocks for all of it where others have none yet.
         """
-        slots, size = self._slots, self._block_size
+        slots, size = self._slots, self._config.block_size
         room = slots.capacity[used]
         if slots.has_windows and slots.windows[group] is None:
             room = np.maximum(room, -(-slots.num_known[used] // size) * size)
