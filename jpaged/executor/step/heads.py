@@ -179,12 +179,11 @@ def _widened(hidden: Float[Array, "rows hidden"], size: int) -> Float[Array, "si
 
 
 @dataclass(frozen=True)
-class PromptLogprobs(StepProgram):
-    """Log-probabilities of `targets[t]` after token t, a few rows of logits at a time. NO_TOKEN rows mean nothing."""
+class _Scoring(StepProgram):
+    """Log-probabilities after tokens of a step, `tokens` in all."""
 
     tokens: int
 
-    kind = "prompt_logprobs"
     reads = ("head",)
 
     @classmethod
@@ -195,11 +194,18 @@ class PromptLogprobs(StepProgram):
     def largest(cls, setup: Setup) -> Self:
         return cls(setup.config.token_buckets[-1])
 
-    def layout(self, setup: Setup) -> PackedLayout:
-        return PackedLayout(targets=Field((self.tokens,), 0))
-
     def inputs(self, setup: Setup) -> dict[str, Any]:
         return {"hidden": setup.hidden(self.tokens)}
+
+
+@dataclass(frozen=True)
+class PromptLogprobs(_Scoring):
+    """Log-probabilities of `targets[t]` after token t, a few rows of logits at a time. NO_TOKEN rows mean nothing."""
+
+    kind = "prompt_logprobs"
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        return PackedLayout(targets=Field((self.tokens,), 0))
 
     def product_rows(self, setup: Setup) -> int:
         return self.tokens
@@ -222,24 +228,13 @@ class PromptLogprobs(StepProgram):
 
 
 @dataclass(frozen=True)
-class Score(StepProgram):
+class Score(_Scoring):
     """Scores `targets[i]` after the step's token `tokens[i]`: the head runs for the tokens asked about alone.
 
     tokens: of the step. One call scores `at_once` of them.
     """
 
-    tokens: int
-
     kind = "score"
-    reads = ("head",)
-
-    @classmethod
-    def programs(cls, setup: Setup) -> Iterable[Self]:
-        return map(cls, setup.config.scored_buckets)
-
-    @classmethod
-    def largest(cls, setup: Setup) -> Self:
-        return cls(setup.config.token_buckets[-1])
 
     @property
     def at_once(self) -> int:
@@ -247,9 +242,6 @@ class Score(StepProgram):
 
     def layout(self, setup: Setup) -> PackedLayout:
         return PackedLayout(tokens=Field((self.at_once,), 0), targets=Field((self.at_once,), 0))
-
-    def inputs(self, setup: Setup) -> dict[str, Any]:
-        return {"hidden": setup.hidden(self.tokens)}
 
     def product_rows(self, setup: Setup) -> int:
         return self.at_once
