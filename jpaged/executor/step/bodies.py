@@ -21,6 +21,7 @@ from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, StepProgram
 from jpaged.executor.step.state import SlotState, append_blocks
 from jpaged.models.collectives import Exchange, ExchangeState
+from jpaged.models.residual import Kernels
 
 
 class RowKind:
@@ -92,7 +93,7 @@ class _Body(StepProgram):
 
         model, config = setup.model, setup.config
         sums = None if exchange is None else Exchange.begin(exchange, model.collectives, config.kernel_backend)
-        hidden = model.forward(weights, of.tokens, of.positions, of.layers, sums, config.product_backend)
+        hidden = model.forward(weights, of.tokens, of.positions, of.layers, Kernels(sums, config.product_backend))
         updated: dict[str, object] = {"pools": of.layers.pools, "state": of.state}
         return updated if sums is None else updated | {"exchange": sums.state}, of.result(hidden)
 
