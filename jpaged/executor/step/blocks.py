@@ -41,14 +41,19 @@ class CopyBlocks(StepProgram):
 
 
 @dataclass(frozen=True)
-class GatherBlocks(SingleProgram):
+class _ChunkProgram(SingleProgram):
+    """Works on a chunk of blocks; `block_ids` says which."""
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        return PackedLayout(block_ids=Field((SWAP_CHUNK_BLOCKS,), NULL_BLOCK))
+
+
+@dataclass(frozen=True)
+class GatherBlocks(_ChunkProgram):
     """A chunk's blocks of every layer, in one array."""
 
     kind = "gather_blocks"
     reads = ("pools",)
-
-    def layout(self, setup: Setup) -> PackedLayout:
-        return PackedLayout(block_ids=Field((SWAP_CHUNK_BLOCKS,), NULL_BLOCK))
 
     def result_spec(self, setup: Setup) -> Specs:
         return setup.cache.staging_spec
@@ -58,14 +63,11 @@ class GatherBlocks(SingleProgram):
 
 
 @dataclass(frozen=True)
-class ScatterBlocks(SingleProgram):
+class ScatterBlocks(_ChunkProgram):
     """Puts one chunk's blocks into the pool; places of no interest name the null block."""
 
     kind = "scatter_blocks"
     writes = ("pools",)
-
-    def layout(self, setup: Setup) -> PackedLayout:
-        return PackedLayout(block_ids=Field((SWAP_CHUNK_BLOCKS,), NULL_BLOCK))
 
     def inputs(self, setup: Setup) -> dict[str, Any]:
         return {"staging": setup.cache.staging}

@@ -124,11 +124,19 @@ class Sample(StepProgram):
 
 
 @dataclass(frozen=True)
-class WidenRows(StepProgram):
-    """Rows padded up to `size`, for a sampling variant whose programs do not exist for fewer."""
+class _Widen(StepProgram):
+    """Hidden states of `rows` rows, padded up to `size`."""
 
     rows: int
     size: int
+
+    def widened(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "size hidden"]:
+        return jnp.pad(hidden, ((0, self.size - self.rows), (0, 0)))
+
+
+@dataclass(frozen=True)
+class WidenRows(_Widen):
+    """Rows padded up to `size`, for a sampling variant whose programs do not exist for fewer."""
 
     kind = "widen_rows"
 
@@ -147,15 +155,12 @@ class WidenRows(StepProgram):
         more = self.size - self.rows
         slots: Int[Array, " size"] = jnp.pad(rows.slots, (0, more), constant_values=setup.config.null_slot)
         samples: Bool[Array, " size"] = jnp.pad(rows.samples, (0, more))
-        return {}, (_widened(hidden, self.size), Rows(slots, samples))
+        return {}, (self.widened(hidden), Rows(slots, samples))
 
 
 @dataclass(frozen=True)
-class WidenTokens(StepProgram):
+class WidenTokens(_Widen):
     """Hidden states of a step's tokens padded up to `size`, for programs that score them."""
-
-    tokens: int
-    size: int
 
     kind = "widen_tokens"
 
@@ -166,16 +171,12 @@ class WidenTokens(StepProgram):
             yield cls(tokens, bucket_for(tokens, sizes))
 
     def inputs(self, setup: Setup) -> dict[str, Any]:
-        return {"hidden": setup.hidden(self.tokens)}
+        return {"hidden": setup.hidden(self.rows)}
 
     def body(
         self, setup: Setup, *, hidden: Float[Array, "tokens hidden"]
     ) -> tuple[dict[str, object], Float[Array, "size hidden"]]:
-        return {}, _widened(hidden, self.size)
-
-
-def _widened(hidden: Float[Array, "rows hidden"], size: int) -> Float[Array, "size hidden"]:
-    return jnp.pad(hidden, ((0, size - hidden.shape[0]), (0, 0)))
+        return {}, self.widened(hidden)
 
 
 @dataclass(frozen=True)
