@@ -26,10 +26,12 @@ class Inspection(SchedulerPart):
         return EngineStats(
             num_running=slots.num_used,
             num_waiting=len(self._waiting),
+            num_finished=counters.num_finished,
             num_steps=counters.num_steps,
+            num_shared_prefix_steps=counters.num_shared_prefix_steps,
+            step_tokens=tuple(counters.step_tokens),
             num_preemptions=counters.num_preemptions,
             num_swap_preemptions=counters.num_swap_preemptions,
-            num_finished=counters.num_finished,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             prefix_cache_queries=pool.cache.num_queried_tokens if pool.cache is not None else 0,
@@ -45,8 +47,6 @@ class Inspection(SchedulerPart):
             num_swapped_in=self._swap_space.num_swapped_in,
             tokens_held=token_slots - self._num_empty_token_slots(),
             token_slots=token_slots,
-            num_shared_prefix_steps=counters.num_shared_prefix_steps,
-            step_tokens=tuple(counters.step_tokens),
         )
 
     def _num_empty_token_slots(self) -> int:
