@@ -94,6 +94,7 @@ class StepProgram:
 
     kind: the name of the kind.
     reads: held values that it reads and leaves as they are.
+    writes: held values that it updates, if these are the same for all programs of the kind: see `updates`.
     creates: held values that it makes.
     consumes: inputs that are donated to it; its result takes their memory.
     body: a pure function, body(setup, **arrays), of everything that `Signature.takes` names. It returns a dictionary of
@@ -102,6 +103,7 @@ class StepProgram:
 
     kind: ClassVar[str]
     reads: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
     creates: ClassVar[tuple[str, ...]] = ()
     consumes: ClassVar[tuple[str, ...]] = ()
     body: ClassVar[Callable[..., tuple[dict[str, Any], Any]]]
@@ -120,7 +122,7 @@ class StepProgram:
 
     def updates(self, setup: Setup) -> tuple[str, ...]:
         """Held values that are donated to it. Its body returns their new contents."""
-        return ()
+        return self.writes
 
     def layout(self, setup: Setup) -> PackedLayout | None:
         """The fields of its input "packed", which the host fills. None if the host sends it nothing."""
@@ -158,6 +160,15 @@ class StepProgram:
         inputs = (*self.inputs(setup), *(() if layout is None else (PACKED,)))
         takes = (*self.reads, *updates, *self.consumes, *(name for name in inputs if name not in self.consumes))
         return Signature(takes, (*updates, *self.creates), layout)
+
+
+@dataclass(frozen=True)
+class SingleProgram(StepProgram):
+    """A kind of which there is one program, without sizes."""
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        yield cls()
 
 
 def int32(*shape: int) -> jax.ShapeDtypeStruct:
