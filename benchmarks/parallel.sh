@@ -33,7 +33,7 @@ scoring() { # NAME LIMIT_S OPTIONS...
     local name=$1 limit=$2
     shift 2
     step "$name" "$limit" "$PYTHON" -m jpaged bench scoring --model llama-3.1-8b --load-format dummy --row-len 1024 \
-        --runs 1 --json "$OUT/scoring-llama-3.1-8b-$name$SUFFIX" "$@"
+        --runs 1 --json "$OUT/scoring-$name$SUFFIX" "$@"
 }
 
 one_shot_rows() { # STEP: what its name ends with
@@ -69,8 +69,8 @@ for name in "$@"; do
             throughput tp4 480 llama-3.1-70b --tensor-parallel-size 4 --max-model-len 4096 --max-num-seqs 64 \
                 --max-num-batched-tokens 2048 --workload single --workload batch-32 ;;
         scoring) # the first compiles, and the workers of the second find its programs
-            scoring one 200 --num-rows 500
-            scoring dp4 280 --num-rows 2000 --data-parallel-size 4 ;;
+            scoring llama-3.1-8b 200 --num-rows 500
+            scoring llama-3.1-8b-dp4 280 --num-rows 2000 --data-parallel-size 4 ;;
         *)
             unknown_step "$name" "$0" ;;
     esac

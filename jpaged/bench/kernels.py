@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from jpaged import pallas_kernels as ops
-from jpaged.api.config import kernel_backend_called
+from jpaged.api.config import KernelBackend, kernel_backend_called
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import TRACES
@@ -430,7 +430,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--backend",
         type=kernel_backend_called,
-        choices=("hopper", "xla"),
+        choices=get_args(KernelBackend),
         help="force one backend (default: by device)",
     )
     parser.add_argument(
