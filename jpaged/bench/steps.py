@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def batch_sizes(engine: LLMEngine, asked: list[int] | None) -> list[int]:
-    """Those asked for, or of the usual ones those that fit. Raises InvalidParameterError: one asked for does not."""
+    """The sizes asked for, or the usual ones that fit. Raises InvalidParameterError: one asked for does not."""
     most = engine.startup.config.decode_buckets[-1]
     if asked is None:
         return [batch for batch in (1, 32, 256, 1000) if batch <= most]

@@ -58,7 +58,7 @@ class SchedulerConfig(SchedulingOptions):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each cache group, as `CacheGroup.window`."""
+        """The window of each cache group, as `CacheGroup.window`."""
         return tuple(group.window for group in self.cache_groups)
 
     @property

@@ -160,8 +160,8 @@ class StepPlan:
     num_sharing, shared_len: the first `num_sharing` of them begin with the same `shared_len` computed tokens, full
         blocks of the first one's table in the first group without a window, which an executor may read once for all.
         Both 0 where there are chunks.
-    tokens_per_row: how many tokens each row brings that samples and does not end before; a row that waits for its last
-        result (`constraints/dependent_rows.py`) may bring fewer, or none. 1 where there are chunks.
+    tokens_per_row: tokens that each sampling row brings, unless it ends earlier; a row that waits for its last result
+        (`constraints/dependent_rows.py`) may bring fewer, or none. 1 where there are chunks.
     """
 
     step_id: int

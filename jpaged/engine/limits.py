@@ -50,7 +50,7 @@ class RequestLimits:
 
     @staticmethod
     def least(of_engines: "Iterable[RequestLimits]") -> "RequestLimits":
-        """Those that a request keeps to where each of these engines would serve it. They serve the same model."""
+        """The limits that satisfy every one of these engines. They serve the same model."""
         each = list(of_engines)
         numbers = [field.name for field in fields(RequestLimits) if field.name != "windows"]
         return replace(each[0], **{name: min(getattr(one, name) for one in each) for name in numbers})

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bounds by which steps are counted; the last count is of those above them all."""
+"""Upper bounds of the buckets that steps are counted in. The last bucket counts steps above the largest bound."""
 
 
 @dataclass(slots=True)

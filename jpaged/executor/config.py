@@ -28,8 +28,8 @@ class ExecutorConfig:
     kernel_backend: which implementation of the attention and cache ops, and by `optional_backend` of products and of
         sampling; None picks by device.
     shared_prefix_attention: have decode programs that read a prefix once for all rows that share it.
-    one_shot_rows: bodies of up to so many rows sum over shards by the one-shot all-reduce, larger ones by XLA's. The
-        size of the largest that does (`largest_body`), or 0.
+    one_shot_rows: bodies of at most this many rows use the one-shot all-reduce; larger ones use XLA's. Equals the size
+        of the largest such body (`largest_body`), or 0.
     """
 
     max_num_seqs: int

@@ -62,7 +62,7 @@ class DeviceMesh:
 
     @property
     def local_devices(self) -> tuple[jax.Device, ...]:
-        """Those that this process can reach."""
+        """The devices that this process can reach."""
         return tuple(device for device in self.devices if device.process_index == jax.process_index())
 
     def as_default(self) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Those that this process may run on; fewer where its control group has a quota of processor time that is worth
+    """How many cores this process may run on; fewer where its control group has a quota of processor time that is worth
     fewer, such as a container's CPU limit.
     """
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, _quotas())]))

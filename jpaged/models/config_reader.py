@@ -32,7 +32,7 @@ class ConfigReader:
         self.config = config
 
     def common(self) -> dict[str, Any]:
-        """Those fields of a `ModelConfig` that every family's config.json spells alike."""
+        """The fields of a `ModelConfig` that every family's config.json spells alike."""
         vocab_size = self.integer("vocab_size")
         dtype = self.config.get("dtype") or self.config.get("torch_dtype")
         return {

@@ -109,7 +109,7 @@ class Model:
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights on the device."""
+        """Bytes of all weights on the device."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.abstract_weights)
 
     def forward(

@@ -132,7 +132,7 @@ def _unsupported(architecture: Any) -> UnsupportedModelError:
 
 
 def _import_named_modules() -> None:
-    """Those of the environment variable, each once."""
+    """Imports the modules that the environment variable names, each once."""
     with _lock:
         for name in filter(None, map(str.strip, os.environ.get(MODULES_VARIABLE, "").split(","))):
             if name in _imported:

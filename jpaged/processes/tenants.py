@@ -82,12 +82,12 @@ class Tenants(ABC):
 
 
 def make_tenants(engine: LLMEngine, reports: Reports) -> Tenants:
-    """Those whose clients want such reports."""
+    """The kind of tenants that reports in this form."""
     return StepTenants(engine) if reports == "steps" else OutputTenants(engine)
 
 
 class OutputTenants(Tenants):
-    """Of clients that wait for whole answers: steps are dispatched as early as possible."""
+    """Requests of clients that wait for whole answers: steps are dispatched as early as possible."""
 
     def has_unfinished(self) -> bool:
         return self._engine.has_unfinished_requests()
@@ -117,7 +117,7 @@ class OutputTenants(Tenants):
 
 
 class StepTenants(Tenants):
-    """Of clients whose requests come and go: each step is dispatched as late as the device allows."""
+    """Requests of clients that come and go: each step is dispatched as late as the device allows."""
 
     def __init__(self, engine: LLMEngine) -> None:
         super().__init__(engine)
@@ -178,7 +178,7 @@ class StepTenants(Tenants):
         }
 
     def _take_started(self) -> list[Tenant]:
-        """Those that have started since the last call: the first in the queue, or any where some have priority."""
+        """Requests started since the last call: the first in the queue, or any of them where some have priority."""
         waiting, started = self._not_started, []
         if self._engine.args.scheduling_policy == "priority":
             started = [tenant for tenant in waiting if tenant.request.status != RequestStatus.WAITING]

@@ -136,7 +136,7 @@ def build(options: Mapping[str, Any]) -> serve.Application:
 
 
 def _options(kind: type[_T], options: Mapping[str, Any]) -> _T:
-    """Those of one kind; text becomes what the field is."""
+    """The options of one kind; text becomes what the field is."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     try:
         return msgspec.convert({name: options[name] for name in options if name in names}, kind, strict=False)

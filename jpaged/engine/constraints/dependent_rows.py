@@ -18,7 +18,8 @@ A kind of dependent rows is a subclass of `DependentRows`; a scheduler makes one
                  half of the rows may be planned while the masks of the other half are being made
     made_ready   call it for slots whose mask has come, at the latest from `wait`
     wait         the engine has nothing else to do: wait for a mask
-    contribute   put the masks of the rows that are planned into the plan
+    contribute   put the masks of the planned rows into the plan. That needs a field of PlanInProgress and StepPlan, as
+                 beams are one, and a step program that applies it.
 
 A kind whose rows need nothing but their last result, such as drafts to verify, overrides only `group_of` and
 `contribute`, and sets `most_tokens`. Beam search (`searches.py`) overrides nearly everything.

@@ -204,7 +204,7 @@ class BlockManager:
         return found
 
     def _copying(self, rows: np.ndarray) -> list[int]:
-        """Those of the rows that write to a block which others have; the last of its owners keeps it."""
+        """The rows that write to a block which others have; the last of its owners keeps it."""
         forked = self._forked_among(rows)
         last = self._slots.capacity[forked] // self._block_size - 1
         last_blocks = self._slots.block_tables[0, forked, last].tolist()  # in the other groups it is the same

@@ -7,9 +7,9 @@ A block's digest stands for all tokens up to its end, since its keys and values 
 finds is believed only after its parent and its own tokens have been compared, so a collision is a miss, never a
 wrong answer. Requests share blocks only with requests of the same salt.
 
-Where a prompt parts from cached tokens in the middle of a block, the block is copied, and what is equal is kept. To be
-found then, the first block named after another is noted with that one, which is most of them and costs next to nothing;
-further ones, and those that begin a prompt, are filed under their parent and the first half of their tokens.
+Where a prompt parts from cached tokens in the middle of a block, the block is copied, and what is equal is kept. To
+find such blocks, each block remembers its first child. Further children, and first blocks of prompts, are indexed by
+parent and the first half of their tokens. Most blocks have one child, so this costs almost nothing.
 
 Blocks that the pool reuses may go to host memory and be hit there (`host_tier.py`).
 
@@ -48,7 +48,7 @@ _RECENT_BEGINNINGS, _RECENT_PROMPTS = 64, 4
 """First blocks of prompts whose digests are kept, and how many prompts of each."""
 
 _LEAST_BLOCKS, _MOST_BLOCKS = 8, 1024
-"""Of a prompt whose digests are kept: a shorter one is hashed in no time, of a longer one the beginning is kept."""
+"""A prompt with fewer blocks is hashed in no time, so its digests are not kept; of a longer one the first are kept."""
 
 
 def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
@@ -57,7 +57,9 @@ def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
 
 
 def root_digest(salt: str | None) -> bytes:
-    """What stands for the parent of a first block. It is as long as no digest, so that no salt is taken for a block."""
+    """What stands for the parent of a first block. Its length differs from every digest's, so a salt is never mistaken
+    for a block.
+    """
     return b"" if salt is None else b"salt" + hashlib.sha256(salt.encode()).digest()
 
 
@@ -74,7 +76,7 @@ class _RecentPrompts:
         self._latest: OrderedDict[tuple[str | None, bytes], deque[tuple[np.ndarray, list[bytes]]]] = OrderedDict()
 
     def digests(self, token_ids: np.ndarray, num_blocks: int, salt: str | None) -> list[bytes]:
-        """Those of the first blocks of these tokens that are known, `num_blocks` at most."""
+        """The known digests of the first blocks of these tokens, `num_blocks` at most."""
         key = self._key(token_ids, salt)
         found: list[bytes] = []
         for tokens, known in self._latest.get(key, ()):
@@ -119,7 +121,8 @@ class PrefixCache:
     def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
         self._block_size = block_size
         self._windows = windows
-        # A block's name is its digest and its group's suffix. Names are as long as no digest of another group.
+        # A block's name is its digest and its group's suffix.
+        # The names of two groups differ in length, so one is never mistaken for the other.
         self._suffixes = [b"" if group == 0 else group.to_bytes(1, "little") for group in range(len(windows))]
         self._block_of: dict[bytes, int] = {}
         self._digests: list[bytes | None] = [None] * num_blocks
@@ -362,7 +365,7 @@ class PrefixCache:
         return self.host.fetch(names, block_ids)
 
     def named(self, block_ids: np.ndarray) -> Iterator[NamedBlock]:
-        """Those of these blocks that have names."""
+        """The blocks among these that have names."""
         for block_id in block_ids[self._registered[block_ids]].tolist():
             digest, parent = self._digests[block_id], self._parents[block_id]
             if digest is not None and parent is not None:

@@ -10,8 +10,9 @@ chunks. Each step serves, in this order and until the budget is spent:
 
 A sequence gets the blocks for all its known tokens when it is admitted, or, in cache groups with a window, has as many
 reserved as it will hold at once (`kv/block_manager.py`). So a prompt once begun is not preempted for its own blocks;
-only decode rows ask for more, one block at a time. The exception is a prompt that counted on giving back blocks which
-others, by then, share: it waits for free blocks, and where nothing at all can run, the last in policy order gives way.
+only decode rows ask for more, one block at a time. Exception: a prompt in a windowed group counts on its old blocks
+becoming free. If another sequence shares them by then, the prompt waits for free blocks. If nothing else can run, the
+last group in policy order is preempted.
 
 A request for several sequences is a group (`sequences/group.py`). It is admitted when there are slots for all of them;
 the first computes the prompt, and in the step that ends it the others are forked and sample beside it. Each of them

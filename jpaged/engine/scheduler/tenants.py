@@ -3,7 +3,8 @@
     leave      the slot is emptied: tokens are kept, full blocks get their names and are freed
     end        the sequence is finished; with its last sequence the request is
 
-A sequence that the device ended itself just leaves. Of others that the device knows of it is told in the next plan.
+A sequence that the device ended itself just leaves. For any other running sequence, the next plan tells the device to
+end it.
 """
 
 import time

@@ -166,8 +166,10 @@ class Slots:
         return slot
 
     def advance(self, rows: np.ndarray, num_tokens: int = 1) -> None:
-        """These distinct slots, int64 [r], compute their last token in the step being planned, and as many more as make
-        `num_tokens`, or fewer where they end.
+        """Each of these slots computes `num_tokens` tokens in the step being planned, starting with its last one; fewer
+        if it reaches its end.
+
+        rows: distinct slots, int64 [r].
         """
         self.num_computed[rows] += 1 if num_tokens == 1 else self.num_ahead(rows, num_tokens)
 

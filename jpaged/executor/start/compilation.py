@@ -173,7 +173,7 @@ class Compiler:
             self._helpers.start()
 
     def _claim(self, tasks: Sequence[_Task]) -> list[_Task]:
-        """Those that are to be compiled for the cache.
+        """The tasks among these that are to be compiled for the cache.
 
         If they are many, only one process does so at a time. This one waits for its turn, and then claims what the
         other one has not left there.
@@ -283,5 +283,5 @@ class Compiler:
 
 
 def _missing(tasks: Iterable[_Task]) -> list[_Task]:
-    """Those to be compiled for the cache."""
+    """The tasks among these that are to be compiled for the cache."""
     return [task for task in tasks if task.path is not None and not task.is_kept]

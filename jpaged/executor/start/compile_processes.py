@@ -42,7 +42,7 @@ MOST_PROCESSES = 7
 """Beyond these the threads that compile, several times the lowering's time in all, want the cores."""
 
 DEVICE_BYTES = 2**30
-"""Of device memory that a helper may take: a CUDA context, and what loading programs needs."""
+"""Device memory that a helper may take: a CUDA context, and what loading programs needs."""
 
 LEAST_SHARED = 12
 """Programs to compile that make helpers worth starting, which takes them as long as some eight programs do."""

@@ -27,13 +27,13 @@ from jax.experimental import serialize_executable
 from jpaged.executor.start.jax_settings import settings_of_programs
 
 KEPT_PLATFORMS = ("gpu",)
-"""Of devices whose programs are kept."""
+"""Platforms whose programs are cached."""
 
 LEAST_FREE_BYTES = 2**29
-"""On a disk that is to take a cold start's programs."""
+"""Free disk space required before programs are cached."""
 
 _STALE_S = 24 * 3600.0
-"""Age of a file that nobody writes any more: that takes a moment."""
+"""Older temporary files and claims are leftovers of killed processes."""
 
 
 class ExecutableCache:
@@ -129,7 +129,7 @@ class ExecutableCache:
 
 @cache
 def _source_digest() -> str:
-    """Of every module of this package; any of them may change a program."""
+    """The digest of every module of this package; any of them may change a program."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

@@ -20,7 +20,7 @@ def jax_settings() -> dict[str, Any]:
 
 
 def settings_of_programs() -> tuple[tuple[str, Any], ...]:
-    """Those that programs may depend on, by name."""
+    """The settings that programs may depend on, by name."""
     return tuple(sorted(item for item in jax_settings().items() if not item[0].startswith(_PLACES + _REPORTS)))
 
 

@@ -223,9 +223,9 @@ def _whence(origins: Mapping[Origin, int]) -> str:
 
 
 def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> AbstractContextManager[CompileProcesses | None]:
-    """What divides a cold start among processes; None where programs cannot be kept, or where other hosts take part.
+    """The helper processes for a cold start. None if programs cannot be cached or the model spans several hosts.
 
-    It has no processes of its own for few programs and, unless some are asked for, on a CPU.
+    The result starts no process for few programs, nor on a CPU unless some are asked for.
     """
     count = chosen_processes(os.environ)
     if count is None:

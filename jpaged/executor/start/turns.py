@@ -22,7 +22,7 @@ _CHECK_S = 0.05
 
 
 class Turns:
-    """Those that this process has taken."""
+    """The turns that this process holds."""
 
     def __init__(self) -> None:
         self._taken: dict[Path, int] = {}

@@ -43,7 +43,7 @@ class HeldShapes(NamedTuple):
 
 
 def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
-    """Of all that may be held."""
+    """The shapes of all that may be held."""
     model, config, cache = setup.model, setup.config, setup.cache
     weights = mesh.weights(model)
     full = jax.eval_shape(

@@ -12,5 +12,5 @@ def step_programs(setup: Setup) -> list[StepProgram]:
 
 
 def largest_programs(setup: Setup) -> list[StepProgram]:
-    """Those that may need most memory while they run, or have the largest results."""
+    """The programs that may need most memory while they run, or have the largest results."""
     return [program for kind in KINDS if (program := kind.largest(setup)) is not None]

@@ -16,7 +16,7 @@ EMPTY = -1
 """A word of an inbox that has not arrived: as 16-bit floats, two NaNs."""
 
 MOST_WORDS = 2**31
-"""Of an inbox, which the kernel counts in 32 bits."""
+"""The most words of an inbox; the kernel counts them in 32 bits."""
 
 
 def initial_all_reduce_state(
@@ -36,5 +36,5 @@ def initial_all_reduce_state(
 
 
 def most_rows(num_devices: int, hidden: int) -> int:
-    """Of 16-bit floats, that the inboxes of so many devices, two or more, may have room for."""
+    """The most rows of 16-bit floats that the inboxes of this many devices, two or more, may have room for."""
     return MOST_WORDS // ((num_devices - 1) * hidden)

@@ -609,7 +609,7 @@ class _Running(NamedTuple):
 
 
 def _slopes(c: _Cta, u: _Unit, own: _Heads) -> jax.Array:
-    """Of each column, for scores in base 2."""
+    """The slope of each column, for scores in base 2."""
     s = c.shape
     first = _Q_TILE + u.group * s.rows - own.column
     return load(c.gmem.slopes.at[pl.ds(first, s.columns)], _BY_HEAD) * LOG2E

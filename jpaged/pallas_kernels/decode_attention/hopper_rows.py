@@ -166,7 +166,7 @@ def plan(kv_lens: jax.Array, max_len: int, chunk: int, tile: int, sliding_window
 
 @dataclass(frozen=True)
 class _Shape(DecodeShape):
-    """Of both kernels here."""
+    """The shape of both kernels here."""
 
     config: Config
 
@@ -182,7 +182,7 @@ class _Shape(DecodeShape):
 
     @property
     def o_dtype(self) -> Any:
-        """Of a unit's output, which is the result itself where there is nothing to merge."""
+        """The dtype of a unit's output, which is the result itself where there is nothing to merge."""
         return self.dtype if self.slots == 1 else jnp.float32
 
 

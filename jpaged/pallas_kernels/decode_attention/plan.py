@@ -66,8 +66,10 @@ def max_chunks(max_len: int, chunk: int, sliding_window: int | None) -> int:
 def chunks_of(
     kv_lens: jax.Array, max_len: int, chunk: int, tile: int, sliding_window: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Of each sequence, int32 [batch]: where the first tile begins that is seen, where the sequence ends, the number of
-    its first chunk, and how many it has. An empty sequence has one, so that its zeros are written."""
+    """Four numbers of each sequence, int32 [batch]: where the first tile begins that is seen, where the sequence
+    ends, the index of its first chunk, and how many chunks it has. An empty sequence has one, so that its zeros are
+    written.
+    """
     ends = jnp.clip(kv_lens, 0, max_len)
     if sliding_window is None:
         begins = jnp.zeros_like(ends)

@@ -21,7 +21,7 @@ from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
 
 STORED = 32  # columns that four threads store of a row at once
 LINES = (plgpu.SwizzleTransform(128),)
-"""Of operands in shared memory: [rows, 64], [64, 64]."""
+"""The layout of operands in shared memory: [rows, 64], [64, 64]."""
 
 ACCUMULATOR = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1

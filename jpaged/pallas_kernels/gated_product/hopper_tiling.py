@@ -68,7 +68,7 @@ class Tiling:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a consumer's thread and of the producer's."""
+        """Registers of a consumer's thread and of the producer's."""
         return (232, 40) if self.consumers == 2 else (160, 32)
 
     def clusters(self, rows: int, columns: int) -> tuple[int, int]:
@@ -90,7 +90,7 @@ _L2_BYTES = 38.0
 """Bytes a cycle that the L2 cache can give each of 132 multiprocessors that all ask: 5,120 in all, as NVIDIA states of
 the A100; Hopper's rate is not published."""
 _TURN_CYCLES = 4000.0
-"""Of a tile, beside its products: the activation, with two special functions an output, 16 a cycle; and the store."""
+"""Cycles of a tile beside its products: the activation (two special functions an output, 16 a cycle) and the store."""
 
 
 def estimated_cycles(tiling: Tiling, rows: int, depth: int, columns: int, ctas: int) -> float:

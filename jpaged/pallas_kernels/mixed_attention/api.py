@@ -24,8 +24,8 @@ from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
 from jpaged.pallas_kernels.registry import REFERENCE
 
 LEAST_TOKENS = 1024
-"""Of q: from which on the parts are computed apart. Two more launches and their merging take up to 18 us a layer where
-there is little to win (32 short rows and 4 chunks, 612 tokens), which smaller steps would notice.
+"""Tokens of q from which on the parts are computed apart. Two more launches and their merging take up to 18 us a layer;
+with fewer tokens (32 short rows and 4 chunks, 612 tokens) little is won, and the step would be slower.
 """
 
 

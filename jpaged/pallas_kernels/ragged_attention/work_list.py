@@ -16,7 +16,7 @@ LO, LO_FULL, HI_FULL, HI = STEPS
 """Columns of the list, one row a tile: see `plan_tiles`."""
 
 COLUMNS = 32
-"""Of a row with what pads it: 128 bytes are the least that one TMA copy brings."""
+"""Columns of a row, padding included: 128 bytes are the least that one TMA copy brings."""
 
 
 def plan_tiles(

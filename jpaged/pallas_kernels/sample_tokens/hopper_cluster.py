@@ -29,12 +29,12 @@ class Cluster:
 
     @property
     def records(self) -> int:
-        """Of an exchange: one a warp of the cluster, a power of two."""
+        """Records of an exchange: one a warp of the cluster, a power of two."""
         return self.workers * WARPS
 
     @property
     def layout(self) -> Any:
-        """Of a tile in a warpgroup's registers: four neighbours a thread, as one load of 16 bytes brings them."""
+        """A tile's layout in a warpgroup's registers: four neighbours a thread, as one load of 16 bytes brings them."""
         return plgpu.Layout.WG_STRIDED((self.tile,), vec_size=4)
 
     def records_bytes(self) -> int:
