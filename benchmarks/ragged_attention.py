@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.bench.report import write_report
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.ragged_attention import hopper as kernel
 from jpaged.pallas_kernels.ragged_attention import reference
 from jpaged.pallas_kernels.registry import missing, runs_here
@@ -108,12 +109,12 @@ def median_s(fn, *args, calls: int, seconds_a_call: float = 1e-4, repeats: int =
 
 
 def time_kernel(case: Case, data: dict, **options) -> float:
-    features = {"scale": case.head_dim**-0.5, "sliding_window": None, "logit_softcap": None}
+    features = Features(case.head_dim**-0.5)
 
     @jax.jit
     def run(q, pool, tables, kv_lens, starts):
         calls = (
-            kernel.ragged_attention(q[c], pool, tables[c], kv_lens, starts, None, **features, **options)
+            kernel.ragged_attention(Operands(q[c], pool, tables[c], kv_lens, None), starts, features, **options)
             for c in range(len(q))
         )
         return [out[0, 0, 0] for out, _ in calls]
@@ -159,12 +160,11 @@ def time_cudnn(case: Case, copies: int) -> float | None:
 
 def max_error(case: Case, data: dict, **options) -> float:
     """Relative error of the first copy, by norm, against the float32 reference."""
-    features = {"scale": case.head_dim**-0.5, "sliding_window": None, "logit_softcap": None}
-    args = (data["tables"][0], data["kv_lens"], data["starts"], None)
-    out, _ = kernel.ragged_attention(data["q"][0], data["pool"], *args, **features, **options)
-    want, _ = reference.ragged_attention(
-        data["q"][0].astype(jnp.float32), data["pool"].astype(jnp.float32), *args, **features
-    )
+    features = Features(case.head_dim**-0.5)
+    operands = Operands(data["q"][0], data["pool"], data["tables"][0], data["kv_lens"], None)
+    wide = operands._replace(q=operands.q.astype(jnp.float32), kv_pool=operands.kv_pool.astype(jnp.float32))
+    out, _ = kernel.ragged_attention(operands, data["starts"], features, **options)
+    want, _ = reference.ragged_attention(wide, data["starts"], features)
     out = out.astype(jnp.float32)
     return float(jnp.linalg.norm((out - want).ravel()) / jnp.linalg.norm(want.ravel()))
 

@@ -28,10 +28,12 @@ from tests.pallas_kernels import compile_for_h200 as tested  # isort: skip  (fin
 import jax
 import jax.numpy as jnp
 
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.decode_attention import hopper as decode_attention
 from jpaged.pallas_kernels.decode_attention import hopper_rows as decode_attention_rows
 from jpaged.pallas_kernels.ragged_attention import hopper as ragged_attention
 from jpaged.pallas_kernels.sample_tokens import hopper as sample_tokens
+from jpaged.pallas_kernels.sample_tokens.operands import Operands as SampleOperands
 
 Program = tuple[str, Any, tuple[Any, ...]]
 Shape, ids = jax.ShapeDtypeStruct, tested.ids
@@ -139,9 +141,7 @@ def ragged() -> Iterator[Program]:
     for head_dim, group, block, options in RAGGED:
         rest = dict(options)
         tokens = rest.pop("tokens", 300)
-        name, call, (pool, tables, slopes) = _attention(
-            "ragged", ragged_attention.ragged_attention, head_dim, group, block, rest
-        )
+        name, call, (pool, tables, slopes) = _attention("ragged", _ragged_attention, head_dim, group, block, rest)
         q = Shape((tokens, KV_HEADS * group, head_dim), pool.dtype)
         yield name, call, (slopes, q, pool, ids(9, tables), ids(9), ids(10))
 
@@ -158,8 +158,16 @@ def sample() -> Iterator[Program]:
     for count, vocab, fields in SAMPLE:
         floats, whole = Shape((count,), jnp.float32), ids(count)
         logits, seeds = Shape((count, vocab), jnp.float32), Shape((count, 2), jnp.uint32)
-        call = partial(sample_tokens.sample_tokens, config=sample_tokens.Config(**fields))
+        call = partial(_sample_tokens, sample_tokens.Config(**fields))
         yield f"sample {count} x {vocab}{_with(fields)}", call, (logits, floats, whole, floats, floats, seeds, whole)
+
+
+def _ragged_attention(operands: Operands, features: Features, query_starts: Any, **options: Any) -> Any:
+    return ragged_attention.ragged_attention(operands, query_starts, features, **options)
+
+
+def _sample_tokens(config: sample_tokens.Config, *arrays: Any) -> Any:
+    return sample_tokens.sample_tokens(SampleOperands(*arrays), config=config)
 
 
 def _decode(kind: str, kernel: Any, cases: list[tuple[int, int, int, dict[str, Any]]]) -> Iterator[Program]:
@@ -172,15 +180,19 @@ def _decode(kind: str, kernel: Any, cases: list[tuple[int, int, int, dict[str, A
 def _attention(
     kind: str, kernel: Any, head_dim: int, group: int, block: int, options: dict[str, Any]
 ) -> tuple[str, Any, tuple[Any, int, Any]]:
-    """(name, function of the slopes and the other arguments, (pool, width of the tables, slopes))."""
+    """(name, function of the slopes and the other arguments, (pool, width of the tables, slopes)).
+
+    kernel: takes operands, features, arrays that the op has besides, and the other options.
+    """
     rest = dict(options)
     dtype, alibi, max_len = rest.pop("dtype", jnp.bfloat16), rest.pop("alibi", False), rest.pop("max_len", MAX_LEN)
-    rest = {"scale": head_dim**-0.5, "sliding_window": None, "logit_softcap": None} | rest
+    given = {name: rest.pop(name) for name in ("scale", "sliding_window", "logit_softcap") if name in rest}
+    features = Features(**{"scale": head_dim**-0.5} | given)
     pool = Shape((4096, 2, KV_HEADS, block, head_dim), dtype)
     slopes = Shape((KV_HEADS * group,), jnp.float32) if alibi else None
 
     def call(slopes: Any, *arguments: Any) -> Any:
-        return kernel(*arguments, slopes, **rest)
+        return kernel(Operands(*arguments[:4], slopes), features, *arguments[4:], **rest)
 
     return (
         f"{kind} {group} a KV head D {head_dim} block {block}{_with(options)}",

@@ -13,6 +13,7 @@ device; if it cannot do the call, it raises an error that says why.
 
 To add a backend to the package, add its line to `_BACKENDS` and a file named like it to each op's folder. The file has
 a function named after each op it implements, which takes what the function in `reference.py` takes, and `unsupported`.
+An op's many arrays come as one tuple (`Operands`), the attention ops' options as one hashable object (`Features`).
 It is imported when its backend is first considered, so no other machine needs what it imports.
 
 To add a backend from outside, call `register_backend` and `register_implementation`:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jpaged.pallas_kernels import decode_attention, devices, mixed_attention, ragged_attention, registry, write_kv
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.devices import Device
 from tests.pallas_kernels.marks import needs_mosaic
 from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_decode, make_world, random_queries
@@ -18,26 +19,17 @@ from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_
 HOPPER, ADA, CPU = Device("gpu", (9, 0)), Device("gpu", (8, 9)), Device("cpu")
 
 
-def toy_decode_attention(
-    q: jax.Array,
-    kv_pool: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    alibi_slopes: jax.Array | None,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-) -> tuple[jax.Array, jax.Array]:
+def toy_decode_attention(operands: Operands, features: Features) -> tuple[jax.Array, jax.Array]:
     """Decode attention the textbook way, over whole block tables."""
-    assert alibi_slopes is sliding_window is logit_softcap is None
+    q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
+    assert alibi_slopes is features.sliding_window is features.logit_softcap is None
     rows, heads, head_dim = q.shape
     kv = kv_pool[jnp.clip(block_tables, 0, kv_pool.shape[0] - 1)]  # [rows, M, 2, kv_heads, block_size, head_dim]
     kv = jnp.moveaxis(kv, 2, 0).swapaxes(3, 4).reshape(2, rows, -1, kv_pool.shape[2], head_dim)
     kv = jnp.repeat(kv.astype(jnp.float32), heads // kv_pool.shape[2], axis=3)
     seen = jnp.arange(kv.shape[2]) < kv_lens[:, None]
     keys, values = jnp.where(seen[..., None, None], kv, 0)
-    scores = jnp.einsum("bhd,bthd->bht", q.astype(jnp.float32), keys, precision="highest") * scale
+    scores = jnp.einsum("bhd,bthd->bht", q.astype(jnp.float32), keys, precision="highest") * features.scale
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=2)
     weights = jnp.where(seen[:, None], jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None]), 0)
@@ -55,9 +47,9 @@ class Toy:
         self.devices: list[Device] = []
         self.calls = 0
 
-    def run(self, *arguments: Any, **features: Any) -> tuple[jax.Array, jax.Array]:
+    def run(self, operands: Operands, features: Features) -> tuple[jax.Array, jax.Array]:
         self.calls += 1
-        return toy_decode_attention(*arguments, **features)
+        return toy_decode_attention(operands, features)
 
 
 @pytest.fixture

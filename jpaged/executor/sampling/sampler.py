@@ -32,6 +32,7 @@ from jpaged.executor.sampling.state import FullSamplingState, SamplingState
 from jpaged.models.collectives import ALONE, Collectives
 from jpaged.pallas_kernels import sample_tokens, sample_tokens_backend
 from jpaged.pallas_kernels.sample_tokens import reference as sample_reference
+from jpaged.pallas_kernels.sample_tokens.operands import Operands
 from jpaged.pallas_kernels.sample_tokens.reference import without_nan
 
 _INF = np.float32(np.inf)
@@ -193,7 +194,7 @@ def _draw(
     if collectives.size == 1:
         return sample_tokens(*arguments, backend=backend)
     if not truncates:
-        return sample_reference.sample_tokens(*arguments, shards=collectives)
+        return sample_reference.sample_tokens(Operands(*arguments), shards=collectives)
     # A threshold's passes would be some 20 all-reduces in turn, and no kernel could make them. So each shard gets whole
     # rows, an equal part of them, and draws for those.
     rows, size = logits.shape[0], collectives.size

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.all_reduce.inbox import MAX_CTAS, MOST_WORDS, most_rows
+from jpaged.pallas_kernels.all_reduce.operands import Operands
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.registry import Op
 
@@ -83,5 +84,5 @@ def all_reduce_add_norm(
         if one is not None:
             check.check_array(name, one, parts.dtype, "hidden", (hidden,))
     add = ADD_NORM.pick(backend, hidden, parts.dtype, num_devices).run
-    how = {"axis": axis, "num_devices": num_devices, "norm_eps": float(norm_eps)}
-    return add(inbox, generations, peers, parts, residual, bias, scale, **how)
+    operands = Operands(inbox, generations, peers, parts, residual, bias, scale)
+    return add(operands, axis=axis, num_devices=num_devices, norm_eps=float(norm_eps))

@@ -46,6 +46,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from jpaged.pallas_kernels.all_reduce.inbox import EMPTY, MAX_CTAS
+from jpaged.pallas_kernels.all_reduce.operands import Operands
 from jpaged.pallas_kernels.common.inline_mlir import constant, instruction, offset, scalar
 
 _THREADS = 128
@@ -107,20 +108,11 @@ def all_reduce_peers(inbox: jax.Array, *, axis: str, num_devices: int) -> jax.Ar
 
 @partial(jax.jit, static_argnames=("axis", "num_devices", "norm_eps"))
 def all_reduce_add_norm(
-    inbox: jax.Array,
-    generations: jax.Array,
-    peers: jax.Array,
-    parts: jax.Array,
-    residual: jax.Array,
-    bias: jax.Array | None,
-    scale: jax.Array | None,
-    *,
-    axis: str,
-    num_devices: int,
-    norm_eps: float,
+    operands: Operands, *, axis: str, num_devices: int, norm_eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """`all_reduce_add_norm` of the package, checked."""
     del axis  # `peers` says where the other devices are
+    inbox, generations, peers, parts, residual, bias, scale = operands
     rows, hidden = parts.shape
     max_rows, words = inbox.shape[2:]
     dtype = parts.dtype

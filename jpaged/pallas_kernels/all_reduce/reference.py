@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpaged.pallas_kernels.all_reduce.operands import Operands
 from jpaged.pallas_kernels.common.numerics import rms_norm
 
 
@@ -14,20 +15,11 @@ def all_reduce_peers(inbox: jax.Array, *, axis: str, num_devices: int) -> jax.Ar
 
 
 def all_reduce_add_norm(
-    inbox: jax.Array,
-    generations: jax.Array,
-    peers: jax.Array,
-    parts: jax.Array,
-    residual: jax.Array,
-    bias: jax.Array | None,
-    scale: jax.Array | None,
-    *,
-    axis: str,
-    num_devices: int,
-    norm_eps: float,
+    operands: Operands, *, axis: str, num_devices: int, norm_eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """`all_reduce_add_norm` of the package, checked. The inbox stays as it is."""
-    del peers, num_devices
+    del num_devices
+    inbox, generations, _, parts, residual, bias, scale = operands
     total = residual.astype(jnp.float32) + lax.psum(parts.astype(jnp.float32), axis)
     if bias is not None:
         total = total + bias.astype(jnp.float32)

@@ -1,8 +1,12 @@
-"""Checks of what the attention ops have in common. They run while tracing, on shapes and types alone."""
+"""What the attention ops have in common: the arguments of their implementations, and checks of those of callers.
+
+Checks run while tracing, on shapes and types alone.
+"""
 
 import math
 import numbers
-from typing import TypedDict
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +14,27 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels.common.arguments import ArrayLike, check_rank, check_real
 
 
-class Features(TypedDict):
-    """The options of all attention ops, checked: keyword arguments of every implementation."""
+class Operands(NamedTuple):
+    """The arrays that every attention op takes.
+
+    q: [queries, heads, head_dim]. kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim]. block_tables: int32
+    [rows, M]. kv_lens: int32 [rows]. alibi_slopes: float32 [heads], or None.
+    """
+
+    q: jax.Array
+    kv_pool: jax.Array
+    block_tables: jax.Array
+    kv_lens: jax.Array
+    alibi_slopes: jax.Array | None
+
+
+@dataclass(frozen=True)
+class Features:
+    """The options that every attention op takes, known while tracing; hashable, so one static argument of a jit."""
 
     scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
+    sliding_window: int | None = None
+    logit_softcap: float | None = None
 
 
 def check_features(
@@ -28,11 +47,7 @@ def check_features(
     """The attention ops' options, checked, with the default scale in its place."""
     if block_tables.shape[1] < 1:
         raise ValueError(f"block_tables must have at least one column, got shape {tuple(block_tables.shape)}")
-    return {
-        "scale": check_scale(scale, q.shape[2]),
-        "sliding_window": check_window(sliding_window),
-        "logit_softcap": check_softcap(logit_softcap),
-    }
+    return Features(check_scale(scale, q.shape[2]), check_window(sliding_window), check_softcap(logit_softcap))
 
 
 def check_queries(q: ArrayLike, pool: ArrayLike) -> None:

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
+
 ITEM_QUERIES = 32
 _GROUP_ITEMS = 32
 _TILE_TOKENS = 128
@@ -47,25 +49,16 @@ def _pad_to(x: jax.Array, length: int) -> jax.Array:
 
 
 def _group_attention(
-    q: jax.Array,
-    kv_pool: jax.Array,
-    tables: jax.Array,
-    kv_lens: jax.Array,
-    counts: jax.Array,
-    first_positions: jax.Array,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    alibi_slopes: jax.Array | None,
-    causal: bool,
+    operands: Operands, counts: jax.Array, first_positions: jax.Array, features: Features, causal: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of one group of items.
 
-    q: [G, Q, H, D]; tables: int32 [G, M]; the rest int32 [G]. Unless causal, all of an item's queries stand at its
-    first position.
+    operands: the items', with queries [G, Q, H, D], tables int32 [G, M] and lengths int32 [G]. counts, first_positions:
+    int32 [G]. Unless causal, all of an item's queries stand at its first position.
     Returns the output, [G, Q, H, D] float32 or wider, and its log-sum-exp [G, Q, H].
     """
+    q, kv_pool, tables, kv_lens, alibi_slopes = operands
+    sliding_window, logit_softcap = features.sliding_window, features.logit_softcap
     group, queries, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
     share = heads // kv_heads
@@ -75,7 +68,7 @@ def _group_attention(
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % blocks)))
 
     q_rows = q.astype(wide).reshape(group, queries, kv_heads, share, head_dim).transpose(0, 2, 1, 3, 4)
-    q_rows = q_rows.reshape(group, kv_heads, queries * share, head_dim) * jnp.asarray(scale, wide)
+    q_rows = q_rows.reshape(group, kv_heads, queries * share, head_dim) * jnp.asarray(features.scale, wide)
     query = jnp.arange(queries, dtype=jnp.int32)
     positions = first_positions[:, None] + (query if causal else jnp.zeros_like(query))
     real = query < counts[:, None]
@@ -131,14 +124,10 @@ def _group_attention(
 
 
 def scan_items(
-    q: jax.Array,
-    kv_pool: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    items: Items,
-    queries: int,
-    features: dict,
+    operands: Operands, items: Items, queries: int, features: Features, *, causal: bool
 ) -> tuple[jax.Array, jax.Array]:
+    """Attention of all items, of at most so many queries each: that of an attention op, and its log-sum-exp."""
+    q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
     tokens, heads, _ = q.shape
     group = min(items.rows.shape[0], _GROUP_ITEMS)
     padded = -(-items.rows.shape[0] // group) * group
@@ -152,9 +141,8 @@ def scan_items(
         count = jnp.where(g * group + jnp.arange(group, dtype=jnp.int32) < items.total, count, 0)
         query = jnp.arange(queries, dtype=jnp.int32)
         token = jnp.where(query < count[:, None], start[:, None] + query, tokens)  # `tokens` is out of bounds
-        o, part_lse = _group_attention(
-            q.at[token].get(mode="clip"), kv_pool, block_tables[row], kv_lens[row], count, position, **features
-        )
+        of_items = Operands(q.at[token].get(mode="clip"), kv_pool, block_tables[row], kv_lens[row], alibi_slopes)
+        o, part_lse = _group_attention(of_items, count, position, features, causal)
         out = out.at[token].set(o.astype(out.dtype), mode="drop")
         lse = lse.at[token].set(part_lse.astype(lse.dtype), mode="drop")
         return g + 1, out, lse

@@ -53,5 +53,5 @@ def decode_attention(
     if q.shape[0] == 0:
         out, lse = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
     else:
-        out, lse = kernel(q, kv_pool, block_tables, kv_lens, slopes, **features)
+        out, lse = kernel(attention.Operands(q, kv_pool, block_tables, kv_lens, slopes), features)
     return (out, lse) if return_lse else out

@@ -43,6 +43,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.common.hopper_memory import load, swizzled
 from jpaged.pallas_kernels.decode_attention import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.decode_attention import hopper_rows as heads_as_rows
@@ -106,55 +107,37 @@ def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
     return None
 
 
-@partial(jax.jit, static_argnames=("scale", "sliding_window", "logit_softcap", "config", "interpret"))
+@partial(jax.jit, static_argnames=("features", "config", "interpret"))
 def decode_attention(
-    q: jax.Array,
-    kv_pool: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    alibi_slopes: jax.Array | None,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    config: Config | None = None,
-    interpret: Any = None,
+    operands: Operands, features: Features, *, config: Config | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """`decode_attention` of the package, checked; always with its log-sum-exp, float32 [B, H].
 
     config: to try others than the measured best; of chunks of at most 128 blocks.
     interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU; with one CTA where sequences are split.
     """
+    q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
     batch, heads, head_dim = q.shape
     if head_dim not in HEAD_DIMS:
-        features = {"scale": scale, "sliding_window": sliding_window, "logit_softcap": logit_softcap}
-        return heads_as_rows.decode_attention(q, kv_pool, block_tables, kv_lens, alibi_slopes, **features)
+        return heads_as_rows.decode_attention(operands, features)
     _, _, kv_heads, block_size, _ = kv_pool.shape
     rows, columns = group_rows(heads // kv_heads)
     groups = heads // rows
     if config is None:
         config = default_config(head_dim, columns)
     max_len = block_tables.shape[1] * block_size
-    slots = max_chunks(max_len, config.chunk, sliding_window)
-    s = _Shape(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
+    slots = max_chunks(max_len, config.chunk, features.sliding_window)
+    s = _Shape.of(
+        operands,
+        features,
         rows=rows,
         columns=columns,
         slots=slots,
         cuts=decode_plan.max_cut_chunks(batch, groups, slots, config),
-        block_size=block_size,
-        head_dim=head_dim,
-        dtype=q.dtype,
-        scale=scale,
-        sliding_window=sliding_window,
-        logit_softcap=logit_softcap,
-        alibi=alibi_slopes is not None,
         config=config,
         gpu=hopper_primitives if interpret is None else hopper_interpreted,
     )
-    work = plan(kv_lens, max_len, groups, sliding_window, config)
+    work = plan(kv_lens, max_len, groups, features.sliding_window, config)
     if alibi_slopes is None:
         slopes = jnp.zeros((8,), jnp.float32)
     else:  # a group's columns may begin before the first head and end behind the last
@@ -652,15 +635,15 @@ def _mask(s: _Shape, u: _Unit, scores: jax.Array, start: jax.Array, slopes: jax.
     if slopes is not None:
         scores = scores + _across(slopes, tile) * (keys - (u.length - 1)).astype(jnp.float32)
     seen = keys < u.end
-    if s.sliding_window is not None:
-        seen = seen & (keys >= u.length - s.sliding_window)
+    if s.features.sliding_window is not None:
+        seen = seen & (keys >= u.length - s.features.sliding_window)
     return jnp.where(seen, scores, jnp.full_like(scores, _NO_KEYS))
 
 
 def _zero_unowned(c: _Cta, u: _Unit, start: jax.Array, stage: jax.Array) -> None:
     """Zeroes values of the first and last tiles that the sequence does not own: they may be NaN, and 0 * NaN is NaN."""
     s, tile = c.shape, c.shape.config.tile
-    first_seen = jnp.int32(0) if s.sliding_window is None else u.length - s.sliding_window
+    first_seen = jnp.int32(0) if s.features.sliding_window is None else u.length - s.features.sliding_window
 
     @pl.when((start + tile > u.end) | (start < first_seen))
     def _zero() -> None:

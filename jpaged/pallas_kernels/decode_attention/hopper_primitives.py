@@ -102,16 +102,9 @@ def store_heads(
     below, of its warp w and lane l; of each, columns 2 (l % 4) and the next.
     """
     head_dim, columns = out.shape
+    refs, results = [plgpu.RefType()] * 2, [plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)]
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(),
-            plgpu.Layout.WGMMA,
-            plgpu.Layout.WGMMA.reduce(0),
-            *[plgpu.Layout.WG_SPLAT] * 2,
-        )
-    )
+    @plgpu.inline_mgpu(arg_types=(*refs, *results, *[plgpu.Layout.WG_SPLAT] * 2))
     def store(ctx: Any, out_gmem: Any, lse_gmem: Any, out: Any, lse: Any, first: Any, column: Any) -> None:
         del ctx
         i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()

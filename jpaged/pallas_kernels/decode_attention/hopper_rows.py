@@ -36,6 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.common.hopper_memory import load, swizzled
 from jpaged.pallas_kernels.decode_attention import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.decode_attention.hopper_shape import LOG2E, DecodeShape
@@ -84,47 +85,30 @@ def default_config(head_dim: int) -> Config:
     return Config(tile, stages, 1024, ctas, consumers, q_stages)
 
 
-@partial(jax.jit, static_argnames=("scale", "sliding_window", "logit_softcap", "config", "interpret"))
+@partial(jax.jit, static_argnames=("features", "config", "interpret"))
 def decode_attention(
-    q: jax.Array,
-    kv_pool: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    alibi_slopes: jax.Array | None,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    config: Config | None = None,
-    interpret: Any = None,
+    operands: Operands, features: Features, *, config: Config | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode_attention` of the package, checked; always with its log-sum-exp, float32 [B, H].
+    """`decode_attention` of `hopper.py`, for the head_dims here.
 
     interpret: a `plgpu.InterpretGPUParams` runs the kernels on a CPU.
     """
+    q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
     batch, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
     if config is None:
         config = default_config(head_dim)
     max_len = block_tables.shape[1] * block_size
     share = heads // kv_heads
-    s = _Shape(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
+    s = _Shape.of(
+        operands,
+        features,
         rows=max(r for r in range(1, min(share, _ROWS) + 1) if share % r == 0),
-        slots=max_chunks(max_len, config.chunk, sliding_window),
-        block_size=block_size,
-        head_dim=head_dim,
-        dtype=q.dtype,
-        scale=scale,
-        sliding_window=sliding_window,
-        logit_softcap=logit_softcap,
-        alibi=alibi_slopes is not None,
+        slots=max_chunks(max_len, config.chunk, features.sliding_window),
         config=config,
         gpu=hopper_primitives if interpret is None else hopper_interpreted,
     )
-    work = plan(kv_lens, max_len, config.chunk, config.tile, sliding_window)
+    work = plan(kv_lens, max_len, config.chunk, config.tile, features.sliding_window)
     slopes = jnp.zeros((8,), jnp.float32) if alibi_slopes is None else jnp.pad(alibi_slopes, (8, _ROWS))
     pool = kv_pool.reshape(-1, s.box, head_dim)
     parts, lse = _attend_units(s, _tile_queries(s, q), pool, block_tables, work, slopes, interpret)
@@ -515,15 +499,15 @@ def _mask(s: _Shape, u: _Unit, scores: jax.Array, start: jax.Array, slope: jax.A
         distance = (keys - (u.length - 1)).astype(jnp.float32)
         scores = scores + _across(slope, s.config.tile) * distance
     seen = keys < u.end
-    if s.sliding_window is not None:
-        seen = seen & (keys >= u.length - s.sliding_window)
+    if s.features.sliding_window is not None:
+        seen = seen & (keys >= u.length - s.features.sliding_window)
     return jnp.where(seen, scores, _NO_KEYS)
 
 
 def _zero_unowned(c: _Cta, u: _Unit, start: jax.Array, stage: jax.Array) -> None:
     """Zeroes values of the first and last tiles that the sequence does not own: they may be NaN, and 0 * NaN is NaN."""
     s = c.shape
-    first_seen = jnp.int32(0) if s.sliding_window is None else u.length - s.sliding_window
+    first_seen = jnp.int32(0) if s.features.sliding_window is None else u.length - s.features.sliding_window
 
     @pl.when((start + s.config.tile > u.end) | (start < first_seen))
     def _zero() -> None:

@@ -3,10 +3,12 @@
 import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 
 LOG2E = math.log2(math.e)
 """Times which a score is in base 2."""
@@ -28,12 +30,27 @@ class DecodeShape:
     block_size: int
     head_dim: int
     dtype: Any
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
+    features: Features
     alibi: bool
     config: Any
     gpu: ModuleType
+
+    @classmethod
+    def of(cls, operands: Operands, features: Features, **own: Any) -> Self:
+        """That of a call. own: the fields that the kernel decides."""
+        batch, heads, head_dim = operands.q.shape
+        _, _, kv_heads, block_size, _ = operands.kv_pool.shape
+        return cls(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            dtype=operands.q.dtype,
+            block_size=block_size,
+            head_dim=head_dim,
+            features=features,
+            alibi=operands.alibi_slopes is not None,
+            **own,
+        )
 
     @property
     def groups(self) -> int:
@@ -50,8 +67,9 @@ class DecodeShape:
 
     def in_base_2(self, products: jax.Array) -> jax.Array:
         """Scores of products of queries and keys: scaled, capped, and in base 2."""
-        if self.logit_softcap is None:
-            return products * (self.scale * LOG2E)
+        scale, cap = self.features.scale, self.features.logit_softcap
+        if cap is None:
+            return products * (scale * LOG2E)
         # tanh(x) = 1 - 2 / (1 + exp(2 x)); the hardware's tanh is too coarse
-        e = jnp.exp2(products * (2 * LOG2E * self.scale / self.logit_softcap))
-        return (self.logit_softcap * LOG2E) - (2 * self.logit_softcap * LOG2E) / (1.0 + e)
+        e = jnp.exp2(products * (2 * LOG2E * scale / cap))
+        return (cap * LOG2E) - (2 * cap * LOG2E) / (1.0 + e)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.common.attention_arguments import check_queries
+from jpaged.pallas_kernels.common.attention_arguments import Operands, check_queries
 from jpaged.pallas_kernels.decode_attention.api import OP as DECODE
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
 from jpaged.pallas_kernels.ragged_attention.api import OP as RAGGED
@@ -58,37 +58,31 @@ def mixed_attention(
     check.check_pool("kv_pool", kv_pool)
     check_queries(q, kv_pool)
     check.check_scalar("num_decodes", num_decodes)
-    arguments = (q, kv_pool, block_tables, kv_lens, query_starts)
     features: dict[str, Any] = {
         "scale": scale,
         "sliding_window": sliding_window,
         "logit_softcap": logit_softcap,
-        "alibi_slopes": alibi_slopes,
         "backend": backend,
     }
     if q.shape[0] >= LEAST_TOKENS and all(op.pick(backend, q, kv_pool).backend != REFERENCE for op in (DECODE, RAGGED)):
-        return attend_apart(*arguments, num_decodes, **features)
-    out, _ = ragged_attention(*arguments, return_lse=True, **features)  # which it has anyway
+        operands = Operands(q, kv_pool, block_tables, kv_lens, alibi_slopes)
+        return attend_apart(operands, query_starts, num_decodes, **features)
+    features["alibi_slopes"] = alibi_slopes
+    out, _ = ragged_attention(q, kv_pool, block_tables, kv_lens, query_starts, return_lse=True, **features)
     return out
 
 
-def attend_apart(
-    q: jax.Array,
-    kv_pool: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    query_starts: jax.Array,
-    num_decodes: jax.Array,
-    **features: Any,
-) -> jax.Array:
+def attend_apart(operands: Operands, query_starts: jax.Array, num_decodes: jax.Array, **features: Any) -> jax.Array:
     """`mixed_attention` in two calls, whatever the backend."""
+    q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
+    features |= {"alibi_slopes": alibi_slopes, "return_lse": True}
     tokens, rows = q.shape[0], kv_lens.shape[0]
     most = min(rows, tokens)
     own_lens = jnp.where(jnp.arange(most) < num_decodes, kv_lens[:most], 0)
-    alone, _ = decode_attention(q[:most], kv_pool, block_tables[:most], own_lens, return_lse=True, **features)
+    alone, _ = decode_attention(q[:most], kv_pool, block_tables[:most], own_lens, **features)
     # Rows that decode have no queries here; nobody computes theirs.
     starts = jnp.maximum(query_starts, num_decodes)
-    together, _ = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, return_lse=True, **features)
+    together, _ = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, **features)
     # Behind a barrier: XLA (JAX 0.11.2) fuses a kernel with the update of a part of its result, which it then refuses
     # ("DynamicSliceFusion: DUS target must be a fusion parameter").
     alone, together = lax.optimization_barrier((alone, together))

@@ -34,9 +34,8 @@ def gather_blocks(kv_pools: tuple[jax.Array, ...], block_ids: jax.Array, *, back
     """Collects blocks of every layer in one contiguous array, to swap them out.
 
     Args:
-        kv_pools: one pool a layer, each [num_blocks, 2, kv_heads, block_size, head_dim].
+        kv_pools, backend: as in `copy_blocks`.
         block_ids: int32 [n]; 0 for padding.
-        backend: None (by device), "hopper" or "xla".
     Returns:
         [layers, n, 2, kv_heads, block_size, head_dim].
     Raises:
@@ -56,12 +55,11 @@ def scatter_blocks(
     """Puts blocks that `gather_blocks` collected into (other) blocks of every layer's pool.
 
     Args:
-        kv_pools: one pool a layer, each [num_blocks, 2, kv_heads, block_size, head_dim].
+        kv_pools, backend: as in `copy_blocks`.
         staging: [layers, n, 2, kv_heads, block_size, head_dim], of the pools' dtype.
         block_ids: int32 [n]; none twice, save 0, which is padding.
-        backend: None (by device), "hopper" or "xla".
     Returns:
-        The pools, in place when the caller's jit donates them.
+        The pools, as `copy_blocks` does.
     Raises:
         ValueError: an argument does not fit; it is named.
     """

@@ -59,5 +59,6 @@ def ragged_attention(
     if q.shape[0] == 0 or rows == 0:
         out, lse = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
     else:
-        out, lse = kernel(q, kv_pool, block_tables, kv_lens, query_starts, slopes, causal=causal, **features)
+        operands = attention.Operands(q, kv_pool, block_tables, kv_lens, slopes)
+        out, lse = kernel(operands, query_starts, features, causal=causal)
     return (out, lse) if return_lse else out

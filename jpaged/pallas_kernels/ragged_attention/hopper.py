@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.common.hopper_memory import swizzle, swizzled
 from jpaged.pallas_kernels.devices import num_multiprocessors
 from jpaged.pallas_kernels.ragged_attention import hopper_interpreted, hopper_primitives, work_list
@@ -90,21 +91,12 @@ def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
     return None
 
 
-_STATIC = ("scale", "sliding_window", "logit_softcap", "causal", "tiling", "ctas", "interpret")
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
+@functools.partial(jax.jit, static_argnames=("features", "causal", "tiling", "ctas", "interpret"))
 def ragged_attention(
-    q: jax.Array,
-    kv_pool: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
+    operands: Operands,
     query_starts: jax.Array,
-    alibi_slopes: jax.Array | None,
+    features: Features,
     *,
-    scale: float,
-    sliding_window: int | None,
-    logit_softcap: float | None,
     causal: bool = True,
     tiling: Tiling | None = None,
     ctas: int | None = None,
@@ -118,6 +110,7 @@ def ragged_attention(
     Returns:
         The output [T, H, D] and its log-sum-exp, float32 [T, H].
     """
+    q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
     tokens, total_heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
     tiling = tiling or pick_tiling(head_dim)
@@ -133,9 +126,7 @@ def ragged_attention(
         table_width=block_tables.shape[1],
         dtype=q.dtype,
         tiling=tiling,
-        scale=scale,
-        sliding_window=sliding_window,
-        logit_softcap=logit_softcap,
+        features=features,
         alibi=alibi_slopes is not None,
         causal=causal,
         ctas=ctas or num_multiprocessors(),
@@ -151,7 +142,7 @@ def ragged_attention(
         tokens=padded,
         window=s.window,
         block_kv=tiling.block_kv,
-        sliding_window=sliding_window,
+        sliding_window=features.sliding_window,
         causal=causal,
     )
     kernel = plgpu.kernel(
@@ -200,9 +191,7 @@ class _Shape:
     table_width: int
     dtype: jnp.dtype
     tiling: Tiling
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
+    features: Features
     alibi: bool
     causal: bool
     ctas: int
@@ -491,14 +480,14 @@ def _consume(c: _Cta) -> None:
         first, end = held[work_list.FIRST], held[work_list.END]
         lo, lo_full, hi_full, hi = (held[i] for i in work_list.STEPS)
         x = _Tile(
-            buffer=buffer,
-            token=token,
-            first=first,
-            end=end,
-            lo=lo,
-            lo_full=lo_full,
-            hi_full=hi_full,
-            hi=hi,
+            buffer,
+            token,
+            first,
+            end,
+            lo,
+            lo_full,
+            hi_full,
+            hi,
             position=token + held[work_list.SHIFT] if s.causal else held[work_list.KV_LEN] - 1,
             unit=unit,
             head=unit * s.heads,
@@ -628,7 +617,7 @@ def _attend(c: _Cta, x: _Tile, acc_ref: Any) -> None:
     carry = _Running(s.gpu.no_sum(_ROWS, s.head_dim), p.astype(s.dtype), top, total)
     begin = x.lo
     for until, masked in ((x.lo_full, True), (x.hi_full, False), (x.hi, True)):
-        if until is x.lo_full and s.sliding_window is None:
+        if until is x.lo_full and s.features.sliding_window is None:
             continue
         until = jnp.maximum(jnp.minimum(until, x.hi - 1), begin)
         carry = lax.fori_loop(begin, until, functools.partial(next_step, masked=masked), carry)
@@ -697,11 +686,12 @@ def _softmax(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Probabilities of step t, the new running maximum (in powers of 2) and sum, and what the old ones shrink by."""
     block_kv = s.tiling.block_kv
-    factor = s.scale * _LOG2E
-    if s.logit_softcap is not None:
-        scores = jnp.tanh(scores * (s.scale / s.logit_softcap)) * (s.logit_softcap * _LOG2E)
+    scale, cap = s.features.scale, s.features.logit_softcap
+    factor = scale * _LOG2E
+    if cap is not None:
+        scores = jnp.tanh(scores * (scale / cap)) * (cap * _LOG2E)
         factor = 1.0
-    elif s.alibi or s.scale <= 0:  # a positive factor keeps the order, and costs nothing in the exponent's multiply-add
+    elif s.alibi or scale <= 0:  # a positive factor keeps the order, and costs nothing in the exponent's multiply-add
         scores = scores * factor
         factor = 1.0
     if s.alibi or masked:
@@ -733,8 +723,8 @@ def _mask(
             piece = piece + _spread(slopes, 8) * (column - room).astype(jnp.float32)
         if masked:
             seen = room >= column
-            if s.sliding_window is not None:
-                seen = seen & (room < column + s.sliding_window)
+            if s.features.sliding_window is not None:
+                seen = seen & (room < column + s.features.sliding_window)
             piece = jnp.where(seen, piece, -jnp.inf)
         pieces.append(piece)
     return jnp.concatenate(pieces, axis=1)
@@ -743,5 +733,5 @@ def _mask(
 def _store(c: _Cta, x: _Tile, out: jax.Array, lse: jax.Array) -> None:
     """The rows of a consumer's tile whose token is in [first, end)."""
     s, gmem = c.shape, c.gmem
-    rows = out.astype(s.dtype), lse
-    s.gpu.store_rows(gmem.out, gmem.lse, *rows, x.token, x.first, x.end, x.head, s.tokens, s.heads)
+    place = hopper_primitives.Place(x.token, x.first, x.end, x.head, s.tokens, s.heads)
+    s.gpu.store_rows(gmem.out, gmem.lse, out.astype(s.dtype), lse, place)

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.common.hopper_interpreted import *  # noqa: F403  (kernels call them through this module)
 from jpaged.pallas_kernels.common.hopper_interpreted import add_product
+from jpaged.pallas_kernels.ragged_attention.hopper_primitives import Place
 
 
 def no_sum(rows: int, columns: int) -> jax.Array:
@@ -39,19 +40,9 @@ def put_back(acc_ref: Any, acc: jax.Array) -> jax.Array:
     return acc
 
 
-def store_rows(
-    out_ref: Any,
-    lse_ref: Any,
-    out: jax.Array,
-    lse: jax.Array,
-    token: jax.Array,
-    first: jax.Array,
-    end: jax.Array,
-    head: jax.Array,
-    tokens: int,
-    heads: int,
-) -> None:
-    """Stores the rows of a consumer's tile whose token is in [first, end), one at a time."""
+def store_rows(out_ref: Any, lse_ref: Any, out: jax.Array, lse: jax.Array, place: Place) -> None:
+    """Stores the rows of a consumer's tile whose token is to be stored, one at a time."""
+    token, first, end, head, tokens, heads = place
     for g in range(heads):
         for i in range(tokens):
 

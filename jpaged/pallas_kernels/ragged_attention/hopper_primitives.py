@@ -1,7 +1,7 @@
 """What the ragged attention kernel asks of a GPU beside what Pallas has words for: a sum that stays in its accumulator,
 stores of parts of a tile, and barriers of the hardware. `hopper_interpreted.py` has the same for a CPU."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.mosaic import gpu as mgpu
@@ -35,37 +35,34 @@ def put_back(acc_ref: Any, acc: jax.Array) -> None:
     acc_ref[...] = acc
 
 
-def store_rows(
-    out_ref: Any,
-    lse_ref: Any,
-    out: jax.Array,
-    lse: jax.Array,
-    token: jax.Array,
-    first: jax.Array,
-    end: jax.Array,
-    head: jax.Array,
-    tokens: int,
-    heads: int,
-) -> None:
-    """Stores the rows of a consumer's tile whose token is in [first, end).
+class Place(NamedTuple):
+    """Where the rows of a consumer's tile belong.
 
-    out [64, D] goes to out_ref [T, H, D], lse [64] to lse_ref [T, H]. Row g * tokens + i is token `token` + i of head
-    `head` + g. TMA cannot do this: a box has no end of its own inside the array.
+    Row g * tokens + i is token `token` + i of head `head` + g, and is stored if that token is in [first, end).
+    """
+
+    token: jax.Array
+    first: jax.Array
+    end: jax.Array
+    head: jax.Array
+    tokens: int
+    heads: int
+
+
+def store_rows(out_ref: Any, lse_ref: Any, out: jax.Array, lse: jax.Array, place: Place) -> None:
+    """Stores the rows of a consumer's tile whose token is to be stored.
+
+    out [64, D] goes to out_ref [T, H, D], lse [64] to lse_ref [T, H]. TMA cannot do this: a box has no end of its own
+    inside the array.
 
     In wgmma's layout a thread holds rows 16 w + l / 4 and 8 below, of its warp w and lane l; of each, columns
     2 (l % 4) and the next of every eight: a quad of lanes shares two rows.
     """
     _, total_heads, head_dim = out_ref.shape
+    tokens, heads = place.tokens, place.heads
+    refs, results = [plgpu.RefType()] * 2, [plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)]
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(),
-            plgpu.Layout.WGMMA,
-            plgpu.Layout.WGMMA.reduce(1),
-            *[plgpu.Layout.WG_SPLAT] * 4,
-        )
-    )
+    @plgpu.inline_mgpu(arg_types=(*refs, *results, *[plgpu.Layout.WG_SPLAT] * 4))
     def store(
         ctx: Any, out_gmem: Any, lse_gmem: Any, out: Any, lse: Any, token: Any, first: Any, end: Any, head: Any
     ) -> None:
@@ -101,7 +98,7 @@ def store_rows(
                 with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, quad_lane, constant(0))):
                     llvm.store(lse_registers[half], offset(lse_base, pair, f32))
 
-    store(out_ref, lse_ref, out, lse, token, first, end, head)
+    store(out_ref, lse_ref, out, lse, place.token, place.first, place.end, place.head)
 
 
 def turn_barrier(operation: str, wg: jax.Array) -> None:

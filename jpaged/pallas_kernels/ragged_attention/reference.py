@@ -5,25 +5,17 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.common.paged_scan import ITEM_QUERIES, Items, scan_items
 
 
-@partial(jax.jit, static_argnames=("scale", "sliding_window", "logit_softcap", "causal"))
+@partial(jax.jit, static_argnames=("features", "causal"))
 def ragged_attention(
-    q: jax.Array,
-    kv_pool: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    query_starts: jax.Array,
-    alibi_slopes: jax.Array | None,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    causal: bool = True,
+    operands: Operands, query_starts: jax.Array, features: Features, *, causal: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     """`ragged_attention` of the package, checked; always with its log-sum-exp, float32 [T, H]."""
-    tokens, rows = q.shape[0], kv_lens.shape[0]
+    kv_lens = operands.kv_lens
+    tokens, rows = operands.q.shape[0], kv_lens.shape[0]
     queries = min(ITEM_QUERIES, tokens)
     query_lens = query_starts[1:] - query_starts[:-1]
     ends = jnp.cumsum((query_lens + queries - 1) // queries, dtype=jnp.int32)
@@ -38,11 +30,4 @@ def ragged_attention(
         first_positions=kv_lens[row] - (query_lens[row] - nth * queries if causal else 1),
         total=ends[-1],
     )
-    features = {
-        "scale": scale,
-        "sliding_window": sliding_window,
-        "logit_softcap": logit_softcap,
-        "alibi_slopes": alibi_slopes,
-        "causal": causal,
-    }
-    return scan_items(q, kv_pool, block_tables, kv_lens, items, queries, features)
+    return scan_items(operands, items, queries, features, causal=causal)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.registry import Op
 from jpaged.pallas_kernels.rope_and_write import reference
+from jpaged.pallas_kernels.rope_and_write.projection import Projection
 
 OP = Op("rope_and_write", __package__)
 
@@ -44,7 +45,7 @@ def rope_and_write(
     kernel = OP.pick(backend, kv_pool, qkv).run
     if qkv.shape[0] == 0:
         return jnp.zeros((0, kv_heads * (qkv.shape[2] - 2), head_dim), qkv.dtype), kv_pool
-    return kernel(kv_pool, qkv, slot_mapping, rotation, norms, norm_eps=norm_eps)
+    return kernel(kv_pool, Projection(qkv, rotation, norms), slot_mapping, norm_eps=norm_eps)
 
 
 def split_qkv(
@@ -69,7 +70,7 @@ def split_qkv(
         ValueError: an argument does not fit; it is named.
     """
     norm_eps = _check_qkv(qkv, rotation, norms, norm_eps)
-    return reference.split_qkv(qkv, rotation, norms, norm_eps)
+    return reference.split_qkv(Projection(qkv, rotation, norms), norm_eps)
 
 
 def _check_qkv(

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.common import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.rope_and_write.hopper_layout import thread_layout
+from jpaged.pallas_kernels.rope_and_write.projection import Projection
 
 _VECTOR = 4  # columns a load; 8 would be 32 bytes of the float32 tables, twice what a load can have
 _CTA_NUMBERS = 6144  # of heads, at most, unless one KV head's group has more: 48 registers of a thread
@@ -40,16 +41,10 @@ def unsupported(kv_pool: jax.Array, qkv: jax.Array) -> str | None:
 
 @partial(jax.jit, static_argnames=("norm_eps", "interpret"))  # the layers of a model lower the kernel once
 def rope_and_write(
-    kv_pool: jax.Array,
-    qkv: jax.Array,
-    slot_mapping: jax.Array,
-    rotation: tuple[jax.Array, jax.Array] | None,
-    norms: tuple[jax.Array, jax.Array] | None,
-    *,
-    norm_eps: float,
-    interpret: Any = None,
+    kv_pool: jax.Array, projection: Projection, slot_mapping: jax.Array, *, norm_eps: float, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """`rope_and_write` of the package, checked. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU."""
+    qkv, rotation, norms = projection
     gpu = hopper_primitives if interpret is None else hopper_interpreted
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
     tokens, group, dtype = qkv.shape[0], qkv.shape[2] - 2, qkv.dtype

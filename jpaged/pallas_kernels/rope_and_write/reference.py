@@ -4,30 +4,21 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common.numerics import rms_norm
+from jpaged.pallas_kernels.rope_and_write.projection import Projection
 from jpaged.pallas_kernels.write_kv.reference import write_kv
 
 
 def rope_and_write(
-    kv_pool: jax.Array,
-    qkv: jax.Array,
-    slot_mapping: jax.Array,
-    rotation: tuple[jax.Array, jax.Array] | None,
-    norms: tuple[jax.Array, jax.Array] | None,
-    *,
-    norm_eps: float,
+    kv_pool: jax.Array, projection: Projection, slot_mapping: jax.Array, *, norm_eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """`rope_and_write` of the package, checked."""
-    q, k, v = split_qkv(qkv, rotation, norms, norm_eps)
+    q, k, v = split_qkv(projection, norm_eps)
     return q, write_kv(kv_pool, k, v, slot_mapping)
 
 
-def split_qkv(
-    qkv: jax.Array,
-    rotation: tuple[jax.Array, jax.Array] | None,
-    norms: tuple[jax.Array, jax.Array] | None,
-    norm_eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def split_qkv(projection: Projection, norm_eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`split_qkv` of the package, checked."""
+    qkv, rotation, norms = projection
     tokens, kv_heads, slots, head_dim = qkv.shape
     q = qkv[:, :, : slots - 2].reshape(tokens, kv_heads * (slots - 2), head_dim)
     k, v = qkv[:, :, slots - 2], qkv[:, :, slots - 1]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.registry import Op
+from jpaged.pallas_kernels.sample_tokens.operands import Operands
 
 OP = Op("sample_tokens", __package__)
 
@@ -56,7 +57,7 @@ def sample_tokens(
     kernel = OP.pick(backend, logits).run
     if rows == 0:
         return jnp.zeros(0, jnp.int32)
-    return kernel(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    return kernel(Operands(logits, temperature, top_k, top_p, min_p, seeds, positions))
 
 
 def sample_tokens_backend(vocab_size: int, backend: str | None = None) -> str:

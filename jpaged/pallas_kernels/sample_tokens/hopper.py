@@ -45,6 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jpaged.pallas_kernels.sample_tokens import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.sample_tokens import noise as sample_noise
 from jpaged.pallas_kernels.sample_tokens.hopper_cluster import Cluster
+from jpaged.pallas_kernels.sample_tokens.operands import Operands
 
 _LOG2E = math.log2(math.e)
 _LN2 = math.log(2)
@@ -82,19 +83,9 @@ def unsupported(logits: jax.Array) -> str | None:
 
 
 @partial(jax.jit, static_argnames=("config", "interpret"))
-def sample_tokens(
-    logits: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array | None,
-    top_p: jax.Array | None,
-    min_p: jax.Array | None,
-    seeds: jax.Array,
-    positions: jax.Array,
-    *,
-    config: Config | None = None,
-    interpret: Any = None,
-) -> jax.Array:
+def sample_tokens(operands: Operands, *, config: Config | None = None, interpret: Any = None) -> jax.Array:
     """`sample_tokens` of the package, checked. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU."""
+    logits, temperature, top_k, top_p, min_p, seeds, positions = operands
     rows, vocab_size = logits.shape
     gpu = hopper_primitives if interpret is None else hopper_interpreted
     if config is None:

@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from jpaged.pallas_kernels.sample_tokens.noise import gumbel
+from jpaged.pallas_kernels.sample_tokens.operands import Operands
 
 _TOP_K_BITS = 4  # bits of the threshold fixed by one pass over the logits: 8 passes of 15 counts
 _TOP_P_BITS = 3  # 11 passes of 7 sums; a pass of 15 sums would be bound by arithmetic instead of by memory
@@ -42,20 +43,12 @@ class Shards(Protocol):
         """[...] -> [shards, ...], on every shard."""
 
 
-def sample_tokens(
-    logits: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array | None,
-    top_p: jax.Array | None,
-    min_p: jax.Array | None,
-    seeds: jax.Array,
-    positions: jax.Array,
-    shards: Shards | None = None,
-) -> jax.Array:
+def sample_tokens(operands: Operands, shards: Shards | None = None) -> jax.Array:
     """`sample_tokens` of the package, checked.
 
     shards: `logits` are of this one's part of the vocabulary, and there is no top_k, top_p or min_p.
     """
+    logits, temperature, top_k, top_p, min_p, seeds, positions = operands
     rows = logits.shape[0]
     greedy = temperature <= 0
     rate = jnp.where(greedy, 1.0, 1.0 / temperature)[:, None]

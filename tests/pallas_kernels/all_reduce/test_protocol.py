@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jpaged.pallas_kernels.all_reduce import inbox as state
+from jpaged.pallas_kernels.all_reduce.operands import Operands
 from jpaged.pallas_kernels.registry import missing
 
 if missing("hopper") is not None:
@@ -94,9 +95,9 @@ def steps_of_call(monkeypatch):
             patch.setattr(kernel, "_receive", receive)
             patch.setattr(kernel.jax, "new_ref", lambda x: x)
             patch.setattr(kernel.plgpu, "kernel", launch)
-            arguments = inbox, generations, peers, parts[me], residual, None, None
+            operands = Operands(inbox, generations, peers, parts[me], residual, None, None)
             _, _, out, _ = kernel.all_reduce_add_norm.__wrapped__(
-                *arguments, axis="model", num_devices=devices, norm_eps=0.0
+                operands, axis="model", num_devices=devices, norm_eps=0.0
             )
         total = np.zeros_like(residual)
         for part in parts:  # one after the other, so that rounding is the same everywhere

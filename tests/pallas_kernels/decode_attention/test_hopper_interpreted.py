@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.registry import missing
 from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_decode, make_world, random_queries
 
@@ -35,14 +36,14 @@ def attend(kernel, config, lens, heads, kv_heads, block_size, head_dim, options)
     )
     q = random_queries(1, len(lens), heads, head_dim, "bfloat16")
     out, lse = kernel(
-        q,
-        world.pool,
-        jnp.asarray(world.tables),
-        jnp.asarray(world.lens),
-        None if slopes is None else jnp.asarray(slopes),
-        scale=head_dim**-0.5,
-        sliding_window=options.get("sliding_window"),
-        logit_softcap=options.get("logit_softcap"),
+        Operands(
+            q,
+            world.pool,
+            jnp.asarray(world.tables),
+            jnp.asarray(world.lens),
+            None if slopes is None else jnp.asarray(slopes),
+        ),
+        Features(head_dim**-0.5, **options),
         config=config,
         interpret=INTERPRET,
     )

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import decode_attention, mixed_attention
+from jpaged.pallas_kernels.common.attention_arguments import Operands
 from jpaged.pallas_kernels.mixed_attention.api import attend_apart
 from tests.pallas_kernels.drawn import block_sizes, dtypes, few, options, seeds, shapes, world_of_a_step
 from tests.pallas_kernels.marks import on_gpu
@@ -29,17 +30,19 @@ def test_a_step_of_decode_rows_and_chunks_computed_apart_is_right(data, shape, b
     queries = [1] * num_decodes + chunks
     world, starts = world_of_a_step(data, queries, seed, kv_heads, head_dim, block_size, dtype)
     q = random_queries(seed, 360, heads, head_dim, dtype)
-    arguments = (q, world.pool, world.tables, world.lens, starts, jnp.int32(num_decodes))
+    arrays, rows = (q, world.pool, world.tables, world.lens), (starts, jnp.int32(num_decodes))
     want, _ = expected_ragged(world, np.asarray(q.astype(jnp.float32)), starts, **chosen)
-    assert_close(attend_apart(*arguments, backend="xla", **chosen), want, dtype)
-    assert_close(mixed_attention(*arguments, backend="xla", **chosen), want, dtype)
+    assert_close(mixed_attention(*arrays, *rows, backend="xla", **chosen), want, dtype)
+    operands = Operands(*arrays, chosen.pop("alibi_slopes", None))
+    assert_close(attend_apart(operands, *rows, backend="xla", **chosen), want, dtype)
 
 
 def test_a_step_of_fewer_tokens_than_rows_may_be_computed_apart():
     world = make_world(4, [3, 20, 0, 0], kv_heads=2, head_dim=16, block_size=16)
     q = random_queries(4, 2, 4, 16, "float32")
     starts = np.array([0, 1, 2, 2, 2], np.int32)
-    out = attend_apart(q, world.pool, world.tables, world.lens, starts, jnp.int32(2), backend="xla")
+    operands = Operands(q, world.pool, world.tables, world.lens, None)
+    out = attend_apart(operands, starts, jnp.int32(2), backend="xla")
     want, _ = expected_ragged(world, np.asarray(q), starts)
     assert_close(out, want, "float32")
 

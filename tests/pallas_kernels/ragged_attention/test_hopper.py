@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.ragged_attention import hopper as kernel
 from tests.pallas_kernels.marks import needs_mosaic, on_gpu
 
@@ -79,22 +80,26 @@ def run_case(
         "scale": head_dim**-0.5 if scale is None else scale,
         "sliding_window": sliding_window,
         "logit_softcap": logit_softcap,
-        "causal": causal,
     }
     assert kernel.unsupported(q, pool) is None
-    out, lse = kernel.ragged_attention(
+    operands = Operands(
         q,
         pool,
         jnp.asarray(tables),
         jnp.asarray(kv_lens),
-        jnp.asarray(starts),
         None if slopes is None else jnp.asarray(slopes),
-        **features,
-        **options,
     )
+    out, lse = kernel.ragged_attention(operands, jnp.asarray(starts), Features(**features), causal=causal, **options)
     out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
     want, want_lse = dense(
-        np.asarray(q, np.float64), np.asarray(pool, np.float64), tables, kv_lens, starts, slopes, **features
+        np.asarray(q, np.float64),
+        np.asarray(pool, np.float64),
+        tables,
+        kv_lens,
+        starts,
+        slopes,
+        causal=causal,
+        **features,
     )
     assert np.isfinite(out).all()
     assert (out[starts[-1] :] == 0).all()

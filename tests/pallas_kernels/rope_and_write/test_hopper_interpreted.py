@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.rope_and_write import hopper, reference
 from jpaged.pallas_kernels.rope_and_write.hopper_layout import thread_layout
+from jpaged.pallas_kernels.rope_and_write.projection import Projection
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -32,7 +33,7 @@ def test_queries_and_a_pool_written_from_a_projection_equal_the_reference(kv_hea
     angles = normal(4, head_dim // 2, dtype=jnp.float32)
     rotation = (jnp.cos(angles), jnp.sin(angles)) if rotated else None
     norms = (normal(head_dim), normal(head_dim)) if normed else None
-    arguments = (pool, qkv, jnp.asarray([17, 95, -1, 33], jnp.int32), rotation, norms)
+    arguments = (pool, Projection(qkv, rotation, norms), jnp.asarray([17, 95, -1, 33], jnp.int32))
     run = jax.jit(lambda *a: hopper.rope_and_write(*a, norm_eps=1e-6, interpret=INTERPRET))
     want = reference.rope_and_write(*arguments, norm_eps=1e-6)
     for got, expected in zip(run(*arguments), want, strict=True):

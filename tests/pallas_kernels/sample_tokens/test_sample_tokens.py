@@ -81,13 +81,14 @@ def test_the_kernel_draws_what_sorting_draws(seed, vocab):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from jpaged.pallas_kernels.sample_tokens import hopper
+    from jpaged.pallas_kernels.sample_tokens.operands import Operands
 
     config = hopper.Config(ctas=1, warpgroups=2, tile=128, ahead=2)
     options = {"config": config, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
     arguments = draw_batch(seed, 24, vocab)
-    np.testing.assert_array_equal(hopper.sample_tokens(*arguments, **options), expected_tokens(*arguments))
+    np.testing.assert_array_equal(hopper.sample_tokens(Operands(*arguments), **options), expected_tokens(*arguments))
     np.testing.assert_array_equal(
-        hopper.sample_tokens(*without_truncation(arguments), **options),
+        hopper.sample_tokens(Operands(*without_truncation(arguments)), **options),
         expected_tokens(*keeping_all(arguments)),
     )
 
