@@ -96,6 +96,25 @@ def test_preempted_requests_give_the_same_tokens(started, pipeline_depth):
     assert metrics.num_used_blocks == 0
 
 
+def test_as_many_samples_of_one_prompt_as_there_are_slots_give_its_tokens(started):
+    """Each is forked in the middle of a block, which is copied in every cache group."""
+    args, startup, reference = started
+    engine = LLMEngine(args, startup)
+    prompt = mixed_prompts(4)[5][:30]
+    sampling = SamplingParams(
+        temperature=0, n=NUM_REQUESTS, max_tokens=NUM_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    engine.add_request("0", prompt, sampling)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    (output,) = outputs
+    assert_greedy(reference, [prompt], {0: list(output.outputs[0].token_ids)})
+    assert len(output.outputs) == NUM_REQUESTS
+    assert len({tuple(sample.token_ids) for sample in output.outputs}) == 1
+    assert engine.get_metrics().num_used_blocks == 0
+
+
 @pytest.mark.parametrize("pipeline_depth", [0, 2], ids=["plain-loop", "pipelined"])
 def test_prefix_cache_hits_give_the_same_tokens(started, pipeline_depth):
     args, startup, reference = started

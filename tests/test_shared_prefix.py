@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from jpaged.api.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.executor import config
 from jpaged.executor.buckets import fine_buckets
 from jpaged.executor.cache import paged
@@ -131,10 +131,14 @@ def test_a_layer_with_a_sliding_window_reads_its_window_and_no_more(monkeypatch)
     monkeypatch.setattr(paged, "shared_prefix_attention", lambda *args, **_: ("shared", args[-2:]))
     monkeypatch.setattr(paged, "decode_attention", lambda *_, sliding_window, **__: ("decode", sliding_window))
     nothing, shared = jnp.zeros((1,)), (np.int32(3), np.int32(64))
-    attend = paged.PagedAttention(nothing, nothing, nothing, nothing, None, shared, None)
+    windowed, full = (
+        paged.PagedAttention(nothing, nothing, nothing, nothing, None, shared, window, None) for window in (20, None)
+    )
     options = {"rotation": None, "norms": None, "norm_eps": 0.0, "scale": 0.25}
-    assert attend(nothing, sliding_window=20, **options) == ("decode", 20)
-    assert attend(nothing, sliding_window=None, **options) == ("shared", shared)
+    assert windowed(nothing, sliding_window=20, **options) == ("decode", 20)
+    assert full(nothing, sliding_window=None, **options) == ("shared", shared)
+    with pytest.raises(UnsupportedModelError, match=r"sliding_window=None, but .* layer_windows is 20"):
+        windowed(nothing, sliding_window=None, **options)
 
 
 def test_an_engine_needs_a_runner_that_has_the_programs(started):

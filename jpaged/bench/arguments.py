@@ -1,6 +1,7 @@
 """The options of benchmarks: how `--help` shows them, and checks that run before anything is loaded."""
 
 import argparse
+from pathlib import Path
 
 from jpaged.api.errors import InvalidParameterError
 
@@ -17,6 +18,21 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return {int: "N", float: "X"}.get(action.type) or action.dest.upper()  # type: ignore[call-overload]
+
+
+def bench_parser(name: str, description: str | None, example: str) -> argparse.ArgumentParser:
+    """The parser of `jpaged bench NAME`, with the option to write a report.
+
+    example: arguments, shown below the help.
+    """
+    result = argparse.ArgumentParser(
+        prog=f"jpaged bench {name}",
+        description=description,
+        formatter_class=HelpFormatter,
+        epilog=f"example: jpaged bench {name} {example}",
+    )
+    result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
+    return result
 
 
 def check_least(args: argparse.Namespace, **least: int) -> None:

@@ -1,14 +1,13 @@
 """The options of an `LLM` that the offline benchmarks share."""
 
 import argparse
-from typing import get_args
+from typing import Any, get_args
 
 from jpaged.api.config import DType, EngineArgs, KernelBackend, kernel_backend_called
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.llm import LLM
 from jpaged.processes.replicas import ReplicatedEngine
 
-LOAD_FORMAT = '"dummy" makes random weights'
 DTYPE = "type of weights and KV cache"
 BLOCK_SIZE = "tokens in a block of the KV cache"
 MAX_NUM_SEQS = "most sequences that run at once (default: by device)"
@@ -23,7 +22,7 @@ TENSOR_PARALLEL_SIZE = "devices to split the model over"
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(CONFIGS)
     parser.add_argument("--model", help=f"a directory, a hub id, or one of {names} (default: the embedded model)")
-    parser.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help=LOAD_FORMAT)
+    _add_load_format(parser)
     parser.add_argument("--dtype", choices=get_args(DType), default="auto", help=DTYPE)
     parser.add_argument("--max-model-len", type=int, help="tokens of the longest sequence (default: what fits)")
     parser.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
@@ -48,6 +47,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")
 
 
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model, of a benchmark that has no default for it."""
+    parser.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {', '.join(CONFIGS)}")
+    _add_load_format(parser)
+
+
+def _add_load_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help='"dummy" makes random weights'
+    )
+
+
 def add_sharding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help=TENSOR_PARALLEL_SIZE)
     parser.add_argument(
@@ -60,11 +71,16 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, help="of sampling, with a temperature; 1 keeps every token")
 
 
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of the options that are fields of `EngineArgs`, for an engine without a tokenizer."""
+    names = EngineArgs.__dataclass_fields__.keys() & vars(args).keys()
+    options = {name: getattr(args, name) for name in names}
+    return options | {"model": args.model and model_directory(args.model), "skip_tokenizer_init": True}
+
+
 def make_llm(args: argparse.Namespace) -> LLM:
     """An `LLM` without a tokenizer: prompts are token ids."""
-    names = (EngineArgs.__dataclass_fields__.keys() & vars(args).keys()) - {"model"}
-    options = {name: getattr(args, name) for name in names}
-    return LLM(args.model and model_directory(args.model), skip_tokenizer_init=True, **options)
+    return LLM(**engine_options(args))
 
 
 def end_replicas(llm: LLM) -> None:

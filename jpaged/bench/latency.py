@@ -11,13 +11,12 @@ Times are those at which the host has read the tokens.
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.bench.arguments import HelpFormatter, check_least
+from jpaged.bench.arguments import bench_parser, check_least
 from jpaged.bench.engine_options import add_engine_options, add_sampling_options, end_replicas, make_llm
 from jpaged.bench.percentiles import summary, table
 from jpaged.bench.report import write_report
@@ -26,12 +25,7 @@ from jpaged.llm import LLM
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="jpaged bench latency",
-        description=__doc__,
-        formatter_class=HelpFormatter,
-        epilog="example: jpaged bench latency --model qwen3-0.6b --load-format dummy --batch-size 8",
-    )
+    result = bench_parser("latency", __doc__, "--model qwen3-0.6b --load-format dummy --batch-size 8")
     add_engine_options(result)
     result.add_argument("--batch-size", type=int, default=8, help="requests of a batch")
     result.add_argument("--input-len", type=int, default=32, help="tokens of a prompt")
@@ -39,7 +33,6 @@ def parser() -> argparse.ArgumentParser:
     add_sampling_options(result)
     result.add_argument("--warm-up", type=int, default=3, help="batches that are not timed")
     result.add_argument("--runs", type=int, default=30, help="batches that are timed")
-    result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result
 
 

@@ -20,19 +20,19 @@ import numpy as np
 from jax import lax
 
 from jpaged.api.config import DType, KernelBackend, kernel_backend_called
-from jpaged.bench.arguments import HelpFormatter, check_least
+from jpaged.bench.arguments import bench_parser, check_least
 from jpaged.bench.engine_options import (
     BLOCK_SIZE,
     DTYPE,
     GPU_MEMORY_UTILIZATION,
     KERNEL_BACKEND,
-    LOAD_FORMAT,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     PIPELINE_DEPTH,
     TENSOR_PARALLEL_SIZE,
+    add_model_options,
 )
-from jpaged.bench.models import CONFIGS, model_directory
+from jpaged.bench.models import model_directory
 from jpaged.bench.report import write_report
 from jpaged.executor.start.memory import reserve_device_memory
 from jpaged.models import Model, ModelConfig, build, resolve
@@ -45,15 +45,8 @@ from jpaged.scoring.workers import Work, WorkerPool
 
 
 def parser() -> argparse.ArgumentParser:
-    names = ", ".join(CONFIGS)
-    result = argparse.ArgumentParser(
-        prog="jpaged bench scoring",
-        description=__doc__,
-        formatter_class=HelpFormatter,
-        epilog="example: jpaged bench scoring --model llama-3.1-8b --load-format dummy --num-rows 2000",
-    )
-    result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {names}")
-    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help=LOAD_FORMAT)
+    result = bench_parser("scoring", __doc__, "--model llama-3.1-8b --load-format dummy --num-rows 2000")
+    add_model_options(result)
     result.add_argument("--dtype", choices=get_args(DType), default="auto", help=DTYPE)
     result.add_argument("--num-rows", type=int, default=512, help="rows to score")
     result.add_argument("--row-len", type=int, default=1024, help="tokens of a row")
@@ -80,7 +73,6 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
     result.add_argument("--seed", type=int, default=0, help="of rows and random weights")
-    result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result
 
 

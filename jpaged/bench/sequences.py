@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,9 +27,8 @@ import numpy as np
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
-from jpaged.bench.arguments import HelpFormatter, check_least
-from jpaged.bench.engine_options import BLOCK_SIZE, LOAD_FORMAT, MAX_NUM_SEQS
-from jpaged.bench.models import CONFIGS, model_directory
+from jpaged.bench.arguments import bench_parser, check_least
+from jpaged.bench.engine_options import BLOCK_SIZE, MAX_NUM_SEQS, add_model_options, engine_options
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, HostCopy, SamplingVariant, StepPlan
@@ -42,14 +40,8 @@ _AGAINST = {"samples": "separate", "beams": "greedy"}
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="jpaged bench sequences",
-        description=__doc__,
-        formatter_class=HelpFormatter,
-        epilog="example: jpaged bench sequences --model llama-3.1-8b --load-format dummy --num-prompts 250",
-    )
-    result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {', '.join(CONFIGS)}")
-    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help=LOAD_FORMAT)
+    result = bench_parser("sequences", __doc__, "--model llama-3.1-8b --load-format dummy --num-prompts 250")
+    add_model_options(result)
     result.add_argument("--case", action="append", choices=CASES, help="may be repeated (default: all)")
     result.add_argument("--dataset", default="sharegpt-like", choices=DATASETS, help="what lengths requests have")
     result.add_argument("--num-prompts", type=int, default=250, help="requests")
@@ -64,23 +56,13 @@ def parser() -> argparse.ArgumentParser:
         "--num-gpu-blocks-override", type=int, help="blocks in the KV cache (default: what memory allows)"
     )
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
-    result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_least(args, runs=1, width=1, num_prompts=1, swap_chunks=1)
-    engine_args = EngineArgs(
-        model=model_directory(args.model),
-        load_format=args.load_format,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        block_size=args.block_size,
-        num_gpu_blocks_override=args.num_gpu_blocks_override,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-    )
+    engine_args = EngineArgs(**engine_options(args), enable_prefix_caching=False)
     startup = LLMEngine(engine_args).startup
     requests = make_requests(
         args.dataset,

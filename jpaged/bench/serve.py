@@ -40,7 +40,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jpaged.api.errors import InvalidParameterError
-from jpaged.bench.arguments import HelpFormatter
+from jpaged.bench.arguments import bench_parser
 from jpaged.bench.percentiles import summary
 from jpaged.bench.percentiles import table as percentile_table
 from jpaged.bench.stream_client import StreamRecord, Target, send_all
@@ -52,12 +52,7 @@ START_DELAY_S = 0.2
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="jpaged bench serve",
-        description=__doc__,
-        formatter_class=HelpFormatter,
-        epilog="example: jpaged bench serve --dataset sharegpt-like --request-rate 25 --num-prompts 500",
-    )
+    result = bench_parser("serve", __doc__, "--dataset sharegpt-like --request-rate 25 --num-prompts 500")
     result.add_argument("--base-url", default="http://127.0.0.1:8000", help="where the server listens")
     result.add_argument("--model", help="the name to send (default: the first of the server's /v1/models)")
     result.add_argument("--api-key", help="sent as a bearer token (default: $OPENAI_API_KEY)")
@@ -81,7 +76,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--workers", type=int, help="processes that send (default: a quarter of the cores)")
     result.add_argument("--timeout", type=float, default=600.0, help="seconds; a request that takes longer has failed")
     result.add_argument("--seed", type=int, default=0, help="of prompts, lengths and sending times")
-    result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result
 
 

@@ -28,17 +28,17 @@ import numpy as np
 from jpaged.api.config import EngineArgs, KernelBackend, kernel_backend_called
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.bench.arguments import HelpFormatter, check_least
+from jpaged.bench.arguments import bench_parser, check_least
 from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.engine_options import (
     BLOCK_SIZE,
     KERNEL_BACKEND,
-    LOAD_FORMAT,
     PIPELINE_DEPTH,
+    add_model_options,
     add_sampling_options,
     add_sharding_options,
+    engine_options,
 )
-from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.report import write_report
 from jpaged.frontend.llm_engine import LLMEngine
 
@@ -46,15 +46,8 @@ STEPS_A_GROUP = 8
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="jpaged bench steps",
-        description=__doc__,
-        formatter_class=HelpFormatter,
-        epilog="example: jpaged bench steps --model qwen3-0.6b --load-format dummy --batch 1 --batch 256",
-    )
-    names = ", ".join(CONFIGS)
-    result.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {names}")
-    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help=LOAD_FORMAT)
+    result = bench_parser("steps", __doc__, "--model qwen3-0.6b --load-format dummy --batch 1 --batch 256")
+    add_model_options(result)
     result.add_argument(
         "--batch",
         action="append",
@@ -78,26 +71,13 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--top", type=int, default=12, help="kernels to print")
     result.add_argument("--trace", type=Path, help="keep the profiler's trace here (it opens in Perfetto)")
-    result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_least(args, batch=1, context=1, steps=STEPS_A_GROUP, top=0)
-    engine = LLMEngine(
-        EngineArgs(
-            model=model_directory(args.model),
-            load_format=args.load_format,
-            block_size=args.block_size,
-            max_model_len=args.max_model_len,
-            pipeline_depth=args.pipeline_depth,
-            kernel_backend=args.kernel_backend,
-            tensor_parallel_size=args.tensor_parallel_size,
-            one_shot_rows=args.one_shot_rows,
-            skip_tokenizer_init=True,
-        )
-    )
+    engine = LLMEngine(EngineArgs(**engine_options(args)))
     figures = []
     for batch in batch_sizes(engine, args.batch):
         figure = measure(engine, batch, args)

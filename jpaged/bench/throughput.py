@@ -21,7 +21,7 @@ import jax
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.assets import demo_model_path
-from jpaged.bench.arguments import HelpFormatter, check_least
+from jpaged.bench.arguments import bench_parser, check_least
 from jpaged.bench.device_trace import idle_share, read_trace
 from jpaged.bench.engine_options import add_engine_options, add_sampling_options, end_replicas, make_llm
 from jpaged.bench.models import CONFIGS
@@ -33,12 +33,7 @@ from jpaged.text.tokenizer import Tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="jpaged bench throughput",
-        description=__doc__,
-        formatter_class=HelpFormatter,
-        epilog="example: jpaged bench throughput --model qwen3-0.6b --load-format dummy --workload sharegpt",
-    )
+    result = bench_parser("throughput", __doc__, "--model qwen3-0.6b --load-format dummy --workload sharegpt")
     add_engine_options(result)
     result.add_argument(
         "--workload",
@@ -67,7 +62,6 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="also run each workload once under JAX's profiler; the trace goes to this directory",
     )
-    result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result
 
 

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 
 from jpaged.api.errors import InvalidPromptError
 from jpaged.api.sampling_params import RequestOutputKind
-from jpaged.cli.options import (
-    add_model_options,
-    add_sampling_options,
-    engine_options,
-    given_sampling,
-    sampling_params,
-)
+from jpaged.cli.options import add_generation_options, generation_options, sampling_params
 from jpaged.cli.terminal import Screen
 from jpaged.host.interrupt import Interruptible
 
@@ -44,16 +38,14 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    add_sampling_options(parser, max_tokens=1024)
-    add_model_options(parser)
+    add_generation_options(parser, max_tokens=1024)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     screen = Screen(args.quiet)
-    options = engine_options(args, verbose=screen.shows_progress)
-    given_sampling(args)
+    options = generation_options(args, verbose=screen.shows_progress)
     options.setdefault("max_num_seqs", 1)  # one conversation needs one program size
 
     from jpaged.llm import LLM

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from jpaged.api.errors import InvalidParameterError, InvalidPromptError, JPagedError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import RequestOutputKind
-from jpaged.cli.options import (
-    add_model_options,
-    add_sampling_options,
-    engine_options,
-    given_sampling,
-    sampling_params,
-)
+from jpaged.cli.options import add_generation_options, generation_options, sampling_params
 from jpaged.cli.terminal import Screen
 from jpaged.host.interrupt import Interruptible
 
@@ -47,8 +41,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--json", action="store_true", help="one JSON object a line for each prompt, when it is done")
-    add_sampling_options(parser, max_tokens=512)
-    add_model_options(parser)
+    add_generation_options(parser, max_tokens=512)
     parser.set_defaults(run=run)
 
 
@@ -57,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         raise InvalidParameterError("--system needs the chat template, which --raw leaves out; drop one of them.")
     screen = Screen(args.quiet)
-    options = engine_options(args, verbose=screen.shows_progress)
-    given_sampling(args)
+    options = generation_options(args, verbose=screen.shows_progress)
     prompts = _read_prompts(args)
     if len(prompts) <= SMALL_BATCH:
         options.setdefault("max_num_seqs", len(prompts))

@@ -114,8 +114,11 @@ def engine_options(args: argparse.Namespace, *, verbose: bool) -> dict[str, Any]
     return options
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """How to sample; `sampling_params` reads them. max_tokens: the default."""
+def add_generation_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """How to sample, and with which model; `generation_options` and `sampling_params` read them.
+
+    max_tokens: the default.
+    """
     group = parser.add_argument_group("sampling options", "What is not given is as the model's makers set it.")
     for flag, kind, metavar, what in _SAMPLING_OPTIONS:
         if flag == "--max-tokens":
@@ -133,9 +136,17 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     )
     group.add_argument("--ignore-eos", action="store_const", const=True, help="go on after the model ends its text")
     group.add_argument("--seed", type=int, metavar="N", help="the same N gives the same text (default: a new one)")
+    add_model_options(parser)
 
 
-def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+def generation_options(args: argparse.Namespace, *, verbose: bool) -> dict[str, Any]:
+    """`engine_options`, with the sampling options checked as well."""
+    options = engine_options(args, verbose=verbose)
+    _given_sampling(args)
+    return options
+
+
+def _given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The `SamplingParams` fields given on the command line, less the seed.
 
     Raises:
@@ -155,7 +166,7 @@ def sampling_params(
     request_index: requests of one run get seeds that follow each other, so that equal prompts differ.
     """
     seed = secrets.randbits(48) if args.seed is None else args.seed + request_index
-    return replace(llm.get_default_sampling_params(), **given_sampling(args), seed=seed, output_kind=output_kind)
+    return replace(llm.get_default_sampling_params(), **_given_sampling(args), seed=seed, output_kind=output_kind)
 
 
 def _unescape(text: str) -> str:

@@ -3,9 +3,7 @@
 import argparse
 from textwrap import dedent
 
-from jpaged.cli.options import add_model_options, engine_options
-from jpaged.cli.score import INTERRUPTED, add_file_options
-from jpaged.cli.terminal import Screen
+from jpaged.cli.file_jobs import add_job_options, job
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -25,31 +23,16 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("-i", "--input", required=True, metavar="INPUT", help="a .jsonl file of requests")
     parser.add_argument("-o", "--output", required=True, metavar="OUTPUT", help="a .jsonl file")
     parser.add_argument("--seed", type=int, metavar="N", help="of requests that have none (default: 0)")
-    add_file_options(parser, "requests", 64)
-    add_model_options(parser)
+    add_job_options(parser, "requests", 64)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code: 1 if a request could not be answered."""
-    screen = Screen(args.quiet)
-    options = engine_options(args, verbose=screen.shows_progress)
-    if args.shard_size is not None:
-        options["shard_size"] = args.shard_size
+    with job(args) as (screen, options):
+        from jpaged.serving.batch import run_batch
 
-    from jpaged.serving.batch import run_batch
-
-    try:
-        summary = run_batch(
-            args.input,
-            args.output,
-            overwrite=args.overwrite,
-            use_tqdm=screen.shows_progress,
-            **options,
-        )
-    except KeyboardInterrupt:
-        screen.warn(INTERRUPTED)
-        raise
+        summary = run_batch(args.input, args.output, **options)
     if summary.num_errors:
         screen.warn(f"{summary.num_errors} of {summary.num_rows} requests failed; {args.output} says why")
     screen.note(f"{summary.num_rows:,} requests, {summary.num_tokens:,} tokens in {summary.seconds:.1f} s")

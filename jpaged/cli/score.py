@@ -3,10 +3,8 @@
 import argparse
 from textwrap import dedent
 
-from jpaged.cli.options import add_model_options, engine_options
+from jpaged.cli.file_jobs import add_job_options, job
 from jpaged.cli.terminal import Screen
-
-INTERRUPTED = "interrupted; finished shards are kept, and the same command goes on from them"
 
 MAX_WARNINGS = 20
 """Skipped rows named on stderr; the errors file has all of them."""
@@ -43,49 +41,26 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default="fail",
         help="a malformed row ends the run, or is left out and listed in OUTPUT.errors.jsonl (default: fail)",
     )
-    add_file_options(parser, "characters", 524288)
-    add_model_options(parser)
+    add_job_options(parser, "characters", 524288)
     parser.set_defaults(run=run)
-
-
-def add_file_options(parser: argparse.ArgumentParser, unit: str, default: int) -> None:
-    """What commands that work through files have in common. unit: what a shard's size is counted in.
-    default: of them.
-    """
-    group = parser.add_argument_group("file options")
-    group.add_argument("--overwrite", action="store_true", help="replace the output, drop unfinished work on it")
-    group.add_argument(
-        "--shard-size", type=int, metavar="N", help=f"{unit} between two commits to the disk (default: {default})"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
-    screen = Screen(args.quiet)
-    options = engine_options(args, verbose=screen.shows_progress)
-    if args.shard_size is not None:
-        options["shard_size"] = args.shard_size
+    with job(args) as (screen, options):
+        from jpaged.scoring import score_files
 
-    from jpaged.scoring import score_files
-
-    warnings = Warnings(screen)
-    try:
         summary = score_files(
             args.inputs,
             args.output,
+            on_error=args.on_error,
+            warn=Warnings(screen).add,
             logprobs=args.logprobs,
             window=args.window,
             stride=args.stride,
             add_special_tokens=args.add_special_tokens,
-            on_error=args.on_error,
-            overwrite=args.overwrite,
-            use_tqdm=screen.shows_progress,
-            warn=warnings.add,
             **options,
         )
-    except KeyboardInterrupt:
-        screen.warn(INTERRUPTED)
-        raise
     if summary.num_errors:
         screen.warn(f"{summary.num_errors} of {summary.num_rows} rows skipped; {summary.errors_file} lists them")
     screen.note(

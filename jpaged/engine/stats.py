@@ -13,13 +13,13 @@ class Counters:
     """Totals since the start."""
 
     num_steps: int = 0
+    num_shared_prefix_steps: int = 0
+    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
     num_preemptions: int = 0
     num_swap_preemptions: int = 0
     num_finished: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    num_shared_prefix_steps: int = 0
-    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
 
     def count_step(self, num_tokens: int) -> None:
         """The host has read a step that returned so many tokens."""

@@ -25,8 +25,8 @@ class ExecutorConfig:
     num_blocks: blocks in the pool, the null block included.
     decode_buckets: ascending batch sizes that decode programs exist for; the last is max_num_seqs.
     token_buckets: ascending token counts that mixed programs exist for; the last is the step's token budget.
-    kernel_backend: which implementation of the attention and cache ops, and of products (`product_backend`); None picks
-        by device.
+    kernel_backend: which implementation of the attention and cache ops, and by `optional_backend` of products and of
+        sampling; None picks by device.
     shared_prefix_attention: have decode programs that read a prefix once for all rows that share it.
     one_shot_rows: bodies of up to so many rows sum over shards by the one-shot all-reduce, larger ones by XLA's. The
         size of the largest that does (`largest_body`), or 0.
@@ -47,9 +47,9 @@ class ExecutorConfig:
         return self.max_num_seqs
 
     @property
-    def product_backend(self) -> str | None:
-        """Which implementation of products that have kernels: None lets each pick by device, rows and shapes, even
-        where "hopper" is asked for: few rows are XLA's, and so is what the kernels cannot do.
+    def optional_backend(self) -> str | None:
+        """Which implementation of products and of sampling. None lets each pick by device, rows and shapes, even where
+        a kernel backend is forced: few rows are XLA's, and so is what the kernels cannot do.
         """
         return "xla" if self.kernel_backend == "xla" else None
 
@@ -63,7 +63,9 @@ class ExecutorConfig:
 
     @property
     def copy_buckets(self) -> tuple[int, ...]:
-        """Sizes that the programs for copied blocks and for beams exist for: at most one of each for a slot."""
+        """Sizes that the programs for copied blocks and for beams exist for. A step moves at most one beam a slot; more
+        copies than the largest size take several calls.
+        """
         return geometric_buckets(8, self.max_num_seqs, 8)
 
     def sample_buckets(self, variant: SamplingVariant) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ add_score_request           -->             ReplicatedEngine   the replica that 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 import numpy as np
 
@@ -13,6 +14,14 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.sequences.request import Request
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
+
+
+class RequestOptions(TypedDict, total=False):
+    """The keyword arguments of `RequestIntake.add_request`."""
+
+    priority: int
+    cache_salt: str | None
+    arrival_time: float | None
 
 
 class RequestIntake(ABC):
@@ -61,23 +70,14 @@ class RequestIntake(ABC):
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> tuple[Request, ProcessedInput]:
         """The first half of `add_request`, which leaves nothing behind. It lets a caller queue all of several requests
         or none. Returns: what `queue` takes. Arguments and errors are those of `add_request`.
         """
         self._check_ready()
-        return self._inputs.request(
-            request_id,
-            prompt,
-            self.default_sampling_params if params is None else params,
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=arrival_time,
-        )
+        params = self.default_sampling_params if params is None else params
+        return self._inputs.request(request_id, prompt, params, **options)
 
     def add_score_request(
         self,

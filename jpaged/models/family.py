@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.models.collectives import Collectives, Exchange
+from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.loading.pieces import Piece, TiedTensor
+from jpaged.models.residual import PLAIN_XLA, Kernels
 
 Config = TypeVar("Config")
 """A family's configuration: a frozen dataclass derived from `ModelConfig`."""
@@ -49,18 +50,12 @@ class CausalLM(Protocol):
     """
 
     def __call__(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attend | list[Any],
-        exchange: Exchange | None = None,
-        backend: str | None = "xla",
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any], kernels: Kernels = PLAIN_XLA
     ) -> jax.Array:
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm if any.
 
         attend: one for all layers, or a list of one a layer, which `layers.run_layers` updates.
-        exchange: of shards, for sums by the one-shot kernel (`residual.begin`).
-        backend: of products that have kernels (`Linear.gated`).
+        kernels: for `residual.begin`.
         """
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -20,12 +20,13 @@ import numpy as np
 from flax import nnx
 
 from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
-from jpaged.models.collectives import ALONE, Collectives, Exchange
+from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import Attend, CausalLM, Family
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.parameters import Start
 from jpaged.models.registry import family_of, source_digest
+from jpaged.models.residual import PLAIN_XLA, Kernels
 
 Weights = tuple[jax.Array, ...]
 T = TypeVar("T")
@@ -117,19 +118,16 @@ class Model:
         tokens: jax.Array,
         positions: jax.Array,
         attend: Attend | list[Any],
-        exchange: Exchange | None = None,
-        backend: str | None = "xla",
+        kernels: Kernels = PLAIN_XLA,
     ) -> jax.Array:
         """The model's body.
 
         tokens, positions: int32 [T]; the sequences' tokens flat, in any mixture that `attend` understands.
         attend: one for all layers, or a list of pytrees, one a layer, which is updated; see `run_layers`.
-        exchange: of shards, for sums by the one-shot kernel, which update its state; all-reduces of XLA without one.
-        backend: of products that have kernels (`Linear.gated`): "xla", through which gradients pass, or None to pick by
-            device and shapes.
+        kernels: what it may use beside XLA; by default nothing, so that gradients pass.
         Returns hidden states [T, hidden], after the final norm, in the model's type.
         """
-        return self.module(weights)(tokens, positions, attend, exchange, backend)
+        return self.module(weights)(tokens, positions, attend, kernels)
 
     def logits(self, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
         """hidden [R, hidden], rows of what `forward` returned -> float32 [R, vocab].

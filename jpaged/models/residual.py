@@ -19,6 +19,22 @@ from jpaged.models.linear import PartialSum
 from jpaged.models.norms import Norm
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """What a forward pass may use beside XLA.
+
+    exchange: of shards, for sums by the one-shot kernel, which update its state; all-reduces of XLA without one.
+    backend: of products that have kernels (`Linear.gated`): "xla", through which gradients pass, or None to pick by
+        device and shapes.
+    """
+
+    exchange: Exchange | None = None
+    backend: str | None = "xla"
+
+
+PLAIN_XLA = Kernels()
+
+
 @jax.tree_util.register_dataclass
 @dataclass
 class Stream:
@@ -26,7 +42,7 @@ class Stream:
 
     x: [T, hidden], without what is `pending`.
     pending: a sum that has still to be added.
-    backend: of the layers' products that have kernels: see `Model.forward`.
+    exchange, backend: see `Kernels`; no exchange where it has no room for as many rows.
     """
 
     x: jax.Array
@@ -71,19 +87,14 @@ class Stream:
             self.exchange.become(other.exchange)
 
 
-def begin(
-    rows: jax.Array,
-    collectives: Collectives,
-    exchange: Exchange | None,
-    backend: str | None,
-    positions: jax.Array | None = None,
-) -> Stream:
+def begin(rows: jax.Array, collectives: Collectives, kernels: Kernels, positions: jax.Array | None = None) -> Stream:
     """The stream of tokens [T].
 
     rows: [T, hidden], of the embedding: a shard's term of their sum (`Embedding.lookup`).
-    exchange: taken if it has room for as many rows.
+    kernels: its exchange is taken if it has room for as many rows.
     positions: [T, hidden], where embeddings of positions are added.
     """
+    exchange, backend = kernels.exchange, kernels.backend
     if exchange is None or not exchange.takes(rows):
         x = collectives.all_reduce(rows)
         return Stream(x if positions is None else x + positions, None, None, collectives, backend)

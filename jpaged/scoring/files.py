@@ -20,16 +20,8 @@ from jpaged.api.checks import check_bool, check_integer, plain
 from jpaged.api.errors import InvalidParameterError, MalformedRowError, shown
 from jpaged.scoring.ahead import Ahead
 from jpaged.scoring.inputs import Record, checked_inputs, import_pyarrow, read_records
-from jpaged.scoring.jobs import (
-    Job,
-    JobSummary,
-    checked_options,
-    checked_output,
-    engine_fields,
-    json_lines,
-    merge_json_lines,
-    run_job,
-)
+from jpaged.scoring.jobs import Job, JobSummary, checked_options, checked_output, engine_fields, run_job
+from jpaged.scoring.json_lines import json_lines, merge_json_lines
 from jpaged.scoring.progress import Progress
 from jpaged.scoring.rows import Row, RowScore, parse_row
 from jpaged.scoring.scorer import BATCHES_AHEAD, Batch, Scorer

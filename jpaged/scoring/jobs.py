@@ -1,7 +1,5 @@
 """Runs a resumable job: cuts rows of files into shards, works on them here or in workers, and merges the output."""
 
-import json
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, shown
 from jpaged.api.version import __version__
 from jpaged.scoring.inputs import Record, fingerprint, read_records
+from jpaged.scoring.json_lines import json_lines
 from jpaged.scoring.progress import ProgressBar
 from jpaged.scoring.shards import Entry, ShardStore, writing
 from jpaged.scoring.workers import Shard, ShardProcessor, Work, run_work
@@ -128,26 +127,6 @@ def shards_of(records: Iterable[Record], shard_size: int, size_of: Callable[[Rec
             part, size, number = [], 0, number + 1
     if part:
         yield Shard(number, part)
-
-
-def merge_json_lines(store: ShardStore, target: Path) -> None:
-    """The shards' lines, one shard after the other."""
-    with open(target, "wb") as file:
-        for path in store.shard_files():
-            with open(path, "rb") as shard:
-                shutil.copyfileobj(shard, file, 1 << 20)
-
-
-def json_lines(records: Iterable[dict[str, Any]]) -> bytes:
-    """An object a line, in UTF-8; a line that holds what UTF-8 cannot (a lone surrogate), in ASCII with escapes."""
-    lines = []
-    for record in records:
-        try:
-            lines.append(json.dumps(record, ensure_ascii=False).encode())
-        except UnicodeEncodeError:
-            lines.append(json.dumps(record).encode())
-        lines.append(b"\n")
-    return b"".join(lines)
 
 
 def checked_output(output: str | Path, inputs: Sequence[str | Path], formats: Sequence[str]) -> Path:

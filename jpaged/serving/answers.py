@@ -6,6 +6,7 @@ One `Answer` belongs to one HTTP request. Its prompts are numbered, and a prompt
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -43,25 +44,29 @@ def event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-class Answer:
-    """The answer to one request.
+@dataclass(frozen=True)
+class AnswerContext:
+    """What the answer to a request is made with.
 
     request_id: as the client sees it. model: its name, as the client gave it. prompts: as they went to the engine.
     tokenizer: None without text.
     """
 
-    def __init__(
-        self,
-        request: CompletionRequest | ChatCompletionRequest,
-        request_id: str,
-        model: str,
-        prompts: Sequence[ProcessedInput],
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        self.request_id = request_id
-        self._model = model
+    request_id: str
+    model: str
+    prompts: Sequence[ProcessedInput]
+    tokenizer: Tokenizer | None
+
+
+class Answer:
+    """The answer to one request."""
+
+    def __init__(self, request: CompletionRequest | ChatCompletionRequest, context: AnswerContext) -> None:
+        prompts = context.prompts
+        self.request_id = context.request_id
+        self._model = context.model
         self._prompts = prompts
-        self._tokenizer = tokenizer
+        self._tokenizer = context.tokenizer
         self._created = int(time.time())
         self._n = request.n or 1
         self._as_ids = bool(request.return_tokens_as_token_ids)
@@ -143,15 +148,8 @@ class Answer:
 class CompletionAnswer(Answer):
     """The answer to /v1/completions."""
 
-    def __init__(
-        self,
-        request: CompletionRequest,
-        request_id: str,
-        model: str,
-        prompts: Sequence[ProcessedInput],
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        super().__init__(request, request_id, model, prompts, tokenizer)
+    def __init__(self, request: CompletionRequest, context: AnswerContext) -> None:
+        super().__init__(request, context)
         self._echo = bool(request.echo)
         self._logprobs = request.logprobs
         self._echo_only = self._echo and request.max_tokens == 0
@@ -242,15 +240,8 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     """The answer to /v1/chat/completions."""
 
-    def __init__(
-        self,
-        request: ChatCompletionRequest,
-        request_id: str,
-        model: str,
-        prompts: Sequence[ProcessedInput],
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        super().__init__(request, request_id, model, prompts, tokenizer)
+    def __init__(self, request: ChatCompletionRequest, context: AnswerContext) -> None:
+        super().__init__(request, context)
         self._top_logprobs = request.top_logprobs or 0
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -308,3 +299,10 @@ class ChatAnswer(Answer):
     def _top(self, token: int, logprob: Logprob) -> TopLogprob:
         text = self._token(token, logprob)
         return TopLogprob(text, logprob.logprob, list(text.encode()))
+
+
+def answer_to(request: CompletionRequest | ChatCompletionRequest, context: AnswerContext) -> Answer:
+    """The answer of the request's endpoint."""
+    if isinstance(request, ChatCompletionRequest):
+        return ChatAnswer(request, context)
+    return CompletionAnswer(request, context)

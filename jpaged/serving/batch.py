@@ -23,16 +23,8 @@ from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.host.interrupt import Interruptible
 from jpaged.scoring.ahead import Ahead
 from jpaged.scoring.inputs import Record, checked_inputs, read_records
-from jpaged.scoring.jobs import (
-    Job,
-    JobSummary,
-    checked_options,
-    checked_output,
-    engine_fields,
-    json_lines,
-    merge_json_lines,
-    run_job,
-)
+from jpaged.scoring.jobs import Job, JobSummary, checked_options, checked_output, engine_fields, run_job
+from jpaged.scoring.json_lines import json_lines, merge_json_lines
 from jpaged.scoring.progress import Progress
 from jpaged.scoring.shards import write_shard
 from jpaged.scoring.workers import Done, Shard

@@ -20,7 +20,7 @@ from jpaged.api.errors import InvalidPromptError, JPagedError, UnsupportedParame
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.inputs import ProcessedInput, Prompt, as_prompt_list
-from jpaged.serving.answers import Answer, ChatAnswer, CompletionAnswer
+from jpaged.serving.answers import AnswerContext, answer_to
 from jpaged.serving.chat_template import template_arguments
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, refuse_unsupported
@@ -125,11 +125,9 @@ def response_line(
     """The line of a request whose prompts have all been answered."""
     body, name = request.body, uuid.uuid4().hex
     prompts = [ProcessedInput(output.prompt, output.prompt_token_ids, ()) for output in outputs]
-    answer: Answer
-    if isinstance(body, ChatCompletionRequest):
-        answer = ChatAnswer(body, f"chatcmpl-{name}", body.model or model, prompts, tokenizer)
-    else:
-        answer = CompletionAnswer(body, f"cmpl-{name}", body.model or model, prompts, tokenizer)
+    kind = "chatcmpl" if isinstance(body, ChatCompletionRequest) else "cmpl"
+    context = AnswerContext(f"{kind}-{name}", body.model or model, prompts, tokenizer)
+    answer = answer_to(body, context)
     return _line(request.custom_id, 200, answer.whole(outputs))
 
 

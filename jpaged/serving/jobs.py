@@ -17,7 +17,7 @@ from jpaged.api.errors import InvalidPromptError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.inputs import ProcessedInput, as_prompt_list
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
-from jpaged.serving.answers import Answer, ChatAnswer, CompletionAnswer
+from jpaged.serving.answers import Answer, AnswerContext, answer_to
 from jpaged.serving.chat_template import chat_prompt, template_arguments
 from jpaged.serving.errors import ApiError
 from jpaged.serving.options import AppOptions
@@ -179,11 +179,8 @@ class JobMaker:
         kind, own_id = "chatcmpl" if is_chat else "cmpl", secrets.token_hex(16)
         request_id = f"{kind}-{body.request_id or own_id}"
         model, tokenizer = self._options.served_model_names[0], self._engine.tokenizer
-        answer: Answer
-        if isinstance(body, ChatCompletionRequest):
-            answer = ChatAnswer(body, request_id, body.model or model, prompts, tokenizer)
-        else:
-            answer = CompletionAnswer(body, request_id, body.model or model, prompts, tokenizer)
+        context = AnswerContext(request_id, body.model or model, prompts, tokenizer)
+        answer = answer_to(body, context)
         return Job(
             f"{kind}-{own_id}",
             prompts,

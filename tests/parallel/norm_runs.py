@@ -13,6 +13,7 @@ from jpaged.models import ModelConfig, build, dense_causal_attend, register
 from jpaged.models.collectives import Exchange, ExchangeState
 from jpaged.models.families.llama import QWEN3, LlamaFamily, LlamaForCausalLM
 from jpaged.models.norms import RMSNorm
+from jpaged.models.residual import Kernels
 from jpaged.models.sharding import MODEL_AXIS, load_sharded, shard_of
 from jpaged.pallas_kernels import initial_all_reduce_state
 from jpaged.pallas_kernels.common.numerics import rms_norm
@@ -82,7 +83,7 @@ def _on_two(model: Any, tokens: jax.Array) -> Any:
     def run(weights: Any) -> jax.Array:
         state = ExchangeState(jnp.zeros(inbox.shape, inbox.dtype), jnp.zeros(generations.shape, generations.dtype))
         exchange = Exchange.begin(state, shard.collectives, None)
-        return shard.forward(weights, tokens, tokens, dense_causal_attend, exchange)
+        return shard.forward(weights, tokens, tokens, dense_causal_attend, Kernels(exchange))
 
     specs = (tuple(weight.sharding.spec for weight in weights),)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)

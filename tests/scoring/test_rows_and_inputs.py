@@ -10,7 +10,8 @@ import pytest
 from jpaged.api.errors import InvalidParameterError, JPagedError, MalformedRowError
 from jpaged.scoring.files import INPUT_FORMATS, size_of
 from jpaged.scoring.inputs import Record, checked_inputs, read_records
-from jpaged.scoring.jobs import json_lines, shards_of
+from jpaged.scoring.jobs import shards_of
+from jpaged.scoring.json_lines import json_lines
 from jpaged.scoring.rows import RowScore, SequenceScore, parse_row
 
 GOOD = [

@@ -77,10 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         step_time=args.step_time,
         lengths=args.lengths,
         duration_s=args.duration,
-        seed=args.seed,
-        jobs=args.jobs,
         quick=args.quick,
         progress=sys.stderr.isatty(),
+        seed=args.seed,
+        jobs=args.jobs,
     )
     rows = _trace_rows(args, options) if args.trace else _figure_rows(args, options)
     if args.plots:

@@ -312,26 +312,21 @@ class PrefixCache:
             first = start
             if window is not None:  # what it has given back comes first
                 first = stop - int(np.count_nonzero(table[start:stop]))
-            self._register_group(suffix, digests, token_ids, table, first, stop, salt)
+            parent = (digests[first - 1] if first else root_digest(salt)) + suffix
+            names = [digest + suffix for digest in digests[first:stop]]
+            tokens = token_ids[: stop * self._block_size].reshape(stop, self._block_size)[first:]
+            self._register_group(parent, names, tokens, table[first:stop])
 
-    def _register_group(
-        self,
-        suffix: bytes,
-        digests: list[bytes],
-        token_ids: np.ndarray,
-        block_ids: np.ndarray,
-        start: int,
-        stop: int,
-        salt: str | None,
-    ) -> None:
-        """Names the blocks start .. stop-1 of a group; all of them are there."""
+    def _register_group(self, parent: bytes, names: list[bytes], tokens: np.ndarray, block_ids: np.ndarray) -> None:
+        """Names consecutive blocks of a group; all of them are there.
+
+        parent: the name of the block before the first. tokens: int32 [n, block_size].
+        """
         block_of, parents, following = self._block_of, self._parents, self._following
-        parent = (digests[start - 1] if start else root_digest(salt)) + suffix
         before = block_of.get(parent, NULL_BLOCK)
         new: list[int] = []
         others: list[int] = []
-        for index, block_id in enumerate(block_ids[start:stop].tolist(), start):
-            digest = digests[index] + suffix
+        for index, (digest, block_id) in enumerate(zip(names, block_ids.tolist(), strict=True)):
             named = block_of.get(digest)
             if named is None:
                 if before and parents[following[before]] != parent:
@@ -345,7 +340,7 @@ class PrefixCache:
                 new.append(index)
             parent, before = digest, named
         block_ids = block_ids[new]
-        self._tokens[block_ids] = token_ids[: stop * self._block_size].reshape(stop, self._block_size)[new]
+        self._tokens[block_ids] = tokens[new]
         for block_id in others:
             self._file(block_id)
         self._registered[block_ids] = True

@@ -12,43 +12,25 @@ import time
 
 import numpy as np
 
-from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NULL_BLOCK
-from jpaged.engine.kv.block_manager import BlockManager
-from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.prefix_cache import ON_HOST, root_digest
 from jpaged.engine.kv.swap_record import SwapRecord
-from jpaged.engine.kv.swap_space import SwapSpace
 from jpaged.engine.plan_in_progress import NO_BLOCKS, PlanInProgress, slot_start
+from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.sequences.request import Request, RequestStatus
-from jpaged.engine.sequences.slots import Slots
-from jpaged.engine.stats import Counters
 
 
-class Admission:
+class Admission(SchedulerPart):
     """Decides whether what comes next has room, and gives it its slots and blocks.
 
     Groups without a window get blocks for all known tokens at once. For those with one, as many as they will hold at
     most are reserved; they get them chunk by chunk (`BlockManager`).
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        pool: BlockPool,
-        slots: Slots,
-        blocks: BlockManager,
-        swap_space: SwapSpace,
-        counters: Counters,
-    ) -> None:
-        self._config = config
-        self._pool = pool
-        self._slots = slots
-        self._blocks = blocks
-        self._swap_space = swap_space
-        self._counters = counters
-        self._footprint = config.footprint
-        self._is_full = np.array([window is None for window in config.windows])
+    def __init__(self, state: SchedulerState) -> None:
+        super().__init__(state)
+        self._footprint = state.config.footprint
+        self._is_full = np.array([window is None for window in state.config.windows])
         self._num_full, self._num_windowed = int(self._is_full.sum()), int((~self._is_full).sum())
 
     def admit(self, plan: PlanInProgress, request: Request) -> list[Request]:

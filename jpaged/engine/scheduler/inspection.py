@@ -3,54 +3,35 @@
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS
-from jpaged.engine.kv.block_manager import BlockManager
-from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.pins import PinnedPrefixes
-from jpaged.engine.kv.swap_space import SwapSpace
+from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
-from jpaged.engine.scheduler.waiting_queue import WaitingQueue
-from jpaged.engine.sequences.slots import NEVER, Slots
-from jpaged.engine.stats import Counters, EngineStats
+from jpaged.engine.sequences.slots import NEVER
+from jpaged.engine.stats import EngineStats
 
 
-class Inspection:
+class Inspection(SchedulerPart):
     """Reads what the others write."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        pool: BlockPool,
-        slots: Slots,
-        blocks: BlockManager,
-        swap_space: SwapSpace,
-        pins: PinnedPrefixes,
-        waiting: WaitingQueue,
-        tenants: Tenants,
-        counters: Counters,
-    ) -> None:
-        self._block_size = config.block_size
-        self._pool = pool
-        self._slots = slots
-        self._blocks = blocks
-        self._swap_space = swap_space
-        self._pins = pins
-        self._waiting = waiting
+    def __init__(self, state: SchedulerState, tenants: Tenants, pins: PinnedPrefixes) -> None:
+        super().__init__(state)
         self._tenants = tenants
-        self._counters = counters
+        self._pins = pins
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and occupancy."""
         counters, slots, pool = self._counters, self._slots, self._pool
-        token_slots = pool.num_used * self._block_size
+        token_slots = pool.num_used * self._config.block_size
         return EngineStats(
             num_running=slots.num_used,
             num_waiting=len(self._waiting),
+            num_finished=counters.num_finished,
             num_steps=counters.num_steps,
+            num_shared_prefix_steps=counters.num_shared_prefix_steps,
+            step_tokens=tuple(counters.step_tokens),
             num_preemptions=counters.num_preemptions,
             num_swap_preemptions=counters.num_swap_preemptions,
-            num_finished=counters.num_finished,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             prefix_cache_queries=pool.cache.num_queried_tokens if pool.cache is not None else 0,
@@ -66,8 +47,6 @@ class Inspection:
             num_swapped_in=self._swap_space.num_swapped_in,
             tokens_held=token_slots - self._num_empty_token_slots(),
             token_slots=token_slots,
-            num_shared_prefix_steps=counters.num_shared_prefix_steps,
-            step_tokens=tuple(counters.step_tokens),
         )
 
     def _num_empty_token_slots(self) -> int:
@@ -81,7 +60,7 @@ class Inspection:
         """As `_num_empty_token_slots`, in one cache group. While a prompt is computed, a group without a window already
         has blocks for all of it where others have none yet.
         """
-        slots, size = self._slots, self._block_size
+        slots, size = self._slots, self._config.block_size
         room = slots.capacity[used]
         if slots.has_windows and slots.windows[group] is None:
             room = np.maximum(room, -(-slots.num_known[used] // size) * size)

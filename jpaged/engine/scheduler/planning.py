@@ -38,19 +38,14 @@ from enum import Enum
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.engine.config import SchedulerConfig
-from jpaged.engine.constraints.dependent_rows import Dependents
 from jpaged.engine.interface import NO_TOKEN, Chunk, SamplingVariant, StepPlan
-from jpaged.engine.kv.block_manager import BlockManager, Growth
-from jpaged.engine.kv.block_pool import BlockPool
-from jpaged.engine.kv.swap_space import SwapSpace
+from jpaged.engine.kv.block_manager import Growth
 from jpaged.engine.plan_in_progress import PlanInProgress, slot_start
 from jpaged.engine.scheduler.admission import Admission
 from jpaged.engine.scheduler.preemption import Preemption
+from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
-from jpaged.engine.scheduler.waiting_queue import WaitingQueue
 from jpaged.engine.sequences.request import Request
-from jpaged.engine.sequences.slots import Slots
 
 _MOST_ABLE_FIRST = tuple(reversed(SamplingVariant))
 _NO_ENDS, _NO_BEAMS = np.zeros((0,), np.int32), np.zeros((0, 3), np.int32)
@@ -63,33 +58,15 @@ class NoPlan(Enum):
     IDLE = "nothing is in flight, and nothing can run"
 
 
-class Planner:
+class Planner(SchedulerPart):
     """Makes plans, and takes each as executed when it is made.
 
     in_flight: plans whose results have not been read, oldest first.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        pool: BlockPool,
-        slots: Slots,
-        blocks: BlockManager,
-        swap_space: SwapSpace,
-        waiting: WaitingQueue,
-        tenants: Tenants,
-        dependents: Dependents,
-        preemption: Preemption,
-        admission: Admission,
-    ) -> None:
-        self._config = config
-        self._pool = pool
-        self._slots = slots
-        self._blocks = blocks
-        self._swap_space = swap_space
-        self._waiting = waiting
+    def __init__(self, state: SchedulerState, tenants: Tenants, preemption: Preemption, admission: Admission) -> None:
+        super().__init__(state)
         self._tenants = tenants
-        self._dependents = dependents
         self._preemption = preemption
         self._admission = admission
         self.in_flight: deque[StepPlan] = deque()

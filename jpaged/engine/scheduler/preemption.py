@@ -11,33 +11,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from jpaged.api.config import PreemptionMode
-from jpaged.engine.config import SchedulerConfig
-from jpaged.engine.kv.swap_space import SwapSpace
+from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
-from jpaged.engine.scheduler.waiting_queue import WaitingQueue
 from jpaged.engine.sequences.request import Request, RequestStatus
-from jpaged.engine.sequences.slots import Slots
-from jpaged.engine.stats import Counters
 
 
-class Preemption:
+class Preemption(SchedulerPart):
     """Takes slots and blocks from sequences with nothing in flight, and puts them back into the queue."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        slots: Slots,
-        swap_space: SwapSpace,
-        tenants: Tenants,
-        waiting: WaitingQueue,
-        counters: Counters,
-    ) -> None:
-        self._config = config
-        self._slots = slots
-        self._swap_space = swap_space
+    def __init__(self, state: SchedulerState, tenants: Tenants) -> None:
+        super().__init__(state)
         self._tenants = tenants
-        self._waiting = waiting
-        self._counters = counters
 
     def one_by_one(self) -> Iterator[None]:
         """Preempts from the end of the policy's order; each step of the iterator gives up some blocks.

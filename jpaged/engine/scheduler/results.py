@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.engine.constraints.dependent_rows import Dependents, Ended
+from jpaged.engine.constraints.dependent_rows import Ended
 from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, Logprobs, StepPlan, StepResult
+from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.sequences.logprobs import store_logprobs, store_prompt_logprobs
 from jpaged.engine.sequences.request import Request
-from jpaged.engine.sequences.slots import ORDINARY, Slots
-from jpaged.engine.stats import Counters
+from jpaged.engine.sequences.slots import ORDINARY
 
 
 class RequestUpdate(NamedTuple):
@@ -31,14 +31,12 @@ class RequestUpdate(NamedTuple):
     new_token_ids: list[int]
 
 
-class Results:
+class Results(SchedulerPart):
     """Takes in the results of plans, in the order in which the plans were made."""
 
-    def __init__(self, slots: Slots, tenants: Tenants, dependents: Dependents, counters: Counters) -> None:
-        self._slots = slots
+    def __init__(self, state: SchedulerState, tenants: Tenants) -> None:
+        super().__init__(state)
         self._tenants = tenants
-        self._dependents = dependents
-        self._counters = counters
 
     def take(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Returns an update for each sequence that finished, and for each that got a token and reports every one.

@@ -27,6 +27,7 @@ from jpaged.engine.scheduler.inspection import Inspection
 from jpaged.engine.scheduler.planning import NoPlan, Planner
 from jpaged.engine.scheduler.preemption import Preemption
 from jpaged.engine.scheduler.results import RequestUpdate, Results
+from jpaged.engine.scheduler.state import SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.scheduler.waiting_queue import WaitingQueue
 from jpaged.engine.sequences.request import FinishReason, Request, RequestStatus
@@ -64,39 +65,18 @@ class Scheduler:
             self.pool.cache.host = self.swap_space.tier
         self._seed = seed
         self._num_arrived = 0
-        self._counters = Counters()
         self._pins = PinnedPrefixes(self.pool)
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
         blocks = BlockManager(self.pool, self.slots)
         self._dependents = Dependents(kinds, self.slots, blocks)
-        self._tenants = Tenants(
-            config.block_size, self.pool.cache, self.slots, blocks, self._dependents, self._counters
+        state = SchedulerState(
+            config, self.pool, self.slots, blocks, self.swap_space, self._waiting, self._dependents, Counters()
         )
-        self.preemption = Preemption(config, self.slots, self.swap_space, self._tenants, self._waiting, self._counters)
-        self._planner = Planner(
-            config,
-            self.pool,
-            self.slots,
-            blocks,
-            self.swap_space,
-            self._waiting,
-            self._tenants,
-            self._dependents,
-            self.preemption,
-            Admission(config, self.pool, self.slots, blocks, self.swap_space, self._counters),
-        )
-        self._inspection = Inspection(
-            config,
-            self.pool,
-            self.slots,
-            blocks,
-            self.swap_space,
-            self._pins,
-            self._waiting,
-            self._tenants,
-            self._counters,
-        )
-        self._results = Results(self.slots, self._tenants, self._dependents, self._counters)
+        self._tenants = Tenants(state)
+        self.preemption = Preemption(state, self._tenants)
+        self._planner = Planner(state, self._tenants, self.preemption, Admission(state))
+        self._inspection = Inspection(state, self._tenants, self._pins)
+        self._results = Results(state, self._tenants)
 
     @property
     def num_unfinished(self) -> int:

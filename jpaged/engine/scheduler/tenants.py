@@ -8,37 +8,22 @@ A sequence that the device ended itself just leaves. Of others that the device k
 
 import time
 
-from jpaged.engine.constraints.dependent_rows import Dependents
-from jpaged.engine.kv.block_manager import BlockManager
-from jpaged.engine.kv.prefix_cache import PrefixCache
+from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import FinishReason, Request, RequestStatus
-from jpaged.engine.sequences.slots import Slots
-from jpaged.engine.stats import Counters
 
 
-class Tenants:
+class Tenants(SchedulerPart):
     """Who has which slot.
 
     groups: of all unfinished requests, by request id.
     prefilling: running sequences that have known tokens left to compute, in the order in which these are planned.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        cache: PrefixCache | None,
-        slots: Slots,
-        blocks: BlockManager,
-        dependents: Dependents,
-        counters: Counters,
-    ) -> None:
-        self._block_size = block_size
-        self._cache = cache
-        self._slots = slots
-        self._blocks = blocks
-        self._dependents = dependents
-        self._counters = counters
+    def __init__(self, state: SchedulerState) -> None:
+        super().__init__(state)
+        self._block_size = state.config.block_size
+        self._cache = state.pool.cache
         self._pending_ends: list[int] = []
         self.groups: dict[str, SequenceGroup] = {}
         self.prefilling: list[Request] = []

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jpaged.api.errors import UnsupportedModelError
 from jpaged.engine.footprint import Footprint
 from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS, CacheGroup
 from jpaged.executor.cache.groups import Grouping, group_layers
@@ -161,8 +162,8 @@ class PagedCache:
     ) -> "Layers":
         backend = self.config.kernel_backend
         of_groups = [
-            PagedAttention(pools[0], mapping, tables[:, group], kv_lens, mixed, shared, backend)
-            for group, mapping in enumerate(mappings)
+            PagedAttention(pools[0], mapping, tables[:, i], kv_lens, mixed, shared, group.window, backend)
+            for i, (group, mapping) in enumerate(zip(self.groups, mappings, strict=True))
         ]
         return Layers(pools, of_groups, self.grouping)
 
@@ -190,6 +191,10 @@ class PagedAttention:
         (`decode_attention`).
     shared: (num_sharing, shared_len) of `shared_prefix_attention`, in a decode step whose rows may share a prefix; a
         layer with a sliding window does without, since it reads no more than its window.
+    window: of the layer's group, by which blocks are given back.
+
+    Raises, when called:
+        UnsupportedModelError: the layer attends by another window than its entry in `layer_windows`.
     """
 
     pool: Float[Array, "blocks 2 kv_heads block_size head_dim"]
@@ -198,6 +203,7 @@ class PagedAttention:
     kv_lens: Int[Array, " rows"]
     mixed: tuple[Int[Array, " rows+1"], Int[Array, ""]] | None
     shared: tuple[Int[Array, ""], Int[Array, ""]] | None
+    window: int | None = field(metadata={"static": True})
     backend: str | None = field(metadata={"static": True})
 
     def __call__(
@@ -210,6 +216,11 @@ class PagedAttention:
         sliding_window: int | None = None,
         **features: Any,
     ) -> Any:
+        if sliding_window != self.window:
+            raise UnsupportedModelError(
+                f"A layer calls attend with sliding_window={sliding_window}, but its entry in the configuration's "
+                f"layer_windows is {self.window}; make them equal."
+            )
         backend = self.backend
         q, self.pool = rope_and_write(
             self.pool, qkv, self.mapping, rotation=rotation, norms=norms, norm_eps=norm_eps, backend=backend

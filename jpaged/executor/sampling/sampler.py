@@ -54,6 +54,7 @@ def sample(
     variant: SamplingVariant,
     num_logprobs: int = MAX_LOGPROBS,
     collectives: Collectives = ALONE,
+    backend: str | None = None,
 ) -> SampleOutput:
     """Draws a token for every row.
 
@@ -67,6 +68,7 @@ def sample(
         draws, truncation costs a row nothing that has none; see `program_variant`.
     num_logprobs: static; alternatives returned by FULL and BEAM.
     collectives: static; of the shards the vocabulary is split over.
+    backend: static; of `pallas_kernels.sample_tokens`.
 
     Rows with a temperature below GREEDY_TEMPERATURE get the most likely token, the lowest id on ties. A row whose
     tokens all have a logit of minus infinity gets token 0.
@@ -83,18 +85,22 @@ def sample(
             raise ValueError("SamplingVariant.FULL needs a FullSamplingState.")
         processed = process_logits(logits, slots, positions, state, full, collectives)
     truncates = variant >= SamplingVariant.TRUNCATED
-    token_ids = _draw(processed, slots, positions, state, collectives, truncates=truncates)
+    token_ids = _draw(processed, slots, positions, state, collectives, truncates=truncates, backend=backend)
     if variant == SamplingVariant.FULL:
         logprobs = logprobs_of(logits, token_ids, num_logprobs, collectives)
     return SampleOutput(token_ids, logprobs)
 
 
-def program_variant(variant: SamplingVariant, vocab_size: int, collectives: Collectives = ALONE) -> SamplingVariant:
+def program_variant(
+    variant: SamplingVariant, vocab_size: int, collectives: Collectives = ALONE, backend: str | None = None
+) -> SamplingVariant:
     """The variant whose program draws for `variant`: TRUNCATED's for SAMPLING where a kernel draws, else its own.
+
+    backend: as of `sample`.
 
     The kernel truncates a row only if the row asks for it, so that a second program would gain nothing.
     """
-    in_kernel = collectives.size == 1 and sample_tokens_backend(vocab_size) != "xla"
+    in_kernel = collectives.size == 1 and sample_tokens_backend(vocab_size, backend) != "xla"
     return SamplingVariant.TRUNCATED if variant == SamplingVariant.SAMPLING and in_kernel else variant
 
 
@@ -171,6 +177,7 @@ def _draw(
     collectives: Collectives,
     *,
     truncates: bool,
+    backend: str | None,
 ) -> jax.Array:
     """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] -> int32 [R]."""
     temperature = state.temperature[slots]
@@ -184,7 +191,7 @@ def _draw(
         positions,
     )
     if collectives.size == 1:
-        return sample_tokens(*arguments)
+        return sample_tokens(*arguments, backend=backend)
     if not truncates:
         return sample_reference.sample_tokens(*arguments, shards=collectives)
     # A threshold's passes would be some 20 all-reduces in turn, and no kernel could make them. So each shard gets whole
@@ -192,7 +199,7 @@ def _draw(
     rows, size = logits.shape[0], collectives.size
     fill = -rows % size
     logits, *parameters = (jnp.pad(x, [(0, fill), *[(0, 0)] * (x.ndim - 1)]) for x in arguments if x is not None)
-    own = sample_tokens(collectives.deal_rows(logits), *map(collectives.own_rows, parameters))
+    own = sample_tokens(collectives.deal_rows(logits), *map(collectives.own_rows, parameters), backend=backend)
     return collectives.all_gather(own).reshape(-1)[:rows]
 
 

@@ -16,7 +16,7 @@ from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS
 from jpaged.executor.cache.paged import Pools
 from jpaged.executor.mesh import Specs
 from jpaged.executor.step.packing import Field, PackedLayout
-from jpaged.executor.step.program import Setup, StepProgram
+from jpaged.executor.step.program import Setup, SingleProgram, StepProgram
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,11 @@ class CopyBlocks(StepProgram):
     pairs: int
 
     kind = "copy_blocks"
+    writes = ("pools",)
 
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
         return map(cls, setup.config.copy_buckets)
-
-    def updates(self, setup: Setup) -> tuple[str, ...]:
-        return ("pools",)
 
     def layout(self, setup: Setup) -> PackedLayout:
         return PackedLayout(pairs=Field((self.pairs, 2), NULL_BLOCK))
@@ -43,18 +41,19 @@ class CopyBlocks(StepProgram):
 
 
 @dataclass(frozen=True)
-class GatherBlocks(StepProgram):
+class _ChunkProgram(SingleProgram):
+    """Works on a chunk of blocks; `block_ids` says which."""
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        return PackedLayout(block_ids=Field((SWAP_CHUNK_BLOCKS,), NULL_BLOCK))
+
+
+@dataclass(frozen=True)
+class GatherBlocks(_ChunkProgram):
     """A chunk's blocks of every layer, in one array."""
 
     kind = "gather_blocks"
     reads = ("pools",)
-
-    @classmethod
-    def programs(cls, setup: Setup) -> Iterable[Self]:
-        yield cls()
-
-    def layout(self, setup: Setup) -> PackedLayout:
-        return PackedLayout(block_ids=Field((SWAP_CHUNK_BLOCKS,), NULL_BLOCK))
 
     def result_spec(self, setup: Setup) -> Specs:
         return setup.cache.staging_spec
@@ -64,20 +63,11 @@ class GatherBlocks(StepProgram):
 
 
 @dataclass(frozen=True)
-class ScatterBlocks(StepProgram):
+class ScatterBlocks(_ChunkProgram):
     """Puts one chunk's blocks into the pool; places of no interest name the null block."""
 
     kind = "scatter_blocks"
-
-    @classmethod
-    def programs(cls, setup: Setup) -> Iterable[Self]:
-        yield cls()
-
-    def updates(self, setup: Setup) -> tuple[str, ...]:
-        return ("pools",)
-
-    def layout(self, setup: Setup) -> PackedLayout:
-        return PackedLayout(block_ids=Field((SWAP_CHUNK_BLOCKS,), NULL_BLOCK))
+    writes = ("pools",)
 
     def inputs(self, setup: Setup) -> dict[str, Any]:
         return {"staging": setup.cache.staging}

@@ -8,9 +8,9 @@ All return the hidden states that sample, for a head (`heads.py`). Bodies and he
 counts add up: bodies are large and there is one per bucket; heads are small and there is one per bucket and variant.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -21,6 +21,7 @@ from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, StepProgram
 from jpaged.executor.step.state import SlotState, append_blocks
 from jpaged.models.collectives import Exchange, ExchangeState
+from jpaged.models.residual import Kernels
 
 
 class RowKind:
@@ -42,33 +43,59 @@ def table_updates(entries: int, setup: Setup) -> Field:
     return Field((entries, 4), (setup.config.null_slot, 0, 0, NULL_BLOCK))
 
 
+class _Pass(NamedTuple):
+    """What a body computes of which tokens.
+
+    state: the slots' new state.
+    result: makes the program's result of the hidden states of all tokens.
+    """
+
+    tokens: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    layers: Layers
+    state: SlotState
+    result: Callable[[Float[Array, "tokens hidden"]], tuple[Any, ...]]
+
+
 @dataclass(frozen=True)
 class _Body(StepProgram):
+    """Runs the model's body. A kind says what on, in `forward_pass`.
+
+    exchange: given to shards whose sums take the one-shot all-reduce.
+    """
+
     reads = ("weights",)
 
     def updates(self, setup: Setup) -> tuple[str, ...]:
         is_one_shot = self.product_rows(setup) <= setup.config.one_shot_rows
         return ("pools", "state", "exchange") if is_one_shot else ("pools", "state")
 
-    def _forward(
+    def layout(self, setup: Setup) -> PackedLayout:
+        raise NotImplementedError
+
+    def forward_pass(self, setup: Setup, pools: Pools, state: SlotState, host: Mapping[str, Array]) -> _Pass:
+        """state: with this step's block tables. host: what the host sent."""
+        raise NotImplementedError
+
+    def body(
         self,
         setup: Setup,
+        *,
         weights: Sequence[Array],
-        tokens: Int[Array, " tokens"],
-        positions: Int[Array, " tokens"],
-        layers: Layers,
+        pools: Pools,
         state: SlotState,
-        exchange: ExchangeState | None,
-    ) -> tuple[dict[str, object], Float[Array, "tokens hidden"]]:
-        """Runs the model's body. Returns what is updated, by name, and the hidden states of all tokens.
+        packed: Int[Array, " n"],
+        exchange: ExchangeState | None = None,
+    ) -> tuple[dict[str, object], tuple[Any, ...]]:
+        host = self.layout(setup).unpack(packed)
+        state = state._replace(block_tables=append_blocks(state.block_tables, host["table_updates"]))
+        of = self.forward_pass(setup, pools, state, host)
 
-        state: the slots' new state. exchange: given to shards whose sums take the one-shot all-reduce.
-        """
         model, config = setup.model, setup.config
         sums = None if exchange is None else Exchange.begin(exchange, model.collectives, config.kernel_backend)
-        hidden = model.forward(weights, tokens, positions, layers, sums, config.product_backend)
-        updated: dict[str, object] = {"pools": layers.pools, "state": state}
-        return updated if sums is None else updated | {"exchange": sums.state}, hidden
+        hidden = model.forward(weights, of.tokens, of.positions, of.layers, Kernels(sums, config.optional_backend))
+        updated: dict[str, object] = {"pools": of.layers.pools, "state": of.state}
+        return updated if sums is None else updated | {"exchange": sums.state}, of.result(hidden)
 
 
 @dataclass(frozen=True)
@@ -98,30 +125,19 @@ class Decode(_Body):
     def product_rows(self, setup: Setup) -> int:
         return self.batch
 
-    def body(
-        self,
-        setup: Setup,
-        *,
-        weights: Sequence[Array],
-        pools: Pools,
-        state: SlotState,
-        packed: Int[Array, " n"],
-        exchange: ExchangeState | None = None,
-    ) -> tuple[dict[str, object], tuple[Float[Array, "rows hidden"], Rows]]:
+    def forward_pass(self, setup: Setup, pools: Pools, state: SlotState, host: Mapping[str, Array]) -> _Pass:
         """Its result: hidden states of the rows, and what there is to know of them."""
-        host = self.layout(setup).unpack(packed)
         slots = host["slots"]
-        block_tables = append_blocks(state.block_tables, host["table_updates"])
-
         active = state.active[slots]
         positions = jnp.where(active, state.seq_len[slots], 0)
         shared = (host["num_sharing"], host["shared_len"]) if self.shares_prefix else None
-        layers = setup.cache.decode_layers(pools, block_tables[slots], positions, active, shared)
+        layers = setup.cache.decode_layers(pools, state.block_tables[slots], positions, active, shared)
 
-        after = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)), block_tables=block_tables)
+        after = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)))
         tokens = state.last_token[slots]
-        updated, hidden = self._forward(setup, weights, tokens, positions, layers, after, exchange)
-        return updated, (hidden, Rows(slots, jnp.ones((self.batch,), bool)))
+        return _Pass(
+            tokens, positions, layers, after, lambda hidden: (hidden, Rows(slots, jnp.ones((self.batch,), bool)))
+        )
 
 
 @dataclass(frozen=True)
@@ -166,23 +182,11 @@ class Mixed(_Body):
     def product_rows(self, setup: Setup) -> int:
         return self.tokens
 
-    def body(
-        self,
-        setup: Setup,
-        *,
-        weights: Sequence[Array],
-        pools: Pools,
-        state: SlotState,
-        packed: Int[Array, " n"],
-        exchange: ExchangeState | None = None,
-    ) -> tuple[dict[str, object], tuple[Float[Array, "rows hidden"], Rows, Float[Array, "tokens hidden"]]]:
+    def forward_pass(self, setup: Setup, pools: Pools, state: SlotState, host: Mapping[str, Array]) -> _Pass:
         """Its result: hidden states of the rows and what there is to know of them; and the hidden states of all
         tokens, for those who want log-probabilities of the prompt.
         """
-        host = self.layout(setup).unpack(packed)
         slots, query_lens, kinds = host["slots"], host["query_lens"], host["kinds"]
-        block_tables = append_blocks(state.block_tables, host["table_updates"])
-
         ends = jnp.cumsum(query_lens)
         starts = ends - query_lens
         token = jnp.arange(self.tokens, dtype=jnp.int32)
@@ -196,7 +200,7 @@ class Mixed(_Body):
         is_decode = (kinds & RowKind.DECODE) != 0  # of the first rows alone
         layers = setup.cache.mixed_layers(
             pools,
-            block_tables[slots],
+            state.block_tables[slots],
             active,
             computed + query_lens,
             row,
@@ -205,16 +209,16 @@ class Mixed(_Body):
             query_starts,
             is_decode.sum(dtype=jnp.int32),
         )
-        after = state._replace(
-            seq_len=state.seq_len.at[slots].add(jnp.where(active, query_lens, 0)), block_tables=block_tables
-        )
+        after = state._replace(seq_len=state.seq_len.at[slots].add(jnp.where(active, query_lens, 0)))
         tokens = jnp.where(is_decode[row], state.last_token[slots][row], host["tokens"])
-        updated, hidden = self._forward(setup, weights, tokens, positions, layers, after, exchange)
 
-        # A row without queries that samples was forked from the row before it, whose last hidden state is thus its own.
-        last = jnp.maximum(ends - 1, 0)
-        samples = (kinds & RowKind.SAMPLES) != 0
-        return updated, (hidden[last], Rows(slots, samples), hidden)
+        def result(hidden: Float[Array, "tokens hidden"]) -> tuple[Any, ...]:
+            # A row without queries that samples was forked from the row before it, whose last hidden state is its own.
+            last = jnp.maximum(ends - 1, 0)
+            samples = (kinds & RowKind.SAMPLES) != 0
+            return hidden[last], Rows(slots, samples), hidden
+
+        return _Pass(tokens, positions, layers, after, result)
 
 
 KINDS = (Mixed, Decode, SharedDecode)

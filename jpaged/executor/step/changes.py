@@ -18,7 +18,7 @@ from jpaged.executor.sampling import records as sampling_records
 from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.step.bodies import table_updates
 from jpaged.executor.step.packing import Field, PackedLayout
-from jpaged.executor.step.program import Setup, StepProgram
+from jpaged.executor.step.program import Setup, SingleProgram, StepProgram
 from jpaged.executor.step.state import SlotState, append_blocks, end_slots, start_slots
 
 STARTS_PER_UPDATE = 32
@@ -27,17 +27,11 @@ KNOWN_TOKENS_PER_CALL = 1024
 
 
 @dataclass(frozen=True)
-class Update(StepProgram):
+class Update(SingleProgram):
     """Applies ends, then starts, then block-table entries."""
 
     kind = "update"
-
-    @classmethod
-    def programs(cls, setup: Setup) -> Iterable[Self]:
-        yield cls()
-
-    def updates(self, setup: Setup) -> tuple[str, ...]:
-        return ("state", "sampling")
+    writes = ("state", "sampling")
 
     def layout(self, setup: Setup) -> PackedLayout:
         null = setup.config.null_slot
@@ -61,15 +55,11 @@ class Update(StepProgram):
 
 
 @dataclass(frozen=True)
-class InitFull(StepProgram):
+class InitFull(SingleProgram):
     """Makes the full sampling state, neutral for all slots."""
 
     kind = "init_full"
     creates = ("full",)
-
-    @classmethod
-    def programs(cls, setup: Setup) -> Iterable[Self]:
-        yield cls()
 
     def body(self, setup: Setup) -> tuple[dict[str, object], None]:
         slots, model = setup.config.max_num_seqs, setup.model
@@ -77,17 +67,11 @@ class InitFull(StepProgram):
 
 
 @dataclass(frozen=True)
-class StartFull(StepProgram):
+class StartFull(SingleProgram):
     """Writes a slot's row of the full sampling state; `KnownTokens` must follow for all its tokens."""
 
     kind = "start_full"
-
-    @classmethod
-    def programs(cls, setup: Setup) -> Iterable[Self]:
-        yield cls()
-
-    def updates(self, setup: Setup) -> tuple[str, ...]:
-        return ("full",)
+    writes = ("full",)
 
     def layout(self, setup: Setup) -> PackedLayout:
         words = sampling_records.full_record_words(setup.model.vocab_size)
@@ -101,17 +85,11 @@ class StartFull(StepProgram):
 
 
 @dataclass(frozen=True)
-class KnownTokens(StepProgram):
+class KnownTokens(SingleProgram):
     """Counts the tokens that a slot starts with, some at a time."""
 
     kind = "known_tokens"
-
-    @classmethod
-    def programs(cls, setup: Setup) -> Iterable[Self]:
-        yield cls()
-
-    def updates(self, setup: Setup) -> tuple[str, ...]:
-        return ("full",)
+    writes = ("full",)
 
     def layout(self, setup: Setup) -> PackedLayout:
         return PackedLayout(
@@ -138,13 +116,11 @@ class MoveBeams(StepProgram):
     rows: int
 
     kind = "move_beams"
+    writes = ("state",)
 
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
         return map(cls, setup.config.copy_buckets)
-
-    def updates(self, setup: Setup) -> tuple[str, ...]:
-        return ("state",)
 
     def layout(self, setup: Setup) -> PackedLayout:
         null = setup.config.null_slot

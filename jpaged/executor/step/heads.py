@@ -48,7 +48,7 @@ def abstract_rows(count: int) -> Rows:
 class Sample(StepProgram):
     """The head of a step: logits, one token a row, and the tests that end a sequence on the device.
 
-    variant: of those that programs exist for (`sampler.program_variant`).
+    variant: of those that programs exist for (`Setup.program_variant`).
     """
 
     batch: int
@@ -60,9 +60,8 @@ class Sample(StepProgram):
 
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
-        model = setup.model
         for variant in SamplingVariant:
-            if sampler.program_variant(variant, model.vocab_size, model.collectives) == variant:
+            if setup.program_variant(variant) == variant:
                 yield from (cls(batch, variant) for batch in setup.config.sample_buckets(variant))
 
     @classmethod
@@ -100,7 +99,14 @@ class Sample(StepProgram):
         slots, collectives = rows.slots, model.collectives
         positions = state.seq_len[slots]  # where the new token will stand
         sampled = sampler.sample(
-            logits, slots, positions, sampling, full, variant=self.variant, collectives=collectives
+            logits,
+            slots,
+            positions,
+            sampling,
+            full,
+            variant=self.variant,
+            collectives=collectives,
+            backend=setup.config.optional_backend,
         )
         valid = rows.samples & state.active[slots]
 
@@ -124,11 +130,19 @@ class Sample(StepProgram):
 
 
 @dataclass(frozen=True)
-class WidenRows(StepProgram):
-    """Rows padded up to `size`, for a sampling variant whose programs do not exist for fewer."""
+class _Widen(StepProgram):
+    """Hidden states of `rows` rows, padded up to `size`."""
 
     rows: int
     size: int
+
+    def widened(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "size hidden"]:
+        return jnp.pad(hidden, ((0, self.size - self.rows), (0, 0)))
+
+
+@dataclass(frozen=True)
+class WidenRows(_Widen):
+    """Rows padded up to `size`, for a sampling variant whose programs do not exist for fewer."""
 
     kind = "widen_rows"
 
@@ -147,15 +161,12 @@ class WidenRows(StepProgram):
         more = self.size - self.rows
         slots: Int[Array, " size"] = jnp.pad(rows.slots, (0, more), constant_values=setup.config.null_slot)
         samples: Bool[Array, " size"] = jnp.pad(rows.samples, (0, more))
-        return {}, (_widened(hidden, self.size), Rows(slots, samples))
+        return {}, (self.widened(hidden), Rows(slots, samples))
 
 
 @dataclass(frozen=True)
-class WidenTokens(StepProgram):
+class WidenTokens(_Widen):
     """Hidden states of a step's tokens padded up to `size`, for programs that score them."""
-
-    tokens: int
-    size: int
 
     kind = "widen_tokens"
 
@@ -166,25 +177,20 @@ class WidenTokens(StepProgram):
             yield cls(tokens, bucket_for(tokens, sizes))
 
     def inputs(self, setup: Setup) -> dict[str, Any]:
-        return {"hidden": setup.hidden(self.tokens)}
+        return {"hidden": setup.hidden(self.rows)}
 
     def body(
         self, setup: Setup, *, hidden: Float[Array, "tokens hidden"]
     ) -> tuple[dict[str, object], Float[Array, "size hidden"]]:
-        return {}, _widened(hidden, self.size)
-
-
-def _widened(hidden: Float[Array, "rows hidden"], size: int) -> Float[Array, "size hidden"]:
-    return jnp.pad(hidden, ((0, size - hidden.shape[0]), (0, 0)))
+        return {}, self.widened(hidden)
 
 
 @dataclass(frozen=True)
-class PromptLogprobs(StepProgram):
-    """Log-probabilities of `targets[t]` after token t, a few rows of logits at a time. NO_TOKEN rows mean nothing."""
+class _Scoring(StepProgram):
+    """Log-probabilities after tokens of a step, `tokens` in all."""
 
     tokens: int
 
-    kind = "prompt_logprobs"
     reads = ("head",)
 
     @classmethod
@@ -195,11 +201,18 @@ class PromptLogprobs(StepProgram):
     def largest(cls, setup: Setup) -> Self:
         return cls(setup.config.token_buckets[-1])
 
-    def layout(self, setup: Setup) -> PackedLayout:
-        return PackedLayout(targets=Field((self.tokens,), 0))
-
     def inputs(self, setup: Setup) -> dict[str, Any]:
         return {"hidden": setup.hidden(self.tokens)}
+
+
+@dataclass(frozen=True)
+class PromptLogprobs(_Scoring):
+    """Log-probabilities of `targets[t]` after token t, a few rows of logits at a time. NO_TOKEN rows mean nothing."""
+
+    kind = "prompt_logprobs"
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        return PackedLayout(targets=Field((self.tokens,), 0))
 
     def product_rows(self, setup: Setup) -> int:
         return self.tokens
@@ -222,24 +235,13 @@ class PromptLogprobs(StepProgram):
 
 
 @dataclass(frozen=True)
-class Score(StepProgram):
+class Score(_Scoring):
     """Scores `targets[i]` after the step's token `tokens[i]`: the head runs for the tokens asked about alone.
 
     tokens: of the step. One call scores `at_once` of them.
     """
 
-    tokens: int
-
     kind = "score"
-    reads = ("head",)
-
-    @classmethod
-    def programs(cls, setup: Setup) -> Iterable[Self]:
-        return map(cls, setup.config.scored_buckets)
-
-    @classmethod
-    def largest(cls, setup: Setup) -> Self:
-        return cls(setup.config.token_buckets[-1])
 
     @property
     def at_once(self) -> int:
@@ -247,9 +249,6 @@ class Score(StepProgram):
 
     def layout(self, setup: Setup) -> PackedLayout:
         return PackedLayout(tokens=Field((self.at_once,), 0), targets=Field((self.at_once,), 0))
-
-    def inputs(self, setup: Setup) -> dict[str, Any]:
-        return {"hidden": setup.hidden(self.tokens)}
 
     def product_rows(self, setup: Setup) -> int:
         return self.at_once

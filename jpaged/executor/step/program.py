@@ -32,10 +32,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.cache.paged import PagedCache
 from jpaged.executor.cache.spec import cache_spec
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import WHOLE, Specs
+from jpaged.executor.sampling import sampler
 from jpaged.executor.step.packing import PackedLayout
 from jpaged.models import Model
 
@@ -58,6 +60,11 @@ class Setup:
     @staticmethod
     def of(model: Model, config: ExecutorConfig) -> "Setup":
         return Setup(model, config, PagedCache(cache_spec(model), config))
+
+    def program_variant(self, variant: SamplingVariant) -> SamplingVariant:
+        """The variant whose program draws for `variant` (`sampler.program_variant`)."""
+        backend = self.config.optional_backend
+        return sampler.program_variant(variant, self.model.vocab_size, self.model.collectives, backend)
 
     def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         """The shape of so many rows' hidden states."""
@@ -87,6 +94,7 @@ class StepProgram:
 
     kind: the name of the kind.
     reads: held values that it reads and leaves as they are.
+    writes: held values that it updates, if these are the same for all programs of the kind: see `updates`.
     creates: held values that it makes.
     consumes: inputs that are donated to it; its result takes their memory.
     body: a pure function, body(setup, **arrays), of everything that `Signature.takes` names. It returns a dictionary of
@@ -95,6 +103,7 @@ class StepProgram:
 
     kind: ClassVar[str]
     reads: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
     creates: ClassVar[tuple[str, ...]] = ()
     consumes: ClassVar[tuple[str, ...]] = ()
     body: ClassVar[Callable[..., tuple[dict[str, Any], Any]]]
@@ -113,7 +122,7 @@ class StepProgram:
 
     def updates(self, setup: Setup) -> tuple[str, ...]:
         """Held values that are donated to it. Its body returns their new contents."""
-        return ()
+        return self.writes
 
     def layout(self, setup: Setup) -> PackedLayout | None:
         """The fields of its input "packed", which the host fills. None if the host sends it nothing."""
@@ -151,6 +160,15 @@ class StepProgram:
         inputs = (*self.inputs(setup), *(() if layout is None else (PACKED,)))
         takes = (*self.reads, *updates, *self.consumes, *(name for name in inputs if name not in self.consumes))
         return Signature(takes, (*updates, *self.creates), layout)
+
+
+@dataclass(frozen=True)
+class SingleProgram(StepProgram):
+    """A kind of which there is one program, without sizes."""
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        yield cls()
 
 
 def int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -24,7 +24,6 @@ from jpaged.executor.buckets import bucket_for
 from jpaged.executor.cache.host_chunks import HostChunks
 from jpaged.executor.cache.paged import Pools
 from jpaged.executor.sampling import records as sampling_records
-from jpaged.executor.sampling import sampler
 from jpaged.executor.sampling.logprobs import TargetScores as DeviceScores
 from jpaged.executor.sampling.logprobs import TokenLogprobs
 from jpaged.executor.step.blocks import CopyBlocks, GatherBlocks, ScatterBlocks
@@ -68,13 +67,12 @@ class Runner:
     """
 
     def __init__(self, setup: Setup, programs: Mapping[StepProgram, CompiledProgram], held: Held) -> None:
-        model, config = setup.model, setup.config
         self._setup = setup
-        self._config = config
+        self._config = setup.config
         self._programs = dict(programs)
         self._held = held
         self._num_groups = len(setup.cache.groups)
-        self._variants = {v: sampler.program_variant(v, model.vocab_size, model.collectives) for v in SamplingVariant}
+        self._variants = {v: setup.program_variant(v) for v in SamplingVariant}
         self._tokens_read: defaultdict[int, list[jax.Array]] = defaultdict(list)
         is_split = len(held["pools"][0].sharding.device_set) > 1
         self._dispatch: AbstractContextManager[object] = _IN_ONE_ORDER if is_split else nullcontext()
@@ -219,10 +217,14 @@ class Runner:
         self._run(program, packed=buffer)
 
     def _copy_blocks(self, copies: np.ndarray) -> None:
-        program = CopyBlocks(bucket_for(len(copies), self._config.copy_buckets))
-        buffer, host = self._packed(program)
-        host["pairs"][: len(copies)] = copies
-        self._run(program, packed=buffer)
+        """In calls of at most the largest size, since each cache group may have a copy for each slot."""
+        largest = self._config.copy_buckets[-1]
+        for first in range(0, len(copies), largest):
+            some = copies[first : first + largest]
+            program = CopyBlocks(bucket_for(len(some), self._config.copy_buckets))
+            buffer, host = self._packed(program)
+            host["pairs"][: len(some)] = some
+            self._run(program, packed=buffer)
 
     def _swap_out(self, copy: HostCopy) -> None:
         buffer, host = self._packed(_GATHER)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.api.errors import UnsupportedModelError
-from jpaged.models.collectives import Collectives, Exchange
+from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.family import Attend
@@ -19,7 +19,7 @@ from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import LayerNorm
 from jpaged.models.parameters import Normal, parameter
-from jpaged.models.residual import Stream, begin
+from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +62,10 @@ class GPT2LMHeadModel(nnx.Module):
         self.lm_head = None if config.tie_word_embeddings else Embedding(vocab, hidden, std, dtype, rngs)
 
     def __call__(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attend | list[Any],
-        exchange: Exchange | None = None,
-        backend: str | None = "xla",
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any], kernels: Kernels = PLAIN_XLA
     ) -> jax.Array:
         rows = self.embedding.lookup(tokens, self.collectives)
-        stream = begin(rows, self.collectives, exchange, backend, self.positions[...][positions])
+        stream = begin(rows, self.collectives, kernels, self.positions[...][positions])
         run_layers(self.layers, stream, (), attend)
         return stream.normed(self.norm)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.models.collectives import Collectives, Exchange
+from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.family import Attend
@@ -20,7 +20,7 @@ from jpaged.models.linear import Embedding
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import RMSNorm
-from jpaged.models.residual import Stream, begin
+from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin
 from jpaged.models.rope import Rope, parse_rope
 
 
@@ -75,16 +75,11 @@ class LlamaForCausalLM(nnx.Module):
         self.lm_head = None if tied else Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
 
     def __call__(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attend | list[Any],
-        exchange: Exchange | None = None,
-        backend: str | None = "xla",
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any], kernels: Kernels = PLAIN_XLA
     ) -> jax.Array:
         cos, sin = self.rope.table(positions)
         rows = self.embedding.lookup(tokens, self.collectives)
-        stream = begin(rows, self.collectives, exchange, backend)
+        stream = begin(rows, self.collectives, kernels)
         run_layers(self.layers, stream, (cos, sin), attend)
         return stream.normed(self.norm)
 

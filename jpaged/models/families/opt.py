@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.api.errors import UnsupportedModelError
-from jpaged.models.collectives import Collectives, Exchange
+from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.family import Attend
@@ -20,7 +20,7 @@ from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import LayerNorm
 from jpaged.models.parameters import Normal, parameter
-from jpaged.models.residual import Stream, begin
+from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin
 
 _NORM_EPS = 1e-5
 _POSITION_OFFSET = 2
@@ -83,18 +83,13 @@ class OPTForCausalLM(nnx.Module):
         self.lm_head = None if config.tie_word_embeddings else Embedding(vocab, width, std, dtype, rngs)
 
     def __call__(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attend | list[Any],
-        exchange: Exchange | None = None,
-        backend: str | None = "xla",
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any], kernels: Kernels = PLAIN_XLA
     ) -> jax.Array:
         rows = self.embedding.lookup(tokens, self.collectives)
         if self.project_in is not None:  # linear, so that the products of the shards' terms add up as well
             rows = self.project_in(rows)
         learned = self.positions[...][positions + _POSITION_OFFSET]
-        stream = begin(rows, self.collectives, exchange, backend, learned)
+        stream = begin(rows, self.collectives, kernels, learned)
         run_layers(self.layers, stream, (), attend)
         return stream.value() if self.norm is None else stream.normed(self.norm)
 

@@ -59,7 +59,10 @@ def sample_tokens(
     return kernel(logits, temperature, top_k, top_p, min_p, seeds, positions)
 
 
-def sample_tokens_backend(vocab_size: int) -> str:
-    """The backend that `sample_tokens` takes by itself on this device, for this many tokens: "hopper" or "xla"."""
+def sample_tokens_backend(vocab_size: int, backend: str | None = None) -> str:
+    """The backend that `sample_tokens` takes on this device for this many tokens: "hopper" or "xla".
+
+    backend: as of `sample_tokens`.
+    """
     logits = jax.ShapeDtypeStruct((1, vocab_size), jnp.float32)
-    return OP.pick(None, logits).backend
+    return OP.pick(backend, logits).backend

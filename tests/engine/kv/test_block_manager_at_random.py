@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jpaged.engine.constraints.dependent_rows import Dependents
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import NULL_BLOCK, CacheGroup, Logprobs, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
@@ -29,6 +30,8 @@ from jpaged.engine.kv.swap_space import SwapSpace
 from jpaged.engine.plan_in_progress import NO_BLOCKS, PlanInProgress
 from jpaged.engine.scheduler.admission import Admission
 from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.scheduler.state import SchedulerState
+from jpaged.engine.scheduler.waiting_queue import WaitingQueue
 from jpaged.engine.sequences.beam_search import BeamGroup
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request, RequestStatus
@@ -70,7 +73,9 @@ class Memory:
         self.slots = Slots(config)
         self.manager = BlockManager(self.pool, self.slots)
         self.searches = Searches(1, self.slots, self.manager)
-        self.admission = Admission(config, self.pool, self.slots, self.manager, self.space, Counters())
+        shared = (self.pool, self.slots, self.manager, self.space)
+        dependents = Dependents((), self.slots, self.manager)
+        self.admission = Admission(SchedulerState(config, *shared, WaitingQueue(False), dependents, Counters()))
         self.limits = Scheduler(config).limits
         self.content = np.zeros((num_blocks, SIZE), np.int64)
         self.host: dict[int, np.ndarray] = {}

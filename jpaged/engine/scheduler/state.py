@@ -1,0 +1,47 @@
+"""What the scheduler's parts work on together."""
+
+from dataclasses import dataclass
+
+from jpaged.engine.config import SchedulerConfig
+from jpaged.engine.constraints.dependent_rows import Dependents
+from jpaged.engine.kv.block_manager import BlockManager
+from jpaged.engine.kv.block_pool import BlockPool
+from jpaged.engine.kv.swap_space import SwapSpace
+from jpaged.engine.scheduler.waiting_queue import WaitingQueue
+from jpaged.engine.sequences.slots import Slots
+from jpaged.engine.stats import Counters
+
+
+@dataclass(frozen=True)
+class SchedulerState:
+    """One scheduler's configuration, and the objects that hold its state.
+
+    pool, slots, blocks: who holds which block, who has which slot, and the slots' block tables.
+    swap_space: blocks in host memory.
+    waiting: sequences without a slot.
+    dependents: rows that wait for their last result.
+    counters: totals for `EngineStats`.
+    """
+
+    config: SchedulerConfig
+    pool: BlockPool
+    slots: Slots
+    blocks: BlockManager
+    swap_space: SwapSpace
+    waiting: WaitingQueue
+    dependents: Dependents
+    counters: Counters
+
+
+class SchedulerPart:
+    """A part of the scheduler, which has the fields of the state as attributes of its own."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._config = state.config
+        self._pool = state.pool
+        self._slots = state.slots
+        self._blocks = state.blocks
+        self._swap_space = state.swap_space
+        self._waiting = state.waiting
+        self._dependents = state.dependents
+        self._counters = state.counters
