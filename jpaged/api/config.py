@@ -92,8 +92,8 @@ class EngineArgs(SchedulingOptions):
         seed: of sampling, for requests without one, and of random weights.
         kernel_backend: implementation of attention and cache writes: "hopper" (Mosaic kernels for Hopper, also called
             "mosaic"), "xla" (anywhere); by default the kernels where the device and the model's shapes allow. With
-            "xla" the MLPs have no kernel either; otherwise theirs is taken in steps of many rows, where device and
-            shapes allow.
+            "xla" MLPs and sampling have no kernels either; otherwise theirs are taken where device and shapes allow,
+            that of MLPs in steps of many rows.
         tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
         one_shot_rows: rows of a step up to which sums over devices take the one-shot all-reduce kernel, instead of
             NCCL; 0 for none. By default, where GPUs and the model's shapes allow, 8,192 on two devices, 256 on four and
