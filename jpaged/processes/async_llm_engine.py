@@ -210,8 +210,9 @@ class AsyncLLMEngine:
         )
         if request.request_id in self._request_ids:
             raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
-        SequenceGroup.form(request)
-        stream = RequestStream(self.tokenizer, handle, request, checked, self._replica_for(handle, request))
+        group = SequenceGroup.form(request)
+        replica = self._replica_for(handle, request, len(group.members))
+        stream = RequestStream(self.tokenizer, handle, group, checked, replica)
         self._open(stream)
         try:
             while not stream.closed:
@@ -313,7 +314,7 @@ class AsyncLLMEngine:
         if self._failure is not None:
             raise EngineDeadError(str(self._failure)) from self._failure
 
-    def _replica_for(self, handle: int, request: Request) -> AsyncLink:
+    def _replica_for(self, handle: int, request: Request, num_sequences: int) -> AsyncLink:
         """Picks the replica that a request will run on, and counts the request there."""
         if len(self._replicas) == 1:
             return self._replicas[0]
@@ -322,7 +323,7 @@ class AsyncLLMEngine:
         most = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
         own, owed = self._router.outstanding, self._board.by_replica("owed_tokens")
         elsewhere = [math.inf if r.failure else owed[r.index] - own[r.index] for r in self._replicas]
-        new_tokens, prompt = most * len(request.group.members), request.prompt_token_ids.tolist()
+        new_tokens, prompt = most * num_sequences, request.prompt_token_ids.tolist()
         index = self._router.route(str(handle), prompt, new_tokens, request.cache_salt, elsewhere)
         self._board.set("owed_tokens", index, own[index])
         return self._replicas[index]
@@ -420,7 +421,7 @@ class AsyncLLMEngine:
         intervals = []
         for update in step.updates:  # first: those who wait for their first token should not wait for all the others
             stream = streams.get(update.handle)
-            if stream is not None and not stream.request.group.members[update.index].finished:
+            if stream is not None and not stream.group.members[update.index].finished:
                 if stream.last_token_time and stream.request.reports_each_token and len(stream.pending) == 1:
                     intervals.append(now - stream.last_token_time)
                 stream.take(update, now)
