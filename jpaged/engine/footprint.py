@@ -26,11 +26,6 @@ class Footprint:
     step_tokens: int
     tokens_per_row: int = 1
 
-    @property
-    def num_full_groups(self) -> int:
-        """Groups that keep every block."""
-        return self.windows.count(None)
-
     def peak(self, window: int | None, start: int, stop: int, step_tokens: int | None = None) -> int:
         """The most blocks that a group holds at once while tokens start .. stop-1 are computed in steps of so many
         tokens, `self.step_tokens` if None.

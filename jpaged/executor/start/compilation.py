@@ -138,11 +138,6 @@ class Compiler:
             if program not in self._pending:
                 self._start(self._task(program))
 
-    def submit_all(self) -> None:
-        """Every program the runner may need."""
-        self.submit_bodies()
-        self.submit_heads()
-
     def submit_bodies(self) -> None:
         """The programs that depend on the size of the pool."""
         programs = [program for program in step_programs(self.setup) if program.uses_pool(self.setup)]
