@@ -291,7 +291,7 @@ class ReplicatedEngine(RequestIntake):
     def _send(self, replica: _Replica, message: bytes) -> None:
         with self._unbroken():
             try:
-                replica.link.send(message)
+                replica.link.send_frame(message)
             except OSError:
                 while True:  # until its last words, or its end
                     self._receive(replica)
