@@ -15,7 +15,6 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Self, TypeVar
 
 from jpaged.api.beam_search_params import BeamSearchParams
@@ -23,14 +22,13 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError, error_of
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.assets import demo_model_path
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
-from jpaged.host.hub import resolve
+from jpaged.host.hub import model_directory
 from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses, Link
 from jpaged.processes.links import AsyncLink
@@ -56,11 +54,7 @@ def load_tokenizer(args: EngineArgs) -> Tokenizer | None:
     Raises:
         ModelNotFoundError, CheckpointError: there is no such model or tokenizer.
     """
-    return None if args.skip_tokenizer_init else Tokenizer.load(args.tokenizer or _directory(args))
-
-
-def _directory(args: EngineArgs) -> Path:
-    return demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
+    return None if args.skip_tokenizer_init else Tokenizer.load(args.tokenizer or model_directory(args))
 
 
 class AsyncLLMEngine:
@@ -91,7 +85,7 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, args: EngineArgs, *, processes: EngineProcesses | None = None, link: Link | None = None) -> None:
-        _directory(args)  # where there is no model, no process is started
+        model_directory(args)  # where there is no model, no process is started
         self.args = args
         if link is None:
             processes = processes or EngineProcesses(args)
