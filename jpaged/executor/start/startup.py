@@ -178,7 +178,7 @@ def _start_on(
                 if limit is not None:
                     nominal.call_helpers()
                     nominal.submit_largest()
-                    nominal.submit_heads()  # lowered while the largest ones compile
+                    nominal.submit_other_programs()  # lowered while the largest ones compile
                 memory = plan_memory(nominal, limit, args.num_gpu_blocks_override, args.pipeline_depth)
             memory = replace(memory, num_blocks=fewest_anywhere(memory.num_blocks))
             setup = _fit_to_pool(shard, config, memory.num_blocks, args.max_model_len)
@@ -187,9 +187,9 @@ def _start_on(
             compiler = Compiler(setup, mesh, threads=threads, helpers=helpers)
             heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
             with _refusals_of(config.kernel_backend):
-                compiler.submit_bodies()
+                compiler.submit_pool_programs()
                 if not heads_are_ready:
-                    compiler.submit_heads()
+                    compiler.submit_other_programs()
             programs = (nominal.results() if heads_are_ready else {}) | compiler.results(progress=progress)
         with _timed(seconds, "load weights"):  # what loading takes beyond the phases it ran beside
             weights = loading.result()

@@ -23,8 +23,8 @@ from jpaged.executor.step.state import SlotState, append_blocks
 from jpaged.models.collectives import Exchange, ExchangeState
 
 
-class RowKind:
-    """Bits of a mixed step's `kinds` field."""
+class RowFlags:
+    """Bits of a mixed step's `flags` field."""
 
     DECODE = 1  # the query is the slot's last token, which the device has
     SAMPLES = 2  # a token is sampled after the query
@@ -158,7 +158,7 @@ class Mixed(_Body):
         return PackedLayout(
             slots=Field((rows,), setup.config.null_slot),
             query_lens=Field((rows,), 0),
-            kinds=Field((rows,), 0),
+            flags=Field((rows,), 0),
             tokens=Field((self.tokens,), 0),
             table_updates=table_updates(entries, setup),
         )
@@ -180,7 +180,7 @@ class Mixed(_Body):
         tokens, for those who want log-probabilities of the prompt.
         """
         host = self.layout(setup).unpack(packed)
-        slots, query_lens, kinds = host["slots"], host["query_lens"], host["kinds"]
+        slots, query_lens, flags = host["slots"], host["query_lens"], host["flags"]
         block_tables = append_blocks(state.block_tables, host["table_updates"])
 
         ends = jnp.cumsum(query_lens)
@@ -193,7 +193,7 @@ class Mixed(_Body):
         computed = jnp.where(active, state.seq_len[slots], 0)
         positions = jnp.where(valid, computed[row] + token - starts[row], 0)
         query_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-        is_decode = (kinds & RowKind.DECODE) != 0  # of the first rows alone
+        is_decode = (flags & RowFlags.DECODE) != 0  # of the first rows alone
         layers = setup.cache.mixed_layers(
             pools,
             block_tables[slots],
@@ -213,7 +213,7 @@ class Mixed(_Body):
 
         # A row without queries that samples was forked from the row before it, whose last hidden state is thus its own.
         last = jnp.maximum(ends - 1, 0)
-        samples = (kinds & RowKind.SAMPLES) != 0
+        samples = (flags & RowFlags.SAMPLES) != 0
         return updated, (hidden[last], Rows(slots, samples), hidden)
 
 
