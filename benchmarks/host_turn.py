@@ -37,7 +37,7 @@ import numpy as np
 from jpaged.api.config import EngineArgs, kernel_backend_called
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.bench.arguments import HelpFormatter, check_least
-from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, LOAD_FORMAT, PIPELINE_DEPTH
+from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, PIPELINE_DEPTH, add_load_format
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.percentiles import summary, table
 from jpaged.bench.report import write_report
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     names = ", ".join(CONFIGS)
     result.add_argument("--model", help=f"a directory, a hub id, or one of {names} (default: the embedded model)")
-    result.add_argument("--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help=LOAD_FORMAT)
+    add_load_format(result)
     result.add_argument("--batch", action="append", type=int, help="sequences; may be repeated (default: 1, 32)")
     result.add_argument("--context", type=int, default=128, help="tokens of a prompt; of those that come, on average")
     result.add_argument(

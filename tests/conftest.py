@@ -34,6 +34,7 @@ FAST = (
     "models/test_config.py",
     "processes/test_pool_view.py",
     "processes/test_router.py",
+    "processes/test_wire.py",
     "scoring/test_ahead.py",
     "scoring/test_rows_and_inputs.py",
     "scoring/test_shards.py",

@@ -1,0 +1,1 @@
+"""Benchmarks, run as `jpaged bench`; only the command line imports them."""

@@ -22,7 +22,7 @@ TENSOR_PARALLEL_SIZE = "devices to split the model over"
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(CONFIGS)
     parser.add_argument("--model", help=f"a directory, a hub id, or one of {names} (default: the embedded model)")
-    _add_load_format(parser)
+    add_load_format(parser)
     parser.add_argument("--dtype", choices=get_args(DType), default="auto", help=DTYPE)
     parser.add_argument("--max-model-len", type=int, help="tokens of the longest sequence (default: what fits)")
     parser.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
@@ -50,10 +50,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which model, of a benchmark that has no default for it."""
     parser.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {', '.join(CONFIGS)}")
-    _add_load_format(parser)
+    add_load_format(parser)
 
 
-def _add_load_format(parser: argparse.ArgumentParser) -> None:
+def add_load_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help='"dummy" makes random weights'
     )

@@ -26,11 +26,6 @@ class Footprint:
     step_tokens: int
     tokens_per_row: int = 1
 
-    @property
-    def num_full_groups(self) -> int:
-        """Groups that keep every block."""
-        return self.windows.count(None)
-
     def peak(self, window: int | None, start: int, stop: int, step_tokens: int | None = None) -> int:
         """The most blocks that a group holds at once while tokens start .. stop-1 are computed in steps of so many
         tokens, `self.step_tokens` if None.
@@ -59,7 +54,8 @@ class Footprint:
                 total += shared + together * (self._blocks_for(max_len) - shared)
             else:
                 decoding = self.peak(window, 0, max_len, step_tokens=self.tokens_per_row)
-                total += max(self.peak(window, 0, max_len), together * decoding)
+                # At the fork all but one copy the last block, while the prompt's last chunk is still held.
+                total += max(self.peak(window, 0, max_len) + together - 1, together * decoding)
         return total
 
     def longest(self, num_blocks: int, max_len: int) -> int:

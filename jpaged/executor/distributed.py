@@ -26,13 +26,12 @@ from jax.experimental import multihost_utils
 
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, JPagedError
-from jpaged.assets import demo_model_path
 from jpaged.engine.interface import Executor, StepPlan
 from jpaged.executor import plan_codec
 from jpaged.executor.start.startup import start
 from jpaged.executor.step.handle import Step
 from jpaged.executor.step.runner import Runner
-from jpaged.host.hub import resolve
+from jpaged.host.hub import model_directory
 
 _SECRET_BYTES = 32
 _ACCEPT_S = 120.0
@@ -184,7 +183,7 @@ def run_worker(cluster: Cluster) -> None:
         sent = json.loads(_receive(connection) or b"{}")
         own: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in sent.items()}
         args = replace(EngineArgs(**own), verbose=False)
-        directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
+        directory = model_directory(args)
         runner: Executor = start(args, directory).runner
         while (message := _receive(connection)) is not None:
             runner.execute(plan_codec.decode(message))

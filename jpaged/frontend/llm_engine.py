@@ -15,7 +15,6 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError, InvalidParameterError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.assets import demo_model_path
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.engine.limits import RequestLimits
@@ -30,7 +29,7 @@ from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, reque
 from jpaged.frontend.intake import RequestIntake
 from jpaged.frontend.output_processor import OutputProcessor
 from jpaged.host.garbage import set_objects_apart
-from jpaged.host.hub import resolve
+from jpaged.host.hub import model_directory
 from jpaged.text.tokenizer import Tokenizer
 
 
@@ -68,7 +67,7 @@ class LLMEngine(RequestIntake):
                 f"LLMEngine is one replica, got data_parallel_size={args.data_parallel_size}; use LLM, or"
                 f" ReplicatedEngine from jpaged.processes.replicas."
             )
-        directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
+        directory = model_directory(args)
         self.args = args
         self.startup = _start(args, directory) if startup is None else _same_start(args, startup)
         self.tokenizer = None

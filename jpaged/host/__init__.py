@@ -1,0 +1,1 @@
+"""This machine and process: cores, devices, interrupts, garbage collection, and where models lie on disk."""

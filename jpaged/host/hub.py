@@ -2,12 +2,22 @@
 
 from pathlib import Path
 
+from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, ModelNotFoundError, shown
+from jpaged.assets import demo_model_path
 
 _CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _WEIGHT_FILES = ("*.safetensors",)
 # Copies of the same weights in other layouts.
 _IGNORED = ("*/*", "consolidated*")
+
+
+def model_directory(args: EngineArgs) -> Path:
+    """The local directory of the model that `args` name; the embedded demo model's if they name none.
+
+    Raises InvalidParameterError, ModelNotFoundError: as `resolve`.
+    """
+    return demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
 
 
 def resolve(model: str | Path, revision: str | None = None, load_format: str = "auto") -> Path:

@@ -15,7 +15,6 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Self, TypeVar
 
 from jpaged.api.beam_search_params import BeamSearchParams
@@ -23,14 +22,13 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError, error_of
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.assets import demo_model_path
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
-from jpaged.host.hub import resolve
+from jpaged.host.hub import model_directory
 from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses, Link
 from jpaged.processes.links import AsyncLink
@@ -56,11 +54,7 @@ def load_tokenizer(args: EngineArgs) -> Tokenizer | None:
     Raises:
         ModelNotFoundError, CheckpointError: there is no such model or tokenizer.
     """
-    return None if args.skip_tokenizer_init else Tokenizer.load(args.tokenizer or _directory(args))
-
-
-def _directory(args: EngineArgs) -> Path:
-    return demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
+    return None if args.skip_tokenizer_init else Tokenizer.load(args.tokenizer or model_directory(args))
 
 
 class AsyncLLMEngine:
@@ -91,7 +85,7 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, args: EngineArgs, *, processes: EngineProcesses | None = None, link: Link | None = None) -> None:
-        _directory(args)  # where there is no model, no process is started
+        model_directory(args)  # where there is no model, no process is started
         self.args = args
         if link is None:
             processes = processes or EngineProcesses(args)
@@ -210,10 +204,11 @@ class AsyncLLMEngine:
         )
         if request.request_id in self._request_ids:
             raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
-        SequenceGroup.form(request)
-        stream = RequestStream(self.tokenizer, handle, request, checked, self._replica_for(handle, request))
-        self._open(stream)
+        group = SequenceGroup.form(request)
+        replica = self._replica_for(handle, request, len(group.members))
+        stream = RequestStream(self.tokenizer, handle, group, checked, replica)
         try:
+            self._open(stream)
             while not stream.closed:
                 output = await stream.next()
                 if output is not None:
@@ -313,7 +308,7 @@ class AsyncLLMEngine:
         if self._failure is not None:
             raise EngineDeadError(str(self._failure)) from self._failure
 
-    def _replica_for(self, handle: int, request: Request) -> AsyncLink:
+    def _replica_for(self, handle: int, request: Request, num_sequences: int) -> AsyncLink:
         """Picks the replica that a request will run on, and counts the request there."""
         if len(self._replicas) == 1:
             return self._replicas[0]
@@ -322,7 +317,7 @@ class AsyncLLMEngine:
         most = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
         own, owed = self._router.outstanding, self._board.by_replica("owed_tokens")
         elsewhere = [math.inf if r.failure else owed[r.index] - own[r.index] for r in self._replicas]
-        new_tokens, prompt = most * len(request.group.members), request.prompt_token_ids.tolist()
+        new_tokens, prompt = most * num_sequences, request.prompt_token_ids.tolist()
         index = self._router.route(str(handle), prompt, new_tokens, request.cache_salt, elsewhere)
         self._board.set("owed_tokens", index, own[index])
         return self._replicas[index]
@@ -420,7 +415,7 @@ class AsyncLLMEngine:
         intervals = []
         for update in step.updates:  # first: those who wait for their first token should not wait for all the others
             stream = streams.get(update.handle)
-            if stream is not None and not stream.request.group.members[update.index].finished:
+            if stream is not None and not stream.group.members[update.index].finished:
                 if stream.last_token_time and stream.request.reports_each_token and len(stream.pending) == 1:
                     intervals.append(now - stream.last_token_time)
                 stream.take(update, now)

@@ -25,9 +25,9 @@ from jpaged.api.errors import EngineDeadError, JPagedError
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.host.parent import end_with_parent
 from jpaged.processes import wire
+from jpaged.processes.client_requests import ClientRequests, make_client_requests
 from jpaged.processes.connection import RECEIVE_BYTES, Connection, ConnectionClosedError
 from jpaged.processes.pool_view import PoolView, view_pool
-from jpaged.processes.tenants import Tenants, make_tenants
 
 _SHORTEST_WAIT_S = 0.001
 """`poll` takes whole milliseconds, so a shorter wait is no wait."""
@@ -36,10 +36,10 @@ _SHORTEST_WAIT_S = 0.001
 class EngineProcess:
     """The step loop and its connections."""
 
-    def __init__(self, engine: LLMEngine, connections: list[Connection], tenants: Tenants) -> None:
+    def __init__(self, engine: LLMEngine, connections: list[Connection], requests: ClientRequests) -> None:
         self._engine = engine
         self._connections = connections
-        self._tenants = tenants
+        self._requests = requests
         self._shutdown = False
         self._poll = select.poll()
         for connection in connections:
@@ -47,12 +47,12 @@ class EngineProcess:
 
     def run(self) -> None:
         """Serves until told to end or until no client is left."""
-        tenants = self._tenants
+        requests = self._requests
         while self._connections and not self._shutdown:
-            spare_s = tenants.spare_s()  # in any case: the host's part of a turn ends with it
-            self._receive(spare_s if tenants.has_unfinished() else None)
-            if tenants.has_unfinished() and tenants.spare_s() < _SHORTEST_WAIT_S:
-                for connection, message in tenants.step().items():
+            spare_s = requests.spare_s()  # in any case: the host's part of a turn ends with it
+            self._receive(spare_s if requests.has_unfinished() else None)
+            if requests.has_unfinished() and requests.spare_s() < _SHORTEST_WAIT_S:
+                for connection, message in requests.step().items():
                     connection.send(message)
 
     def _receive(self, wait_s: float | None) -> None:
@@ -80,15 +80,15 @@ class EngineProcess:
         self._poll.unregister(connection.sock)
         connection.sock.close()
         self._connections.remove(connection)
-        self._tenants.abort(self._tenants.of(connection))
+        self._requests.abort(self._requests.of(connection))
 
     def _take(self, connection: Connection, message: wire.ToEngine) -> None:
         if isinstance(message, wire.Add):
             self._add(connection, message)
         elif isinstance(message, wire.Abort):
-            self._tenants.abort([_request_id(connection, handle) for handle in message.handles])
+            self._requests.abort([_request_id(connection, handle) for handle in message.handles])
         elif isinstance(message, wire.Finish):
-            self._tenants.finish(_request_id(connection, message.handle), message)
+            self._requests.finish(_request_id(connection, message.handle), message)
         elif isinstance(message, wire.Call):
             connection.send(self._answer(message))
         elif isinstance(message, wire.Shutdown):
@@ -97,7 +97,7 @@ class EngineProcess:
     def _add(self, connection: Connection, message: wire.Add) -> None:
         try:
             request = message.request(_request_id(connection, message.handle), self._engine.eos_token_ids)
-            self._tenants.add(request, connection, message.handle)
+            self._requests.add(request, connection, message.handle)
         except JPagedError as error:
             connection.send(wire.Refused(message.handle, type(error).__name__, str(error)))
 
@@ -124,7 +124,7 @@ class EngineProcess:
 
     def _pool_view(self) -> PoolView:
         scheduler = self._engine.core.scheduler
-        return view_pool(*scheduler.pool.occupancy(), self._tenants.tables(), scheduler.config.block_size)
+        return view_pool(*scheduler.pool.occupancy(), self._requests.tables(), scheduler.config.block_size)
 
 
 def _request_id(connection: Connection, handle: int) -> str:
@@ -171,7 +171,7 @@ def serve(sockets: Sequence[socket.socket]) -> bool:
     )
     for connection in connections:
         connection.send(ready)
-    process = EngineProcess(engine, connections, make_tenants(engine, start.reports))
+    process = EngineProcess(engine, connections, make_client_requests(engine, start.reports))
     try:
         process.run()
     except Exception as error:  # a defect: it is raised again, for the traceback

@@ -26,7 +26,7 @@ class SyncLink:
         self.sock = sock
         self._reader = FrameReader(FromEngine)
 
-    def send(self, framed: bytes) -> None:
+    def send_frame(self, framed: bytes) -> None:
         """A message that `frame` made. Waits while the socket is full. Raises OSError when the other end is gone."""
         self.sock.sendall(framed)
 

@@ -34,7 +34,6 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError, error_of, shown
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.assets import demo_model_path
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.request import Request, checked_salt
 from jpaged.engine.sequences.seeds import default_seed
@@ -43,7 +42,7 @@ from jpaged.frontend.generation_config import get_default_sampling_params
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.frontend.intake import RequestIntake
 from jpaged.host.garbage import set_objects_apart
-from jpaged.host.hub import resolve
+from jpaged.host.hub import model_directory
 from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses
 from jpaged.processes.links import SyncLink
@@ -97,7 +96,7 @@ class ReplicatedEngine(RequestIntake):
     """
 
     def __init__(self, args: EngineArgs) -> None:
-        directory = demo_model_path() if args.model is None else resolve(args.model, args.revision, args.load_format)
+        directory = model_directory(args)
         self.args = args
         self.num_replicas = args.data_parallel_size
         self.tokenizer = None
@@ -291,7 +290,7 @@ class ReplicatedEngine(RequestIntake):
     def _send(self, replica: _Replica, message: bytes) -> None:
         with self._unbroken():
             try:
-                replica.link.send(message)
+                replica.link.send_frame(message)
             except OSError:
                 while True:  # until its last words, or its end
                     self._receive(replica)

@@ -11,6 +11,7 @@ import time
 from jpaged.api.errors import JPagedError
 from jpaged.api.outputs import RequestOutput
 from jpaged.engine.scheduler.scheduler import RequestUpdate
+from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.frontend.inputs import ProcessedInput
 from jpaged.frontend.output_processor import OutputProcessor
@@ -22,7 +23,8 @@ from jpaged.text.tokenizer import Tokenizer
 class RequestStream:
     """A request, and the news of it that its consumer has not taken yet.
 
-    request: kept as the scheduler keeps its own, from what the engine reports. replica: where it runs.
+    request: kept as the scheduler keeps its own, from what the engine reports. group: all its sequences.
+    replica: where it runs.
     pending: by sequence, tokens that came since the consumer last looked; empty also where only other news came.
     queued: it has not run yet. closed: nothing more will come. is_counted: its end belongs in the metrics.
     """
@@ -34,6 +36,7 @@ class RequestStream:
         "_outputs",
         "_waiter",
         "closed",
+        "group",
         "handle",
         "is_counted",
         "last_token_time",
@@ -47,14 +50,15 @@ class RequestStream:
         self,
         tokenizer: Tokenizer | None,
         handle: int,
-        request: Request,
+        group: SequenceGroup,
         checked: ProcessedInput,
         replica: AsyncLink,
     ) -> None:
         self.handle = handle
-        self.request = request
+        self.group = group
+        self.request = group.members[0]
         self.replica = replica
-        self.pending: list[list[int]] = [[] for _ in request.group.members]
+        self.pending: list[list[int]] = [[] for _ in group.members]
         self._changed: set[int] = set()
         self.queued = True
         self.closed = False
@@ -64,7 +68,7 @@ class RequestStream:
         self._error: JPagedError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._outputs = OutputProcessor(_RemoteCore(self), tokenizer)
-        self._outputs.add(request, checked.prompt, checked.prompt_token_ids)
+        self._outputs.add(self.request, checked.prompt, checked.prompt_token_ids)
 
     def add_token(self, token_id: int, now: float) -> None:
         """Takes the most frequent news: one token of a request for one sequence, and nothing else."""
@@ -75,7 +79,7 @@ class RequestStream:
 
     def take(self, update: Update, now: float) -> None:
         """Takes any other news."""
-        request = self.request.group.members[update.index]
+        request = self.group.members[update.index]
         self.request.num_cached_tokens = update.num_cached_tokens
         request.output_token_ids.extend(update.token_ids)
         if update.logprobs is not None and request.logprobs is not None:
@@ -83,7 +87,7 @@ class RequestStream:
         if update.prompt_logprobs is not None:
             request.prompt_logprobs = update.prompt_logprobs
         if update.stats is not None:
-            for member in request.group.members:  # it is one for all of them
+            for member in self.group.members:  # it is one for all of them
                 member.stats = update.stats
         if update.finish_reason is not None:
             request.status = RequestStatus.FINISHED
@@ -97,7 +101,7 @@ class RequestStream:
 
     def end(self) -> bool:
         """Aborts the sequences that have not ended. Returns whether there were any."""
-        members = [member for member in self.request.group.members if not member.finished]
+        members = [member for member in self.group.members if not member.finished]
         for member in members:
             member.status, member.finish_reason = RequestStatus.FINISHED, "abort"
             member.stats.finished_time = time.monotonic()
@@ -122,7 +126,7 @@ class RequestStream:
         if self._error is not None:
             self.closed = True
             raise self._error
-        group, changed = self.request.group, self._changed
+        group, changed = self.group, self._changed
         updates = []
         for i, new_token_ids in enumerate(self.pending):
             if new_token_ids or i in changed:
@@ -141,7 +145,7 @@ class _RemoteCore:
         self._stream = stream
 
     def finish(self, request_id: str, stop_reason: int | str | None, index: int = 0) -> Request | None:
-        request = self._stream.request.group.members[index]
+        request = self._stream.group.members[index]
         if request.finished:
             return None
         request.status = RequestStatus.FINISHED

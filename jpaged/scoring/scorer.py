@@ -8,18 +8,16 @@ rows make the same steps, hence, on the same device and programs, the same bits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import jax
 import numpy as np
 
 from jpaged.api.checks import check_bool
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, MalformedRowError, shown
-from jpaged.executor.buckets import fine_buckets
-from jpaged.executor.start.memory import reserve_device_memory
+from jpaged.frontend.for_scoring import for_scoring
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.host.interrupt import Interruptible
 from jpaged.scoring.ahead import Ahead
@@ -27,11 +25,6 @@ from jpaged.scoring.encoding import Encoder, TokenSequence
 from jpaged.scoring.progress import Progress, ProgressBar
 from jpaged.scoring.rows import Row, RowScore, SequenceScore, parse_row
 from jpaged.scoring.windows import check_window, windows
-
-GPU_STEP_TOKENS = 16384
-"""Token budget of a step on a GPU. Large matrix products come closest to the card's peak."""
-GPU_ROWS = 1024
-"""Slots on a GPU. Short choices fill a step only if there are many of them."""
 
 ROWS_PER_BATCH = 64
 """Rows tokenized at once."""
@@ -222,17 +215,3 @@ class _Sequence:
         self.score.logprobs[part] = logprobs
         self.score.greedy_tokens[part] = greedy
         self.num_open -= 1
-
-
-def for_scoring(args: EngineArgs) -> EngineArgs:
-    """The same, with shapes for scoring where none were asked for: large steps, and one batch size for the rest."""
-    reserve_device_memory(args.gpu_memory_utilization)  # before JAX is asked what the device is
-    if jax.default_backend() == "gpu":
-        rows = args.max_num_seqs or GPU_ROWS
-        budget = args.max_num_batched_tokens or GPU_STEP_TOKENS
-        args = replace(args, max_num_seqs=rows, max_num_batched_tokens=budget)
-        if args.token_buckets is None:  # most steps are full; the last of a shard need not be computed as if they were
-            args = replace(args, token_buckets=fine_buckets(max(1, budget // 8), budget))
-        if args.decode_buckets is None:
-            args = replace(args, decode_buckets=(rows,))
-    return args

@@ -41,10 +41,6 @@ class LiveView:
         self._poller: asyncio.Task[None] | None = None
         self._next: asyncio.Future[bytes | None] | None = None
 
-    @property
-    def num_watchers(self) -> int:
-        return self._num_watchers
-
     async def watch(self) -> AsyncGenerator[bytes, None]:
         """Events, until the caller stops, the engine fails (the last event is then an error) or `close`.
 

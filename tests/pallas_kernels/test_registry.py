@@ -178,7 +178,7 @@ def test_mosaic_is_another_name_of_hopper() -> None:
     assert picked[0] == picked[1]
 
 
-def test_every_op_has_a_reference_with_its_own_parameters() -> None:
+def test_every_op_has_a_reference() -> None:
     for op in registry._OPS.values():
         assert callable(op._implementation(registry._backend(registry.REFERENCE)).run), op.name
 

@@ -98,8 +98,8 @@ def tokens_by_degree(name: str) -> dict[str, Any]:
 @contextmanager
 def greedy_programs_only() -> Iterator[None]:
     """Compiling the others takes most of an engine's start."""
-    bodies = mock.patch.object(Compiler, "submit_bodies", _submit_greedy)
-    heads = mock.patch.object(Compiler, "submit_heads")
+    bodies = mock.patch.object(Compiler, "submit_pool_programs", _submit_greedy)
+    heads = mock.patch.object(Compiler, "submit_other_programs")
     with bodies, heads, mock.patch.object(Runner, "warm_up"):
         yield
 

@@ -561,7 +561,7 @@ def test_replicas_end_when_nobody_has_the_engine_any_more(ended):
 
 
 def test_a_message_that_a_replica_cannot_read_ends_the_engine_and_does_not_hang(engine):
-    engine._replicas[0].link.send(b"\3\0\0\0no!")
+    engine._replicas[0].link.send_frame(b"\3\0\0\0no!")
     with pytest.raises(EngineDeadError, match="A frame is no message"):
         engine.get_metrics()
 

@@ -39,7 +39,14 @@ def test_no_more_are_made_ahead_than_asked_for_and_none_when_nobody_wants_them()
     before = threading.active_count()
     items = Ahead(numbers(), 3)
     assert next(items) == 0
-    time.sleep(0.3)
+    end = time.monotonic() + 60
+    while len(made) < 4:
+        assert time.monotonic() < end, "nothing is made ahead"
+        time.sleep(0.01)
+    settled = -1
+    while settled != len(made):
+        settled = len(made)
+        time.sleep(0.05)
     assert len(made) <= 6
     del items
     gc.collect()

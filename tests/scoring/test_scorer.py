@@ -6,10 +6,10 @@ import pytest
 from jpaged import EngineArgs
 from jpaged.api.errors import InvalidParameterError, InvalidPromptError, MalformedRowError
 from jpaged.assets import demo_model_path
+from jpaged.frontend.for_scoring import for_scoring
 from jpaged.scoring import Scorer
 from jpaged.scoring.encoding import Encoder
 from jpaged.scoring.rows import parse_row
-from jpaged.scoring.scorer import for_scoring
 from tests.scoring.test_windows import guide
 from tests.tiny_models import VOCAB_SIZE, tiny_model, torch_model, write_tiny_model
 

@@ -18,7 +18,7 @@ from jpaged.api.errors import InvalidParameterError, ModelNotFoundError
 from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.engine.sequences.request import RequestStatus
 from jpaged.frontend.llm_engine import LLMEngine
-from jpaged.processes.tenants import StepTenants
+from jpaged.processes.client_requests import StepRequests
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.options import AppOptions, ServerOptions
 from jpaged.serving.workers import supervise
@@ -226,17 +226,17 @@ def test_limits_are_positive_and_finite(value):
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_what_has_started_is_told_though_another_with_less_priority_waits_before_it(policy):
-    class Tenant:  # all that counts of it
+    class ClientRequest:  # all that counts of it
         def __init__(self, status):
             self.request = SimpleNamespace(status=status)
 
     engine = SimpleNamespace(args=EngineArgs(scheduling_policy=policy), core=None)
-    tenants = StepTenants(engine)
-    waiting, running = Tenant(RequestStatus.WAITING), Tenant(RequestStatus.RUNNING)
-    tenants._not_started.extend([waiting, running] if policy == "priority" else [running, waiting])
-    assert tenants._take_started() == [running]
-    assert list(tenants._not_started) == [waiting]
-    assert tenants._take_started() == []
+    requests = StepRequests(engine)
+    waiting, running = ClientRequest(RequestStatus.WAITING), ClientRequest(RequestStatus.RUNNING)
+    requests._not_started.extend([waiting, running] if policy == "priority" else [running, waiting])
+    assert requests._take_started() == [running]
+    assert list(requests._not_started) == [waiting]
+    assert requests._take_started() == []
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (128, 4)])

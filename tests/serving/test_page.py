@@ -192,7 +192,7 @@ def test_many_watchers_cost_the_engine_what_one_does_and_none_costs_nothing(engi
         asked = engine.asked
         await asyncio.sleep(0.1)
         assert engine.asked == asked
-        assert app.state.live.num_watchers == 0
+        assert app.state.live._num_watchers == 0
         again = Watcher(app)
         assert (await again.next())["status"] == 200
         await again.event()

@@ -1,0 +1,1 @@
+"""Rows whose next step waits for a decision on the host, such as beams."""

@@ -1,0 +1,1 @@
+"""What runs in the next step: admission, planning, preemption, and taking in results."""

@@ -41,6 +41,7 @@ import numpy as np
 from jpaged.api.errors import EngineDeadError
 from jpaged.engine.interface import NO_TOKEN, Chunk, SamplingVariant, StepPlan
 from jpaged.engine.kv.block_manager import Growth
+from jpaged.engine.kv.swap_record import SwapRecord
 from jpaged.engine.plan_in_progress import PlanInProgress, slot_start
 from jpaged.engine.scheduler.admission import Admission
 from jpaged.engine.scheduler.preemption import Preemption
@@ -276,7 +277,7 @@ class Planner(SchedulerPart):
                 return
             admitted = self._admission.admit(plan, request)
             if not admitted and request.swap is not None and not self._slots.num_used:
-                self._give_up_swap(request)
+                self._give_up_swap(request, request.swap)
                 continue
             if not admitted:
                 self._did_not_fit = state
@@ -291,13 +292,10 @@ class Planner(SchedulerPart):
                 else:
                     self._tenants.prefilling.append(member)
 
-    def _give_up_swap(self, request: Request) -> None:
+    def _give_up_swap(self, request: Request, record: SwapRecord[Request]) -> None:
         """Lets sequences that do not fit the pool together come back one by one, and compute their tokens again: in the
         swap space each has a last block of its own.
         """
-        record = request.swap
-        if record is None:
-            return
         self._waiting.pop()
         members = record.members.copy()
         self._swap_space.discard(record)

@@ -1,0 +1,1 @@
+"""Requests and their sequences: state, groups, slots and beam search."""

@@ -1,0 +1,1 @@
+"""Sampling on the device: the sampler, its per-slot state, and log-probabilities."""

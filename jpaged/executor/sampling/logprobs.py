@@ -33,7 +33,7 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: jax.Array
 
 
-class TargetScores(NamedTuple):
+class DeviceScores(NamedTuple):
     """logprobs: float32 [R]; greedy: bool [R]; as in `engine.interface.TargetScores`."""
 
     logprobs: jax.Array
@@ -69,7 +69,7 @@ def logprobs_of(logits: jax.Array, targets: jax.Array, k: int, collectives: Coll
     )
 
 
-def target_scores(logits: jax.Array, targets: jax.Array, collectives: Collectives = ALONE) -> TargetScores:
+def target_scores(logits: jax.Array, targets: jax.Array, collectives: Collectives = ALONE) -> DeviceScores:
     """Log-probabilities of given tokens and whether they are the argmax: two passes over the logits, no top-k.
 
     logits: float32 [R, V], of the shard's tokens; targets: int32 [R].
@@ -81,7 +81,7 @@ def target_scores(logits: jax.Array, targets: jax.Array, collectives: Collective
     log_sum = largest + jnp.log(sums)
     target = _logits_at(logits, targets, collectives)
     logprobs = jnp.where(target == -_INF, -_INF, target - log_sum)
-    return TargetScores(logprobs[:, 0], best == targets)
+    return DeviceScores(logprobs[:, 0], best == targets)
 
 
 def _logits_at(logits: jax.Array, token_ids: jax.Array, collectives: Collectives) -> jax.Array:

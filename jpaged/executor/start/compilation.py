@@ -138,12 +138,7 @@ class Compiler:
             if program not in self._pending:
                 self._start(self._task(program))
 
-    def submit_all(self) -> None:
-        """Every program the runner may need."""
-        self.submit_bodies()
-        self.submit_heads()
-
-    def submit_bodies(self) -> None:
+    def submit_pool_programs(self) -> None:
         """The programs that depend on the size of the pool."""
         programs = [program for program in step_programs(self.setup) if program.uses_pool(self.setup)]
         if self._helpers is not None:
@@ -156,8 +151,8 @@ class Compiler:
                     self._pending[task.program] = _Pending(task, None, elsewhere[task.program])
         self.submit(programs)
 
-    def submit_heads(self) -> None:
-        """The programs that do not."""
+    def submit_other_programs(self) -> None:
+        """The programs that do not depend on it."""
         self.submit(self._heads())
 
     def _heads(self) -> list[StepProgram]:

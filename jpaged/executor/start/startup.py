@@ -178,7 +178,7 @@ def _start_on(
                 if limit is not None:
                     nominal.call_helpers()
                     nominal.submit_largest()
-                    nominal.submit_heads()  # lowered while the largest ones compile
+                    nominal.submit_other_programs()  # lowered while the largest ones compile
                 memory = plan_memory(nominal, limit, args.num_gpu_blocks_override, args.pipeline_depth)
             memory = replace(memory, num_blocks=fewest_anywhere(memory.num_blocks))
             setup = _fit_to_pool(shard, config, memory.num_blocks, args.max_model_len)
@@ -187,9 +187,9 @@ def _start_on(
             compiler = Compiler(setup, mesh, threads=threads, helpers=helpers)
             heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
             with _refusals_of(config.kernel_backend):
-                compiler.submit_bodies()
+                compiler.submit_pool_programs()
                 if not heads_are_ready:
-                    compiler.submit_heads()
+                    compiler.submit_other_programs()
             programs = (nominal.results() if heads_are_ready else {}) | compiler.results(progress=progress)
         with _timed(seconds, "load weights"):  # what loading takes beyond the phases it ran beside
             weights = loading.result()
@@ -290,7 +290,14 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
 def _fit_to_pool(shard: Model, nominal: ExecutorConfig, num_blocks: int, asked: int | None) -> Setup:
     """With a pool of so many blocks, and sequences no longer than it holds."""
     config = replace(nominal, num_blocks=num_blocks)
-    capacity = Setup.of(shard, config).cache.longest_sequence()
+    cache = Setup.of(shard, config).cache
+    capacity = cache.longest_sequence()
+    if not capacity:
+        raise OutOfMemoryError(
+            f"The KV pool has {num_blocks - 1} blocks of {config.block_size} tokens, but a sequence needs "
+            f"{cache.sequence_blocks(1)}, one for each group of layers; raise gpu_memory_utilization or "
+            f"num_gpu_blocks_override."
+        )
     if asked is not None and asked > capacity:
         raise OutOfMemoryError(
             f"max_model_len={asked} does not fit the KV pool, which holds {capacity} tokens "

@@ -24,8 +24,8 @@ from jpaged.models.collectives import Exchange, ExchangeState
 from jpaged.models.residual import Kernels
 
 
-class RowKind:
-    """Bits of a mixed step's `kinds` field."""
+class RowFlags:
+    """Bits of a mixed step's `flags` field."""
 
     DECODE = 1  # the query is the slot's last token, which the device has
     SAMPLES = 2  # a token is sampled after the query
@@ -174,7 +174,7 @@ class Mixed(_Body):
         return PackedLayout(
             slots=Field((rows,), setup.config.null_slot),
             query_lens=Field((rows,), 0),
-            kinds=Field((rows,), 0),
+            flags=Field((rows,), 0),
             tokens=Field((self.tokens,), 0),
             table_updates=table_updates(entries, setup),
         )
@@ -186,7 +186,7 @@ class Mixed(_Body):
         """Its result: hidden states of the rows and what there is to know of them; and the hidden states of all
         tokens, for those who want log-probabilities of the prompt.
         """
-        slots, query_lens, kinds = host["slots"], host["query_lens"], host["kinds"]
+        slots, query_lens, flags = host["slots"], host["query_lens"], host["flags"]
         ends = jnp.cumsum(query_lens)
         starts = ends - query_lens
         token = jnp.arange(self.tokens, dtype=jnp.int32)
@@ -197,7 +197,7 @@ class Mixed(_Body):
         computed = jnp.where(active, state.seq_len[slots], 0)
         positions = jnp.where(valid, computed[row] + token - starts[row], 0)
         query_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-        is_decode = (kinds & RowKind.DECODE) != 0  # of the first rows alone
+        is_decode = (flags & RowFlags.DECODE) != 0  # of the first rows alone
         layers = setup.cache.mixed_layers(
             pools,
             state.block_tables[slots],
@@ -215,7 +215,7 @@ class Mixed(_Body):
         def result(hidden: Float[Array, "tokens hidden"]) -> tuple[Any, ...]:
             # A row without queries that samples was forked from the row before it, whose last hidden state is its own.
             last = jnp.maximum(ends - 1, 0)
-            samples = (kinds & RowKind.SAMPLES) != 0
+            samples = (flags & RowFlags.SAMPLES) != 0
             return hidden[last], Rows(slots, samples), hidden
 
         return _Pass(tokens, positions, layers, after, result)

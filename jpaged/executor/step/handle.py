@@ -7,8 +7,7 @@ import jax
 import numpy as np
 
 from jpaged.engine.interface import NO_TOKEN, FinishCode, Logprobs, StepResult, TargetScores
-from jpaged.executor.sampling.logprobs import TargetScores as DeviceScores
-from jpaged.executor.sampling.logprobs import TokenLogprobs
+from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs
 from jpaged.executor.step.heads import SampleResult
 
 

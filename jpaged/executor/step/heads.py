@@ -19,7 +19,7 @@ from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.sampling import sampler
 from jpaged.executor.sampling import state as sampling_state
-from jpaged.executor.sampling.logprobs import TargetScores, TokenLogprobs, logprobs_of, target_scores
+from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs, logprobs_of, target_scores
 from jpaged.executor.step.bodies import Rows
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, StepProgram, int32
@@ -255,7 +255,7 @@ class Score(_Scoring):
 
     def body(
         self, setup: Setup, *, head: Sequence[Array], hidden: Float[Array, "tokens hidden"], packed: Int[Array, " n"]
-    ) -> tuple[dict[str, object], TargetScores]:
+    ) -> tuple[dict[str, object], DeviceScores]:
         host = self.layout(setup).unpack(packed)
         logits = setup.model.head_logits(head, hidden[host["tokens"]])
         return {}, target_scores(logits, host["targets"], setup.model.collectives)

@@ -24,10 +24,9 @@ from jpaged.executor.buckets import bucket_for
 from jpaged.executor.cache.host_chunks import HostChunks
 from jpaged.executor.cache.paged import Pools
 from jpaged.executor.sampling import records as sampling_records
-from jpaged.executor.sampling.logprobs import TargetScores as DeviceScores
-from jpaged.executor.sampling.logprobs import TokenLogprobs
+from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs
 from jpaged.executor.step.blocks import CopyBlocks, GatherBlocks, ScatterBlocks
-from jpaged.executor.step.bodies import Decode, Mixed, RowKind, Rows, SharedDecode
+from jpaged.executor.step.bodies import Decode, Mixed, RowFlags, Rows, SharedDecode
 from jpaged.executor.step.changes import (
     KNOWN_TOKENS_PER_CALL,
     STARTS_PER_UPDATE,
@@ -259,12 +258,12 @@ class Runner:
         buffer, host = self._packed(program)
         host["slots"][:num_decodes] = plan.decode_slots
         host["query_lens"][:num_decodes] = 1
-        host["kinds"][:num_decodes] = RowKind.DECODE | RowKind.SAMPLES
+        host["flags"][:num_decodes] = RowFlags.DECODE | RowFlags.SAMPLES
         first = num_decodes
         for row, chunk in enumerate(chunks, start=num_decodes):
             host["slots"][row] = chunk.slot
             host["query_lens"][row] = len(chunk.token_ids)
-            host["kinds"][row] = RowKind.SAMPLES if chunk.samples else 0
+            host["flags"][row] = RowFlags.SAMPLES if chunk.samples else 0
             host["tokens"][first : first + len(chunk.token_ids)] = chunk.token_ids
             first += len(chunk.token_ids)
         self._fill_table_updates(host["table_updates"], plan.table_updates)

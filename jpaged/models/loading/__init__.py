@@ -1,0 +1,1 @@
+"""Weights from disk to devices: safetensors and Orbax checkpoints, read in pieces."""

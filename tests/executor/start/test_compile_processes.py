@@ -84,7 +84,7 @@ def compiler(helpers: CompileProcesses | None = None) -> Compiler:
 
 def bodies(helpers: CompileProcesses | None) -> dict[StepProgram, CompiledProgram]:
     shared = compiler(helpers)
-    shared.submit_bodies()
+    shared.submit_pool_programs()
     return shared.results()
 
 

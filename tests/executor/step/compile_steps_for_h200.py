@@ -38,6 +38,7 @@ from jpaged.executor.mesh import DeviceMesh, Specs
 from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.step.bodies import Decode, Mixed, SharedDecode
 from jpaged.executor.step.heads import Sample
+from jpaged.executor.step.kinds import step_programs
 from jpaged.executor.step.program import Setup
 from jpaged.models import ModelConfig, build
 from jpaged.pallas_kernels import devices
@@ -119,7 +120,7 @@ def main() -> None:
     compiler = Compiler(Setup.of(model, CONFIG), mesh)
     with jax.sharding.use_abstract_mesh(mesh.topology.abstract_mesh):
         if sys.argv[2:] == ["all"]:
-            compiler.submit_all()
+            compiler.submit(step_programs(compiler.setup))
         else:
             bodies = [program for kind in (Decode, SharedDecode, Mixed) for program in kind.programs(compiler.setup)]
             heads = [one for one in Sample.programs(compiler.setup) if one.batch == CONFIG.decode_buckets[-1]]

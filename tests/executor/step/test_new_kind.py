@@ -69,7 +69,7 @@ def setup(monkeypatch) -> Setup:
 
 def test_compiler_memory_plan_warm_up_and_runner_go_by_its_declaration(setup):
     compiler = Compiler(setup, MESH)
-    compiler.submit_all()
+    compiler.submit(kinds.step_programs(setup))
     programs = compiler.results()
     assert {Drop(2), Drop(4)} < programs.keys()
     assert Drop(4).name == "drop_4"

@@ -62,7 +62,7 @@ def setup(model) -> Setup:
 @pytest.fixture(scope="module")
 def programs(setup):
     compiler = Compiler(setup, MESH)
-    compiler.submit_all()
+    compiler.submit(step_programs(setup))
     return compiler.results()
 
 

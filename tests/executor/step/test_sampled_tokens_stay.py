@@ -34,8 +34,8 @@ def submit_few(compiler: Compiler) -> None:
 def started(tmp_path_factory) -> tuple[EngineArgs, Startup]:
     directory = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path_factory.mktemp("tokens"), use_torch=False)
     args = replace(ARGS, model=str(directory))
-    few = mock.patch.object(Compiler, "submit_bodies", submit_few)
-    with few, mock.patch.object(Compiler, "submit_heads"), mock.patch.object(Runner, "warm_up"):
+    few = mock.patch.object(Compiler, "submit_pool_programs", submit_few)
+    with few, mock.patch.object(Compiler, "submit_other_programs"), mock.patch.object(Runner, "warm_up"):
         return args, start(args, directory)
 
 

@@ -1,7 +1,7 @@
 """Requests in an engine process, and what each engine step has to report of them to the clients they came from.
 
-StepTenants     "steps"     EngineCore.step()  -> a Step a client:    token ids, as they come
-OutputTenants   "outputs"   LLMEngine.step()   -> Outputs a client:   whole outputs, text included
+StepRequests     "steps"     EngineCore.step()  -> a Step a client:    token ids, as they come
+OutputRequests   "outputs"   LLMEngine.step()   -> Outputs a client:   whole outputs, text included
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from jpaged.processes.wire import Finish, FromEngine, Output, Outputs, Reports, 
 
 
 @dataclass(slots=True)
-class Tenant:
+class ClientRequest:
     """A client's request. num_logprobs: positions sent, by the index of a sequence that has had an update."""
 
     request: Request
@@ -30,35 +30,35 @@ class Tenant:
     num_logprobs: dict[int, int] = field(default_factory=dict)
 
 
-class Tenants(ABC):
+class ClientRequests(ABC):
     """The unfinished requests of all clients."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._tenants: dict[str, Tenant] = {}
+        self._requests: dict[str, ClientRequest] = {}
 
     def add(self, request: Request, connection: Connection, handle: int) -> None:
         """Queues a request. Raises what the scheduler raises; then nothing is left behind."""
         self._queue(request)
-        self._tenants[request.request_id] = Tenant(request, connection, handle)
+        self._requests[request.request_id] = ClientRequest(request, connection, handle)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these any more. Unknown ids are passed over."""
         for request_id in request_ids:
-            self._tenants.pop(request_id, None)
+            self._requests.pop(request_id, None)
 
     def of(self, connection: Connection) -> list[str]:
         """The ids of a client's requests."""
-        return [tenant.request.request_id for tenant in self._tenants.values() if tenant.connection is connection]
+        return [entry.request.request_id for entry in self._requests.values() if entry.connection is connection]
 
     def tables(self) -> list[tuple[int, np.ndarray]]:
         """The handle and the block table of every running sequence."""
         slots, tables = self._engine.core.scheduler.slots, []
         for slot in slots.used().tolist():
             request = slots.requests[slot]
-            tenant = None if request is None else self._tenants.get(request.request_id)
-            if tenant is not None:  # else: it has ended, and steps that are under way still use its blocks
-                tables.append((tenant.handle, slots.blocks(slot)))
+            entry = None if request is None else self._requests.get(request.request_id)
+            if entry is not None:  # else: it has ended, and steps that are under way still use its blocks
+                tables.append((entry.handle, slots.blocks(slot)))
         return tables
 
     @abstractmethod
@@ -81,12 +81,12 @@ class Tenants(ABC):
     def _queue(self, request: Request) -> None: ...
 
 
-def make_tenants(engine: LLMEngine, reports: Reports) -> Tenants:
-    """The kind of tenants that reports in this form."""
-    return StepTenants(engine) if reports == "steps" else OutputTenants(engine)
+def make_client_requests(engine: LLMEngine, reports: Reports) -> ClientRequests:
+    """Client requests that are reported in this form."""
+    return StepRequests(engine) if reports == "steps" else OutputRequests(engine)
 
 
-class OutputTenants(Tenants):
+class OutputRequests(ClientRequests):
     """Requests of clients that wait for whole answers: steps are dispatched as early as possible."""
 
     def has_unfinished(self) -> bool:
@@ -98,10 +98,10 @@ class OutputTenants(Tenants):
     def step(self) -> Mapping[Connection, FromEngine]:
         news: dict[Connection, Outputs] = {}
         for output in self._engine.step():
-            tenant = self._tenants[output.request_id]
-            news.setdefault(tenant.connection, Outputs([])).outputs.append(Output.of(tenant.handle, output))
+            entry = self._requests[output.request_id]
+            news.setdefault(entry.connection, Outputs([])).outputs.append(Output.of(entry.handle, output))
             if output.finished:
-                del self._tenants[output.request_id]
+                del self._requests[output.request_id]
         return news
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -116,17 +116,17 @@ class OutputTenants(Tenants):
         self._engine.queue(request, ProcessedInput(None, request.prompt_token_ids.tolist(), ()))
 
 
-class StepTenants(Tenants):
+class StepRequests(ClientRequests):
     """Requests of clients that come and go: each step is dispatched as late as the device allows."""
 
     def __init__(self, engine: LLMEngine) -> None:
         super().__init__(engine)
         self._core = engine.core
-        self._not_started: deque[Tenant] = deque()
+        self._not_started: deque[ClientRequest] = deque()
 
     def add(self, request: Request, connection: Connection, handle: int) -> None:
         super().add(request, connection, handle)
-        self._not_started.append(self._tenants[request.request_id])
+        self._not_started.append(self._requests[request.request_id])
 
     def has_unfinished(self) -> bool:
         return self._core.has_unfinished()
@@ -144,9 +144,9 @@ class StepTenants(Tenants):
 
     def finish(self, request_id: str, message: Finish) -> None:
         self._core.finish(request_id, message.stop_reason, message.index)
-        tenant = self._tenants.get(request_id)
-        if tenant is not None and tenant.request.group.finished:
-            del self._tenants[request_id]
+        entry = self._requests.get(request_id)
+        if entry is not None and entry.request.group.finished:
+            del self._requests[request_id]
 
     def _queue(self, request: Request) -> None:
         self._core.add_request(request)
@@ -156,32 +156,32 @@ class StepTenants(Tenants):
         current: Connection | None = None
         ended: list[str] = []
         for request, token_ids in updates:
-            tenant = self._tenants[request.request_id]
-            if tenant.connection is not current:  # nearly always there is only one
-                current = tenant.connection
+            entry = self._requests[request.request_id]
+            if entry.connection is not current:  # nearly always there is only one
+                current = entry.connection
                 handles, tokens, rare, _ = news.setdefault(current, _no_news())
             is_plain = len(token_ids) == 1 and not request.finished and request.logprobs is None
-            if is_plain and tenant.num_logprobs and len(request.group.members) == 1:
-                handles.append(tenant.handle)
+            if is_plain and entry.num_logprobs and len(request.group.members) == 1:
+                handles.append(entry.handle)
                 tokens.append(token_ids[0])
             else:
-                rare.append(_update(tenant, request, token_ids))
+                rare.append(_update(entry, request, token_ids))
                 if request.finished and request.group.finished:
                     ended.append(request.request_id)
         for request_id in ended:
-            self._tenants.pop(request_id, None)
-        for tenant in self._take_started():
-            news.setdefault(tenant.connection, _no_news())[3].append(tenant.handle)
+            self._requests.pop(request_id, None)
+        for entry in self._take_started():
+            news.setdefault(entry.connection, _no_news())[3].append(entry.handle)
         return {
             connection: Step(handles.tobytes(), tokens.tobytes(), rare, started.tobytes())
             for connection, (handles, tokens, rare, started) in news.items()
         }
 
-    def _take_started(self) -> list[Tenant]:
+    def _take_started(self) -> list[ClientRequest]:
         """Requests started since the last call: the first in the queue, or any of them where some have priority."""
         waiting, started = self._not_started, []
         if self._engine.args.scheduling_policy == "priority":
-            started = [tenant for tenant in waiting if tenant.request.status != RequestStatus.WAITING]
+            started = [entry for entry in waiting if entry.request.status != RequestStatus.WAITING]
             if started:
                 self._not_started = deque(t for t in waiting if t.request.status == RequestStatus.WAITING)
             return started
@@ -194,15 +194,15 @@ def _no_news() -> tuple[array, array, list[Update], array]:
     return array("q"), array("i"), [], array("q")
 
 
-def _update(tenant: Tenant, request: Request, token_ids: list[int]) -> Update:
-    first = request.index not in tenant.num_logprobs
+def _update(entry: ClientRequest, request: Request, token_ids: list[int]) -> Update:
+    first = request.index not in entry.num_logprobs
     logprobs, num_logprobs = None, 0
     if request.logprobs is not None:
-        logprobs = request.logprobs[tenant.num_logprobs.get(request.index, 0) :]
+        logprobs = request.logprobs[entry.num_logprobs.get(request.index, 0) :]
         num_logprobs = len(request.logprobs)
-    tenant.num_logprobs[request.index] = num_logprobs
+    entry.num_logprobs[request.index] = num_logprobs
     return Update(
-        handle=tenant.handle,
+        handle=entry.handle,
         index=request.index,
         token_ids=token_ids,
         finish_reason=request.finish_reason,
