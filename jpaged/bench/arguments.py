@@ -19,6 +19,15 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         return {int: "N", float: "X"}.get(action.type) or action.dest.upper()  # type: ignore[call-overload]
 
 
+def add_kernel_backend_option(parser: argparse.ArgumentParser) -> None:
+    """--kernel-backend, an engine's. The engine says which names there are if it does not know one."""
+    parser.add_argument(
+        "--kernel-backend",
+        metavar="NAME",
+        help='attention and cache kernels: "hopper" (or "mosaic") or "xla" (default: by device)',
+    )
+
+
 def check_least(args: argparse.Namespace, **least: int) -> None:
     """Raises InvalidParameterError for an option below its least value, `runs=1` being that of `--runs`.
 

@@ -25,14 +25,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.api.config import EngineArgs, kernel_backend_called
+from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.bench.arguments import HelpFormatter, check_least
+from jpaged.bench.arguments import HelpFormatter, add_kernel_backend_option, check_least
 from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.engine_options import (
     BLOCK_SIZE,
-    KERNEL_BACKEND,
     LOAD_FORMAT,
     PIPELINE_DEPTH,
     add_sampling_options,
@@ -69,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-model-len", type=int, help="tokens of the longest sequence (default: what the steps need)"
     )
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
-    result.add_argument("--kernel-backend", type=kernel_backend_called, choices=("hopper", "xla"), help=KERNEL_BACKEND)
+    add_kernel_backend_option(result)
     add_sharding_options(result)
     result.add_argument(
         "--read-gb-per-s", type=float, default=4424.0, help="the card's read bandwidth in GB/s, for the floor"
