@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-from jpaged.api.config import EngineArgs, kernel_backend_called
+from jpaged.api.config import EngineArgs
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.bench.arguments import HelpFormatter, check_least
-from jpaged.bench.engine_options import BLOCK_SIZE, KERNEL_BACKEND, PIPELINE_DEPTH, add_load_format
+from jpaged.bench.arguments import HelpFormatter, add_kernel_backend_option, check_least
+from jpaged.bench.engine_options import BLOCK_SIZE, PIPELINE_DEPTH, add_load_format
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.percentiles import summary, table
 from jpaged.bench.report import write_report
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rounds", type=int, default=5, help="turns of each batch")
     result.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
-    result.add_argument("--kernel-backend", type=kernel_backend_called, choices=("hopper", "xla"), help=KERNEL_BACKEND)
+    add_kernel_backend_option(result)
     result.add_argument("--log-updates", action="store_true", help="say how to see XLA's updates of graphs, no more")
     result.add_argument("--json", type=Path, help="write the figures and the environment to this file")
     return result

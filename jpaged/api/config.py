@@ -3,7 +3,7 @@
 import math
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jpaged.api.checks import check_bool, check_choice, check_integer, is_number, plain
 from jpaged.api.errors import InvalidParameterError, shown
@@ -17,13 +17,6 @@ _MAX_DEVICES = 4096
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
-KernelBackend = Literal["hopper", "xla"]
-
-
-def kernel_backend_called(name: str) -> str:
-    """The kernel backend's own name, where `name` may be an alias; any other string as it is."""
-    return {"mosaic": "hopper"}.get(name, name)
-
 
 _FREE = {"free": True}
 """Marks a field whose value may differ between engines that use one runner (`EngineArgs.differs_from`)."""
@@ -91,9 +84,10 @@ class EngineArgs(SchedulingOptions):
         decode_buckets, token_buckets: ascending sizes that programs are compiled for.
         seed: of sampling, for requests without one, and of random weights.
         kernel_backend: implementation of attention and cache writes: "hopper" (Mosaic kernels for Hopper, also called
-            "mosaic"), "xla" (anywhere); by default the kernels where the device and the model's shapes allow. With
-            "xla" MLPs and sampling have no kernels either; otherwise theirs are taken where device and shapes allow,
-            that of MLPs in steps of many rows.
+            "mosaic"), "xla" (anywhere), or one registered by `jpaged.pallas_kernels.register_backend` in the process
+            that starts the engine; by default the kernels where the device and the model's shapes allow. With "xla"
+            MLPs and sampling have no kernels either; otherwise theirs are taken where device and shapes allow, that of
+            MLPs in steps of many rows.
         tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
         one_shot_rows: rows of a step up to which sums over devices take the one-shot all-reduce kernel, instead of
             NCCL; 0 for none. By default, where GPUs and the model's shapes allow, 8,192 on two devices, 256 on four and
@@ -125,7 +119,7 @@ class EngineArgs(SchedulingOptions):
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
     seed: int = field(default=0, metadata=_FREE)
-    kernel_backend: KernelBackend | None = None
+    kernel_backend: str | None = None
     tensor_parallel_size: int = 1
     one_shot_rows: int | None = None
     data_parallel_size: int = 1
@@ -142,6 +136,7 @@ class EngineArgs(SchedulingOptions):
             ("model", "a directory or a hub id, as a string"),
             ("tokenizer", "a directory or a hub id, as a string"),
             ("revision", "a branch, tag or commit, as a string"),
+            ("kernel_backend", "the name of a backend, as a string"),
             ("coordinator_address", '"host:port"'),
         ):
             value = getattr(self, name)
@@ -150,13 +145,6 @@ class EngineArgs(SchedulingOptions):
         check_choice("dtype", self.dtype, DType)
         check_choice("load_format", self.load_format, LoadFormat)
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
-        if isinstance(self.kernel_backend, str):
-            object.__setattr__(self, "kernel_backend", kernel_backend_called(self.kernel_backend))
-        if self.kernel_backend is not None and self.kernel_backend not in get_args(KernelBackend):
-            choices = ", ".join(map(repr, get_args(KernelBackend)))
-            raise InvalidParameterError(
-                f"kernel_backend must be None or one of {choices}, got {shown(self.kernel_backend)}."
-            )
         check_integer("block_size", self.block_size, 1)
         for name, least, most in (
             ("max_model_len", 2, 2**30),

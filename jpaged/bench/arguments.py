@@ -35,6 +35,15 @@ def bench_parser(name: str, description: str | None, example: str) -> argparse.A
     return result
 
 
+def add_kernel_backend_option(parser: argparse.ArgumentParser) -> None:
+    """--kernel-backend, an engine's. The engine says which names there are if it does not know one."""
+    parser.add_argument(
+        "--kernel-backend",
+        metavar="NAME",
+        help='attention and cache kernels: "hopper" (or "mosaic") or "xla" (default: by device)',
+    )
+
+
 def check_least(args: argparse.Namespace, **least: int) -> None:
     """Raises InvalidParameterError for an option below its least value, `runs=1` being that of `--runs`.
 

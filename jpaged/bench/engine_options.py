@@ -3,7 +3,8 @@
 import argparse
 from typing import Any, get_args
 
-from jpaged.api.config import DType, EngineArgs, KernelBackend, kernel_backend_called
+from jpaged.api.config import DType, EngineArgs
+from jpaged.bench.arguments import add_kernel_backend_option
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.llm import LLM
 from jpaged.processes.replicas import ReplicatedEngine
@@ -14,7 +15,6 @@ MAX_NUM_SEQS = "most sequences that run at once (default: by device)"
 MAX_NUM_BATCHED_TOKENS = "most tokens computed in a step (default: by device)"
 GPU_MEMORY_UTILIZATION = "fraction of the device's memory to use"
 PIPELINE_DEPTH = "steps dispatched before the first one's tokens are read"
-KERNEL_BACKEND = "attention and cache kernels (default: by device)"
 TENSOR_PARALLEL_SIZE = "devices to split the model over"
 """Help texts that several benchmarks share."""
 
@@ -39,9 +39,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help=GPU_MEMORY_UTILIZATION)
     parser.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
-    parser.add_argument(
-        "--kernel-backend", type=kernel_backend_called, choices=get_args(KernelBackend), help=KERNEL_BACKEND
-    )
+    add_kernel_backend_option(parser)
     add_sharding_options(parser)
     parser.add_argument("--data-parallel-size", type=int, default=1, help="replicas, each on devices of its own")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")

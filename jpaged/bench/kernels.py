@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ import numpy as np
 from jax import lax
 
 from jpaged import pallas_kernels as ops
-from jpaged.api.config import KernelBackend, kernel_backend_called
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import TRACES
+from jpaged.pallas_kernels import registry
 
 _L2_BYTES = 256 << 20  # rotate over at least this much; the largest L2 cache is 60 MB
 _PROGRAM_S = 4e-3  # length of one program, far above its dispatch
@@ -429,9 +429,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--backend",
-        type=kernel_backend_called,
-        choices=get_args(KernelBackend),
-        help="force one backend (default: by device)",
+        metavar="NAME",
+        help=f"force one backend of {', '.join(registry.backends())} (default: by device)",
     )
     parser.add_argument(
         "--json",
@@ -441,6 +440,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=7, help="batches of programs that the median is taken of")
     options = parser.parse_args(argv)
+    if options.backend is not None:
+        try:
+            options.backend = registry.canonical(options.backend)
+        except ValueError as error:
+            parser.error(f"--{error}")
     device = jax.devices()[0]
     if device.platform != "gpu":
         print(f"jpaged bench kernels needs a GPU; JAX sees only {device.platform}", file=sys.stderr)

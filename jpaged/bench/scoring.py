@@ -19,13 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpaged.api.config import DType, KernelBackend, kernel_backend_called
-from jpaged.bench.arguments import bench_parser, check_least
+from jpaged.api.config import DType
+from jpaged.bench.arguments import add_kernel_backend_option, bench_parser, check_least
 from jpaged.bench.engine_options import (
     BLOCK_SIZE,
     DTYPE,
     GPU_MEMORY_UTILIZATION,
-    KERNEL_BACKEND,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     PIPELINE_DEPTH,
@@ -68,9 +67,7 @@ def parser() -> argparse.ArgumentParser:
         help="compute equal beginnings of rows anew",
     )
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
-    result.add_argument(
-        "--kernel-backend", type=kernel_backend_called, choices=get_args(KernelBackend), help=KERNEL_BACKEND
-    )
+    add_kernel_backend_option(result)
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
     result.add_argument("--seed", type=int, default=0, help="of rows and random weights")
     return result

@@ -20,19 +20,18 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import numpy as np
 
-from jpaged.api.config import EngineArgs, KernelBackend, kernel_backend_called
+from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.bench.arguments import bench_parser, check_least
+from jpaged.bench.arguments import add_kernel_backend_option, bench_parser, check_least
 from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.engine_options import (
     BLOCK_SIZE,
-    KERNEL_BACKEND,
     PIPELINE_DEPTH,
     add_model_options,
     add_sampling_options,
@@ -62,9 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-model-len", type=int, help="tokens of the longest sequence (default: what the steps need)"
     )
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
-    result.add_argument(
-        "--kernel-backend", type=kernel_backend_called, choices=get_args(KernelBackend), help=KERNEL_BACKEND
-    )
+    add_kernel_backend_option(result)
     add_sharding_options(result)
     result.add_argument(
         "--read-gb-per-s", type=float, default=4424.0, help="the card's read bandwidth in GB/s, for the floor"

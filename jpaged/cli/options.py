@@ -5,7 +5,7 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from jpaged.api.config import DType, EngineArgs, KernelBackend, LoadFormat, PreemptionMode, kernel_backend_called
+from jpaged.api.config import DType, EngineArgs, LoadFormat, PreemptionMode
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -89,9 +89,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kernel-backend",
-        type=kernel_backend_called,
-        choices=get_args(KernelBackend),
-        help="attention, cache and MLP kernels (default: by device)",
+        metavar="NAME",
+        help='attention, cache and MLP kernels: "hopper" (or "mosaic") or "xla" (default: by device)',
     )
     group.add_argument(
         "--load-format", choices=get_args(LoadFormat), help='"dummy" makes random weights (default: auto)'

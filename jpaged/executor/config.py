@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.buckets import bucket_for, doublings, geometric_buckets
+from jpaged.pallas_kernels.registry import REFERENCE, is_reference
 
 LEAST_SAVED_TOKENS = 16_384
 """Tokens that a shared prefix must keep a step from reading in every layer, to be read by kernels of its own. With 8
@@ -51,7 +52,7 @@ class ExecutorConfig:
         """Which implementation of products and of sampling. None lets each pick by device, rows and shapes, even where
         a kernel backend is forced: few rows are XLA's, and so is what the kernels cannot do.
         """
-        return "xla" if self.kernel_backend == "xla" else None
+        return REFERENCE if is_reference(self.kernel_backend) else None
 
     @property
     def max_blocks_per_seq(self) -> int:

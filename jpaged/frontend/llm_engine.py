@@ -23,7 +23,7 @@ from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.sequences.request import Request, checked_salt
 from jpaged.engine.stats import EngineStats
 from jpaged.executor.distributed import Cluster, LeadingRunner, lead
-from jpaged.executor.start.startup import Startup, start
+from jpaged.executor.start.startup import Startup, start, with_known_backend
 from jpaged.frontend.generation_config import get_default_sampling_params
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.frontend.intake import RequestIntake
@@ -67,6 +67,7 @@ class LLMEngine(RequestIntake):
                 f"LLMEngine is one replica, got data_parallel_size={args.data_parallel_size}; use LLM, or"
                 f" ReplicatedEngine from jpaged.processes.replicas."
             )
+        args = with_known_backend(args)
         directory = model_directory(args)
         self.args = args
         self.startup = _start(args, directory) if startup is None else _same_start(args, startup)

@@ -143,8 +143,10 @@ def _import_named_modules() -> None:
                     _import_file(Path(name))
                 else:
                     import_module(name)
-            except Exception as error:
+            except BaseException as error:
                 _imported.discard(name)
+                if not isinstance(error, Exception):
+                    raise
                 raise InvalidParameterError(
                     f"{MODULES_VARIABLE} names {name!r}, which cannot be imported ({type(error).__name__}: {error});"
                     " correct it, or give the path of a .py file."

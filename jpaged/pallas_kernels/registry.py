@@ -186,6 +186,31 @@ def canonical(backend: str) -> str:
     return name
 
 
+def is_reference(backend: str | None) -> bool:
+    """Whether this names the backend that has every op and no kernels.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    return backend is not None and canonical(backend) == REFERENCE
+
+
+def kernels_here(backend: str | None = None) -> tuple[str, ...]:
+    """The backends with kernels that are chosen by default on JAX's default device, in order of preference.
+
+    backend: the one that the caller forces, of which alone is asked; None asks of all.
+    Raises:
+        ValueError: there is no such backend.
+    """
+    asked = backends() if backend is None else (canonical(backend),)
+    return tuple(name for name in asked if name != REFERENCE and runs_here(name))
+
+
+def has_registered() -> bool:
+    """Whether there is a backend from outside the package."""
+    return any(backend.file is None for backend in _BACKENDS)
+
+
 def missing(backend: str) -> str | None:
     """Why this installation cannot build a backend's kernels for any device; None if it can."""
     return _backend(canonical(backend)).missing()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,11 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged import LLM, SamplingParams
+from jpaged.api.errors import InvalidParameterError
+from jpaged.executor.start import startup
 from jpaged.pallas_kernels import decode_attention, devices, mixed_attention, ragged_attention, registry, write_kv
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.devices import Device
 from tests.pallas_kernels.marks import needs_mosaic
 from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_decode, make_world, random_queries
+from tests.tiny_models import TINY_ENGINE, tiny_model, write_tiny_model
 
 HOPPER, ADA, CPU = Device("gpu", (9, 0)), Device("gpu", (8, 9)), Device("cpu")
 
@@ -157,6 +162,45 @@ def test_an_unregistered_backend_leaves_nothing(toy: Toy) -> None:
 def test_what_cannot_be_registered_is_refused(toy: Toy, register: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         register()
+
+
+def test_an_engine_takes_a_backend_from_outside(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the other ops borrowed from the reference: its decode programs have the toy's attention, and its tokens are
+    the reference's. Compiled programs of neither are kept, since their files' names do not tell the toy's source.
+    """
+    for name, op in registry._OPS.items():
+        if name != "decode_attention":
+            run = op._implementation(registry._backend(registry.REFERENCE)).run
+            registry.register_implementation(name, "toy", run)
+    asked: list[tuple[str, ...]] = []
+
+    class Compiler(startup.Compiler):
+        def __init__(self, *arguments: Any, kept_on: tuple[str, ...], **options: Any) -> None:
+            asked.append(kept_on)
+            super().__init__(*arguments, kept_on=kept_on, **options)
+
+    monkeypatch.setattr(startup, "Compiler", Compiler)
+    directory = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path, use_torch=False)
+    options = TINY_ENGINE | {"model": str(directory)}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[3, 4, 5], list(range(3, 40))]
+
+    def tokens(backend: str) -> list[list[int]]:
+        llm = LLM(**options, kernel_backend=backend)
+        try:
+            return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        finally:
+            llm.engine.close()
+
+    expected = tokens("xla")
+    assert toy.calls == 0
+    assert tokens("toy") == expected
+    assert toy.calls > 0
+    assert asked == [()] * 4
+    registry.unregister_backend("toy")
+    with pytest.raises(InvalidParameterError, match="kernel_backend must be None or one of 'hopper', 'xla', got 'toy'"):
+        LLM(**options, kernel_backend="toy")
+    assert startup._kept_on() == startup.KEPT_PLATFORMS
 
 
 SHAPES = (jax.ShapeDtypeStruct((3, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 2, 16, 64), jnp.bfloat16))

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
+from jpaged.api.errors import InvalidParameterError, OutOfMemoryError, shown
 from jpaged.engine.interface import CacheGroup, Executor
 from jpaged.executor.buckets import fine_buckets, geometric_buckets
 from jpaged.executor.config import ExecutorConfig
@@ -51,6 +51,7 @@ from jpaged.host.garbage import set_objects_apart
 from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build, load
 from jpaged.models.sharding import load_sharded
+from jpaged.pallas_kernels import registry
 
 log = logging.getLogger("jpaged.startup")
 
@@ -131,8 +132,9 @@ def start(args: EngineArgs, directory: Path) -> Startup:
     Raises:
         CheckpointError, UnsupportedModelError: the model cannot be loaded.
         OutOfMemoryError: it does not fit, or max_model_len does not.
-        InvalidParameterError: max_model_len exceeds the model's context.
+        InvalidParameterError: max_model_len exceeds the model's context, or there is no such kernel_backend.
     """
+    args = with_known_backend(args)
     seconds: dict[str, float] = {}
     progress = args.verbose and sys.stderr.isatty()
     if args.verbose and not progress:  # a terminal gets progress bars instead
@@ -144,6 +146,25 @@ def start(args: EngineArgs, directory: Path) -> Startup:
     mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
     with mesh.as_default(), _without_collections(), KeptInterrupt() as interrupt:
         return _start_on(mesh, args, directory, seconds, progress, interrupt)
+
+
+def with_known_backend(args: EngineArgs) -> EngineArgs:
+    """The same with the own name of its kernel backend, where it gives an alias.
+
+    Raises:
+        InvalidParameterError: this process knows no such backend.
+    """
+    if args.kernel_backend is None:
+        return args
+    try:
+        return replace(args, kernel_backend=registry.canonical(args.kernel_backend))
+    except ValueError:
+        names = ", ".join(map(repr, registry.backends()))
+        raise InvalidParameterError(
+            f"kernel_backend must be None or one of {names}, got {shown(args.kernel_backend)}. Correct the name, or "
+            f"register the backend first, in the process that runs the engine "
+            f"(jpaged.pallas_kernels.register_backend)."
+        ) from None
 
 
 def _start_on(
@@ -166,6 +187,7 @@ def _start_on(
     config = replace(config, one_shot_rows=config.largest_body(rows))
 
     cores = usable_cores()
+    kept_on = _kept_on()
     with (
         WorkerThreads(1) as loader,
         WorkerThreads(cores, interrupt.check) as threads,
@@ -173,7 +195,7 @@ def _start_on(
     ):
         with _timed(seconds, "plan memory"):
             loading = loader.submit(_load, mesh, model, shard, directory, args, progress)
-            nominal = Compiler(Setup.of(shard, config), mesh, threads=threads, helpers=helpers)
+            nominal = Compiler(Setup.of(shard, config), mesh, threads=threads, helpers=helpers, kept_on=kept_on)
             with _refusals_of(config.kernel_backend):
                 if limit is not None:
                     nominal.call_helpers()
@@ -184,7 +206,7 @@ def _start_on(
             setup = _fit_to_pool(shard, config, memory.num_blocks, args.max_model_len)
             fitted = setup.config
         with _timed(seconds, "compile"):
-            compiler = Compiler(setup, mesh, threads=threads, helpers=helpers)
+            compiler = Compiler(setup, mesh, threads=threads, helpers=helpers, kept_on=kept_on)
             heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
             with _refusals_of(config.kernel_backend):
                 compiler.submit_pool_programs()
@@ -222,6 +244,13 @@ def _whence(origins: Mapping[Origin, int]) -> str:
     return ", ".join(f"{origins[origin]} {text}" for origin, text in said.items() if origins.get(origin))
 
 
+def _kept_on() -> tuple[str, ...]:
+    """Platforms whose programs are kept on disk: none where a kernel backend from outside is registered. Kept programs
+    are told apart by this package's sources, to which its kernels do not belong, and no other process knows it.
+    """
+    return () if registry.has_registered() else KEPT_PLATFORMS
+
+
 def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> AbstractContextManager[CompileProcesses | None]:
     """The helper processes for a cold start. None if programs cannot be cached or the model spans several hosts.
 
@@ -232,13 +261,14 @@ def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> Abstract
         spare = [unreserved_device_memory(device) for device in mesh.local_devices]
         count = helpful_processes(usable_cores(), min(spare))
     directory = cache_directory("programs")
-    if directory is None or not ExecutableCache.has_room(directory) or jax.process_count() > 1:
+    kept_on = _kept_on()
+    if not kept_on or directory is None or not ExecutableCache.has_room(directory) or jax.process_count() > 1:
         return nullcontext()
     ExecutableCache.sweep(directory)
     if len(config.token_buckets) + len(config.decode_buckets) < LEAST_SHARED:
         count = 0
     dtype = np.dtype(model.dtype).name
-    return CompileProcesses(count, Setting(model.config, dtype, mesh.size, KEPT_PLATFORMS, jax_settings()))
+    return CompileProcesses(count, Setting(model.config, dtype, mesh.size, kept_on, jax_settings()))
 
 
 def _load(mesh: DeviceMesh, model: Model, shard: Model, directory: Path, args: EngineArgs, progress: bool) -> Weights:

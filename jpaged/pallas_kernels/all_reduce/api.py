@@ -11,6 +11,7 @@ it takes a model's rows. "xla" is a `psum` with the kernel's rounding, which run
 `generations` as the kernel does. All of it is called inside `shard_map`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,14 +20,21 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels.all_reduce.inbox import MAX_CTAS, MOST_WORDS, most_rows
 from jpaged.pallas_kernels.all_reduce.operands import Operands
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.registry import Op
+from jpaged.pallas_kernels.registry import Op, backends, is_reference
 
 PEERS, ADD_NORM = Op("all_reduce_peers", __package__), Op("all_reduce_add_norm", __package__)
 
 
-def all_reduce_unsupported(hidden: int, dtype: Any, num_devices: int) -> str | None:
-    """Why the kernel cannot sum rows of this size over so many devices; None if it can."""
-    return ADD_NORM.unsupported("hopper", hidden, dtype, num_devices)
+def all_reduce_unsupported(hidden: int, dtype: Any, num_devices: int, among: Sequence[str] | None = None) -> str | None:
+    """Why no kernel can sum rows of this size over so many devices; None if one can.
+
+    among: the backends that are asked, one at least, in order of preference; by default all that have kernels, whatever
+        the device. The first one's reason is given.
+    """
+    asked = [name for name in backends() if not is_reference(name)] if among is None else among
+    question = (hidden, dtype, num_devices)
+    reasons = [PEERS.unsupported(name, *question) or ADD_NORM.unsupported(name, *question) for name in asked]
+    return None if None in reasons else reasons[0]
 
 
 def all_reduce_peers(inbox: jax.Array, *, axis: str, num_devices: int, backend: str | None = None) -> jax.Array:

@@ -9,6 +9,7 @@ from jpaged.api.errors import InvalidParameterError
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.start import one_shot
 from jpaged.executor.start.one_shot import one_shot_rows
+from jpaged.pallas_kernels import all_reduce_unsupported, devices, registry
 
 are_linked = one_shot._are_linked
 HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", core_count=132, local_hardware_id=0)
@@ -24,10 +25,10 @@ def shard(hidden: int = 4096, dtype: str = "bfloat16"):
 
 @pytest.fixture(autouse=True)
 def linked_hoppers(monkeypatch):
-    def unsupported(hidden, dtype, num_devices):
+    def unsupported(hidden, dtype, num_devices, among):
         return "rows do not fit" if hidden > 8192 else "not of 16 bits" if dtype == "float32" else None
 
-    monkeypatch.setattr(one_shot, "runs_here", lambda backend: True)
+    monkeypatch.setattr(one_shot, "kernels_here", lambda backend: (backend or "hopper",))
     monkeypatch.setattr(one_shot, "all_reduce_unsupported", unsupported)
     monkeypatch.setattr(one_shot, "_are_linked", lambda gpus: True)
 
@@ -84,6 +85,25 @@ def test_without_kernels_nothing_is_one_shot_unless_asked(cpu):
     assert one_shot_rows(32, backend, shard(), devices) == 32
 
 
+@pytest.mark.parametrize("forced", [None, "toy"])
+def test_the_op_is_asked_whether_a_backend_from_outside_has_the_kernel(monkeypatch, forced):
+    monkeypatch.setattr(one_shot, "kernels_here", registry.kernels_here)
+    monkeypatch.setattr(one_shot, "all_reduce_unsupported", all_reduce_unsupported)
+    monkeypatch.setattr(devices, "default_device", lambda: devices.Device("gpu", (8, 0)))
+    registry.register_backend("toy", runs_on=lambda device: device.capability == (8, 0))
+    try:
+        assert one_shot_rows(None, forced, shard(), mesh()) == 0
+        for op in ("all_reduce_peers", "all_reduce_add_norm"):
+            with pytest.raises(InvalidParameterError, match="one_shot_rows=64 cannot be had: there is no such kernel"):
+                one_shot_rows(64, forced, shard(), mesh())
+            registry.register_implementation(op, "toy", print)
+        assert one_shot_rows(None, forced, shard(), mesh()) == 8192
+        with pytest.raises(InvalidParameterError, match="the backend 'hopper' are not made for NVIDIA H200"):
+            one_shot_rows(64, "hopper", shard(), mesh())
+    finally:
+        registry.unregister_backend("toy")
+
+
 def test_one_device_adds_nothing():
     assert one_shot_rows(None, None, shard(), mesh(1)) == 0
 
@@ -94,14 +114,14 @@ def test_one_device_adds_nothing():
         ("float32", (shard(dtype="float32"), mesh()), "not of 16 bits"),
         ("wide", (shard(16384), mesh()), "rows do not fit"),
         ("few multiprocessors", (shard(), mesh(core_count=78)), "has 78 multiprocessors"),
-        ("older", (shard(), mesh(device_kind="NVIDIA A100")), "NVIDIA A100 is not of the Hopper generation"),
+        ("older", (shard(), mesh(device_kind="NVIDIA A100")), "the kernels are not made for NVIDIA A100"),
         ("apart", (shard(), mesh()), "NVLink does not join"),
         ("several processes", (shard(), mesh()), "several processes"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_left_to_xla_and_refused_where_asked_for(monkeypatch, name, given, reason):
     if name == "older":
-        monkeypatch.setattr(one_shot, "runs_here", lambda backend: False)
+        monkeypatch.setattr(one_shot, "kernels_here", lambda backend: ())
     if name == "apart":
         monkeypatch.setattr(one_shot, "_are_linked", lambda gpus: False)
     if name == "several processes":
