@@ -258,6 +258,25 @@ class TestLimits:
         assert footprint.alone(1000, 1040) == 5
         assert footprint.alone(1000, 1040, together=4) == 12
 
+    @pytest.mark.parametrize("width", [2, 4])
+    @pytest.mark.parametrize("window", [1, 6])
+    def test_a_search_ends_in_the_smallest_pool_that_admits_it(self, window, width):
+        """Its fork copies blocks while the prompt's last chunk is still held."""
+        groups = (CacheGroup(window=window),)
+        needed = Footprint(block_size=4, windows=(window,), step_tokens=64).alone(21, 24, together=width)
+        engine = Engine(
+            num_blocks=needed + 1, cache_groups=groups, max_num_batched_tokens=64, enable_prefix_caching=False
+        )
+        search = make_search("s", 21, width, 3)
+        engine.add(search)
+        engine.run(400)
+        assert search.finished
+        refusing = Engine(
+            num_blocks=needed, cache_groups=groups, max_num_batched_tokens=64, enable_prefix_caching=False
+        )
+        with pytest.raises(OutOfMemoryError):
+            refusing.add(make_search("s", 21, width, 3))
+
     def test_a_window_must_hold_the_query_itself(self):
         with pytest.raises(InvalidParameterError, match="window must be at least 1, got 0"):
             make_config(cache_groups=(CacheGroup(window=0),))
