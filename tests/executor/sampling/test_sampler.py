@@ -181,7 +181,7 @@ def test_only_where_a_kernel_draws_for_the_whole_vocabulary_does_one_program_ser
     own = {variant: variant for variant in SamplingVariant}
     shared = {**own, SAMPLING: TRUNCATED}
     for backend, shards, expected in (("xla", 1, own), ("hopper", 1, shared), ("hopper", 2, own)):
-        monkeypatch.setattr(sampler, "sample_tokens_backend", lambda vocab_size, backend=backend: backend)
+        monkeypatch.setattr(sampler, "sample_tokens_backend", lambda vocab_size, forced, backend=backend: backend)
         collectives = Collectives(shards, "model" if shards > 1 else None)
         assert {v: sampler.program_variant(v, VOCAB, collectives) for v in SamplingVariant} == expected
 
