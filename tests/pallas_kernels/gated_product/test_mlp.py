@@ -11,6 +11,7 @@ from flax import nnx
 
 from jpaged import models
 from jpaged.executor.mesh import WHOLE
+from jpaged.models.residual import Kernels
 from jpaged.models.sharding import MODEL_AXIS, shard_of
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.gated_product import hopper
@@ -30,8 +31,9 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hidden_states(model: models.Model, rows: int, weights: models.Weights, **options: Any) -> jax.Array:
+    """options: of `Kernels`."""
     tokens = jnp.arange(rows) % model.config.vocab_size
-    return model.forward(weights, tokens, jnp.arange(rows), models.dense_causal_attend, **options)
+    return model.forward(weights, tokens, jnp.arange(rows), models.dense_causal_attend, Kernels(**options))
 
 
 def is_kernel_in(program: Any) -> bool:
