@@ -6,12 +6,13 @@
 #     step              expected   what
 #     throughput-0.6b   4 min      Qwen3-0.6B: one request, 32 requests, 1,000 ShareGPT-like requests
 #     throughput-8b     6 min      Llama-3.1-8B: the same
-#     serving-0.6b      3 min      Qwen3-0.6B behind the server, 1,000 requests at once and 50 a second
-#     serving-8b        4 min      Llama-3.1-8B behind the server, 1,000 requests at once and 25 a second
+#     serving-0.6b      3 min      Qwen3-0.6B behind the server, 800 requests at 50 a second and 1,000 at once
+#     serving-8b        6 min      Llama-3.1-8B behind the server, 500 requests at 25 a second and 1,000 at once
 #
-# Each step runs other, this, this, other; the two of a pair show the spread. OUT gets a report for each run. The first
-# run of each checkout compiles, unless JPAGED_CACHE_DIR holds its programs. Compare two reports with
-# `python benchmarks/compare.py OTHER.json THIS.json`.
+# Throughput runs other, this, this, other; the two of a pair show the spread. Serving starts both servers, each with two
+# fifths of the GPU's memory, and loads them in turns, ROUNDS times (5) at the rate and BURSTS times (2) at once, so that no
+# measurement depends on one process alone. OUT gets a report for each run. The first run of each checkout compiles,
+# unless JPAGED_CACHE_DIR holds its programs. Compare two reports with `python benchmarks/compare.py OTHER.json THIS.json`.
 set -uo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 other=$(cd "${1:?the directory of another checkout}" && pwd)
@@ -26,7 +27,7 @@ in_turns() { # LIMIT_S FUNCTION MODEL
         [[ $which == other ]] && checkout=$other
         turn=$((turn + 1))
         echo "== $2 $3 $turn: $which"
-        (cd "$checkout" && export PYTHONPATH=$checkout && "$2" "$3" "$1" "$which-$turn")
+        (cd "$checkout" && export PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH} && "$2" "$3" "$1" "$which-$turn")
         echo "== exit code $?"
     done
 }
@@ -37,22 +38,56 @@ throughput() { # MODEL LIMIT_S NAME
         --json "$OUT/throughput-$1-$3.json"
 }
 
-serving() { # MODEL LIMIT_S NAME
-    local reports
-    reports=$(mktemp -d)
-    MODELS=$1 timeout --kill-after=10 "$2" bash benchmarks/serving.sh "$reports"
-    for report in "$reports"/*.json; do
-        mv "$report" "$OUT/$(basename "$report" .json)-$3.json"
+serving() { # MODEL RATE NUM_PROMPTS
+    local model=$1 work round which port
+    local -A checkouts=([other]=$other [this]=$here) ports=([other]=8765 [this]=8766) servers=()
+    work=$(mktemp -d)
+    PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" "$here/benchmarks/dummy_model.py" "$model" "$work/$model"
+    ulimit -n "$(ulimit -Hn)"
+    for which in other this; do
+        (cd "${checkouts[$which]}" && PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -m jpaged serve \
+            "$work/$model" --load-format dummy --served-model-name "$model" --port "${ports[$which]}" \
+            --gpu-memory-utilization 0.4 --no-access-log >"$OUT/serve-$model-$which.log" 2>&1) &
+        servers[$which]=$!
+        until curl -sf "http://127.0.0.1:${ports[$which]}/health" >/dev/null; do
+            kill -0 "${servers[$which]}" 2>/dev/null || { echo "server '$which' did not start" >&2; return 1; }
+            sleep 1
+        done
+        load "$model" "$which" 25 50 9 warm-up
     done
-    rmdir "$reports"
+    for round in $(seq "${ROUNDS:-5}"); do
+        for which in $( ((round % 2)) && echo other this || echo this other); do
+            load "$model" "$which" "$2" "$3" "$round" "$2-$round"
+        done
+    done
+    for round in $(seq "${BURSTS:-2}"); do
+        for which in $( ((round % 2)) && echo other this || echo this other); do
+            load "$model" "$which" inf 1000 "$((round + 100))" "inf-$round"
+        done
+    done
+    for which in other this; do
+        curl -sf "http://127.0.0.1:${ports[$which]}/metrics" >"$OUT/serve-$model-$which.metrics"
+        kill -TERM "${servers[$which]}"
+        wait "${servers[$which]}"
+    done
+    rm -rf "$work"
+}
+
+load() { # MODEL other|this RATE NUM_PROMPTS SEED NAME
+    local port=8765
+    [[ $2 == this ]] && port=8766
+    curl -sf -X POST "http://127.0.0.1:$port/reset_prefix_cache" >/dev/null
+    PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m jpaged bench serve --base-url "http://127.0.0.1:$port" \
+        --model "$1" --dataset sharegpt-like --request-rate "$3" --num-prompts "$4" --seed "$5" \
+        --json "$OUT/serve-$1-$6-$2.json"
 }
 
 for step in "$@"; do
     case $step in
         throughput-0.6b) in_turns 150 throughput qwen3-0.6b ;;
         throughput-8b) in_turns 200 throughput llama-3.1-8b ;;
-        serving-0.6b) in_turns 150 serving qwen3-0.6b ;;
-        serving-8b) in_turns 200 serving llama-3.1-8b ;;
+        serving-0.6b) serving qwen3-0.6b 50 800 ;;
+        serving-8b) serving llama-3.1-8b 25 500 ;;
         *)
             echo "unknown step $step; see the top of $0" >&2
             exit 2 ;;
