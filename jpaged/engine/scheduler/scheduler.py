@@ -67,10 +67,10 @@ class Scheduler:
         self._num_arrived = 0
         self._pins = PinnedPrefixes(self.pool)
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
-        blocks = BlockManager(self.pool, self.slots)
-        self._dependents = Dependents(kinds, self.slots, blocks)
+        self._blocks = BlockManager(self.pool, self.slots)
+        self._dependents = Dependents(kinds, self.slots, self._blocks)
         state = SchedulerState(
-            config, self.pool, self.slots, blocks, self.swap_space, self._waiting, self._dependents, Counters()
+            config, self.pool, self.slots, self._blocks, self.swap_space, self._waiting, self._dependents, Counters()
         )
         self._tenants = Tenants(state)
         self.preemption = Preemption(state, self._tenants)
@@ -187,13 +187,14 @@ class Scheduler:
             The number of tokens kept.
         Raises:
             InvalidParameterError: the engine was started without prefix caching.
-            OutOfMemoryError: what is left of the pool would not hold the longest sequence, or an unfinished request.
+            OutOfMemoryError: what is left of the pool would not hold the longest sequence, or an unfinished request;
+                or the pin would take blocks that are reserved for prompts being computed, so it can be had later.
         """
         footprint, longest = self.config.footprint, self.config.max_model_len
         needed = [footprint.alone(longest, longest)]
         for group in self._tenants.groups.values():
             needed.append(footprint.alone(group.leader.prompt_len, group.leader.max_len, group.num_together))
-        return self._pins.pin(token_ids, cache_salt, num_needed=max(needed))
+        return self._pins.pin(token_ids, cache_salt, self._blocks.num_available, num_needed=max(needed))
 
     def unpin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix go its way again. Returns whether it was pinned."""
