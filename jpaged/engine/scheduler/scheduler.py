@@ -1,7 +1,7 @@
 """The control plane's face: requests go in, plans come out, and the plans' results go in again.
 
     add(request)                  the queue          `waiting_queue.py`
-    schedule() -> StepPlan        planning           `planning.py`, with `admission.py` and `preemption.py`
+    schedule() -> StepPlan        planning           `planning.py`, which names the files of its parts
     update(plan, result)          results            `results.py`
 
 `schedule` may be called again before the results of earlier plans are given to `update`.
@@ -22,7 +22,6 @@ from jpaged.engine.kv.host_tier import HostTier
 from jpaged.engine.kv.pins import PinnedPrefixes
 from jpaged.engine.kv.swap_space import SwapSpace
 from jpaged.engine.limits import RequestLimits
-from jpaged.engine.scheduler.admission import Admission
 from jpaged.engine.scheduler.inspection import Inspection
 from jpaged.engine.scheduler.planning import NoPlan, Planner
 from jpaged.engine.scheduler.preemption import Preemption
@@ -74,7 +73,7 @@ class Scheduler:
         )
         self._tenants = Tenants(state)
         self.preemption = Preemption(state, self._tenants)
-        self._planner = Planner(state, self._tenants, self.preemption, Admission(state))
+        self._planner = Planner(state, self._tenants, self.preemption)
         self._inspection = Inspection(state, self._tenants, self._pins)
         self._results = Results(state, self._tenants)
 
