@@ -71,8 +71,8 @@ class AsyncLink:
         on_message: "Callable[[AsyncLink, FromEngine], None]",
         on_end: "Callable[[AsyncLink, EngineDeadError | None], None]",
     ) -> None:
-        """Begins to read. on_end: called with an error if a frame is wrong, which closes the link; and with None when it
-        has closed."""
+        """Begins to read. on_end: called with an error if a frame is wrong, which closes the link; called with None
+        once it is closed."""
 
         def protocol() -> asyncio.Protocol:
             return _Frames(lambda message: on_message(self, message), lambda error: on_end(self, error))

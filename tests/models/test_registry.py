@@ -168,13 +168,19 @@ class TestABrokenPackage:
         for _ in range(2):
             with pytest.raises(InvalidParameterError) as refused:
                 models.ModelConfig.from_dict(CONFIG | {"architectures": ["BrokenForCausalLM"]})
-            for part in ("BrokenForCausalLM", "'broken_wolves:WOLF'", "package 'broken'", "no_such_dependency", "update"):
+            for part in (
+                "BrokenForCausalLM",
+                "'broken_wolves:WOLF'",
+                "package 'broken'",
+                "no_such_dependency",
+                "update",
+            ):
                 assert part in str(refused.value)
             assert isinstance(refused.value.__cause__, ModuleNotFoundError)
 
     def test_an_object_that_is_no_family_is_refused_likewise(self, tmp_path: Path) -> None:
         (tmp_path / "broken_wolves.py").write_text("WOLF = 7\n")
-        with pytest.raises(InvalidParameterError, match="package 'broken'.*lacks model_type"):
+        with pytest.raises(InvalidParameterError, match=r"package 'broken'.*lacks model_type"):
             models.ModelConfig.from_dict(CONFIG | {"architectures": ["BrokenForCausalLM"]})
         sys.modules.pop("broken_wolves", None)
 
@@ -184,7 +190,7 @@ class TestABrokenPackage:
         assert config.architecture == "FoxForCausalLM"
 
     def test_a_model_type_that_nobody_has_is_unsupported_and_what_could_not_be_asked_is_named(self) -> None:
-        with pytest.raises(UnsupportedModelError, match="model_type 'badger'.*package 'broken'"):
+        with pytest.raises(UnsupportedModelError, match=r"model_type 'badger'.*package 'broken'"):
             models.ModelConfig.from_dict(CONFIG | {"architectures": None, "model_type": "badger"})
 
 
