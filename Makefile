@@ -14,7 +14,7 @@ help:
 	@echo "make demo   install into $(VENV) and tell a story with the embedded model"
 	@echo "make chat   talk to the embedded model"
 	@echo "make test   install what the tests need and run them, with lint and types"
-	@echo "make test-fast   the tests of control plane, protocol, text and API, which compile nothing: under a minute"
+	@echo "make test-fast   the tests of control plane, protocol, text and API, which compile nothing"
 	@echo "make drills   what takes long or needs GPUs, each with its target: whole servers and shards under kills and load"
 	@echo "make test-ray   the tests that need Ray, which this installs"
 	@echo "make test-browser   the tests of the server's page, which need Chromium (Debian: chromium, chromium-driver)"

@@ -204,7 +204,7 @@ def timed_parts() -> Iterator[dict[str, float]]:
     with ExitStack() as patches:
         patches.enter_context(timed(Scheduler, "schedule", lambda _: "schedule"))
         patches.enter_context(timed(Scheduler, "update", lambda _: "update"))
-        patches.enter_context(timed(handle.Step, "result", lambda _: "read"))
+        patches.enter_context(timed(handle.DispatchedStep, "result", lambda _: "read"))
         patches.enter_context(timed(runner.Runner, "_run", of_program))
         yield seconds
 

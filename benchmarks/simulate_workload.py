@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.bench.answered_step import AnsweredStep
 from jpaged.bench.workloads import WORKLOADS, BenchRequest, make_requests
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
@@ -65,17 +66,6 @@ class Step:
     pairs: int
 
 
-class _Answer:
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def is_ready(self) -> bool:
-        return True
-
-    def result(self) -> StepResult:
-        return self._result
-
-
 class RecordingExecutor:
     """Samples made-up tokens and notes what each step had to do."""
 
@@ -85,7 +75,7 @@ class RecordingExecutor:
         slots = max_num_seqs + 1
         self._lengths, self._ends = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
 
-    def execute(self, plan: StepPlan) -> _Answer:
+    def execute(self, plan: StepPlan) -> AnsweredStep:
         for start in plan.starts:
             self._lengths[start.slot], self._ends[start.slot] = start.num_computed_tokens, start.max_len
         decodes = plan.decode_slots
@@ -103,7 +93,7 @@ class RecordingExecutor:
             self.steps.append(Step(rows, bucket, int(self._lengths[slots].sum()), pairs))
         ended = running & (self._lengths[slots] + 1 >= self._ends[slots])
         codes = np.where(ended, FinishCode.LENGTH, FinishCode.RUNNING).astype(np.uint8)
-        return _Answer(StepResult(np.where(running, 7, NO_TOKEN).astype(np.int32)[:, None], codes))
+        return AnsweredStep(StepResult(np.where(running, 7, NO_TOKEN).astype(np.int32)[:, None], codes))
 
 
 def simulate(

@@ -10,7 +10,7 @@
 #     throughput-0.6b   80 s       Qwen3-0.6B: every workload
 #     throughput-8b     160 s      Llama-3.1-8B: every workload
 #     shared-prefix     70 s       both models, a prefix that 512 requests share read once
-#     steps             60 s       a decode step by kernel, both models
+#     steps             60 s       a decode step by kernel, both models, batches of 1, 32, 256 and 1,000
 #     sequences         2-3 min    8B: four samples and beams of four, beside separate requests and greedy decoding
 #     memory            2-3 min    8B: block sizes (Fig. 18), swap against recompute (Fig. 19)
 #     scoring           60 s       8B: 300 rows of 1,024 tokens, beside the prefill roofline
@@ -62,7 +62,7 @@ for name in "$@"; do
             done ;;
         steps)
             for model in qwen3-0.6b llama-3.1-8b; do
-                bench "$name $model" 120 steps "steps-$model" --model "$model" --load-format dummy \
+                bench "$name $model" 120 steps "steps-$model-four-batches" --model "$model" --load-format dummy \
                     --max-model-len 17000 --batch 1 --batch 32 --batch 256 --batch 1000 --steps 32
             done ;;
         sequences)
@@ -72,7 +72,8 @@ for name in "$@"; do
             bench "$name" 300 memory memory-llama-3.1-8b --figure 18 --figure 19 --model llama-3.1-8b \
                 --load-format dummy --num-prompts 400 ;;
         scoring)
-            bench "$name" 150 scoring scoring-llama-3.1-8b --model llama-3.1-8b --load-format dummy --num-rows 300 ;;
+            bench "$name" 150 scoring scoring-llama-3.1-8b-300-rows --model llama-3.1-8b --load-format dummy \
+                --num-rows 300 ;;
         serving)
             step "$name" 540 bash benchmarks/serving.sh "$OUT" ;;
         *)

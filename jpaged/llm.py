@@ -238,7 +238,8 @@ class LLM:
 
         Raises:
             InvalidPromptError: as `generate`. InvalidParameterError: the engine was started without prefix caching.
-            OutOfMemoryError: what is left of the pool would not hold the longest sequence.
+            OutOfMemoryError: what is left of the pool would not hold the longest sequence, or an unfinished request; or
+                the free blocks are reserved for prompts that are being computed, so that it can be pinned later.
         """
         with self._turn():
             if isinstance(self.engine, LLMEngine):  # replicas compute it themselves, each of them

@@ -32,6 +32,7 @@ FAST = (
     "executor/start/test_worker_threads.py",
     "host",
     "models/test_config.py",
+    "processes/test_links.py",
     "processes/test_pool_view.py",
     "processes/test_router.py",
     "processes/test_wire.py",

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.bench.answered_step import AnsweredStep
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
@@ -40,17 +41,6 @@ _PROMPT_LEN = 64
 _FORKED_BLOCKS = (10, 100, 1000)
 
 
-class _Handle:
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def is_ready(self) -> bool:
-        return True
-
-    def result(self) -> StepResult:
-        return self._result
-
-
 class InstantExecutor:
     """Samples token 1 for every active row, and stops sequences at their greatest length, as the device would."""
 
@@ -58,7 +48,7 @@ class InstantExecutor:
         self._lengths = np.zeros((config.max_num_seqs,), np.int64)
         self._limits = np.zeros((config.max_num_seqs,), np.int64)
 
-    def execute(self, plan: StepPlan) -> _Handle:
+    def execute(self, plan: StepPlan) -> AnsweredStep:
         for start in plan.starts:
             self._lengths[start.slot] = len(start.token_ids)
             self._limits[start.slot] = start.max_len
@@ -70,7 +60,7 @@ class InstantExecutor:
         samples &= self._lengths[rows] < self._limits[rows]
         self._lengths[rows] += samples
         codes = ((self._lengths[rows] == self._limits[rows]) & samples).astype(np.uint8) * np.uint8(FinishCode.LENGTH)
-        return _Handle(StepResult(np.where(samples, 1, NO_TOKEN).astype(np.int32)[:, None], codes))
+        return AnsweredStep(StepResult(np.where(samples, 1, NO_TOKEN).astype(np.int32)[:, None], codes))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from jpaged.api.errors import InvalidParameterError, JPagedError
 from jpaged.engine.interface import Executor, StepPlan
 from jpaged.executor import plan_codec
 from jpaged.executor.start.startup import start
-from jpaged.executor.step.handle import Step
+from jpaged.executor.step.handle import DispatchedStep
 from jpaged.executor.step.runner import Runner
 from jpaged.host.hub import model_directory
 
@@ -98,7 +98,7 @@ class LeadingRunner:
         self.runner = runner
         self._workers = workers
 
-    def execute(self, plan: StepPlan) -> Step:
+    def execute(self, plan: StepPlan) -> DispatchedStep:
         """As `Runner.execute`. Raises JPagedError when a worker is gone."""
         self._workers.send(plan_codec.encode(plan))
         return self.runner.execute(plan)

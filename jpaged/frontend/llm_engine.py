@@ -173,7 +173,8 @@ class LLMEngine(RequestIntake):
 
         Raises:
             InvalidPromptError: as `add_request`. InvalidParameterError: there is no prefix cache.
-            OutOfMemoryError: too little of the pool would be left.
+            OutOfMemoryError: too little of the pool would be left, or the free blocks are reserved for prompts that are
+                being computed.
         """
         self._check_ready()
         return self._core.pin_prefix(self._token_array(prompt), checked_salt(cache_salt))

@@ -9,7 +9,7 @@ From a checkpoint to logits:
     logits = model.logits(weights, hidden)                                    # float32 [T, vocab]
 
 A family of models that this package does not have is registered from outside: see `register`, `Family` and
-docs/adding_a_model.md.
+docs/adding_a_model.md. All that the families of this package are made of is exported here for those from outside.
 
 From training to a checkpoint that `load`, transformers and other engines read. The flat tuple of weights is a
 pytree, so optax can train it as it is; who prefers a Flax module takes one and gives it back:
@@ -22,33 +22,62 @@ pytree, so optax can train it as it is; who prefers a Flax module takes one and 
 
 from jpaged.host.hub import resolve
 from jpaged.models import families as _families  # registers those of this package
+from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
-from jpaged.models.config_reader import ConfigReader
+from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.dense import dense_causal_attend
 from jpaged.models.family import Attend, CausalLM, Family
+from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
+from jpaged.models.linear import Embedding, Linear, PartialSum
+from jpaged.models.loading import pieces
 from jpaged.models.loading.checkpoint import load, save_pretrained
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.model import Model, Weights, build, resolve_dtype
+from jpaged.models.norms import LayerNorm, Norm, RMSNorm
+from jpaged.models.parameters import Normal, parameter
 from jpaged.models.registry import register, supported_architectures
+from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
+from jpaged.models.rope import Rope, parse_rope
 
 del _families
 
 __all__ = [
+    "MLP",
+    "PLAIN_XLA",
     "Attend",
+    "Attention",
     "CausalLM",
+    "Collectives",
     "ConfigReader",
+    "Embedding",
     "Family",
+    "GatedMLP",
+    "Kernels",
+    "LayerNorm",
+    "Linear",
     "Model",
     "ModelConfig",
+    "Norm",
+    "Normal",
+    "PartialSum",
     "Piece",
+    "RMSNorm",
+    "Rope",
+    "Stream",
     "TiedTensor",
     "Weights",
+    "begin_stream",
     "build",
     "dense_causal_attend",
+    "divide_into_heads",
     "load",
+    "parameter",
+    "parse_rope",
+    "pieces",
     "register",
     "resolve",
     "resolve_dtype",
+    "run_layers",
     "save_pretrained",
     "supported_architectures",
 ]

@@ -17,9 +17,9 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ def family_of(architecture: str) -> Family[Any]:
 
     Raises:
         UnsupportedModelError: none does.
-        InvalidParameterError: a module that should register one cannot be imported.
+        InvalidParameterError: a module that should register one cannot be imported, or an installed package's entry
+            point gives none.
     """
     family = _find(architecture)
     if family is None:
@@ -70,11 +71,17 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
     Raises: as `family_of`.
     """
-    named = config.get("architectures") or _architecture_by_type(config.get("model_type"))
+    _import_named_modules()
+    named = config.get("architectures")
+    if not named:
+        return _architecture_by_type(config.get("model_type"))
+    broken: list[InvalidParameterError] = []
     for architecture in named if isinstance(named, list | tuple) else [named]:
-        if isinstance(architecture, str) and _find(architecture) is not None:
+        if isinstance(architecture, str) and _runs(architecture, broken):
             return architecture
-    raise _unsupported(config.get("architectures") or f"model_type {config.get('model_type')!r}")
+    if broken:
+        raise broken[0]
+    raise _unsupported(named)
 
 
 def supported_architectures() -> tuple[str, ...]:
@@ -110,24 +117,56 @@ _CONTRACT = ("model_type", "base_prefix", "derived_tensors", "read_config", "mod
 def _find(architecture: str) -> Family[Any] | None:
     _import_named_modules()
     if architecture not in _families:
+        broken: InvalidParameterError | None = None
         for entry in entry_points(group=ENTRY_POINT_GROUP, name=architecture):
-            register(architecture, entry.load())
+            try:
+                register(architecture, entry.load())
+            except Exception as error:  # whatever the other package raises
+                broken = _broken(entry, error)
+        if broken is not None and architecture not in _families:
+            raise broken
     return _families.get(architecture)
 
 
-def _architecture_by_type(model_type: Any) -> str | None:
+def _broken(entry: EntryPoint, error: Exception) -> InvalidParameterError:
+    package = "an installed package" if entry.dist is None else f"the package {entry.dist.name!r}"
+    described = InvalidParameterError(
+        f"The entry point {entry.name} = {entry.value!r} of {package}, in the group {ENTRY_POINT_GROUP!r}, gives no"
+        f" model family ({type(error).__name__}: {error}); mend, update or uninstall the package."
+    )
+    described.__cause__ = error
+    return described
+
+
+def _runs(architecture: str, broken: list[InvalidParameterError]) -> bool:
+    """Whether there is a family for it. An entry point that gives none is appended to `broken`."""
+    try:
+        return _find(architecture) is not None
+    except InvalidParameterError as error:
+        broken.append(error)
+        return False
+
+
+def _architecture_by_type(model_type: Any) -> str:
+    broken: list[InvalidParameterError] = []
     for architecture in supported_architectures():
-        family = _find(architecture)
-        if family is not None and family.model_type == model_type:
+        if _runs(architecture, broken) and _families[architecture].model_type == model_type:
             return architecture
-    return None
+    raise _unsupported(f"of model_type {model_type!r}", broken)
 
 
-def _unsupported(architecture: Any) -> UnsupportedModelError:
+def _unsupported(architecture: Any, broken: Sequence[InvalidParameterError] = ()) -> UnsupportedModelError:
+    """broken: what kept families from being asked."""
     return UnsupportedModelError(
-        f"config.json: architecture {architecture} is not supported; supported: {', '.join(supported_architectures())}."
-        f" One from outside jpaged must be known in every process: by the environment variable {MODULES_VARIABLE}, or"
-        f" an entry point of an installed package (docs/adding_a_model.md)."
+        " ".join(
+            [
+                f"config.json: architecture {architecture} is not supported; supported:"
+                f" {', '.join(supported_architectures())}. One from outside jpaged must be known in every process: by"
+                f" the environment variable {MODULES_VARIABLE}, or an entry point of an installed package"
+                f" (docs/adding_a_model.md).",
+                *map(str, broken),
+            ]
+        )
     )
 
 

@@ -1,6 +1,6 @@
 """The residual stream of a model's tokens, and the sums over shards that are added to it.
 
-    stream = begin(embedding.lookup(...), ...)
+    stream = begin_stream(embedding.lookup(...), ...)
     layer:  stream.add(attention(stream.normed(attention_norm), ...))      `add` takes a shard's term of a sum
             stream.add(mlp(stream.normed(mlp_norm), stream.backend))       `normed` is what the next layer reads
     stream.normed(norm)
@@ -87,7 +87,9 @@ class Stream:
             self.exchange.become(other.exchange)
 
 
-def begin(rows: jax.Array, collectives: Collectives, kernels: Kernels, positions: jax.Array | None = None) -> Stream:
+def begin_stream(
+    rows: jax.Array, collectives: Collectives, kernels: Kernels, positions: jax.Array | None = None
+) -> Stream:
     """The stream of tokens [T].
 
     rows: [T, hidden], of the embedding: a shard's term of their sum (`Embedding.lookup`).

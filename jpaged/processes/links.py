@@ -71,7 +71,8 @@ class AsyncLink:
         on_message: "Callable[[AsyncLink, FromEngine], None]",
         on_end: "Callable[[AsyncLink, EngineDeadError | None], None]",
     ) -> None:
-        """Begins to read. on_end: called at least once; with an error if the frames are wrong, else when it closed."""
+        """Begins to read. on_end: called with an error if a frame is wrong, which closes the link; called with None
+        once it is closed."""
 
         def protocol() -> asyncio.Protocol:
             return _Frames(lambda message: on_message(self, message), lambda error: on_end(self, error))
@@ -100,12 +101,18 @@ class _Frames(asyncio.Protocol):
         self._on_message = on_message
         self._on_end = on_end
         self._reader = FrameReader(FromEngine)
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._reader.feed(data):
                 self._on_message(message)
         except EngineDeadError as error:
+            if self._transport is not None:
+                self._transport.close()  # nothing after a bad frame can be read
             self._on_end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -146,6 +146,54 @@ def test_another_process_knows_the_families_of_installed_packages(tmp_path: Path
     assert ask(json.dumps(CONFIG), folder=ROOT, PYTHONPATH=path) == "foxes 9"
 
 
+@pytest.fixture
+def broken_package(tmp_path: Path, monkeypatch) -> Iterator[None]:
+    """An installed package whose entry point cannot be imported, which comes before one that can."""
+    (tmp_path / "foxes.py").write_text(FAMILY)
+    entries = {"broken": "BrokenForCausalLM = broken_wolves:WOLF", "foxes": "FoxForCausalLM = foxes:FOX"}
+    for name, entry in entries.items():
+        directory = tmp_path / f"{name}-1.0.dist-info"
+        directory.mkdir()
+        (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (directory / "entry_points.txt").write_text(f"[jpaged.models]\n{entry}\n")
+    (tmp_path / "broken_wolves.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("foxes", None)
+
+
+@pytest.mark.usefixtures("broken_package")
+class TestABrokenPackage:
+    def test_its_model_is_refused_in_words_that_name_the_package_and_the_cause(self) -> None:
+        for _ in range(2):
+            with pytest.raises(InvalidParameterError) as refused:
+                models.ModelConfig.from_dict(CONFIG | {"architectures": ["BrokenForCausalLM"]})
+            for part in (
+                "BrokenForCausalLM",
+                "'broken_wolves:WOLF'",
+                "package 'broken'",
+                "no_such_dependency",
+                "update",
+            ):
+                assert part in str(refused.value)
+            assert isinstance(refused.value.__cause__, ModuleNotFoundError)
+
+    def test_an_object_that_is_no_family_is_refused_likewise(self, tmp_path: Path) -> None:
+        (tmp_path / "broken_wolves.py").write_text("WOLF = 7\n")
+        with pytest.raises(InvalidParameterError, match=r"package 'broken'.*lacks model_type"):
+            models.ModelConfig.from_dict(CONFIG | {"architectures": ["BrokenForCausalLM"]})
+        sys.modules.pop("broken_wolves", None)
+
+    @pytest.mark.parametrize("named", [["FoxForCausalLM"], ["BrokenForCausalLM", "FoxForCausalLM"], None])
+    def test_other_models_work(self, named: list[str] | None) -> None:
+        config = models.ModelConfig.from_dict(CONFIG | {"architectures": named})
+        assert config.architecture == "FoxForCausalLM"
+
+    def test_a_model_type_that_nobody_has_is_unsupported_and_what_could_not_be_asked_is_named(self) -> None:
+        with pytest.raises(UnsupportedModelError, match=r"model_type 'badger'.*package 'broken'"):
+            models.ModelConfig.from_dict(CONFIG | {"architectures": None, "model_type": "badger"})
+
+
 def test_a_configuration_crosses_to_a_process_that_finds_its_class_by_the_environment(file: Path, monkeypatch) -> None:
     """As helpers that compile get it, which read no config.json. A shard's stays a shard's."""
     monkeypatch.setenv(registry.MODULES_VARIABLE, str(file))

@@ -164,8 +164,11 @@ def test_who_stops_listening_aborts_the_request_before_or_after_its_start(num_to
         assert aborted.handles == [add.handle]
         assert played.open() == (0, 0, 0)
         played.send(step([update(add.handle, [9])]))  # was under way
-        await asyncio.sleep(0.01)
-        assert played.finished() == 1
+        other = asyncio.ensure_future(last(played.engine.generate([5], SamplingParams(max_tokens=1))))
+        add = await played.receive()
+        played.send(step([update(add.handle, [9], "length")], started=[add.handle]))
+        await other  # so what came before has been taken, too
+        assert played.finished() == 2
 
     play(scene)
 

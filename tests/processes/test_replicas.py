@@ -38,6 +38,7 @@ class EchoEngine:
 
     held: while it is set, steps answer nothing. size: how often an answer repeats its prompt.
     num_blocks: that are left to requests; a pinned prefix takes one for each of its tokens.
+    pins: has room for them, False where every pin is refused.
     """
 
     vocab_size, eos_token_ids = 100, (1,)
@@ -52,6 +53,8 @@ class EchoEngine:
         self.held = False
         self.size = 1
         self.num_blocks = 2000
+        self.pinned: list[list[int]] = []
+        self.pins = True
 
     def request_limits(self) -> RequestLimits:
         return RequestLimits(
@@ -90,15 +93,22 @@ class EchoEngine:
 
     def reset_prefix_cache(self) -> bool:
         self.num_blocks = 2000
+        self.pinned.clear()
         return True
 
     def pin_prefix(self, prompt: list[int], cache_salt: str | None) -> int:
+        if not self.pins:
+            raise OutOfMemoryError("no room for a pin")
+        self.pinned.append(prompt)
         self.num_blocks -= len(prompt)
         return len(prompt)
 
     def unpin_prefix(self, prompt: list[int], cache_salt: str | None) -> bool:
+        if prompt not in self.pinned:
+            return False
+        self.pinned.remove(prompt)
         self.num_blocks += len(prompt)
-        return False
+        return True
 
 
 class ReplicaThread:
@@ -280,6 +290,18 @@ def test_a_prefix_that_a_replica_refuses_is_refused_by_pin_prefix_and_not_by_ste
         engine.pin_prefix([REFUSED_TOKEN, 5])
     assert run(engine) == {"other": 3}
     assert engine.pin_prefix([5, 6, 7]) == 3
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_pin_that_one_replica_refuses_stays_on_none(engine, refusing):
+    engine.pin_prefix([2, 3])
+    echoes(engine)[refusing].pins = False
+    with pytest.raises(OutOfMemoryError, match="no room for a pin"):
+        engine.pin_prefix([5, 6, 7])
+    assert [echo.pinned for echo in echoes(engine)] == [[[2, 3]]] * 2
+    assert engine._inputs.limits.num_blocks == 2000 - 2, "what a request must keep to"
+    assert engine.unpin_prefix([2, 3]) is True
     assert_idle(engine)
 
 

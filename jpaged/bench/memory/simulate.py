@@ -16,6 +16,7 @@ import numpy as np
 
 from jpaged.api.errors import EngineDeadError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.bench.answered_step import AnsweredStep
 from jpaged.bench.memory.reservation import ReservationPool
 from jpaged.bench.memory.setups import Setup, StepTime
 from jpaged.bench.memory.traces import TraceRequest
@@ -113,7 +114,7 @@ class SimulatedDevice:
         self._limits = np.zeros((config.max_num_seqs,), np.int64)
         self._num_sampled = 0
 
-    def execute(self, plan: StepPlan) -> "_Handle":
+    def execute(self, plan: StepPlan) -> AnsweredStep:
         for start in plan.starts:
             self._lengths[start.slot] = len(start.token_ids)
             self._limits[start.slot] = start.max_len
@@ -131,15 +132,7 @@ class SimulatedDevice:
         codes = ((self._lengths[rows] == self._limits[rows]) & samples).astype(np.uint8) * np.uint8(FinishCode.LENGTH)
         tokens = (np.arange(self._num_sampled, self._num_sampled + len(rows)) % _VOCAB_SIZE).astype(np.int32)
         self._num_sampled += len(rows)
-        return _Handle(StepResult(np.where(samples, tokens, NO_TOKEN).astype(np.int32)[:, None], codes))
-
-
-class _Handle:
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def result(self) -> StepResult:
-        return self._result
+        return AnsweredStep(StepResult(np.where(samples, tokens, NO_TOKEN).astype(np.int32)[:, None], codes))
 
 
 def make_scheduler(setup: Setup, serving: Serving) -> Scheduler:

@@ -37,20 +37,18 @@ class Searches(DependentRows):
 
     def admitted(self, group: Group) -> None:
         """A search has got its slots."""
-        if isinstance(group, BeamGroup):
-            self._groups.append(group)
+        self._groups.append(_search(group))
 
     def begins(self, group: Group, slots: Sequence[int]) -> None:
         """The beams in these slots wait for candidates from here; those to be forked from them need rows after that."""
         siblings = [sibling.slot for sibling in group.siblings_to_fork]
         super().begins(group, [*slots, *siblings])
-        if isinstance(group, BeamGroup):
-            group.num_due += len(slots) + len(siblings)
+        _search(group).num_due += len(slots) + len(siblings)
 
     def left(self, request: Request) -> None:
         """A beam loses its slot, and its search with it."""
-        group = request.group
-        if isinstance(group, BeamGroup) and group in self._groups:
+        group = _search(request.group)
+        if group in self._groups:
             self._groups.remove(group)
             group.rest()
 
@@ -97,10 +95,11 @@ class Searches(DependentRows):
         requests, found = self._slots.requests, result.logprobs
         for row, slot in zip(rows.tolist(), slots[rows].tolist(), strict=True):
             request = requests[slot]
-            if request is None or found is None or not isinstance(request.group, BeamGroup):
-                raise EngineDeadError(f"Slot {slot} ran as a beam's, but is not, or came back without candidates.")
-            if request.group.take_candidates(request.index, found, row):
-                complete.append(request.group)
+            if request is None or found is None:
+                raise EngineDeadError(f"Slot {slot} ran as a beam's, but is free, or came back without candidates.")
+            group = _search(request.group)
+            if group.take_candidates(request.index, found, row):
+                complete.append(group)
         known = self._slots.num_known[[group.leader.slot for group in complete]].tolist()
         going_on: list[BeamGroup] = []
         ended: list[Ended] = []
@@ -140,6 +139,13 @@ class Searches(DependentRows):
         group.pending_moves = list(zip(own_slots, parents, choice.token_ids, strict=True))
         group.is_ready = True
         return True
+
+
+def _search(group: Group) -> BeamGroup:
+    """The group of a request that `Searches.group_of` took. Raises EngineDeadError for any other."""
+    if not isinstance(group, BeamGroup):
+        raise EngineDeadError(f"Request {group.leader.request_id!r} is no beam search, but came to one.")
+    return group
 
 
 def _ended(group: BeamGroup) -> list[Ended]:

@@ -5,8 +5,8 @@ one token behind; a prompt, or what a preempted sequence has to compute again, i
 chunks. Each step serves, in this order and until the budget is spent:
 
     1. decode rows                one token each of the budget
-    2. chunks of running prompts  as many tokens as the budget leaves
-    3. waiting requests           in policy order, never past the first that does not fit
+    2. chunks of running prompts  as many tokens as the budget leaves (`chunks.py`)
+    3. waiting requests           in policy order, never past the first that does not fit (`waiting_requests.py`)
 
 A sequence gets the blocks for all its known tokens when it is admitted, or, in cache groups with a window, has as many
 reserved as it will hold at once (`kv/block_manager.py`). So a prompt once begun is not preempted for its own blocks;
@@ -39,15 +39,14 @@ from enum import Enum
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.engine.interface import NO_TOKEN, Chunk, SamplingVariant, StepPlan
+from jpaged.engine.interface import SamplingVariant, StepPlan
 from jpaged.engine.kv.block_manager import Growth
-from jpaged.engine.kv.swap_record import SwapRecord
-from jpaged.engine.plan_in_progress import PlanInProgress, slot_start
-from jpaged.engine.scheduler.admission import Admission
+from jpaged.engine.plan_in_progress import PlanInProgress
+from jpaged.engine.scheduler.chunks import Chunks
 from jpaged.engine.scheduler.preemption import Preemption
 from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
-from jpaged.engine.sequences.request import Request
+from jpaged.engine.scheduler.waiting_requests import WaitingRequests
 
 _MOST_ABLE_FIRST = tuple(reversed(SamplingVariant))
 _NO_ENDS, _NO_BEAMS = np.zeros((0,), np.int32), np.zeros((0, 3), np.int32)
@@ -66,14 +65,14 @@ class Planner(SchedulerPart):
     in_flight: plans whose results have not been read, oldest first.
     """
 
-    def __init__(self, state: SchedulerState, tenants: Tenants, preemption: Preemption, admission: Admission) -> None:
+    def __init__(self, state: SchedulerState, tenants: Tenants, preemption: Preemption) -> None:
         super().__init__(state)
         self._tenants = tenants
         self._preemption = preemption
-        self._admission = admission
+        self._chunks = Chunks(state, tenants)
+        self._waiting_requests = WaitingRequests(state, tenants, self._chunks)
         self.in_flight: deque[StepPlan] = deque()
         self._next_step_id = 0
-        self._did_not_fit: tuple[Request, int, int] | None = None
 
     def plan(self) -> StepPlan | NoPlan:
         """The next step, or why there is none."""
@@ -103,8 +102,8 @@ class Planner(SchedulerPart):
             self._dependents.planned(plan.step_id, dependent)
             plan.budget += sum(map(len, dependent.values())) - self._dependents.num_due()
         if self._tenants.prefilling:
-            self._plan_chunks(plan)
-        self._admit_waiting(plan)
+            self._chunks.plan_running(plan)
+        self._waiting_requests.admit(plan)
         # A chunk ends with one token, so its step brings one a row; the room that rows have for more stays theirs.
         num_tokens = 1 if plan.chunks else growth.num_tokens
         self._slots.advance(rows, num_tokens)
@@ -175,133 +174,6 @@ class Planner(SchedulerPart):
             rows = np.concatenate([rows, *dependent.values()])
             num_tokens = min(num_tokens, self._dependents.most_tokens(dependent))
         return self._blocks.growth(rows, num_tokens)
-
-    def _plan_chunks(self, plan: PlanInProgress) -> None:
-        """Continues the prompts that are being computed."""
-        prefilling = self._tenants.prefilling
-        self._tenants.prefilling = []
-        for request in prefilling:
-            if plan.budget:
-                self._plan_chunk(plan, request)
-            else:
-                self._tenants.prefilling.append(request)
-
-    def _plan_chunk(self, plan: PlanInProgress, request: Request) -> None:
-        slots, slot = self._slots, request.slot
-        siblings = request.group.siblings_to_fork
-        start, known = int(slots.num_computed[slot]), int(slots.num_known[slot])
-        stop = self._blocks.reach(slot, min(known, start + plan.budget))
-        if stop == start:  # what it waits for is shared by others, who give it back when they have gone on
-            self._tenants.prefilling.append(request)
-            return
-        tail = self._tail(request, siblings)
-        if tail and stop == known and known - start + tail > plan.budget:
-            # The prompt cannot end in this step, where its rows would not all have room. Nobody else gets what is left
-            # of the budget, or it might never come to be enough for all of them.
-            stop, plan.budget = known - 1, known - 1 - start
-            if stop == start:
-                self._tenants.prefilling.append(request)
-                return
-        targets = None
-        if request.wants_prompt_logprobs:
-            targets = np.full((stop - start,), NO_TOKEN, np.int32)
-            following = request.prompt_token_ids[start + 1 : stop + 1]
-            targets[: len(following)] = following
-        token_ids = slots.token_ids[slot, start:stop].copy()
-        plan.chunks.append(
-            Chunk(
-                slot,
-                start,
-                token_ids,
-                samples=stop == known and request.score_targets is None,
-                prompt_logprob_targets=targets,
-                score_targets=request.targets_of(start, stop),
-            )
-        )
-        plan.budget -= stop - start
-        updates = self._blocks.extend(slot, stop, known)
-        if len(updates):
-            plan.table_updates.append(updates)
-        slots.compute_up_to(slot, stop)
-        self._tenants.register(request, stop)
-        if stop < known:
-            self._tenants.prefilling.append(request)
-        else:
-            self._end_prefill(plan, request, siblings)
-
-    def _tail(self, request: Request, siblings: list[Request]) -> int:
-        """Tokens of its budget that the step which ends a prompt keeps for the rows that go on from there, besides the
-        last one of the prompt: each will take as many of the next step's.
-        """
-        kind = self._dependents.of(request)
-        return (1 + len(siblings)) * (1 if kind is None else kind.most_tokens) - 1
-
-    def _end_prefill(self, plan: PlanInProgress, request: Request, siblings: list[Request]) -> None:
-        """All that a sequence knows is computed in this step. Its siblings are forked from it, now or by their kind; a
-        token of this step's budget is kept for each.
-        """
-        plan.budget -= self._tail(request, siblings)
-        going_on = [request]
-        if not request.group.forks_itself:
-            going_on += siblings
-            if siblings:
-                self._fork(plan, request, siblings)
-            request.group.forked = True
-        kind = self._dependents.of(request)
-        if kind is not None:
-            kind.begins(request.group, [member.slot for member in going_on])
-            plan.kinds.add(kind.number)
-            return
-        for member in going_on:
-            self._slots.begin_decoding(member.slot)
-
-    def _fork(self, plan: PlanInProgress, parent: Request, children: list[Request]) -> None:
-        """Starts siblings, whose slots are kept, at the end of the prompt that their parent computes in this step."""
-        self._blocks.fork(parent.slot, [child.slot for child in children])
-        known, tables = self._slots.known(parent.slot).copy(), self._slots.table(parent.slot).copy()
-        for child in children:
-            child.block_digests = parent.block_digests.copy()
-            child.num_registered_blocks = parent.num_registered_blocks
-            plan.starts.append(slot_start(child, known, tables, len(known)))
-            plan.chunks.append(Chunk(child.slot, len(known), known[:0], samples=True))
-
-    def _admit_waiting(self, plan: PlanInProgress) -> None:
-        while plan.budget and self._slots.num_free:
-            request = self._waiting.peek()
-            if request is None:
-                return
-            # If it did not fit, and nothing happened since that could make room, it is not looked at again.
-            registrations = self._pool.cache.num_registrations if self._pool.cache is not None else 0
-            state = (request, self._pool.num_releases + self._blocks.num_unreserved, registrations)
-            if state == self._did_not_fit:
-                return
-            admitted = self._admission.admit(plan, request)
-            if not admitted and request.swap is not None and not self._slots.num_used:
-                self._give_up_swap(request, request.swap)
-                continue
-            if not admitted:
-                self._did_not_fit = state
-                return
-            self._waiting.pop()
-            kind = self._dependents.of(request)
-            if kind is not None:
-                kind.admitted(request.group)
-            for member in admitted:
-                if plan.budget:
-                    self._plan_chunk(plan, member)
-                else:
-                    self._tenants.prefilling.append(member)
-
-    def _give_up_swap(self, request: Request, record: SwapRecord[Request]) -> None:
-        """Lets sequences that do not fit the pool together come back one by one, and compute their tokens again: in the
-        swap space each has a last block of its own.
-        """
-        self._waiting.pop()
-        members = record.members.copy()
-        self._swap_space.discard(record)
-        for member in request.group.waiting():
-            if member in members:
-                self._waiting.push(member)
 
     def _variant(self, plan: PlanInProgress) -> SamplingVariant:
         """The least program that does for every running sequence, and for the kinds of rows that run in the step."""

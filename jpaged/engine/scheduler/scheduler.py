@@ -1,7 +1,7 @@
 """The control plane's face: requests go in, plans come out, and the plans' results go in again.
 
     add(request)                  the queue          `waiting_queue.py`
-    schedule() -> StepPlan        planning           `planning.py`, with `admission.py` and `preemption.py`
+    schedule() -> StepPlan        planning           `planning.py`, which names the files of its parts
     update(plan, result)          results            `results.py`
 
 `schedule` may be called again before the results of earlier plans are given to `update`.
@@ -22,7 +22,6 @@ from jpaged.engine.kv.host_tier import HostTier
 from jpaged.engine.kv.pins import PinnedPrefixes
 from jpaged.engine.kv.swap_space import SwapSpace
 from jpaged.engine.limits import RequestLimits
-from jpaged.engine.scheduler.admission import Admission
 from jpaged.engine.scheduler.inspection import Inspection
 from jpaged.engine.scheduler.planning import NoPlan, Planner
 from jpaged.engine.scheduler.preemption import Preemption
@@ -67,14 +66,14 @@ class Scheduler:
         self._num_arrived = 0
         self._pins = PinnedPrefixes(self.pool)
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
-        blocks = BlockManager(self.pool, self.slots)
-        self._dependents = Dependents(kinds, self.slots, blocks)
+        self._blocks = BlockManager(self.pool, self.slots)
+        self._dependents = Dependents(kinds, self.slots, self._blocks)
         state = SchedulerState(
-            config, self.pool, self.slots, blocks, self.swap_space, self._waiting, self._dependents, Counters()
+            config, self.pool, self.slots, self._blocks, self.swap_space, self._waiting, self._dependents, Counters()
         )
         self._tenants = Tenants(state)
         self.preemption = Preemption(state, self._tenants)
-        self._planner = Planner(state, self._tenants, self.preemption, Admission(state))
+        self._planner = Planner(state, self._tenants, self.preemption)
         self._inspection = Inspection(state, self._tenants, self._pins)
         self._results = Results(state, self._tenants)
 
@@ -187,13 +186,14 @@ class Scheduler:
             The number of tokens kept.
         Raises:
             InvalidParameterError: the engine was started without prefix caching.
-            OutOfMemoryError: what is left of the pool would not hold the longest sequence, or an unfinished request.
+            OutOfMemoryError: what is left of the pool would not hold the longest sequence, or an unfinished request;
+                or the pin would take blocks that are reserved for prompts being computed, so it can be had later.
         """
         footprint, longest = self.config.footprint, self.config.max_model_len
         needed = [footprint.alone(longest, longest)]
         for group in self._tenants.groups.values():
             needed.append(footprint.alone(group.leader.prompt_len, group.leader.max_len, group.num_together))
-        return self._pins.pin(token_ids, cache_salt, num_needed=max(needed))
+        return self._pins.pin(token_ids, cache_salt, self._blocks.num_available, num_needed=max(needed))
 
     def unpin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix go its way again. Returns whether it was pinned."""

@@ -45,7 +45,7 @@ class SequenceGroup:
 
     @classmethod
     def form(cls: type[Group], request: Request) -> Group:
-        """Makes a request's further sequences, and the group of them all, which each then has as its `group`.
+        """Makes a request's further sequences, and the group of them all, which each of them joins.
 
         request: becomes member 0. Its arrival number, seed and greatest length are set.
         """
@@ -56,7 +56,7 @@ class SequenceGroup:
             members.append(sibling)
         group = cls(members)
         for member in members:
-            member.group = group
+            member.join(group)
         return group
 
     @property

@@ -80,7 +80,7 @@ class Request:
 
     Attributes, kept by the scheduler:
         index: which of the request's sequences this is.
-        group: the request's sequences; set by `SequenceGroup.form`, which `Scheduler.add` calls.
+        group: the request's sequences; there is one from `SequenceGroup.form` on, which `Scheduler.add` calls.
         swap: where its blocks are in host memory, while it is swapped out.
         stop_token_ids: tokens that stop it, end-of-sequence tokens included unless ignored.
         max_len: total length in tokens at which it ends; set by `Scheduler.add`.
@@ -139,7 +139,7 @@ class Request:
         self.variant = _variant_of(sampling)
 
         self.index = 0
-        self.group: Group = None  # type: ignore[assignment]  # there is none before `SequenceGroup.form`
+        self._group: Group | None = None
         self.arrival_number = -1
         self.max_len = 0
         self.seed = 0
@@ -177,6 +177,17 @@ class Request:
         sibling.prompt_logprobs = None
         sibling._begin()
         return sibling
+
+    @property
+    def group(self) -> Group:
+        """The request's sequences. Raises ValueError before `join`."""
+        if self._group is None:
+            raise ValueError(f"Request {self.request_id!r} is in no group; `SequenceGroup.form` makes one.")
+        return self._group
+
+    def join(self, group: Group) -> None:
+        """Makes this one of the group's sequences, as `SequenceGroup.form` does with each of its members."""
+        self._group = group
 
     @property
     def params(self) -> SamplingParams | BeamSearchParams:

@@ -1,29 +1,14 @@
 """Whether sums over devices go through the one-shot all-reduce (`pallas_kernels.all_reduce`), and for how many rows."""
 
-import ctypes
-from collections.abc import Sequence
-from itertools import permutations, product
-
 import jax
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.models import Model
 from jpaged.pallas_kernels import all_reduce_unsupported
-from jpaged.pallas_kernels.all_reduce.inbox import MIN_MULTIPROCESSORS, most_rows
+from jpaged.pallas_kernels.all_reduce.inbox import most_rows
+from jpaged.pallas_kernels.all_reduce.limits import devices_unsupported, worthwhile_rows
 from jpaged.pallas_kernels.registry import is_reference, kernels_here
-
-MEASURED_ROWS = {2: 8192, 4: 256}
-"""By number of devices, the most rows up to which the kernel is known to be the faster one. What a sum adds to residual
-and norm on two H200s, rows of 4,096 columns: 1 to 512 of them 0 to 3 us, NCCL 15 to 35; 8,192 some 30, NCCL 252. On
-four: 256 of them 14, NCCL as much for one (`docs/kernels.md`)."""
-
-UNMEASURED_ROWS = 64
-"""For other numbers of devices. Each sends its rows to every other one, of which NCCL's rings send less the more there
-are: where they win is not known."""
-
-_ACCESS, _NATIVE_ATOMICS = 2, 3
-"""CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, ..._NATIVE_ATOMIC_SUPPORTED: the latter over NVLink, not over PCIe."""
 
 
 def one_shot_rows(asked: int | None, kernel_backend: str | None, shard: Model, mesh: DeviceMesh) -> int:
@@ -44,9 +29,9 @@ def one_shot_rows(asked: int | None, kernel_backend: str | None, shard: Model, m
         raise InvalidParameterError(f"one_shot_rows={asked} cannot be had: {reason}. Leave it out, or give 0.")
     if reason is not None:
         return 0
-    most = most_rows(mesh.size, shard.config.hidden_size)
     if asked is None:
-        return min(most, MEASURED_ROWS.get(mesh.size, UNMEASURED_ROWS))
+        return worthwhile_rows(mesh.size, shard.config.hidden_size)
+    most = most_rows(mesh.size, shard.config.hidden_size)
     if asked > most:
         raise InvalidParameterError(
             f"one_shot_rows={asked} exceeds the {most} rows of {shard.config.hidden_size} that the kernel can sum over"
@@ -67,26 +52,4 @@ def kernel_missing(kernel_backend: str | None, shard: Model, mesh: DeviceMesh) -
         return f"the kernels{whose} are not made for {mesh.devices[0].device_kind}"
     if (reason := all_reduce_unsupported(shard.config.hidden_size, shard.dtype, mesh.size, kernels)) is not None:
         return reason
-    fewest = min(getattr(device, "core_count", 0) for device in mesh.devices)
-    if fewest < MIN_MULTIPROCESSORS:
-        return f"{mesh.devices[0].device_kind} has {fewest} multiprocessors, fewer than {MIN_MULTIPROCESSORS}"
-    if not _are_linked([device.local_hardware_id for device in mesh.devices]):
-        return "NVLink does not join each of the GPUs with each other"
-    return None
-
-
-def _are_linked(gpus: Sequence[int]) -> bool:
-    """Whether each of the GPUs, by CUDA's numbers, reaches each other's memory over NVLink."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    handles = [ctypes.c_int() for _ in gpus]
-    for handle, gpu in zip(handles, gpus, strict=True):
-        if cuda.cuDeviceGet(ctypes.byref(handle), gpu):
-            return False
-    for (one, other), attribute in product(permutations(handles, 2), (_ACCESS, _NATIVE_ATOMICS)):
-        found = ctypes.c_int()
-        if cuda.cuDeviceGetP2PAttribute(ctypes.byref(found), attribute, one, other) or not found.value:
-            return False
-    return True
+    return devices_unsupported(mesh.devices)

@@ -11,7 +11,7 @@ from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs
 from jpaged.executor.step.heads import SampleResult
 
 
-class Step:
+class DispatchedStep:
     """A dispatched step (`StepHandle`). Its arrays started on their way to the host when it was dispatched.
 
     prompt_scores: scores of the step's tokens, and where in them the chunks that asked stand: (row, start, end) each.

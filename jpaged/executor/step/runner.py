@@ -5,8 +5,8 @@
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ...]       --'
 
-A handle's tokens are on their way to the host. Nothing here waits for the device and nothing compiles; `Step.result` is
-the only place that blocks.
+A handle's tokens are on their way to the host. Nothing here waits for the device and nothing compiles;
+`DispatchedStep.result` is the only place that blocks.
 """
 
 import threading
@@ -38,7 +38,7 @@ from jpaged.executor.step.changes import (
     Update,
 )
 from jpaged.executor.step.compiled import CompiledProgram
-from jpaged.executor.step.handle import Step
+from jpaged.executor.step.handle import DispatchedStep
 from jpaged.executor.step.heads import PromptLogprobs, Sample, SampleResult, Score, WidenRows, WidenTokens
 from jpaged.executor.step.held import Held
 from jpaged.executor.step.program import PACKED, Setup, StepProgram
@@ -83,7 +83,7 @@ class Runner:
         """The KV pool, as of the last step dispatched."""
         return self._held["pools"]
 
-    def execute(self, plan: StepPlan) -> Step:
+    def execute(self, plan: StepPlan) -> DispatchedStep:
         """Dispatches `plan` and returns at once.
 
         Raises:
@@ -102,7 +102,7 @@ class Runner:
         if len(plan.copies):
             self._copy_blocks(plan.copies)
         if not plan.num_rows:
-            return Step(0, None)
+            return DispatchedStep(0, None)
         return self._run_mixed(plan) if plan.chunks else self._run_decode(plan)
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ class Runner:
         host["block_ids"][: len(copy.block_ids)] = copy.block_ids
         self._run(_SCATTER, staging=staging, packed=buffer)
 
-    def _run_decode(self, plan: StepPlan) -> Step:
+    def _run_decode(self, plan: StepPlan) -> DispatchedStep:
         """A step of decode rows alone."""
         slots, config = plan.decode_slots, self._config
         shared = config.shared_prefix_bucket(len(slots), plan.num_sharing, plan.shared_len)
@@ -248,9 +248,9 @@ class Runner:
         self._fill_table_updates(host["table_updates"], plan.table_updates)
         hidden, rows = self._run(program, packed=buffer)
         sampled = self._run_sample(hidden, rows, plan.variant)
-        return Step(len(slots), sampled, read_shared_prefix=shared is not None, when_read=self._keep_tokens)
+        return DispatchedStep(len(slots), sampled, read_shared_prefix=shared is not None, when_read=self._keep_tokens)
 
-    def _run_mixed(self, plan: StepPlan) -> Step:
+    def _run_mixed(self, plan: StepPlan) -> DispatchedStep:
         """A step with chunks of prompts."""
         chunks, num_decodes = plan.chunks, len(plan.decode_slots)
         num_tokens = num_decodes + sum(max(1, len(chunk.token_ids)) for chunk in chunks)  # no more rows than tokens
@@ -273,7 +273,7 @@ class Runner:
         sampled = None
         if num_decodes or any(chunk.samples for chunk in chunks):
             sampled = self._run_sample(hidden, rows, plan.variant)
-        return Step(plan.num_rows, sampled, prompt_scores, target_scores, when_read=self._keep_tokens)
+        return DispatchedStep(plan.num_rows, sampled, prompt_scores, target_scores, when_read=self._keep_tokens)
 
     def _fill_table_updates(self, field: np.ndarray, updates: np.ndarray) -> None:
         """Writes what a step's own buffer can carry; any surplus goes ahead through `update`."""

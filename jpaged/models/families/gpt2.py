@@ -19,7 +19,7 @@ from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import LayerNorm
 from jpaged.models.parameters import Normal, parameter
-from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin
+from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class GPT2LMHeadModel(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any], kernels: Kernels = PLAIN_XLA
     ) -> jax.Array:
         rows = self.embedding.lookup(tokens, self.collectives)
-        stream = begin(rows, self.collectives, kernels, self.positions[...][positions])
+        stream = begin_stream(rows, self.collectives, kernels, self.positions[...][positions])
         run_layers(self.layers, stream, (), attend)
         return stream.normed(self.norm)
 

@@ -20,7 +20,7 @@ from jpaged.models.linear import Embedding
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import RMSNorm
-from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin
+from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope
 
 
@@ -79,7 +79,7 @@ class LlamaForCausalLM(nnx.Module):
     ) -> jax.Array:
         cos, sin = self.rope.table(positions)
         rows = self.embedding.lookup(tokens, self.collectives)
-        stream = begin(rows, self.collectives, kernels)
+        stream = begin_stream(rows, self.collectives, kernels)
         run_layers(self.layers, stream, (cos, sin), attend)
         return stream.normed(self.norm)
 

@@ -20,7 +20,7 @@ from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import LayerNorm
 from jpaged.models.parameters import Normal, parameter
-from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin
+from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 
 _NORM_EPS = 1e-5
 _POSITION_OFFSET = 2
@@ -89,7 +89,7 @@ class OPTForCausalLM(nnx.Module):
         if self.project_in is not None:  # linear, so that the products of the shards' terms add up as well
             rows = self.project_in(rows)
         learned = self.positions[...][positions + _POSITION_OFFSET]
-        stream = begin(rows, self.collectives, kernels, learned)
+        stream = begin_stream(rows, self.collectives, kernels, learned)
         run_layers(self.layers, stream, (), attend)
         return stream.value() if self.norm is None else stream.normed(self.norm)
 

@@ -228,7 +228,8 @@ class Memory:
         self.register(request)
         request.output_token_ids = self.tokens(request)[request.prompt_len :].tolist()
         self.manager.free(request.slot)
-        self.searches.left(request)
+        if request.beam is not None:
+            self.searches.left(request)
         self.slots.release(request.slot)
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED

@@ -191,12 +191,50 @@ class TestPrefixCache:
         engine = self.make(FULL, CacheGroup(window=8), num_blocks=80, max_model_len=60)
         self.serve(engine, "first", list(range(33)))
         assert engine.core.pin_prefix(np.arange(32, dtype=np.int32)) == 32
-        assert engine.core.stats().num_used_blocks == 8 + 2
+        assert engine.core.stats().num_used_blocks == 8 + 4, "the windows of hits of 8, 7 and 6 blocks"
         for i in range(12):
             self.serve(engine, str(i), [100 + i] * 50)
         assert self.serve(engine, "again", list(range(40))).num_cached_tokens == 32
         assert engine.core.unpin_prefix(np.arange(32, dtype=np.int32))
         engine.assert_idle()
+
+    @pytest.mark.parametrize("groups", [(CacheGroup(window=8),), (FULL, CacheGroup(window=8))])
+    @pytest.mark.parametrize(
+        ("prompt", "num_cached"),
+        [
+            (list(range(32)), 31),
+            (list(range(31)), 30),
+            ([*range(29), 95, 96, 97, 98], 28),
+            (list(range(28)), 27),
+        ],
+        ids=["the pinned prompt", "a token shorter", "parts in the last block", "a block shorter"],
+    )
+    def test_a_pin_serves_the_prompt_itself_and_those_that_end_or_part_a_little_earlier(
+        self, groups, prompt, num_cached
+    ):
+        engine = self.make(*groups, num_blocks=80, max_model_len=60)
+        self.serve(engine, "first", list(range(33)))
+        engine.core.pin_prefix(np.arange(32, dtype=np.int32))
+        for i in range(12):
+            self.serve(engine, str(i), [100 + i] * 50)
+        assert self.serve(engine, "again", prompt).num_cached_tokens == num_cached
+
+    def test_a_pin_takes_no_blocks_that_are_reserved_for_a_prompt(self):
+        prefix = np.arange(16, dtype=np.int32)
+        engine = self.make(CacheGroup(window=8), num_blocks=10, max_num_batched_tokens=8, watermark=0.0)
+        self.serve(engine, "first", [*prefix.tolist(), 16])
+        other, prompt = make_request("other", 4, 20), make_request("prompt", 40, 4)
+        engine.add(other, prompt)
+        engine.step()
+        with pytest.raises(OutOfMemoryError, match="reserved for prompts"):
+            engine.core.pin_prefix(prefix)
+        engine.core.check_integrity()
+        engine.run()
+        assert_complete(other, prompt)
+        assert engine.core.stats().num_preemptions == 0
+        engine.assert_idle()
+        self.serve(engine, "second", [*prefix.tolist(), 16])
+        assert engine.core.pin_prefix(prefix) == 16, "when nobody needs them"
 
 
 @pytest.mark.parametrize("groups", [(CacheGroup(window=6),), (FULL, CacheGroup(window=6))])

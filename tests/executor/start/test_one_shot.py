@@ -10,8 +10,8 @@ from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.start import one_shot
 from jpaged.executor.start.one_shot import one_shot_rows
 from jpaged.pallas_kernels import all_reduce_unsupported, devices, registry
+from jpaged.pallas_kernels.all_reduce import limits
 
-are_linked = one_shot._are_linked
 HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", core_count=132, local_hardware_id=0)
 
 
@@ -30,7 +30,7 @@ def linked_hoppers(monkeypatch):
 
     monkeypatch.setattr(one_shot, "kernels_here", lambda backend: (backend or "hopper",))
     monkeypatch.setattr(one_shot, "all_reduce_unsupported", unsupported)
-    monkeypatch.setattr(one_shot, "_are_linked", lambda gpus: True)
+    monkeypatch.setattr(limits, "_are_linked", lambda gpus: True)
 
 
 def test_linked_hopper_gpus_take_the_kernel_up_to_what_was_measured_on_so_many_or_what_is_asked():
@@ -57,25 +57,6 @@ def test_the_limit_is_the_largest_step_within_it_so_that_no_memory_is_kept_for_r
         token_buckets=(64, 256),
     )
     assert [config.largest_body(rows) for rows in (0, 7, 8, 63, 100, 1024)] == [0, 0, 8, 48, 64, 256]
-
-
-@pytest.mark.parametrize("lacks", [None, "access", "atomics"])
-def test_gpus_are_linked_if_each_two_reach_each_other_over_nvlink(monkeypatch, lacks):
-    """With a driver of four GPUs, the last two of which lack something between them."""
-    attributes = {"access": 2, "atomics": 3}
-
-    def attribute(found, which, one, other):
-        found._obj.value = not ({one.value, other.value} == {2, 3} and which == attributes.get(lacks))
-        return 0
-
-    def device(handle, gpu):
-        handle._obj.value = gpu
-        return 0
-
-    driver = SimpleNamespace(cuDeviceGet=device, cuDeviceGetP2PAttribute=attribute)
-    monkeypatch.setattr(one_shot.ctypes, "CDLL", lambda name: driver)
-    assert are_linked([0, 1, 2])
-    assert are_linked([3, 2, 0]) == (lacks is None)
 
 
 @pytest.mark.parametrize("cpu", [True, False])
@@ -123,7 +104,7 @@ def test_what_the_kernel_cannot_do_is_left_to_xla_and_refused_where_asked_for(mo
     if name == "older":
         monkeypatch.setattr(one_shot, "kernels_here", lambda backend: ())
     if name == "apart":
-        monkeypatch.setattr(one_shot, "_are_linked", lambda gpus: False)
+        monkeypatch.setattr(limits, "_are_linked", lambda gpus: False)
     if name == "several processes":
         monkeypatch.setattr(one_shot.jax, "process_count", lambda: 2)
     assert one_shot_rows(None, None, *given) == 0

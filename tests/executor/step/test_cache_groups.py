@@ -21,7 +21,8 @@ from jpaged.executor.step.heads import Sample
 from jpaged.executor.step.held import initial_held
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
-from jpaged.models import Model, ModelConfig, build, dense_causal_attend
+from jpaged.models import ModelConfig, build
+from tests.executor.step import dense
 from tests.tiny_models import VOCAB_SIZE, WINDOW, tiny_model
 
 pytestmark = pytest.mark.xdist_group("cache-groups")  # one worker, which compiles once
@@ -147,20 +148,7 @@ def device(setup, weights, programs) -> Device:
     return Device(setup, Runner(setup, programs, initial_held(setup, MESH, weights)))
 
 
-def greedy(model: Model, weights, prompt: np.ndarray, count: int) -> list[int]:
-    """By dense attention, one whole pass a token. No token sees the padding that follows it."""
-    tokens = np.zeros(CONFIG.max_model_len, np.int32)
-    tokens[: len(prompt)] = prompt
-    for n in range(len(prompt), len(prompt) + count):
-        tokens[n] = best_tokens(model, weights, tokens)[n - 1]
-    return tokens[len(prompt) : len(prompt) + count].tolist()
-
-
-@partial(jax.jit, static_argnums=0)
-def best_tokens(model: Model, weights, tokens: jax.Array) -> jax.Array:
-    """The most likely token after each."""
-    hidden = model.forward(weights, tokens, jnp.arange(len(tokens)), dense_causal_attend)
-    return model.logits(weights, hidden).argmax(-1)
+greedy = partial(dense.greedy, length=CONFIG.max_model_len)
 
 
 def prompts(lengths: list[int]) -> list[np.ndarray]:

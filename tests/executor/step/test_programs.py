@@ -28,9 +28,10 @@ from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, Signature, StepProgram
 from jpaged.executor.step.runner import Runner
 from jpaged.executor.step.state import initial_slot_state
-from jpaged.models import Model, ModelConfig, build, dense_causal_attend
+from jpaged.models import Model, ModelConfig, build
 from jpaged.pallas_kernels import devices, registry
 from jpaged.pallas_kernels.gated_product.hopper_tiling import LEAST_ROWS
+from tests.executor.step import dense
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.xdist_group("programs")  # one worker, which compiles once
@@ -98,20 +99,7 @@ def plan(step: int = 0, **fields) -> StepPlan:
     return StepPlan(step_id=step, variant=SamplingVariant.GREEDY, **fields)
 
 
-def greedy(model: Model, weights, prompt: np.ndarray, count: int) -> list[int]:
-    """By dense attention, one whole pass a token. No token sees the padding that follows it."""
-    tokens = np.zeros(MOST_TOKENS, np.int32)
-    tokens[: len(prompt)] = prompt
-    for n in range(len(prompt), len(prompt) + count):
-        tokens[n] = best_tokens(model, weights, tokens)[n - 1]
-    return tokens[len(prompt) : len(prompt) + count].tolist()
-
-
-@partial(jax.jit, static_argnums=0)
-def best_tokens(model: Model, weights, tokens: jax.Array) -> jax.Array:
-    """The most likely token after each."""
-    hidden = model.forward(weights, tokens, jnp.arange(len(tokens)), dense_causal_attend)
-    return model.logits(weights, hidden).argmax(-1)
+greedy = partial(dense.greedy, length=MOST_TOKENS)
 
 
 @pytest.mark.parametrize("program", [Decode(4), Mixed(16), CopyBlocks(4), ScatterBlocks()])

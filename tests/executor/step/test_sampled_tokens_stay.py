@@ -14,7 +14,7 @@ from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.start.startup import Startup, start
 from jpaged.executor.step.bodies import Decode, Mixed
 from jpaged.executor.step.changes import Update
-from jpaged.executor.step.handle import Step
+from jpaged.executor.step.handle import DispatchedStep
 from jpaged.executor.step.heads import Sample, SampleResult
 from jpaged.executor.step.runner import Runner
 from tests.parallel.tensor_parallel_runs import ARGS, FEW_BLOCKS, NUM_REQUESTS, prompts, run
@@ -72,7 +72,9 @@ def test_tokens_are_those_in_new_buffers_and_take_as_many_as_steps_in_flight_and
 
 def test_what_was_read_stands_when_other_tokens_are_written_over_it():
     given_back = []
-    step = Step(2, SampleResult(jnp.array([[7, 8, 0], [1, 0, 0]], jnp.int32), None), when_read=given_back.append)
+    step = DispatchedStep(
+        2, SampleResult(jnp.array([[7, 8, 0], [1, 0, 0]], jnp.int32), None), when_read=given_back.append
+    )
     first = step.result()
     (array,) = given_back
     array.delete()  # as donating it does
