@@ -1,6 +1,6 @@
 """Shared by all tests: the CPU as the device, one compilation cache for all workers, and Ctrl-C that is heard.
 
-`--fast` leaves only the tests named in `FAST`, and fails those of them that compile a program.
+`--fast` leaves only the tests named in `FAST`, without those marked `long`, and fails those that compile a program.
 """
 
 import os
@@ -79,9 +79,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if left_out else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts the fast tests last: while they run, each of several workers ends within seconds of the others."""
     items.sort(key=lambda item: _is_fast(item.path))
+    if config.getoption("--fast"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def _is_fast(path: Path) -> bool:

@@ -511,6 +511,7 @@ TestBlockManagerMachine = BlockManagerMachine.TestCase
 TestBlockManagerMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_blocks", "groups"), [(25, "full"), (41, "full"), (25, "window"), (50, "full and window"), (66, "three")]
 )

@@ -262,6 +262,7 @@ TestSchedulingMachine = SchedulingMachine.TestCase
 TestSchedulingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "mode", "groups", "tokens_per_row"),
     [
