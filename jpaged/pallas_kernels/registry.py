@@ -5,6 +5,7 @@
     implementation   a function, and `unsupported`, which says why it refuses arguments
 
     "hopper"  <op>/hopper.py     Pallas Mosaic GPU kernels, chosen on compute capability 9.x; JAX >= 0.11
+    "triton"  <op>/triton.py     Triton kernels, chosen on 8.x, 10.x and 12.x; jax-triton, which needs JAX >= 0.11
     "xla"     <op>/reference.py  plain XLA: every op, any device, any arguments
 
 Without a forced backend an op takes the first one that is chosen on the device, can be built here, has an
@@ -22,6 +23,7 @@ To add a backend from outside, call `register_backend` and `register_implementat
     register_implementation("decode_attention", "mine", my_decode_attention, unsupported=lambda q, kv_pool: None)
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +38,9 @@ from jpaged.pallas_kernels.devices import Device
 
 REFERENCE = "xla"
 """The backend that has every op. It is always the last."""
+
+TRITON_CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1))
+"""Compute capabilities on which Triton's kernels are chosen."""
 
 
 def _nothing(*arguments: Any) -> None:
@@ -95,12 +100,28 @@ def _mosaic_missing() -> str | None:
     return None
 
 
+@cache
+def _triton_missing() -> str | None:
+    """Why this installation cannot build Triton kernels; None if it can."""
+    absent = [name for name in ("jax_triton", "triton") if find_spec(name) is None]
+    if not absent:
+        return None
+    if sys.version_info < (3, 12):
+        return "jax-triton needs Python 3.12 or newer"
+    return f"{' and '.join(absent)} cannot be imported: install jax-triton"
+
+
+def _runs_triton(device: Device) -> bool:
+    return device.capability in TRITON_CAPABILITIES
+
+
 def _is_hopper(device: Device) -> bool:
     return device.capability is not None and device.capability[0] == 9
 
 
 _BACKENDS = [
     Backend("hopper", _is_hopper, _mosaic_missing, file="hopper"),
+    Backend("triton", _runs_triton, _triton_missing, file="triton"),
     Backend(REFERENCE, _always, file="reference"),
 ]
 """In order of preference."""

@@ -78,7 +78,7 @@ def attend(head_dim: int = 16, **options: Any) -> None:
 
 
 def test_a_backend_from_outside_is_chosen_on_its_devices_for_what_it_supports(toy: Toy) -> None:
-    assert registry.backends() == ("hopper", "toy", "xla")
+    assert registry.backends() == ("hopper", "triton", "toy", "xla")
     attend()
     assert toy.calls == 0
     toy.devices.append(devices.default_device())
@@ -132,14 +132,14 @@ def test_a_backend_that_cannot_be_built_here_is_passed_over_and_says_why() -> No
 
 def test_a_backend_may_be_preferred_to_the_package_s_own() -> None:
     registry.register_backend("first", runs_on=lambda device: True, before="mosaic")
-    assert registry.backends() == ("first", "hopper", "xla")
+    assert registry.backends() == ("first", "hopper", "triton", "xla")
     registry.unregister_backend("first")
-    assert registry.backends() == ("hopper", "xla")
+    assert registry.backends() == ("hopper", "triton", "xla")
 
 
 def test_an_unregistered_backend_leaves_nothing(toy: Toy) -> None:
     registry.unregister_backend("toy")
-    with pytest.raises(ValueError, match="backend must be None or one of hopper, xla, got 'toy'"):
+    with pytest.raises(ValueError, match="backend must be None or one of hopper, triton, xla, got 'toy'"):
         attend(backend="toy")
     registry.register_backend("toy", runs_on=lambda device: True)
     attend()
@@ -198,7 +198,9 @@ def test_an_engine_takes_a_backend_from_outside(toy: Toy, tmp_path: Path, monkey
     assert toy.calls > 0
     assert asked == [()] * 4
     registry.unregister_backend("toy")
-    with pytest.raises(InvalidParameterError, match="kernel_backend must be None or one of 'hopper', 'xla', got 'toy'"):
+    with pytest.raises(
+        InvalidParameterError, match="kernel_backend must be None or one of 'hopper', 'triton', 'xla', got 'toy'"
+    ):
         LLM(**options, kernel_backend="toy")
     assert startup._kept_on() == startup.KEPT_PLATFORMS
 
