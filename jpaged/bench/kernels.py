@@ -12,7 +12,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,11 @@ class Case:
     aim: float | None
     build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], int, float]]
     """Makes (a jitted program, its arguments, calls in it, bytes or operations of one call)."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it measures kernels of a backend, rather than the card or cuDNN."""
+        return not self.name.startswith(("card: ", "cuDNN "))
 
 
 @dataclass(frozen=True)
@@ -430,7 +435,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--backend",
         metavar="NAME",
-        help=f"force one backend of {', '.join(registry.backends())} (default: by device)",
+        action="append",
+        help=f"force one backend of {', '.join(registry.backends())}; repeated, a column for each (default: by device)",
     )
     parser.add_argument(
         "--json",
@@ -440,9 +446,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=7, help="batches of programs that the median is taken of")
     options = parser.parse_args(argv)
+    backends: list[str | None] = [None]
     if options.backend is not None:
         try:
-            options.backend = registry.canonical(options.backend)
+            backends = [registry.canonical(name) for name in options.backend]
         except ValueError as error:
             parser.error(f"--{error}")
     device = jax.devices()[0]
@@ -450,52 +457,63 @@ def main(argv: list[str] | None = None) -> int:
         print(f"jpaged bench kernels needs a GPU; JAX sees only {device.platform}", file=sys.stderr)
         return 1
     only = options.only
-    chosen = [case for case in cases(options.backend) if not only or any(text in case.name for text in only)]
+    by_backend = zip(*map(cases, backends), strict=True)
+    chosen = [of_all for of_all in by_backend if not only or any(text in of_all[0].name for text in only)]
     if not chosen:
         parser.error(f"--only {' --only '.join(only)}: no case has that in its name")
-    print(f"{device.device_kind}, JAX {jax.__version__}, {options.backend or 'default'} backend")
+    named = ", ".join(name or "default" for name in backends)
+    print(f"{device.device_kind}, JAX {jax.__version__}, {named} backend")
     rows: list[dict[str, Any]] = []
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # still writes the report
     try:
-        _measure_all(chosen, options.repeats, rows)
+        _measure_all(chosen, backends, options.repeats, rows)
     finally:
         signal.signal(signal.SIGTERM, before)
         if rows:
             path = options.json or Path("benchmarks/results/kernels.json")
-            settings = {"backend": options.backend, "only": only, "complete": len(rows) == len(chosen)}
+            complete = len({row["case"] for row in rows}) == len(chosen)
+            settings = {"backend": options.backend and named, "only": only, "complete": complete}
             write_report(path, "kernels", settings, rows)
     return 0
 
 
-def _measure_all(chosen: list[Case], repeats: int, rows: list[dict[str, Any]]) -> None:
-    """Adds each case's figures to `rows` as it prints them."""
-    print(f"{'case':44s} {'median':>10s} {'spread':>7s} {'unit':8s} {'us':>9s}  aim")
-    for case in chosen:
-        try:
-            seconds, work = measure(case.build, repeats)
-        except Exception as error:  # one case that fails must not cost the others
-            print(f"{case.name:44s} failed: {type(error).__name__}: {str(error)[:200]}")
-            rows.append({"case": case.name, "error": f"{type(error).__name__}: {error}"[:500]})
-            continue
-        median = statistics.median(seconds)
-        value = {"us": median * 1e6, "GB/s": work / median / 1e9, "TFLOP/s": work / median / 1e12}[case.unit]
-        spread = (max(seconds) - min(seconds)) / median
-        aim = "" if case.aim is None else f"{case.aim:g}"
-        print(
-            f"{case.name:44s} {value:10,.1f} {spread:6.1%} {case.unit:8s} {median * 1e6:9.2f}  {aim}",
-            flush=True,
-        )
-        rows.append(
-            {
-                "case": case.name,
-                "value": value,
-                "unit": case.unit,
-                "aim": case.aim,
-                "median_us": median * 1e6,
-                "spread": spread,
-                "all_us": [s * 1e6 for s in seconds],
-            }
-        )
+def _measure_all(
+    chosen: list[tuple[Case, ...]], backends: Sequence[str | None], repeats: int, rows: list[dict[str, Any]]
+) -> None:
+    """Adds the figures of each case to `rows`, for each backend, as it prints them: a line a case.
+
+    chosen: of each case, that of each backend.
+    """
+    several = len(backends) > 1
+    columns = "".join(f"{name or 'median':>10s} {'spread':>7s} " for name in (backends if several else [None]))
+    us = "" if several else f" {'us':>9s}"
+    print(f"{'case':44s} {columns}{'unit':8s}{us}  aim")
+    for of_all in chosen:
+        print(f"{of_all[0].name:44s} ", end="", flush=True)
+        failed, microseconds = [], ""
+        for case, backend in zip(of_all, backends, strict=True):
+            if not case.is_ours and case is not of_all[0]:
+                print(f"{'':18s} ", end="")
+                continue
+            name = {"case": case.name} | ({"backend": backend} if several and case.is_ours else {})
+            try:
+                seconds, work = measure(case.build, repeats)
+            except Exception as error:  # one case that fails must not cost the others
+                failed.append(f"{type(error).__name__}: {error}"[:500])
+                print(f"{'failed':>18s} ", end="", flush=True)
+                rows.append(name | {"error": failed[-1]})
+                continue
+            median = statistics.median(seconds)
+            value = {"us": median * 1e6, "GB/s": work / median / 1e9, "TFLOP/s": work / median / 1e12}[case.unit]
+            spread = (max(seconds) - min(seconds)) / median
+            microseconds = "" if several else f" {median * 1e6:9.2f}"
+            print(f"{value:10,.1f} {spread:6.1%}  ", end="", flush=True)
+            figures = {"value": value, "unit": case.unit, "aim": case.aim, "median_us": median * 1e6, "spread": spread}
+            rows.append(name | figures | {"all_us": [s * 1e6 for s in seconds]})
+        aim = "" if of_all[0].aim is None else f"{of_all[0].aim:g}"
+        print(f"{of_all[0].unit:8s}{microseconds}  {aim}", flush=True)
+        for text in failed:
+            print(f"    {text[:200]}")
 
 
 if __name__ == "__main__":

@@ -253,9 +253,9 @@ def is_reference(backend: str | None) -> bool:
 
 
 def or_reference(backend: str | None) -> str | None:
-    """The `backend` of ops that need not be in a kernel: where an engine forces one of the package's own, that one where
-    it can do the call and finds it worth its while, and else the reference. None, to choose by device, where nothing
-    is forced, or a backend from outside, which may have a few ops only.
+    """The `backend` of ops that an engine does not force. Where it forces one of the package's own, that one where it
+    can do the call and finds it worth its while, and else the reference. None, to choose by device, where it forces
+    nothing, or a backend from outside, which may have a few ops only.
 
     Raises:
         ValueError: there is no such backend.
@@ -301,8 +301,8 @@ def lost_here() -> str | None:
     if not lost or any(reason is None for name, reason in reasons.items() if name != REFERENCE):
         return None
     return (
-        f"No kernels are used on this {device}: it runs plain XLA, whose attention gathers each sequence's whole context"
-        f" in every step. What is missing: {'; '.join(lost)}."
+        f"No kernels are used on this {device}: it runs plain XLA, whose attention gathers each sequence's whole"
+        f" context in every step. What is missing: {'; '.join(lost)}."
     )
 
 

@@ -28,6 +28,7 @@ def run(monkeypatch, tmp_path):
                 kernels.main(["--json", str(path), *options])
         return json.loads(path.read_text()) if path.exists() else None
 
+    run.path = path
     return run
 
 
@@ -66,3 +67,33 @@ def test_a_run_that_is_stopped_at_once_leaves_the_last_report_alone(run):
 
     run(lambda name: 1e-6)
     assert names(run(stop, raises=KeyboardInterrupt)) == ["decode one", "decode two", "prefill"]
+
+
+def test_each_of_several_backends_has_a_column_and_the_card_is_measured_once(run, monkeypatch, capsys):
+    def cases(backend):
+        for name in ("card: read", "decode"):
+            yield kernels.Case(name, "us", None, lambda name=name: (backend, name))
+
+    def measure(build, repeats):
+        backend, name = build()
+        if (backend, name) == ("xla", "decode"):
+            raise ValueError("it does not fit")
+        return [1e-6 if name == "decode" else 2e-6] * 3, 1.0
+
+    monkeypatch.setattr(kernels, "cases", cases)
+    monkeypatch.setattr(kernels, "measure", measure)
+    path = run.path
+    assert kernels.main(["--json", str(path), "--backend", "mosaic", "--backend", "xla"]) == 0
+    report = json.loads(path.read_text())
+    rows = [(row["case"], row.get("backend"), row.get("value", row.get("error"))) for row in report["results"]]
+    assert rows == [
+        ("card: read", None, pytest.approx(2)),
+        ("decode", "hopper", pytest.approx(1)),
+        ("decode", "xla", "ValueError: it does not fit"),
+    ]
+    assert report["settings"] == {"backend": "hopper, xla", "only": None, "complete": True}
+    header, card, decode, why = capsys.readouterr().out.splitlines()[1:5]
+    assert header.split() == ["case", "hopper", "spread", "xla", "spread", "unit", "aim"]
+    assert card.split() == ["card:", "read", "2.0", "0.0%", "us"]
+    assert decode.split() == ["decode", "1.0", "0.0%", "failed", "us"]
+    assert "it does not fit" in why

@@ -11,3 +11,9 @@ needs_triton = pytest.mark.skipif(missing("triton") is not None, reason=str(miss
 on_gpu_with_triton = pytest.mark.skipif(
     missing("triton") is not None or default_device().capability is None, reason="needs a GPU and jax-triton"
 )
+
+over_backends = pytest.mark.parametrize(
+    "backend",
+    ["xla", pytest.param("triton", marks=needs_triton), pytest.param("hopper", marks=on_gpu)],
+)
+"""One test for all implementations: on a CPU, Triton's run in its interpreter."""

@@ -1,7 +1,9 @@
 """Block copy, gather and scatter as one Triton kernel: whole blocks, many at a time, of one layer a launch.
 
-    grid (piece of a block, pair)      from global memory to registers and back
+grid (piece of a block, pair)      from global memory to registers and back
 """
+
+from typing import Any
 
 import jax
 import triton
@@ -47,7 +49,7 @@ def scatter_blocks(kv_pools: tuple[jax.Array, ...], staging: jax.Array, block_id
     )
 
 
-def _plan(pool: jax.Array, ids: jax.Array) -> tuple[Launch, dict[str, int]]:
+def _plan(pool: jax.Array, ids: jax.Array) -> tuple[Launch, dict[str, Any]]:
     """The launch for one layer, and the constants of all three kernels."""
     size = pool[0].size
     return Launch((triton.cdiv(size, _PIECE), ids.shape[0])), {"SIZE": size, "PIECE": _PIECE}

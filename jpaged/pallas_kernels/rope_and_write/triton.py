@@ -11,7 +11,6 @@ A rotation pairs column i with column i + head_dim / 2, so the halves of the row
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 

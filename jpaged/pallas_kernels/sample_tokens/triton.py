@@ -10,9 +10,9 @@ kept tokens are an upper set of the logits, so truncation is by rejection, as in
     floor = below all that min_p and top_k keep
     repeat: t = the best token of those above the floor; stop if top_p keeps t; floor = the logit of t
 
-top_p keeps t if the mass above t is less than its share. The k-th largest of the groups' largest logits is not above the
-k-th largest logit, so the search for that, by its bits, reads about k groups. Every pass reads only the groups that have
-a logit above its floor: `_choose` lists them.
+top_p keeps t if the mass above t is less than its share. The k-th largest of the groups' largest logits is not above
+the k-th largest logit, so the search for that, by its bits, reads about k groups. Every pass reads only the groups that
+have a logit above its floor: `_choose` lists them.
 
 Noise is computed where it can win: a warp leaves a tile out if no token of it comes within reach of its best.
 """
@@ -306,9 +306,12 @@ def _narrowed(low, high, count, k, counts, first, second, third):
     counts: of the numbers above each of them, packed 20 bits each, the first pivot's lowest.
     """
     of_first, of_second, of_third = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
-    high = tl.where(of_first < k, first, tl.where(of_second < k, second, tl.where(of_third < k, third, high)))
-    low = tl.where(of_third >= k, third, tl.where(of_second >= k, second, tl.where(of_first >= k, first, low)))
-    count = tl.where(of_third >= k, of_third, tl.where(of_second >= k, of_second, tl.where(of_first >= k, of_first, count)))
+    high = tl.where(of_third < k, third, high)
+    high = tl.where(of_second < k, second, high)
+    high = tl.where(of_first < k, first, high)
+    low, count = tl.where(of_first >= k, first, low), tl.where(of_first >= k, of_first, count)
+    low, count = tl.where(of_second >= k, second, low), tl.where(of_second >= k, of_second, count)
+    low, count = tl.where(of_third >= k, third, low), tl.where(of_third >= k, of_third, count)
     return low, high, count
 
 
@@ -371,9 +374,7 @@ def _load_groups(logits, listed, count, i, VOCAB: tl.constexpr, GROUP: tl.conste
 
 
 @triton.jit
-def _mass_above(
-    logits, listed, count, floor, top, rate, VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr
-):
+def _mass_above(logits, listed, count, floor, top, rate, VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr):
     """The mass of the tokens above the floor, all of which are in listed groups."""
     masses = tl.zeros((PASS, GROUP), tl.float32)
     for i in range(0, count, PASS):

@@ -5,7 +5,6 @@
 Few bytes and nothing to share between threads: from global memory to registers and back.
 """
 
-
 import jax
 import triton
 import triton.language as tl
