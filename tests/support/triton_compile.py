@@ -1,9 +1,9 @@
 """Compiles Triton kernels for any GPU on a machine that has none: shared memory, registers, and what spills where.
 
-    for launch in launches(lambda: op(*shape_dtype_structs, backend="triton"), capability=86):
+    for launch in launches(op, {"q": ShapeDtypeStruct(..), ..}, capability=86):
         print(compiled(launch, capability=86))
 
-`launches` traces the call as if JAX's default device were that GPU, and gives each Triton kernel that it would launch.
+`launches` traces a call as if JAX's default device were that GPU, and gives each Triton kernel that it would launch.
 Triton's own compiler and ptxas do the rest; they need no CUDA. Not under TRITON_INTERPRET=1.
 """
 
@@ -49,7 +49,7 @@ class Compiled:
     in_loops: int
 
 
-def launches(call: Callable[[], Any], capability: int) -> list[Recorded]:
+def launches(op: Callable[..., Any], arguments: dict[str, Any], capability: int) -> list[Recorded]:
     """The kernels that a call of ops launches on a GPU of this compute capability (10 * major + minor)."""
     found: list[Recorded] = []
 
@@ -64,7 +64,7 @@ def launches(call: Callable[[], Any], capability: int) -> list[Recorded]:
         mock.patch.object(devices, "default_device", return_value=device),
         mock.patch.object(triton_call, "_call_compiled", record),
     ):
-        jax.eval_shape(call)
+        jax.eval_shape(lambda arguments: op(**arguments), arguments)
     return found
 
 

@@ -74,6 +74,7 @@ def options(launch: Launch, arch: int) -> dict[str, Any]:
         "num_warps": launch.warps,
         "num_stages": launch.stages,
         "maxnreg": launch.registers,
+        "enable_fp_fusion": True,
         "ptx_version": _PTX_VERSIONS.get(arch, _OLDEST_PTX_VERSION),
     }
 

@@ -1,0 +1,81 @@
+"""Compiles the Triton kernels of this package for GPUs of some compute capabilities, with every configuration of their
+tables, and prints one JSON line a kernel and GPU: shared memory, its limit, registers, spills.
+
+    python tests/pallas_kernels/compile_triton.py 80 86 [NAME ..]        # NAME: programs, all by default
+
+A program of its own, which `test_triton_compile.py` runs: kernels that are defined under TRITON_INTERPRET=1 cannot be
+compiled.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+
+from jpaged import pallas_kernels as ops
+from jpaged.pallas_kernels.common.triton_targets import FAMILY, SHARED_BYTES
+from tests.support.triton_compile import compiled, launches
+
+Shape = jax.ShapeDtypeStruct
+
+
+def ids(*shape: int) -> Shape:
+    return Shape(shape, jnp.int32)
+
+
+def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """Decode and ragged attention: every key size of their tables, and what options add."""
+    plain: dict[str, Any] = {}
+    window = {"sliding_window": 1500, "logit_softcap": 30.0}
+    for (head_dim, dtype), (share, block_size, options) in product(
+        ((64, jnp.bfloat16), (80, jnp.float16), (128, jnp.bfloat16), (256, jnp.bfloat16), (64, jnp.float32),
+         (128, jnp.float32), (256, jnp.float32)),
+        ((4, 16, plain), (7, 128, window | {"alibi_slopes": jnp.ones(14)}), (32, 16, plain)),
+    ):  # fmt: skip
+        if share == 32 and head_dim == 80:
+            continue
+        pool = Shape((4096, 2, 2, block_size, head_dim), dtype)
+        name = f"D {head_dim} {jnp.dtype(dtype)} group {share} block {block_size}{' options' if options else ''}"
+        arguments = {"kv_pool": pool, "block_tables": ids(16, 4096 // block_size), "kv_lens": ids(16)}
+        q = Shape((16, 2 * share, head_dim), dtype)
+        yield f"decode {name}", partial(ops.decode_attention, **options), arguments | {"q": q}
+        q = Shape((2048, 2 * share, head_dim), dtype)
+        starts = {"query_starts": ids(17)}
+        yield f"ragged {name}", partial(ops.ragged_attention, **options), arguments | {"q": q} | starts
+
+
+def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """(name, op, its arguments)."""
+    yield from attention()
+
+
+def main(capabilities: list[int], names: list[str]) -> None:
+    for capability in capabilities:
+        done = set()
+        for name, op, arguments in programs():
+            if names and not any(part in name for part in names):
+                continue
+            for recorded in launches(partial(op, backend="triton"), arguments, capability):
+                if recorded in done:
+                    continue
+                done.add(recorded)
+                limit = SHARED_BYTES[FAMILY[capability]]
+                record = {"name": name, "capability": capability, "kernel": recorded.kernel.fn.__name__, "limit": limit}
+                print(json.dumps(record | asdict(compiled(recorded, capability))), flush=True)
+
+
+if __name__ == "__main__":
+    numbers = [argument for argument in sys.argv[1:] if argument.isdigit()]
+    main([int(number) for number in numbers], [name for name in sys.argv[1:] if not name.isdigit()])
