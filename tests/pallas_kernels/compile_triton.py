@@ -56,9 +56,50 @@ def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield f"ragged {name}", partial(ops.ragged_attention, **options), arguments | {"q": q} | starts
 
 
+def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """What writes and moves keys and values, and what draws tokens."""
+    for kv_heads, group, head_dim, block_size, dtype, rotated, normed in (
+        (8, 4, 128, 16, jnp.bfloat16, True, False),
+        (8, 2, 128, 128, jnp.float32, True, True),
+        (1, 7, 64, 32, jnp.bfloat16, True, True),
+        (32, 1, 80, 64, jnp.float16, False, False),
+        (4, 32, 96, 16, jnp.bfloat16, True, True),
+        (8, 4, 256, 16, jnp.float32, True, True),
+    ):
+        pool = Shape((20_000, 2, kv_heads, block_size, head_dim), dtype)
+        new, table = Shape((24, kv_heads, head_dim), dtype), Shape((24, head_dim // 2), jnp.float32)
+        name = f"{kv_heads} x {group} D {head_dim} {jnp.dtype(dtype)} block {block_size}"
+        arguments: dict[str, Any] = {"kv_pool": pool, "slot_mapping": ids(24)}
+        yield f"write_kv {name}", ops.write_kv, arguments | {"k": new, "v": new}
+        arguments["qkv"] = Shape((24, kv_heads, group + 2, head_dim), dtype)
+        if rotated:
+            arguments["rotation"] = (table, table)
+        if normed:
+            scale = Shape((head_dim,), dtype)
+            arguments["norms"] = (scale, scale)
+        yield f"rope_and_write {name}", ops.rope_and_write, arguments
+        pools, moved = (pool, pool), {"block_ids": ids(8)}
+        yield f"copy_blocks {name}", ops.copy_blocks, {"kv_pools": pools, "src": ids(8), "dst": ids(8)}
+        yield f"gather_blocks {name}", ops.gather_blocks, {"kv_pools": pools} | moved
+        staging = Shape((2, 8, *pool.shape[1:]), dtype)
+        yield f"scatter_blocks {name}", ops.scatter_blocks, {"kv_pools": pools, "staging": staging} | moved
+    for vocab, truncates in ((151_936, True), (128_256, False), (50_257, True)):
+        floats, whole = Shape((64,), jnp.float32), ids(64)
+        arguments = {"logits": Shape((64, vocab), jnp.float32), "temperature": floats, "positions": whole}
+        arguments |= {"seeds": Shape((64, 2), jnp.uint32)}
+        arguments |= (
+            {"top_k": whole, "top_p": floats, "min_p": floats}
+            if truncates
+            else dict.fromkeys(("top_k", "top_p", "min_p"))
+        )
+        name = f"sample_tokens of {vocab}{', truncated' if truncates else ''}"
+        yield name, ops.sample_tokens, arguments
+
+
 def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """(name, op, its arguments)."""
     yield from attention()
+    yield from other_ops()
 
 
 def main(capabilities: list[int], names: list[str]) -> None:

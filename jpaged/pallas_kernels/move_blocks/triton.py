@@ -1,4 +1,4 @@
-"""Block copy, gather and scatter as one Triton kernel: whole blocks, many at a time, of one layer a launch.
+"""Block copy, gather and scatter in Triton: whole blocks, many at a time, of one layer a launch.
 
 grid (piece of a block, pair)      from global memory to registers and back
 """
@@ -6,6 +6,7 @@ grid (piece of a block, pair)      from global memory to registers and back
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import lax
@@ -16,7 +17,7 @@ _PIECE = 4096  # numbers; 32 a thread
 
 
 def unsupported(kv_pool: jax.Array) -> str | None:
-    """Why the kernel cannot take this (already checked) pool; None if it can."""
+    """Why the kernels cannot take this (already checked) pool; None if they can."""
     if kv_pool.dtype.itemsize > 4:
         return f"dtype {kv_pool.dtype} is wider than 32 bits"
     return None
@@ -25,61 +26,59 @@ def unsupported(kv_pool: jax.Array) -> str | None:
 @jax.jit
 def copy_blocks(kv_pools: tuple[jax.Array, ...], src: jax.Array, dst: jax.Array) -> tuple[jax.Array, ...]:
     """`copy_blocks` of the package, checked."""
-    launch, constants = _plan(kv_pools[0], src)
-    return tuple(call(_copy_blocks, launch, src, dst, updated=[pool], **constants)[0] for pool in kv_pools)
+    launch, sizes = _plan(kv_pools[0], src)
+    return tuple(call(_copy_blocks, launch, src, dst, updated=[pool], **sizes)[0] for pool in kv_pools)
 
 
 @jax.jit
 def gather_blocks(kv_pools: tuple[jax.Array, ...], block_ids: jax.Array) -> jax.Array:
     """`gather_blocks` of the package, checked."""
-    launch, constants = _plan(kv_pools[0], block_ids)
+    launch, sizes = _plan(kv_pools[0], block_ids)
     staging = lax.empty((len(kv_pools), block_ids.shape[0], *kv_pools[0].shape[1:]), kv_pools[0].dtype)
-    for layer, pool in enumerate(kv_pools):
-        (staging,) = call(_gather_blocks, launch, pool, block_ids, updated=[staging], **constants, LAYER=layer)
+    for pool, places in zip(kv_pools, _places(kv_pools, block_ids), strict=True):
+        (staging,) = call(_transfer_blocks, launch, pool, block_ids, places, updated=[staging], **sizes)
     return staging
 
 
 @jax.jit
 def scatter_blocks(kv_pools: tuple[jax.Array, ...], staging: jax.Array, block_ids: jax.Array) -> tuple[jax.Array, ...]:
     """`scatter_blocks` of the package, checked."""
-    launch, constants = _plan(kv_pools[0], block_ids)
+    launch, sizes = _plan(kv_pools[0], block_ids)
     return tuple(
-        call(_scatter_blocks, launch, staging, block_ids, updated=[pool], **constants, LAYER=layer)[0]
-        for layer, pool in enumerate(kv_pools)
+        call(_transfer_blocks, launch, staging, places, block_ids, updated=[pool], **sizes)[0]
+        for pool, places in zip(kv_pools, _places(kv_pools, block_ids), strict=True)
     )
 
 
 def _plan(pool: jax.Array, ids: jax.Array) -> tuple[Launch, dict[str, Any]]:
-    """The launch for one layer, and the constants of all three kernels."""
+    """The launch for one layer, and the kernels' constants."""
     size = pool[0].size
     return Launch((triton.cdiv(size, _PIECE), ids.shape[0])), {"SIZE": size, "PIECE": _PIECE}
 
 
+def _places(pools: tuple[jax.Array, ...], ids: jax.Array) -> jax.Array:
+    """Where each layer's blocks are among those of the staging array: int32 [layers, n]."""
+    return jnp.arange(len(pools) * ids.shape[0], dtype=jnp.int32).reshape(len(pools), -1)
+
+
 @triton.jit
 def _copy_blocks(src, dst, pool, SIZE: tl.constexpr, PIECE: tl.constexpr):
-    """src, dst: int32 [pairs]. pool: [blocks, SIZE]."""
+    """Within pool [blocks, SIZE], block src[i] to dst[i]: int32 [pairs]."""
     pair = tl.program_id(1)
-    _move(pool, tl.load(src + pair), pool, tl.load(dst + pair), SIZE, PIECE)
+    from_block, to_block = tl.load(src + pair).to(tl.int64), tl.load(dst + pair).to(tl.int64)
+    _move_piece(pool + from_block * SIZE, pool + to_block * SIZE, SIZE, PIECE)
 
 
 @triton.jit
-def _gather_blocks(pool, ids, staging, SIZE: tl.constexpr, PIECE: tl.constexpr, LAYER: tl.constexpr):
-    """pool: [blocks, SIZE]. ids: int32 [pairs]. staging: [layers, pairs, SIZE]."""
+def _transfer_blocks(source, src, dst, target, SIZE: tl.constexpr, PIECE: tl.constexpr):
+    """Block src[i] of source [blocks, SIZE] to dst[i] of target."""
     pair = tl.program_id(1)
-    _move(pool, tl.load(ids + pair), staging, LAYER * tl.num_programs(1) + pair, SIZE, PIECE)
+    from_block, to_block = tl.load(src + pair).to(tl.int64), tl.load(dst + pair).to(tl.int64)
+    _move_piece(source + from_block * SIZE, target + to_block * SIZE, SIZE, PIECE)
 
 
 @triton.jit
-def _scatter_blocks(staging, ids, pool, SIZE: tl.constexpr, PIECE: tl.constexpr, LAYER: tl.constexpr):
-    """As `_gather_blocks`, the other way."""
-    pair = tl.program_id(1)
-    _move(staging, LAYER * tl.num_programs(1) + pair, pool, tl.load(ids + pair), SIZE, PIECE)
-
-
-@triton.jit
-def _move(source, source_block, target, target_block, SIZE: tl.constexpr, PIECE: tl.constexpr):
-    """A piece of one block to that of another."""
+def _move_piece(source, target, SIZE: tl.constexpr, PIECE: tl.constexpr):
+    """This CTA's part of a block."""
     at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
-    exists = at < SIZE
-    numbers = tl.load(source + source_block.to(tl.int64) * SIZE + at, mask=exists)
-    tl.store(target + target_block.to(tl.int64) * SIZE + at, numbers, mask=exists)
+    tl.store(target + at, tl.load(source + at, mask=at < SIZE), mask=at < SIZE)
