@@ -46,7 +46,7 @@ REFERENCE = "xla"
 TRITON_CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1))
 """Compute capabilities of the GPUs that Triton kernels are chosen on: Ampere, Ada and Blackwell."""
 
-_INSTALL = 'install "jpaged[cuda13]" or "jpaged[cuda12]" on Python 3.12 or newer, which brings jax-triton'
+_INSTALL = 'install "jpaged[cuda13]" or "jpaged[cuda12]" on Python 3.12 or newer'
 
 
 def _nothing(*arguments: Any) -> None:
@@ -95,11 +95,15 @@ class Implementation:
     worthwhile: Callable[..., bool] = _always
 
 
+def _jax_version() -> tuple[int, ...]:
+    """JAX's major and minor version."""
+    return tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
 @cache
 def _mosaic_missing() -> str | None:
     """Why this JAX cannot build Mosaic GPU kernels; None if it can."""
-    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if version < (0, 11):
+    if _jax_version() < (0, 11):
         return f"the Mosaic kernels need JAX >= 0.11, this is {jax.__version__}"
     try:
         from jax.experimental.pallas import mosaic_gpu  # noqa: F401
@@ -113,6 +117,8 @@ def _triton_missing() -> str | None:
     """Why this installation cannot build Triton kernels; None if it can."""
     if sys.version_info < (3, 12):
         return f"jax-triton needs Python 3.12 or newer, this is {sys.version_info[0]}.{sys.version_info[1]}; {_INSTALL}"
+    if _jax_version() != (0, 11):
+        return f"jax-triton 0.4 calls kernels under JAX 0.11, this is {jax.__version__}; {_INSTALL}"
     absent = [name for name in ("jax_triton", "triton") if find_spec(name) is None]
     return f"{' and '.join(absent)} cannot be imported; {_INSTALL}" if absent else None
 
@@ -313,6 +319,12 @@ def compilers() -> tuple[str, ...]:
         with suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
     return tuple(found)
+
+
+def preferred_here() -> str:
+    """The backend that is asked first on JAX's default device; ops that it lacks go to the next ones."""
+    device = devices.default_device()
+    return next(one.name for one in _BACKENDS if one.runs_on(device) and one.missing() is None)
 
 
 def runs_here(backend: str) -> bool:

@@ -1,5 +1,6 @@
 """One place picks an op's implementation: by device and order, by name, and among backends from outside the package."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -245,19 +246,22 @@ def test_a_gpu_that_would_take_triton_s_kernels_takes_xla_without_and_says_what_
 ) -> None:
     monkeypatch.setattr(devices, "default_device", lambda: device)
     monkeypatch.setattr(registry, "find_spec", lambda name: None if "triton" in name else object())
-    monkeypatch.setattr(registry.sys, "version_info", (3, 12, 1))
-    registry._triton_missing.cache_clear()
+    asked = [
+        ((3, 12, 1), (0, 11), "jax_triton and triton cannot be imported"),
+        ((3, 12, 1), (0, 12), f"jax-triton 0.4 calls kernels under JAX 0.11, this is {jax.__version__}"),
+        ((3, 11, 7), (0, 10), "jax-triton needs Python 3.12 or newer, this is 3.11"),
+    ]
     try:
-        assert registry._OPS["write_kv"].pick(None, POOL).backend == "xla"
-        lost = str(registry.lost_here())
-        assert str(device) in lost
-        assert "gathers each sequence's whole context" in lost
-        assert 'jax_triton and triton cannot be imported; install "jpaged[cuda13]"' in lost
-        registry._triton_missing.cache_clear()
-        monkeypatch.setattr(registry.sys, "version_info", (3, 11, 7))
-        assert "jax-triton needs Python 3.12 or newer, this is 3.11; install" in str(registry.lost_here())
-        with pytest.raises(ValueError, match="cannot do this write_kv: jax-triton needs Python 3"):
-            registry._OPS["write_kv"].pick("triton", POOL)
+        for python, version, reason in asked:
+            monkeypatch.setattr(registry.sys, "version_info", python)
+            monkeypatch.setattr(registry, "_jax_version", lambda version=version: version)
+            registry._triton_missing.cache_clear()
+            assert registry._OPS["write_kv"].pick(None, POOL).backend == registry.preferred_here() == "xla"
+            lost = str(registry.lost_here())
+            assert f"{device}: it runs plain XLA, whose attention gathers each sequence's whole context" in lost
+            assert f'triton ({reason}; install "jpaged[cuda13]" or "jpaged[cuda12]" on Python 3.12 or newer)' in lost
+            with pytest.raises(ValueError, match=f"cannot do this write_kv: {re.escape(reason)}"):
+                registry._OPS["write_kv"].pick("triton", POOL)
     finally:
         registry._triton_missing.cache_clear()
 
