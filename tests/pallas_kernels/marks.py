@@ -11,3 +11,9 @@ needs_triton = pytest.mark.skipif(missing("triton") is not None, reason=str(miss
 on_gpu_with_triton = pytest.mark.skipif(
     missing("triton") is not None or default_device().capability is None, reason="needs a GPU and jax-triton"
 )
+
+WITH_TRITON = ["xla", pytest.param("triton", marks=needs_triton)]
+"""Backends whose ops run wherever the tests do: Triton's on a CPU in its interpreter."""
+
+ON_GPU = [pytest.param("hopper", marks=on_gpu), pytest.param("triton", marks=on_gpu_with_triton)]
+"""Backends whose kernels run on a GPU."""
