@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.arguments import HelpFormatter
 
-_NAMES = ("name", "case", "backend", "workload", "dataset", "batch", "batch_size", "input_len", "output_len")
-_NAMES += ("variant", "system")
+_NAMES = ("name", "case", "workload", "dataset", "batch", "batch_size", "input_len", "output_len", "variant", "system")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,9 +47,9 @@ class Case:
     """Makes (a jitted program, its arguments, calls in it, bytes or operations of one call)."""
 
     @property
-    def is_ours(self) -> bool:
-        """Whether it measures kernels of a backend, rather than the card or cuDNN."""
-        return not self.name.startswith(("card: ", "cuDNN "))
+    def of_the_card(self) -> bool:
+        """Whether it measures the card or cuDNN, whatever the backend."""
+        return self.name.startswith(("card:", "cuDNN"))
 
 
 @dataclass(frozen=True)
@@ -436,7 +436,8 @@ def main(argv: list[str] | None = None) -> int:
         "--backend",
         metavar="NAME",
         action="append",
-        help=f"force one backend of {', '.join(registry.backends())}; repeated, a column for each (default: by device)",
+        help=f"force one backend of {', '.join(registry.backends())}; may be repeated: a column each (default: by "
+        "device)",
     )
     parser.add_argument(
         "--json",
@@ -446,74 +447,85 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=7, help="batches of programs that the median is taken of")
     options = parser.parse_args(argv)
-    backends: list[str | None] = [None]
-    if options.backend is not None:
-        try:
-            backends = [registry.canonical(name) for name in options.backend]
-        except ValueError as error:
-            parser.error(f"--{error}")
+    try:
+        backends = [registry.canonical(name) for name in options.backend] if options.backend else [None]
+    except ValueError as error:
+        parser.error(f"--{error}")
+    if len(set(backends)) < len(backends):
+        parser.error(f"--backend {' --backend '.join(options.backend)}: one of them is named twice")
     device = jax.devices()[0]
     if device.platform != "gpu":
         print(f"jpaged bench kernels needs a GPU; JAX sees only {device.platform}", file=sys.stderr)
         return 1
     only = options.only
-    by_backend = zip(*map(cases, backends), strict=True)
-    chosen = [of_all for of_all in by_backend if not only or any(text in of_all[0].name for text in only)]
-    if not chosen:
+    chosen = [
+        [case for case in cases(backend) if not only or any(text in case.name for text in only)] for backend in backends
+    ]
+    if not chosen[0]:
         parser.error(f"--only {' --only '.join(only)}: no case has that in its name")
-    named = ", ".join(name or "default" for name in backends)
-    print(f"{device.device_kind}, JAX {jax.__version__}, {named} backend")
+    print(f"{device.device_kind}, JAX {jax.__version__}, {', '.join(map(str, options.backend or ['default']))} backend")
     rows: list[dict[str, Any]] = []
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # still writes the report
     try:
-        _measure_all(chosen, backends, options.repeats, rows)
+        if len(backends) == 1:
+            _measure_all(chosen[0], options.repeats, rows)
+        else:
+            _compare_all(dict(zip(backends, chosen, strict=True)), options.repeats, rows)
     finally:
         signal.signal(signal.SIGTERM, before)
         if rows:
             path = options.json or Path("benchmarks/results/kernels.json")
-            complete = len({row["case"] for row in rows}) == len(chosen)
-            settings = {"backend": options.backend and named, "only": only, "complete": complete}
+            backend: Any = backends[0] if len(backends) == 1 else backends
+            settings = {"backend": backend, "only": only, "complete": len(rows) == len(chosen[0])}
             write_report(path, "kernels", settings, rows)
     return 0
 
 
-def _measure_all(
-    chosen: list[tuple[Case, ...]], backends: Sequence[str | None], repeats: int, rows: list[dict[str, Any]]
-) -> None:
-    """Adds the figures of each case to `rows`, for each backend, as it prints them: a line a case.
+def _compare_all(chosen: dict[Any, list[Case]], repeats: int, rows: list[dict[str, Any]]) -> None:
+    """Adds each case's figures to `rows` as it prints them, a column a backend, measured one after the other."""
+    print(f"{'case':44s} {'unit':8s}" + "".join(f" {name:>10s}" for name in chosen))
+    for of_backends in zip(*chosen.values(), strict=True):
+        row: dict[str, Any] = {"case": of_backends[0].name, "unit": of_backends[0].unit}
+        if of_backends[0].of_the_card:  # the same whichever kernels run
+            of_backends = of_backends[:1]
+        print(f"{row['case']:44s} {row['unit']:8s}", end="", flush=True)
+        for name, case in zip(chosen, of_backends, strict=False):
+            figures = _figures(case, repeats)
+            row["card" if case.of_the_card else name] = figures
+            print(f" {figures['value']:10,.1f}" if "value" in figures else f" {'-':>10s}", end="", flush=True)
+        print()
+        rows.append(row)
 
-    chosen: of each case, that of each backend.
-    """
-    several = len(backends) > 1
-    columns = "".join(f"{name or 'median':>10s} {'spread':>7s} " for name in (backends if several else [None]))
-    us = "" if several else f" {'us':>9s}"
-    print(f"{'case':44s} {columns}{'unit':8s}{us}  aim")
-    for of_all in chosen:
-        print(f"{of_all[0].name:44s} ", end="", flush=True)
-        failed, microseconds = [], ""
-        for case, backend in zip(of_all, backends, strict=True):
-            if not case.is_ours and case is not of_all[0]:
-                print(f"{'':18s} ", end="")
-                continue
-            name = {"case": case.name} | ({"backend": backend} if several and case.is_ours else {})
-            try:
-                seconds, work = measure(case.build, repeats)
-            except Exception as error:  # one case that fails must not cost the others
-                failed.append(f"{type(error).__name__}: {error}"[:500])
-                print(f"{'failed':>18s} ", end="", flush=True)
-                rows.append(name | {"error": failed[-1]})
-                continue
-            median = statistics.median(seconds)
-            value = {"us": median * 1e6, "GB/s": work / median / 1e9, "TFLOP/s": work / median / 1e12}[case.unit]
-            spread = (max(seconds) - min(seconds)) / median
-            microseconds = "" if several else f" {median * 1e6:9.2f}"
-            print(f"{value:10,.1f} {spread:6.1%}  ", end="", flush=True)
-            figures = {"value": value, "unit": case.unit, "aim": case.aim, "median_us": median * 1e6, "spread": spread}
-            rows.append(name | figures | {"all_us": [s * 1e6 for s in seconds]})
-        aim = "" if of_all[0].aim is None else f"{of_all[0].aim:g}"
-        print(f"{of_all[0].unit:8s}{microseconds}  {aim}", flush=True)
-        for text in failed:
-            print(f"    {text[:200]}")
+
+def _measure_all(chosen: list[Case], repeats: int, rows: list[dict[str, Any]]) -> None:
+    """Adds each case's figures to `rows` as it prints them."""
+    print(f"{'case':44s} {'median':>10s} {'spread':>7s} {'unit':8s} {'us':>9s}  aim")
+    for case in chosen:
+        figures = _figures(case, repeats)
+        rows.append({"case": case.name} | figures)
+        if "error" in figures:
+            print(f"{case.name:44s} failed: {figures['error'][:200]}")
+            continue
+        aim = "" if case.aim is None else f"{case.aim:g}"
+        value, spread, median_us = (figures[name] for name in ("value", "spread", "median_us"))
+        print(f"{case.name:44s} {value:10,.1f} {spread:6.1%} {case.unit:8s} {median_us:9.2f}  {aim}", flush=True)
+
+
+def _figures(case: Case, repeats: int) -> dict[str, Any]:
+    """What one case gives, or its error: one case that fails must not cost the others."""
+    try:
+        seconds, work = measure(case.build, repeats)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+    median = statistics.median(seconds)
+    return {
+        "value": {"us": median * 1e6, "GB/s": work / median / 1e9, "TFLOP/s": work / median / 1e12}[case.unit],
+        "unit": case.unit,
+        "aim": case.aim,
+        "median_us": median * 1e6,
+        "spread": (max(seconds) - min(seconds)) / median,
+        "all_us": [s * 1e6 for s in seconds],
+    }
 
 
 if __name__ == "__main__":

@@ -12,8 +12,11 @@ on_gpu_with_triton = pytest.mark.skipif(
     missing("triton") is not None or default_device().capability is None, reason="needs a GPU and jax-triton"
 )
 
-over_backends = pytest.mark.parametrize(
-    "backend",
-    ["xla", pytest.param("triton", marks=needs_triton), pytest.param("hopper", marks=on_gpu)],
-)
-"""One test for all implementations: on a CPU, Triton's run in its interpreter."""
+WITH_TRITON = ["xla", pytest.param("triton", marks=needs_triton)]
+"""Backends whose ops run wherever the tests do: Triton's on a CPU in its interpreter."""
+
+ON_GPU = [pytest.param("hopper", marks=on_gpu), pytest.param("triton", marks=on_gpu_with_triton)]
+"""Backends whose kernels run on a GPU."""
+
+over_backends = pytest.mark.parametrize("backend", [*WITH_TRITON, pytest.param("hopper", marks=on_gpu)])
+"""One test for all backends that run here."""

@@ -186,10 +186,10 @@ def _decode(
             seen = (position < end) & (position >= first_seen)
             block = tl.load(tables + row * TABLE + position // BLOCK, mask=seen, other=0).to(tl.int64)
             key = (block * (2 * KV_HEADS) + kv_head) * (BLOCK * HEAD_DIM) + (position % BLOCK) * HEAD_DIM
-            value = key + KV_HEADS * BLOCK * HEAD_DIM
-            k = tl.load(pool + key[None, :] + d[:, None], mask=seen[None, :] & is_dim[:, None], other=0.0)
-            v = tl.load(pool + value[:, None] + d[None, :], mask=seen[:, None] & is_dim[None, :], other=0.0)
-            x = scores(tl.dot(queries, k, input_precision="ieee"), SCALE, CAP)
+            k_at, is_in = pool + (key[:, None] + d[None, :]), seen[:, None] & is_dim[None, :]
+            k = tl.load(k_at, mask=is_in, other=0.0)
+            v = tl.load(k_at + KV_HEADS * BLOCK * HEAD_DIM, mask=is_in, other=0.0)
+            x = scores(tl.dot(queries, tl.trans(k), input_precision="ieee"), SCALE, CAP)
             if ALIBI:
                 x += slope[:, None] * (position - (length - 1)).to(tl.float32)[None, :]
             x = tl.where(seen[None, :], x, float("-inf"))

@@ -224,17 +224,16 @@ def _add_steps(
         else:
             block = tl.load(tables + key // BLOCK).to(tl.int64)
         at = block * (2 * KV_HEADS * BLOCK * HEAD_DIM) + (key % BLOCK) * HEAD_DIM
-        k_at = pool + (at[None, :] + d[:, None])
-        v_at = pool + (at[:, None] + (KV_HEADS * BLOCK * HEAD_DIM + d)[None, :])
+        k_at = pool + (at[:, None] + d[None, :])
+        v_at = k_at + KV_HEADS * BLOCK * HEAD_DIM
         if MASKED:
-            k = tl.load(k_at, mask=owned[None, :] & is_dim[:, None], other=0.0)
+            k = tl.load(k_at, mask=owned[:, None] & is_dim[None, :], other=0.0)
             v = tl.load(v_at, mask=owned[:, None] & is_dim[None, :], other=0.0)
         elif DIM == HEAD_DIM:
             k, v = tl.load(k_at), tl.load(v_at)
         else:
-            k = tl.load(k_at, mask=is_dim[:, None], other=0.0)
-            v = tl.load(v_at, mask=is_dim[None, :], other=0.0)
-        x = scores(tl.dot(queries, k, input_precision="ieee"), SCALE, CAP)
+            k, v = tl.load(k_at, mask=is_dim[None, :], other=0.0), tl.load(v_at, mask=is_dim[None, :], other=0.0)
+        x = scores(tl.dot(queries, tl.trans(k), input_precision="ieee"), SCALE, CAP)
         if ALIBI:
             x += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         if MASKED:
