@@ -210,17 +210,22 @@ class Op:
     def unsupported(self, backend: str, *arguments: Any) -> str | None:
         """Why a backend cannot do the op for these arguments, whatever the device; None if it can."""
         found = _backend(canonical(backend))
+        if not self._may_have(found):
+            return "there is no such kernel"
         if (reason := found.missing()) is not None:
             return reason
-        if not self._has(found):
-            return "there is no such kernel"
-        return self._implementation(found).unsupported(*arguments)
+        return self._implementation(found).unsupported(*arguments) if self._has(found) else "there is no such kernel"
 
-    def _has(self, backend: Backend) -> bool:
+    def _may_have(self, backend: Backend) -> bool:
+        """Whether there is an implementation, or a file that may have one; imports nothing of the backend's."""
         if (self.name, backend.name) in _REGISTERED:
             return True
-        if backend.file is None or find_spec(f"{self.folder}.{backend.file}") is None:
-            return False
+        return backend.file is not None and find_spec(f"{self.folder}.{backend.file}") is not None
+
+    def _has(self, backend: Backend) -> bool:
+        """Whether there is an implementation, of a backend that may have one and can be built."""
+        if (self.name, backend.name) in _REGISTERED:
+            return True
         return hasattr(import_module(f"{self.folder}.{backend.file}"), self.name)
 
     def _implementation(self, backend: Backend) -> Implementation:
