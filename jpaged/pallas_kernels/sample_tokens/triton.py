@@ -117,12 +117,14 @@ def _scan(
     """Of a part of a row: its largest logit, its best token, its mass in units of the largest, and its groups' maxima.
 
     logits: float32 [R, VOCAB]. floats: float32 [R, 4], of `row_numbers`. keys: uint32 [R, 2]. tops, masses: float32
-    [R, PARTS]. ids: int32 [R, PARTS]. maxima: float32 [R, GROUPS]. Masses and maxima where TRUNCATES alone.
+    [R, PARTS]. ids: int32 [R, PARTS]. maxima: float32 [R, GROUPS]. Masses of rows with top_p alone; maxima where
+    TRUNCATES.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     rate = tl.load(floats + row * 4)
     strength = tl.load(floats + row * 4 + 1)
+    share = tl.load(floats + row * 4 + 2)
     key0 = tl.load(keys + row * 2)
     key1 = tl.load(keys + row * 2 + 1)
     top = -_INF
@@ -143,7 +145,7 @@ def _scan(
             # Scores are relative to the largest logit so far, near which float32 tells the noise of tokens apart.
             best = tl.maximum(best + (top - higher) * rate, _LEAST_SCORE)
             base = (x - higher) * rate
-            if TRUNCATES:
+            if share < 1:
                 mass = mass * tl.exp2((top - higher) * rate) + tl.sum(tl.exp2(base), axis=0)
             if (new - higher) * rate + _LARGEST_NOISE * strength > best:
                 uniform = _uniform(at, key0, key1)
@@ -157,8 +159,7 @@ def _scan(
             top = higher
     tl.store(tops + row * PARTS + part, top)
     tl.store(ids + row * PARTS + part, token)
-    if TRUNCATES:
-        tl.store(masses + row * PARTS + part, mass)
+    tl.store(masses + row * PARTS + part, mass)
 
 
 @triton.jit
