@@ -32,6 +32,7 @@ _GROUP = 64
 _TILE = 1024  # tokens that a warp of `_scan` handles at once
 _PART = 4096
 _PASS_GROUPS = 64  # that a CTA of `_choose` handles at once; 16 tokens a thread
+_UNALIGNED_PASS_GROUPS = 32  # the same where rows do not begin at multiples of 16 bytes, which takes more registers
 _MOST_GROUPS = 16384
 
 _INF: tl.constexpr = tl.constexpr(math.inf)
@@ -92,7 +93,7 @@ def sample_tokens(operands: Operands) -> jax.Array:
         **sizes,
         ALL_PARTS=triton.next_power_of_2(parts),
         ALL_GROUPS=triton.next_power_of_2(groups),
-        PASS=_PASS_GROUPS,
+        PASS=_UNALIGNED_PASS_GROUPS if vocab_size % 4 else _PASS_GROUPS,
     )
     return tokens
 
