@@ -31,9 +31,16 @@ Config = decode.Config | ragged.Config
 
 def decode_configs(head_dim: int) -> list[Config]:
     """Candidates: of head_dim 128, or with tiles of the same size."""
-    shapes = [(64, 4, 3, ctas) for ctas in (2, 3, 4)] + [(64, 4, 5, 2), (64, 4, 5, 3), (64, 8, 3, 2), (64, 8, 5, 2)]
-    shapes += [(32, 4, 3, 4), (32, 4, 5, 3), (32, 4, 5, 4), (32, 4, 7, 3), (32, 2, 5, 4), (64, 2, 3, 4)]
-    shapes += [(128, 4, 3, 2), (128, 8, 3, 2)]
+    shapes = [(64, 2, 3, 4), (64, 2, 3, 3), (64, 2, 3, 5), (64, 2, 5, 3), (64, 2, 5, 2), (32, 2, 5, 4), (32, 2, 7, 4)]
+    shapes += [
+        (128, 2, 3, 2),
+        (128, 2, 3, 3),
+        (128, 4, 3, 2),
+        (128, 4, 3, 3),
+        (64, 4, 3, 3),
+        (64, 4, 5, 2),
+        (32, 1, 5, 6),
+    ]
     return [decode.Config(min(128, max(16, tile * 128 // head_dim)), *others) for tile, *others in shapes]
 
 

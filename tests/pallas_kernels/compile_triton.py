@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,11 @@ def ids(*shape: int) -> Shape:
 def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """Decode and ragged attention: every key size of their tables, and what options add."""
     plain: dict[str, Any] = {}
-    window = {"sliding_window": 1500, "logit_softcap": 30.0}
-    for (head_dim, dtype), (share, block_size, options) in product(
-        ((64, jnp.bfloat16), (80, jnp.float16), (128, jnp.bfloat16), (256, jnp.bfloat16), (64, jnp.float32),
-         (128, jnp.float32), (256, jnp.float32)),
-        ((4, 16, plain), (7, 128, window | {"alibi_slopes": jnp.ones(14)}), (32, 16, plain)),
-    ):  # fmt: skip
-        if share == 32 and head_dim == 80:
-            continue
+    every = {"sliding_window": 1500, "logit_softcap": 30.0, "alibi_slopes": jnp.ones(14)}
+    sizes = [(64, jnp.bfloat16), (128, jnp.bfloat16), (256, jnp.bfloat16), (64, jnp.float32), (128, jnp.float32)]
+    cases = [(head_dim, dtype, 4, 16, plain) for head_dim, dtype in sizes]
+    cases += [(128, jnp.float16, 32, 64, plain), (80, jnp.float16, 7, 128, every), (256, jnp.bfloat16, 7, 16, every)]
+    for head_dim, dtype, share, block_size, options in cases:
         pool = Shape((4096, 2, 2, block_size, head_dim), dtype)
         name = f"D {head_dim} {jnp.dtype(dtype)} group {share} block {block_size}{' options' if options else ''}"
         arguments = {"kv_pool": pool, "block_tables": ids(16, 4096 // block_size), "kv_lens": ids(16)}
@@ -114,6 +110,8 @@ def main(capabilities: list[int], names: list[str]) -> None:
                 done.add(recorded)
                 limit = SHARED_BYTES[FAMILY[capability]]
                 record = {"name": name, "capability": capability, "kernel": recorded.kernel.fn.__name__, "limit": limit}
+                launch = recorded.launch
+                record |= {"warps": launch.warps, "stages": launch.stages, "resident": launch.resident}
                 print(json.dumps(record | asdict(compiled(recorded, capability))), flush=True)
 
 

@@ -41,7 +41,7 @@ class Recorded:
 @dataclass(frozen=True)
 class Compiled:
     """shared: bytes of a CTA. registers: of a thread. spilled: bytes that a thread stores to local memory. in_loops:
-    instructions inside of loops that store to or load from it."""
+    instructions of innermost loops that store to or load from it."""
 
     shared: int
     registers: int
@@ -96,12 +96,14 @@ def compiled(recorded: Recorded, capability: int) -> Compiled:
 
 
 def _in_loops(sass: str) -> int:
-    """How many instructions between a label and a branch back to it move data to or from local memory."""
+    """How many instructions of innermost loops move data to or from local memory."""
     lines = sass.splitlines()
     labels = {line.strip().rstrip(":"): i for i, line in enumerate(lines) if re.match(r"\s*\.L_x_\d+:", line)}
-    inside: set[int] = set()
-    for i, line in enumerate(lines):
+    loops = set()
+    for end, line in enumerate(lines):
         target = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", line)
-        if target and labels.get(target[1], i) < i:
-            inside.update(range(labels[target[1]], i))
+        if target and labels.get(target[1], end) < end:
+            loops.add((labels[target[1]], end))
+    innermost = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    inside = {i for begin, end in innermost for i in range(begin, end)}
     return sum(bool(re.search(r"\b(LDL|STL)\b", lines[i])) for i in inside)

@@ -24,8 +24,9 @@ def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
     _, _, _, block_size, head_dim = kv_pool.shape
     if kv_pool.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"dtype {kv_pool.dtype} is not bfloat16, float16 or float32"
-    if head_dim % 16 or head_dim > MOST_HEAD_DIM:
-        return f"head_dim {head_dim} is not a multiple of 16 of at most {MOST_HEAD_DIM}"
+    most = MOST_HEAD_DIM if kv_pool.dtype.itemsize == 2 else MOST_HEAD_DIM // 2
+    if head_dim % 16 or head_dim > most:
+        return f"head_dim {head_dim} is not a multiple of 16 of at most {most} in {kv_pool.dtype}"
     if block_size not in BLOCK_SIZES:
         return f"block size {block_size} is not one of {BLOCK_SIZES}"
     return None

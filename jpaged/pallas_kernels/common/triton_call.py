@@ -35,12 +35,15 @@ class Launch:
         warps: of a CTA.
         stages: iterations of a loop whose loads are in flight together.
         registers: the most of a thread; None leaves it to the compiler.
+        resident: CTAs of a persistent grid that a multiprocessor is to hold at once, for tests to check that it can;
+            None if the grid is not persistent.
     """
 
     grid: tuple[int, ...]
     warps: int = 4
     stages: int = 2
     registers: int | None = None
+    resident: int | None = None
 
 
 def call(

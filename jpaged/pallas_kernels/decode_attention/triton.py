@@ -17,7 +17,7 @@ from memory, and a sequence's is the fold of its chunks': so its bits depend nei
 Sources: Flash-Decoding (pytorch.org/blog/flash-decoding), FlashAttention-2 (arXiv:2307.08691).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -60,6 +60,9 @@ __all__ = ["decode_attention", "unsupported"]
 
 _LEAF_TOKENS = 128
 _CHUNK_TOKENS = 2048
+_REGISTERS = 65_536  # of a multiprocessor
+_MOST_REGISTERS = 255  # of a thread
+_CUT_FOR = 2  # CTAs of a multiprocessor: batches whose chunks keep half of these busy are not cut into leaves
 _MOST_ROWS = 32  # query heads of a group that one tile holds
 
 _ROW, _CHUNK, _CHUNKS, _BEGIN, _END, _LENGTH, _LEAF_TILES, _LEAF_NUMBER, _LEAVES, _CUT, _FIELDS = (
@@ -83,19 +86,22 @@ class Config:
 
 def default_config(head_dim: int, rows: int, itemsize: int) -> Config:
     """For a head_dim, so many query heads of a group, padded, and bytes of a number."""
-    return for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)) * itemsize]
+    config = for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)), itemsize]
+    if rows < _MOST_ROWS:
+        return config
+    return replace(config, warps=2 * config.warps, ctas=max(1, config.ctas // 2))  # twice the registers
 
 
-_CONFIGS = {
-    family: {
-        128: Config(tile=64, warps=4, stages=3, ctas=4),  # head_dim 64
-        256: Config(tile=64, warps=4, stages=2, ctas=3),  # 128
-        512: Config(tile=32, warps=4, stages=2, ctas=2),  # 256, or 128 in float32
-        1024: Config(tile=16, warps=4, stages=2, ctas=2),  # 256 in float32
-    }
-    for family in (80, 86, 90, 100, 120)
+_LARGE = {
+    (64, 2): Config(tile=128, warps=2, stages=3, ctas=4),
+    (128, 2): Config(tile=64, warps=2, stages=3, ctas=4),
+    (256, 2): Config(tile=32, warps=4, stages=3, ctas=3),
+    (64, 4): Config(tile=32, warps=4, stages=3, ctas=3),
+    (128, 4): Config(tile=16, warps=4, stages=3, ctas=3),
 }
-"""By family of GPUs, and bytes of a padded key."""
+_SMALL = {size: replace(config, ctas=2) for size, config in _LARGE.items()}  # there is shared memory for fewer
+_CONFIGS = {80: _LARGE, 86: _SMALL, 90: _LARGE, 100: _LARGE, 120: _SMALL}
+"""By family of GPUs; padded head_dim, and bytes of a number. Measured on an H200."""
 
 
 @partial(jax.jit, static_argnames=("features", "config"))
@@ -114,7 +120,8 @@ def decode_attention(
     groups = kv_heads * triton.cdiv(share, rows)
     if config is None:
         config = default_config(head_dim, rows, q.dtype.itemsize)
-    cuts = Cuts(config.tile, _LEAF_TOKENS, _CHUNK_TOKENS, num_multiprocessors() * config.ctas)
+    cuts = Cuts(config.tile, _LEAF_TOKENS, _CHUNK_TOKENS, num_multiprocessors() * _CUT_FOR)
+    ctas = num_multiprocessors() * config.ctas
     max_len = block_tables.shape[1] * block_size
     slots = max_chunks(max_len, cuts.chunk, features.sliding_window)
     most_cut = max_cut_chunks(batch, groups, slots, cuts)
@@ -127,7 +134,13 @@ def decode_attention(
     ]
     out, lse, *_ = call(
         _decode,
-        Launch((min(cuts.ctas, work.units.shape[0] * groups),), config.warps, config.stages),
+        Launch(
+            (min(ctas, work.units.shape[0] * groups),),
+            config.warps,
+            config.stages,
+            registers=min(_MOST_REGISTERS, _REGISTERS // (config.ctas * config.warps * 32) // 8 * 8),
+            resident=config.ctas,
+        ),
         q,
         kv_pool,
         block_tables,
@@ -292,12 +305,30 @@ def _collect(
     accs, sums, first, count, group, SHARE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """The fold of `count` parts from the `first` on, past the first-level cache, which may hold what was there."""
+    """The fold of `count` parts from the `first` on, in order; four at a time are on their way from memory, past the
+    first-level cache, which may hold what was there before."""
     acc, top, total = no_state(ROWS, DIM)
-    for i in range(count):
-        at, is_kept, row, is_head = _place(first + i, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
-        part = tl.load(accs + at, mask=is_kept, other=0.0, cache_modifier=".cg")
-        part_top = tl.load(sums + row, mask=is_head, other=0.0, cache_modifier=".cg")
-        part_total = tl.load(sums + row + ROWS, mask=is_head, other=0.0, cache_modifier=".cg")
-        acc, top, total = fold(acc, top, total, part, part_top, part_total)
+    for i in range(0, count, 4):
+        acc_0, top_0, total_0 = _take(accs, sums, first, i, count, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
+        acc_1, top_1, total_1 = _take(accs, sums, first, i + 1, count, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
+        acc_2, top_2, total_2 = _take(accs, sums, first, i + 2, count, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
+        acc_3, top_3, total_3 = _take(accs, sums, first, i + 3, count, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
+        acc, top, total = fold(acc, top, total, acc_0, top_0, total_0)
+        acc, top, total = fold(acc, top, total, acc_1, top_1, total_1)
+        acc, top, total = fold(acc, top, total, acc_2, top_2, total_2)
+        acc, top, total = fold(acc, top, total, acc_3, top_3, total_3)
+    return acc, top, total
+
+
+@triton.jit
+def _take(
+    accs, sums, first, number, count, group, SHARE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """The state of a part, from memory; of one past the last, that of no keys, whose fold changes nothing."""
+    at, is_kept, row, is_head = _place(first + number, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
+    exists = tl.zeros([ROWS], tl.int32) + number < count
+    acc = tl.load(accs + at, mask=is_kept & exists[:, None], other=0.0, cache_modifier=".cg")
+    top = tl.load(sums + row, mask=is_head & exists, other=-1e30, cache_modifier=".cg")
+    total = tl.load(sums + row + ROWS, mask=is_head & exists, other=0.0, cache_modifier=".cg")
     return acc, top, total
