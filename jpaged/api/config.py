@@ -84,10 +84,10 @@ class EngineArgs(SchedulingOptions):
         decode_buckets, token_buckets: ascending sizes that programs are compiled for.
         seed: of sampling, for requests without one, and of random weights.
         kernel_backend: implementation of attention and cache writes: "hopper" (Mosaic kernels for Hopper, also called
-            "mosaic"), "xla" (anywhere), or one registered by `jpaged.pallas_kernels.register_backend` in the process
-            that starts the engine; by default the kernels where the device and the model's shapes allow. With "xla"
-            MLPs and sampling have no kernels either; otherwise theirs are taken where device and shapes allow, that of
-            MLPs in steps of many rows.
+            "mosaic"), "triton" (GPUs since Ampere), "xla" (anywhere), or one registered by
+            `jpaged.pallas_kernels.register_backend` in the process that starts the engine; by default the kernels where
+            the device and the model's shapes allow. With "xla" MLPs and sampling have no kernels either; otherwise
+            the backend's are taken where it has them and shapes allow, that of MLPs in steps of many rows.
         tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
         one_shot_rows: rows of a step up to which sums over devices take the one-shot all-reduce kernel, instead of
             NCCL; 0 for none. By default, where GPUs and the model's shapes allow, 8,192 on two devices, 256 on four and

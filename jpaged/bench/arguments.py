@@ -40,7 +40,7 @@ def add_kernel_backend_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernel-backend",
         metavar="NAME",
-        help='attention and cache kernels: "hopper" (or "mosaic") or "xla" (default: by device)',
+        help='attention and cache kernels: "hopper" (or "mosaic"), "triton" or "xla" (default: by device)',
     )
 
 

@@ -46,6 +46,11 @@ class Case:
     build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], int, float]]
     """Makes (a jitted program, its arguments, calls in it, bytes or operations of one call)."""
 
+    @property
+    def of_the_card(self) -> bool:
+        """Whether it measures the card or cuDNN, whatever the backend."""
+        return self.name.startswith(("card:", "cuDNN"))
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -430,7 +435,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--backend",
         metavar="NAME",
-        help=f"force one backend of {', '.join(registry.backends())} (default: by device)",
+        action="append",
+        help=f"force one backend of {', '.join(registry.backends())}; may be repeated: a column each (default: by "
+        "device)",
     )
     parser.add_argument(
         "--json",
@@ -440,62 +447,85 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=7, help="batches of programs that the median is taken of")
     options = parser.parse_args(argv)
-    if options.backend is not None:
-        try:
-            options.backend = registry.canonical(options.backend)
-        except ValueError as error:
-            parser.error(f"--{error}")
+    try:
+        backends = [registry.canonical(name) for name in options.backend] if options.backend else [None]
+    except ValueError as error:
+        parser.error(f"--{error}")
+    if len(set(backends)) < len(backends):
+        parser.error(f"--backend {' --backend '.join(options.backend)}: one of them is named twice")
     device = jax.devices()[0]
     if device.platform != "gpu":
         print(f"jpaged bench kernels needs a GPU; JAX sees only {device.platform}", file=sys.stderr)
         return 1
     only = options.only
-    chosen = [case for case in cases(options.backend) if not only or any(text in case.name for text in only)]
-    if not chosen:
+    chosen = [
+        [case for case in cases(backend) if not only or any(text in case.name for text in only)] for backend in backends
+    ]
+    if not chosen[0]:
         parser.error(f"--only {' --only '.join(only)}: no case has that in its name")
-    print(f"{device.device_kind}, JAX {jax.__version__}, {options.backend or 'default'} backend")
+    print(f"{device.device_kind}, JAX {jax.__version__}, {', '.join(map(str, options.backend or ['default']))} backend")
     rows: list[dict[str, Any]] = []
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # still writes the report
     try:
-        _measure_all(chosen, options.repeats, rows)
+        if len(backends) == 1:
+            _measure_all(chosen[0], options.repeats, rows)
+        else:
+            _compare_all(dict(zip(backends, chosen, strict=True)), options.repeats, rows)
     finally:
         signal.signal(signal.SIGTERM, before)
         if rows:
             path = options.json or Path("benchmarks/results/kernels.json")
-            settings = {"backend": options.backend, "only": only, "complete": len(rows) == len(chosen)}
+            backend: Any = backends[0] if len(backends) == 1 else backends
+            settings = {"backend": backend, "only": only, "complete": len(rows) == len(chosen[0])}
             write_report(path, "kernels", settings, rows)
     return 0
+
+
+def _compare_all(chosen: dict[Any, list[Case]], repeats: int, rows: list[dict[str, Any]]) -> None:
+    """Adds each case's figures to `rows` as it prints them, a column a backend, measured one after the other."""
+    print(f"{'case':44s} {'unit':8s}" + "".join(f" {name:>10s}" for name in chosen))
+    for of_backends in zip(*chosen.values(), strict=True):
+        row: dict[str, Any] = {"case": of_backends[0].name, "unit": of_backends[0].unit}
+        if of_backends[0].of_the_card:  # the same whichever kernels run
+            of_backends = of_backends[:1]
+        print(f"{row['case']:44s} {row['unit']:8s}", end="", flush=True)
+        for name, case in zip(chosen, of_backends, strict=False):
+            figures = _figures(case, repeats)
+            row["card" if case.of_the_card else name] = figures
+            print(f" {figures['value']:10,.1f}" if "value" in figures else f" {'-':>10s}", end="", flush=True)
+        print()
+        rows.append(row)
 
 
 def _measure_all(chosen: list[Case], repeats: int, rows: list[dict[str, Any]]) -> None:
     """Adds each case's figures to `rows` as it prints them."""
     print(f"{'case':44s} {'median':>10s} {'spread':>7s} {'unit':8s} {'us':>9s}  aim")
     for case in chosen:
-        try:
-            seconds, work = measure(case.build, repeats)
-        except Exception as error:  # one case that fails must not cost the others
-            print(f"{case.name:44s} failed: {type(error).__name__}: {str(error)[:200]}")
-            rows.append({"case": case.name, "error": f"{type(error).__name__}: {error}"[:500]})
+        figures = _figures(case, repeats)
+        rows.append({"case": case.name} | figures)
+        if "error" in figures:
+            print(f"{case.name:44s} failed: {figures['error'][:200]}")
             continue
-        median = statistics.median(seconds)
-        value = {"us": median * 1e6, "GB/s": work / median / 1e9, "TFLOP/s": work / median / 1e12}[case.unit]
-        spread = (max(seconds) - min(seconds)) / median
         aim = "" if case.aim is None else f"{case.aim:g}"
-        print(
-            f"{case.name:44s} {value:10,.1f} {spread:6.1%} {case.unit:8s} {median * 1e6:9.2f}  {aim}",
-            flush=True,
-        )
-        rows.append(
-            {
-                "case": case.name,
-                "value": value,
-                "unit": case.unit,
-                "aim": case.aim,
-                "median_us": median * 1e6,
-                "spread": spread,
-                "all_us": [s * 1e6 for s in seconds],
-            }
-        )
+        value, spread, median_us = (figures[name] for name in ("value", "spread", "median_us"))
+        print(f"{case.name:44s} {value:10,.1f} {spread:6.1%} {case.unit:8s} {median_us:9.2f}  {aim}", flush=True)
+
+
+def _figures(case: Case, repeats: int) -> dict[str, Any]:
+    """What one case gives, or its error: one case that fails must not cost the others."""
+    try:
+        seconds, work = measure(case.build, repeats)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+    median = statistics.median(seconds)
+    return {
+        "value": {"us": median * 1e6, "GB/s": work / median / 1e9, "TFLOP/s": work / median / 1e12}[case.unit],
+        "unit": case.unit,
+        "aim": case.aim,
+        "median_us": median * 1e6,
+        "spread": (max(seconds) - min(seconds)) / median,
+        "all_us": [s * 1e6 for s in seconds],
+    }
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kernel-backend",
         metavar="NAME",
-        help='attention, cache and MLP kernels: "hopper" (or "mosaic") or "xla" (default: by device)',
+        help='attention, cache and MLP kernels: "hopper" (or "mosaic"), "triton" or "xla" (default: by device)',
     )
     group.add_argument(
         "--load-format", choices=get_args(LoadFormat), help='"dummy" makes random weights (default: auto)'

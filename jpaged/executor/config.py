@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.buckets import bucket_for, doublings, geometric_buckets
-from jpaged.pallas_kernels.registry import REFERENCE, is_reference
+from jpaged.pallas_kernels.registry import or_reference
 
 LEAST_SAVED_TOKENS = 16_384
 """Tokens that a shared prefix must keep a step from reading in every layer, to be read by kernels of its own. With 8
@@ -49,10 +49,10 @@ class ExecutorConfig:
 
     @property
     def optional_backend(self) -> str | None:
-        """Which implementation of products and of sampling. None lets each pick by device, rows and shapes, even where
-        a kernel backend is forced: few rows are XLA's, and so is what the kernels cannot do.
+        """Which implementation of products and of sampling. Even where a kernel backend is forced, few rows are XLA's,
+        and so is what its kernels cannot do.
         """
-        return REFERENCE if is_reference(self.kernel_backend) else None
+        return or_reference(self.kernel_backend)
 
     @property
     def max_blocks_per_seq(self) -> int:

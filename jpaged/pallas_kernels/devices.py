@@ -21,6 +21,11 @@ class Device:
     platform: str
     capability: tuple[int, int] | None = None
 
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.platform.upper()
+        return f"{self.platform.upper()} of compute capability {self.capability[0]}.{self.capability[1]}"
+
 
 @cache
 def default_device() -> Device:

@@ -5,11 +5,13 @@
     implementation   a function, and `unsupported`, which says why it refuses arguments
 
     "hopper"  <op>/hopper.py     Pallas Mosaic GPU kernels, chosen on compute capability 9.x; JAX >= 0.11
+    "triton"  <op>/triton.py     Triton kernels, chosen on `TRITON_CAPABILITIES`; jax-triton, Python 3.12
     "xla"     <op>/reference.py  plain XLA: every op, any device, any arguments
 
 Without a forced backend an op takes the first one that is chosen on the device, can be built here, has an
 implementation of the op, finds the arguments worth its while and supports them. A forced backend is taken on any
-device; if it cannot do the call, it raises an error that says why.
+device; if it cannot do the call, it raises an error that says why. Several may be named in order of preference,
+separated by commas: the op takes the first one that can do the call and finds it worth its while.
 
 To add a backend to the package, add its line to `_BACKENDS` and a file named like it to each op's folder. The file has
 a function named after each op it implements, which takes what the function in `reference.py` takes, and `unsupported`.
@@ -22,10 +24,14 @@ To add a backend from outside, call `register_backend` and `register_implementat
     register_implementation("decode_attention", "mine", my_decode_attention, unsupported=lambda q, kv_pool: None)
 """
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,6 +42,11 @@ from jpaged.pallas_kernels.devices import Device
 
 REFERENCE = "xla"
 """The backend that has every op. It is always the last."""
+
+TRITON_CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1))
+"""Compute capabilities of the GPUs that Triton kernels are chosen on: Ampere, Ada and Blackwell."""
+
+_INSTALL = 'install "jpaged[cuda13]" or "jpaged[cuda12]" on Python 3.12 or newer'
 
 
 def _nothing(*arguments: Any) -> None:
@@ -54,6 +65,7 @@ class Backend:
         name: by which a caller forces it.
         runs_on: whether it is chosen by default on a device.
         missing: why this installation cannot build its kernels for any device; None if it can.
+        refuses: why its kernels cannot run on a device, even if they are forced; None if they can.
         file: of its implementations in the ops' folders; None for a backend from outside, whose implementations are
             registered one by one.
     """
@@ -61,6 +73,7 @@ class Backend:
     name: str
     runs_on: Callable[[Device], bool]
     missing: Callable[[], str | None] = _nothing
+    refuses: Callable[[Device], str | None] = _nothing
     file: str | None = None
 
 
@@ -82,11 +95,15 @@ class Implementation:
     worthwhile: Callable[..., bool] = _always
 
 
+def _jax_version() -> tuple[int, ...]:
+    """JAX's major and minor version."""
+    return tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
 @cache
 def _mosaic_missing() -> str | None:
     """Why this JAX cannot build Mosaic GPU kernels; None if it can."""
-    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if version < (0, 11):
+    if _jax_version() < (0, 11):
         return f"the Mosaic kernels need JAX >= 0.11, this is {jax.__version__}"
     try:
         from jax.experimental.pallas import mosaic_gpu  # noqa: F401
@@ -95,12 +112,44 @@ def _mosaic_missing() -> str | None:
     return None
 
 
+@cache
+def _triton_missing() -> str | None:
+    """Why this installation cannot build Triton kernels; None if it can."""
+    if sys.version_info < (3, 12):
+        return f"jax-triton needs Python 3.12 or newer, this is {sys.version_info[0]}.{sys.version_info[1]}; {_INSTALL}"
+    if _jax_version() != (0, 11):
+        return f"jax-triton 0.4 calls kernels under JAX 0.11, this is {jax.__version__}; {_INSTALL}"
+    absent = [name for name in ("jax_triton", "triton") if find_spec(name) is None]
+    return f"{' and '.join(absent)} cannot be imported; {_INSTALL}" if absent else None
+
+
 def _is_hopper(device: Device) -> bool:
     return device.capability is not None and device.capability[0] == 9
 
 
+def _not_hopper(device: Device) -> str | None:
+    if _is_hopper(device):
+        return None
+    return f"its kernels run on GPUs of compute capability 9.x (Hopper), this is {device}"
+
+
+def _runs_triton(device: Device) -> bool:
+    return device.capability in TRITON_CAPABILITIES
+
+
+def _not_for_triton(device: Device) -> str | None:
+    if device.capability is not None and device.capability >= TRITON_CAPABILITIES[0]:
+        return None
+    if device.platform == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        return "on a CPU its kernels run in Triton's interpreter only, with TRITON_INTERPRET=1 in the environment"
+    return f"its kernels run on NVIDIA GPUs of compute capability 8.0 (Ampere) or newer, this is {device}"
+
+
 _BACKENDS = [
-    Backend("hopper", _is_hopper, _mosaic_missing, file="hopper"),
+    Backend("hopper", _is_hopper, _mosaic_missing, _not_hopper, file="hopper"),
+    Backend("triton", _runs_triton, _triton_missing, _not_for_triton, file="triton"),
     Backend(REFERENCE, _always, file="reference"),
 ]
 """In order of preference."""
@@ -128,36 +177,55 @@ class Op:
         """The implementation for one call.
 
         Args:
-            backend: None to choose by device and arguments, or the name of the backend that the caller forces.
+            backend: None to choose by device and arguments; the name of the backend that the caller forces; or several
+                names separated by commas, the preferred one first, to choose among them by arguments.
             arguments: what `Implementation.unsupported` and `worthwhile` of this op are called with: arrays or
                 ShapeDtypeStructs, of which only shapes and dtypes are looked at.
         Raises:
             ValueError: unknown backend, or a forced one that cannot do the call.
         """
+        if backend is not None and "," in backend:
+            return self._first([_backend(canonical(name)) for name in backend.split(",")], *arguments)
         if backend is not None:
             name = canonical(backend)
             if (reason := self.unsupported(name, *arguments)) is not None:
                 raise ValueError(f"backend={backend!r} cannot do this {self.name}: {reason}")
             return self._implementation(_backend(name))
         device = devices.default_device()
-        chosen = (candidate for candidate in _BACKENDS if candidate.runs_on(device))
-        usable = (candidate for candidate in chosen if self.unsupported(candidate.name, *arguments) is None)
-        return next(found for found in map(self._implementation, usable) if found.worthwhile(*arguments))
+        return self._first([candidate for candidate in _BACKENDS if candidate.runs_on(device)], *arguments)
+
+    def _first(self, candidates: Sequence[Backend], *arguments: Any) -> Implementation:
+        """That of the first candidate which can do the call and finds it worth its while.
+
+        Raises:
+            ValueError: none of them.
+        """
+        usable = (candidate for candidate in candidates if self.unsupported(candidate.name, *arguments) is None)
+        found = next((one for one in map(self._implementation, usable) if one.worthwhile(*arguments)), None)
+        if found is None:
+            names = ", ".join(candidate.name for candidate in candidates)
+            raise ValueError(f"no backend of {names} can do this {self.name}; add {REFERENCE!r}, which always can")
+        return found
 
     def unsupported(self, backend: str, *arguments: Any) -> str | None:
         """Why a backend cannot do the op for these arguments, whatever the device; None if it can."""
         found = _backend(canonical(backend))
+        if not self._may_have(found):
+            return "there is no such kernel"
         if (reason := found.missing()) is not None:
             return reason
-        if not self._has(found):
-            return "there is no such kernel"
-        return self._implementation(found).unsupported(*arguments)
+        return self._implementation(found).unsupported(*arguments) if self._has(found) else "there is no such kernel"
 
-    def _has(self, backend: Backend) -> bool:
+    def _may_have(self, backend: Backend) -> bool:
+        """Whether there is an implementation, or a file that may have one; imports nothing of the backend's."""
         if (self.name, backend.name) in _REGISTERED:
             return True
-        if backend.file is None or find_spec(f"{self.folder}.{backend.file}") is None:
-            return False
+        return backend.file is not None and find_spec(f"{self.folder}.{backend.file}") is not None
+
+    def _has(self, backend: Backend) -> bool:
+        """Whether there is an implementation, of a backend that may have one and can be built."""
+        if (self.name, backend.name) in _REGISTERED:
+            return True
         return hasattr(import_module(f"{self.folder}.{backend.file}"), self.name)
 
     def _implementation(self, backend: Backend) -> Implementation:
@@ -195,6 +263,19 @@ def is_reference(backend: str | None) -> bool:
     return backend is not None and canonical(backend) == REFERENCE
 
 
+def or_reference(backend: str | None) -> str | None:
+    """The `backend` of ops that an engine does not force. Where it forces one of the package's own, that one where it
+    can do the call and finds it worth its while, and else the reference. None, to choose by device, where it forces
+    nothing, or a backend from outside, which may have a few ops only.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if backend is None or _backend(canonical(backend)).file is None:
+        return None
+    return REFERENCE if is_reference(backend) else f"{canonical(backend)},{REFERENCE}"
+
+
 def kernels_here(backend: str | None = None) -> tuple[str, ...]:
     """The backends with kernels that are chosen by default on JAX's default device, in order of preference.
 
@@ -214,6 +295,41 @@ def has_registered() -> bool:
 def missing(backend: str) -> str | None:
     """Why this installation cannot build a backend's kernels for any device; None if it can."""
     return _backend(canonical(backend)).missing()
+
+
+def refuses_here(backend: str) -> str | None:
+    """Why a backend's kernels cannot run on JAX's default device, even if they are forced; None if they can."""
+    found = _backend(canonical(backend))
+    return found.missing() or found.refuses(devices.default_device())
+
+
+def lost_here() -> str | None:
+    """What this installation loses on JAX's default device, and how to get it: the kernels that would be chosen there
+    but cannot be built. None where nothing is lost."""
+    device = devices.default_device()
+    reasons = {one.name: one.missing() for one in _BACKENDS if one.runs_on(device)}
+    lost = [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
+    if not lost or any(reason is None for name, reason in reasons.items() if name != REFERENCE):
+        return None
+    return (
+        f"No kernels are used on this {device}: it runs plain XLA, whose attention gathers each sequence's whole"
+        f" context in every step. What is missing: {'; '.join(lost)}."
+    )
+
+
+def compilers() -> tuple[str, ...]:
+    """Names and versions of the packages beside JAX that kernels are compiled by, as far as they are installed."""
+    found = []
+    for package in ("jax-triton", "triton"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return tuple(found)
+
+
+def preferred_here() -> str:
+    """The backend that is asked first on JAX's default device; ops that it lacks go to the next ones."""
+    device = devices.default_device()
+    return next(one.name for one in _BACKENDS if one.runs_on(device) and one.missing() is None)
 
 
 def runs_here(backend: str) -> bool:

@@ -42,6 +42,29 @@ def test_cases_are_chosen_by_parts_of_their_names(run):
     assert report["settings"]["complete"]
 
 
+def test_backends_are_compared_in_columns_and_one_that_fails_leaves_the_others(run, monkeypatch, capsys):
+    measured = []
+
+    def seconds(name: str) -> float:
+        measured.append(name)
+        if len(measured) == 3:
+            raise ValueError("no such kernel")
+        return len(measured) * 1e-6
+
+    report = run(seconds, "--backend", "hopper", "--backend", "xla", "--only", "decode")
+    assert measured == ["decode one"] * 2 + ["decode two"] * 2
+    assert report["settings"]["backend"] == ["hopper", "xla"]
+    one, two = report["results"]
+    assert one["hopper"]["value"] == pytest.approx(1)
+    assert one["xla"]["value"] == pytest.approx(2)
+    assert two["hopper"] == {"error": "ValueError: no such kernel"}
+    assert two["xla"]["value"] == pytest.approx(4)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].split() == ["case", "unit", "hopper", "xla"]
+    assert printed[3].split() == ["decode", "two", "us", "-", "4.0"]
+    assert run(seconds, "--backend", "hopper", "--backend", "mosaic", raises=SystemExit) == report
+
+
 def test_a_name_that_no_case_has_is_refused(run):
     assert run(lambda name: 1e-6, "--only", "decoed", raises=SystemExit) is None
 

@@ -1,4 +1,5 @@
-"""More threads for the kernels' interpreter, and failures for the races that it only prints.
+"""Triton's interpreter where there is no GPU; more threads for Pallas' interpreter, and failures for the races that it
+only prints.
 
 Each warpgroup that waits at a barrier holds one of XLA's threads. Of those there are as many as the machine has cores;
 where that is two, none is left to run the warpgroup that the others wait for.
@@ -9,10 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from jpaged.pallas_kernels.devices import default_device
 from jpaged.pallas_kernels.registry import missing
 
 if missing("hopper") is None:
     os.environ.setdefault("PJRT_NPROC", "8")  # read when JAX makes its CPU client
+
+if missing("triton") is None and default_device().platform == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton's kernels are defined
 
 
 @pytest.fixture(autouse=True)

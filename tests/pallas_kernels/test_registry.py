@@ -1,8 +1,10 @@
 """One place picks an op's implementation: by device and order, by name, and among backends from outside the package."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from jpaged.executor.start import startup
 from jpaged.pallas_kernels import decode_attention, devices, mixed_attention, ragged_attention, registry, write_kv
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.devices import Device
-from tests.pallas_kernels.marks import needs_mosaic
+from tests.pallas_kernels.marks import needs_mosaic, needs_triton
 from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_decode, make_world, random_queries
 from tests.tiny_models import TINY_ENGINE, tiny_model, write_tiny_model
 
-HOPPER, ADA, CPU = Device("gpu", (9, 0)), Device("gpu", (8, 9)), Device("cpu")
+HOPPER, CPU = Device("gpu", (9, 0)), Device("cpu")
 
 
 def toy_decode_attention(operands: Operands, features: Features) -> tuple[jax.Array, jax.Array]:
@@ -78,7 +80,7 @@ def attend(head_dim: int = 16, **options: Any) -> None:
 
 
 def test_a_backend_from_outside_is_chosen_on_its_devices_for_what_it_supports(toy: Toy) -> None:
-    assert registry.backends() == ("hopper", "toy", "xla")
+    assert registry.backends() == ("hopper", "triton", "toy", "xla")
     attend()
     assert toy.calls == 0
     toy.devices.append(devices.default_device())
@@ -132,14 +134,14 @@ def test_a_backend_that_cannot_be_built_here_is_passed_over_and_says_why() -> No
 
 def test_a_backend_may_be_preferred_to_the_package_s_own() -> None:
     registry.register_backend("first", runs_on=lambda device: True, before="mosaic")
-    assert registry.backends() == ("first", "hopper", "xla")
+    assert registry.backends() == ("first", "hopper", "triton", "xla")
     registry.unregister_backend("first")
-    assert registry.backends() == ("hopper", "xla")
+    assert registry.backends() == ("hopper", "triton", "xla")
 
 
 def test_an_unregistered_backend_leaves_nothing(toy: Toy) -> None:
     registry.unregister_backend("toy")
-    with pytest.raises(ValueError, match="backend must be None or one of hopper, xla, got 'toy'"):
+    with pytest.raises(ValueError, match="backend must be None or one of hopper, triton, xla, got 'toy'"):
         attend(backend="toy")
     registry.register_backend("toy", runs_on=lambda device: True)
     attend()
@@ -198,21 +200,101 @@ def test_an_engine_takes_a_backend_from_outside(toy: Toy, tmp_path: Path, monkey
     assert toy.calls > 0
     assert asked == [()] * 4
     registry.unregister_backend("toy")
-    with pytest.raises(InvalidParameterError, match="kernel_backend must be None or one of 'hopper', 'xla', got 'toy'"):
+    with pytest.raises(
+        InvalidParameterError, match="kernel_backend must be None or one of 'hopper', 'triton', 'xla', got 'toy'"
+    ):
         LLM(**options, kernel_backend="toy")
     assert startup._kept_on() == startup.KEPT_PLATFORMS
 
 
-SHAPES = (jax.ShapeDtypeStruct((3, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 2, 16, 64), jnp.bfloat16))
+POOL = jax.ShapeDtypeStruct((9, 2, 2, 16, 64), jnp.bfloat16)
+SHAPES = (jax.ShapeDtypeStruct((3, 4, 64), jnp.bfloat16), POOL)
+
+
+def gpu(major: int, minor: int) -> Device:
+    return Device("gpu", (major, minor))
+
+
+TRITON_S = [gpu(*capability) for capability in registry.TRITON_CAPABILITIES]
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("device", "picked"), [(HOPPER, "hopper"), (ADA, "xla"), (CPU, "xla")])
+@pytest.mark.parametrize(("device", "picked"), [(HOPPER, "hopper"), (gpu(7, 5), "xla"), (CPU, "xla")])
 def test_the_device_decides(monkeypatch: pytest.MonkeyPatch, device: Device, picked: str) -> None:
     monkeypatch.setattr(devices, "default_device", lambda: device)
     assert registry.runs_here("hopper") == (device == HOPPER)
     assert registry._OPS["decode_attention"].pick(None, *SHAPES).backend == picked
     assert registry._OPS["decode_attention"].pick("hopper", *SHAPES).backend == "hopper"
+
+
+@needs_triton
+@pytest.mark.parametrize("device", TRITON_S, ids=str)
+def test_gpus_since_ampere_but_hopper_take_triton_s_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    monkeypatch.setattr(devices, "default_device", lambda: device)
+    assert [registry.runs_here(name) for name in ("hopper", "triton")] == [False, True]
+    assert registry.kernels_here() == ("triton",)
+    assert registry._OPS["write_kv"].pick(None, POOL).backend == "triton"
+    assert registry._OPS["write_kv"].pick("xla", POOL).backend == "xla"
+    assert registry.lost_here() is None
+    assert registry.refuses_here("triton") is None
+    assert str(device) in str(registry.refuses_here("hopper"))
+
+
+@pytest.mark.parametrize("device", TRITON_S, ids=str)
+def test_a_gpu_that_would_take_triton_s_kernels_takes_xla_without_and_says_what_is_lost(
+    monkeypatch: pytest.MonkeyPatch, device: Device
+) -> None:
+    monkeypatch.setattr(devices, "default_device", lambda: device)
+    monkeypatch.setattr(registry, "find_spec", lambda name: None if name in ("jax_triton", "triton") else object())
+    asked = [
+        ((3, 12, 1), (0, 11), "jax_triton and triton cannot be imported"),
+        ((3, 12, 1), (0, 12), f"jax-triton 0.4 calls kernels under JAX 0.11, this is {jax.__version__}"),
+        ((3, 11, 7), (0, 10), "jax-triton needs Python 3.12 or newer, this is 3.11"),
+    ]
+    try:
+        for python, version, reason in asked:
+            monkeypatch.setattr(registry.sys, "version_info", python)
+            monkeypatch.setattr(registry, "_jax_version", lambda version=version: version)
+            registry._triton_missing.cache_clear()
+            assert registry._OPS["write_kv"].pick(None, POOL).backend == registry.preferred_here() == "xla"
+            lost = str(registry.lost_here())
+            assert f"{device}: it runs plain XLA, whose attention gathers each sequence's whole context" in lost
+            assert f'triton ({reason}; install "jpaged[cuda13]" or "jpaged[cuda12]" on Python 3.12 or newer)' in lost
+            with pytest.raises(ValueError, match=f"cannot do this write_kv: {re.escape(reason)}"):
+                registry._OPS["write_kv"].pick("triton", POOL)
+    finally:
+        registry._triton_missing.cache_clear()
+
+
+@pytest.mark.parametrize("device", [CPU, gpu(7, 5), Device("gpu")], ids=str)
+def test_nothing_is_lost_where_there_are_no_kernels_and_a_forced_backend_says_why_not(
+    monkeypatch: pytest.MonkeyPatch, device: Device
+) -> None:
+    monkeypatch.setattr(devices, "default_device", lambda: device)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(registry, "_BACKENDS", [replace(one, missing=lambda: None) for one in registry._BACKENDS])
+    assert registry.lost_here() is None
+    assert registry.refuses_here("xla") is None
+    assert "compute capability 9.x (Hopper)" in str(registry.refuses_here("hopper"))
+    assert ("TRITON_INTERPRET=1" if device == CPU else "8.0 (Ampere)") in str(registry.refuses_here("triton"))
+
+
+def test_one_of_several_named_backends_is_taken_by_arguments(toy: Toy) -> None:
+    op = registry._OPS["decode_attention"]
+    assert op.pick("toy,xla", *SHAPES).backend == "toy"
+    wide = jax.ShapeDtypeStruct((3, 4, 80), jnp.bfloat16)  # which it refuses
+    assert op.pick("toy,xla", wide, POOL).backend == "xla"
+    with pytest.raises(ValueError, match="no backend of toy, toy can do this decode_attention; add 'xla'"):
+        op.pick("toy,toy", wide, POOL)
+    with pytest.raises(ValueError, match="got 'cuda'"):
+        op.pick("toy,cuda", *SHAPES)
+    registry.register_implementation("write_kv", "toy", print, worthwhile=lambda pool: False)
+    assert registry._OPS["write_kv"].pick("toy,xla", POOL).backend == "xla"
+
+
+def test_what_need_not_be_a_kernel_follows_a_forced_backend_of_the_package_s_own(toy: Toy) -> None:
+    assert [registry.or_reference(name) for name in (None, "toy", "xla")] == [None, None, "xla"]
+    assert [registry.or_reference(name) for name in ("mosaic", "triton")] == ["hopper,xla", "triton,xla"]
 
 
 @needs_mosaic
@@ -239,6 +321,7 @@ ops.decode_attention(new, pool, jnp.zeros((1, 1), jnp.int32), ids)
 ops.gated_product(jnp.zeros((128, 8)), jnp.zeros((8, 2, 8)))
 ops.sample_tokens(jnp.zeros((1, 9)), jnp.zeros(1), None, None, None, jnp.zeros((1, 2), jnp.uint32), ids)
 loaded = [name for name in sys.modules if "mosaic_gpu" in name and "pallas" in name or ".hopper" in name]
+loaded += [name for name in sys.modules if "triton" in name.split(".") or name in ("jax_triton", "torch")]
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -4,8 +4,8 @@
 
 JAX's own persistent cache finds a program by its HLO, so tracing and lowering come first each time; for a model of 28
 layers they take half a second a program, on one thread. Here a program is found by its inputs: the sources of this
-package, the model's and the executor's configuration, its argument shapes, the versions and settings of JAX, XLA and
-driver, and the device. Files are written whole or not at all; one that cannot be read is compiled anew.
+package, the model's and the executor's configuration, its argument shapes, the versions and settings of JAX, XLA,
+Triton and driver, and the device. Files are written whole or not at all; one that cannot be read is compiled anew.
 
 Only GPU programs are kept: XLA's CPU executables are tied to the machine that they were compiled on.
 """
@@ -25,6 +25,8 @@ import jax
 from jax.experimental import serialize_executable
 
 from jpaged.executor.start.jax_settings import settings_of_programs
+from jpaged.pallas_kernels import registry
+from jpaged.pallas_kernels.devices import default_device
 
 KEPT_PLATFORMS = ("gpu",)
 """Platforms whose programs are cached."""
@@ -57,6 +59,8 @@ class ExecutableCache:
             jax.__version__,
             device.device_kind,
             device.client.platform_version,
+            default_device(),
+            registry.compilers(),
             os.environ.get("XLA_FLAGS", ""),
             settings_of_programs(),
             _source_digest() if self._directory else "",
@@ -102,6 +106,8 @@ class ExecutableCache:
         """
         with suppress(ImportError):  # loads the runtime that programs with Mosaic kernels are linked against
             import jax.experimental.mosaic.gpu  # noqa: F401
+        with suppress(ImportError):  # registers what launches Triton kernels; imports no Triton
+            import jaxlib.gpu_triton  # noqa: F401
         try:
             program, in_tree, out_tree = pickle.loads(path.read_bytes())
             return serialize_executable.deserialize_and_load(program, in_tree, out_tree, execution_devices=devices)

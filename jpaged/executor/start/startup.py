@@ -114,6 +114,7 @@ class Startup:
                 f"{name} ({self.model.config.architecture}, {self.model.num_parameters / 1e6:,.1f} M parameters)",
             ),
             ("device", self.device),
+            ("kernels", self.args.kernel_backend or registry.preferred_here()),
             ("weights", f"{_size(self.memory.weights)} in {np.dtype(self.model.dtype).name}"),
             ("KV pool", f"{_size(self.memory.pool)}: {self.config.num_blocks:,} blocks, {tokens:,} tokens"),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
@@ -132,7 +133,8 @@ def start(args: EngineArgs, directory: Path) -> Startup:
     Raises:
         CheckpointError, UnsupportedModelError: the model cannot be loaded.
         OutOfMemoryError: it does not fit, or max_model_len does not.
-        InvalidParameterError: max_model_len exceeds the model's context, or there is no such kernel_backend.
+        InvalidParameterError: max_model_len exceeds the model's context; there is no such kernel_backend, or it cannot
+            run here.
     """
     args = with_known_backend(args)
     seconds: dict[str, float] = {}
@@ -144,6 +146,7 @@ def start(args: EngineArgs, directory: Path) -> Startup:
     reserve_device_memory(args.gpu_memory_utilization)
     enable_persistent_cache()
     mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
+    _check_backend(args.kernel_backend)
     with mesh.as_default(), _without_collections(), KeptInterrupt() as interrupt:
         return _start_on(mesh, args, directory, seconds, progress, interrupt)
 
@@ -165,6 +168,21 @@ def with_known_backend(args: EngineArgs) -> EngineArgs:
             f"register the backend first, in the process that runs the engine "
             f"(jpaged.pallas_kernels.register_backend)."
         ) from None
+
+
+def _check_backend(kernel_backend: str | None) -> None:
+    """Warns if a device that has kernels will do without.
+
+    Raises:
+        InvalidParameterError: the forced backend cannot run here.
+    """
+    if kernel_backend is not None:
+        if (reason := registry.refuses_here(kernel_backend)) is not None:
+            raise InvalidParameterError(
+                f"kernel_backend={kernel_backend!r} cannot serve this: {reason}. Leave it out to choose by device."
+            )
+    elif (lost := registry.lost_here()) is not None:
+        log.warning(lost)
 
 
 def _start_on(

@@ -37,7 +37,7 @@ def decode_attention(
         logit_softcap: scores become cap * tanh(score / cap), before ALiBi and the mask.
         alibi_slopes: float [heads]; adds slope * (key position - query position) to the scores.
         return_lse: also return the log-sum-exp, by which partial results are merged.
-        backend: None (by device), "hopper" or "xla".
+        backend: None (by device), "hopper", "triton" or "xla".
     Returns:
         [B, heads, head_dim] of q's dtype; with return_lse also float32 [B, heads], natural logarithm.
     Raises:

@@ -49,7 +49,7 @@ def mixed_attention(
         q, kv_pool, block_tables, kv_lens, query_starts: as in `ragged_attention`.
         num_decodes: int32 []; rows 0 .. num_decodes - 1 have one query each, the last token's.
         scale, sliding_window, logit_softcap, alibi_slopes: as in `ragged_attention`.
-        backend: None (by device), "hopper" or "xla".
+        backend: None (by device), "hopper", "triton" or "xla".
     Returns:
         [T, heads, head_dim] of q's dtype, as `ragged_attention` does.
     Raises:

@@ -17,7 +17,7 @@ def copy_blocks(
     Args:
         kv_pools: one pool a layer, each [num_blocks, 2, kv_heads, block_size, head_dim].
         src, dst: int32 [n]. No block twice in dst, and none of src in dst, save (0, 0) pairs, which are padding.
-        backend: None (by device), "hopper" or "xla".
+        backend: None (by device), "hopper", "triton" or "xla".
     Returns:
         The pools, in place when the caller's jit donates them.
     Raises:

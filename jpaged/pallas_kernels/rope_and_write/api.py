@@ -27,7 +27,7 @@ def rope_and_write(
         kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
         qkv, rotation, norms, norm_eps: as in `split_qkv`; qkv of the pool's dtype.
         slot_mapping: int32 [T], as in `write_kv`.
-        backend: None (by device), "hopper" or "xla".
+        backend: None (by device), "hopper", "triton" or "xla".
     Returns:
         The queries [T, kv_heads * group, head_dim], and the pool, in place when the caller's jit donates it.
     Raises:

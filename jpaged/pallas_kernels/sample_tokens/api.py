@@ -38,7 +38,7 @@ def sample_tokens(
         min_p: float32 [R], 0 for all; None where no row has one.
         seeds: uint32 [R, 2]; the low and the high half of a 64-bit seed.
         positions: int32 [R]; the position that the new token will have.
-        backend: None (by device), "hopper" or "xla".
+        backend: None (by device), "hopper", "triton" or "xla".
     Returns:
         int32 [R], each in 0 .. V - 1. A row whose logits are all minus infinity gets token 0.
     Raises:
@@ -61,7 +61,7 @@ def sample_tokens(
 
 
 def sample_tokens_backend(vocab_size: int, backend: str | None = None) -> str:
-    """The backend that `sample_tokens` takes on this device for this many tokens: "hopper" or "xla".
+    """The backend that `sample_tokens` takes on this device for this many tokens: "hopper", "triton" or "xla".
 
     backend: as of `sample_tokens`.
     """

@@ -45,9 +45,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jpaged.pallas_kernels.sample_tokens import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.sample_tokens import noise as sample_noise
 from jpaged.pallas_kernels.sample_tokens.hopper_cluster import Cluster
-from jpaged.pallas_kernels.sample_tokens.operands import Operands
+from jpaged.pallas_kernels.sample_tokens.operands import Operands, row_numbers
 
-_LOG2E = math.log2(math.e)
 _LN2 = math.log(2)
 _INF = math.inf
 _LARGEST = float(np.finfo(np.float32).max)
@@ -85,23 +84,12 @@ def unsupported(logits: jax.Array) -> str | None:
 @partial(jax.jit, static_argnames=("config", "interpret"))
 def sample_tokens(operands: Operands, *, config: Config | None = None, interpret: Any = None) -> jax.Array:
     """`sample_tokens` of the package, checked. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU."""
-    logits, temperature, top_k, top_p, min_p, seeds, positions = operands
+    logits = operands.logits
     rows, vocab_size = logits.shape
     gpu = hopper_primitives if interpret is None else hopper_interpreted
     if config is None:
         config = Config()
-    greedy = temperature <= 0
-    temperature = jnp.where(greedy, 1.0, temperature)
-    top_k = jnp.zeros(rows, jnp.int32) if top_k is None else jnp.maximum(top_k, 0)
-    top_p = jnp.ones(rows, jnp.float32) if top_p is None else top_p
-    min_p = jnp.zeros(rows, jnp.float32) if min_p is None else min_p
-    floats = [
-        _LOG2E / temperature,
-        jnp.where(greedy, 0.0, 1.0),
-        jnp.where(greedy, 1.0, top_p),
-        jnp.where(greedy, -_INF, jnp.log(min_p) * temperature),
-    ]
-    top_k = jnp.where(greedy | (top_k >= vocab_size), 0, top_k)
+    floats, top_k = row_numbers(operands)
     # Loads are of 16 bytes, and the last tile is a whole one.
     padding = max(-vocab_size % 4, config.tile - vocab_size)
     if padding > 0:
@@ -131,9 +119,9 @@ def sample_tokens(operands: Operands, *, config: Config | None = None, interpret
         interpret=interpret,
     )(
         logits,
-        jnp.stack(floats, axis=1).astype(jnp.float32),
+        floats,
         top_k[:, None],
-        jnp.stack(sample_noise.row_keys(seeds, positions), axis=1),
+        jnp.stack(sample_noise.row_keys(operands.seeds, operands.positions), axis=1),
     )
 
 

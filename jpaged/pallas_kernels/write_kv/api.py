@@ -18,7 +18,7 @@ def write_kv(
         k, v: [T, kv_heads, head_dim], of the pool's dtype.
         slot_mapping: int32 [T]; block * block_size + offset. No slot twice, save those of block 0 (the null block),
             which stand for padding. num_blocks * block_size must be below 2**31.
-        backend: None (by device), "hopper" or "xla".
+        backend: None (by device), "hopper", "triton" or "xla".
     Returns:
         The pool.
     Raises:

@@ -11,6 +11,8 @@ import numpy as np
 
 from jpaged.executor.start import executable_cache
 from jpaged.executor.start.executable_cache import ExecutableCache
+from jpaged.pallas_kernels import registry
+from jpaged.pallas_kernels.devices import Device
 from tests.parallel.eight_devices import call_with_eight_devices
 
 SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -64,6 +66,20 @@ def test_a_program_is_found_by_all_that_it_depends_on(tmp_path):
     ]
     assert len({path, *others}) == 6
     assert ExecutableCache.load(path, jax.devices()) is None
+
+
+def test_a_program_depends_on_the_gpu_and_on_the_version_of_triton(tmp_path, monkeypatch):
+    def path() -> Path | None:
+        return cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,))
+
+    paths = {path()}
+    for capability in ((8, 0), (8, 6)):
+        monkeypatch.setattr(executable_cache, "default_device", lambda capability=capability: Device("gpu", capability))
+        paths.add(path())
+    for version in ("3.9.0", "3.9.1"):
+        monkeypatch.setattr(registry, "version", lambda package, version=version: version)
+        paths.add(path())
+    assert len(paths) == 5
 
 
 def test_a_program_depends_on_the_settings_of_jax_but_not_on_what_they_report_or_where_it_is_kept(tmp_path):

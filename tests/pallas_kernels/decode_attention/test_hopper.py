@@ -1,4 +1,4 @@
-"""The decode attention kernel on a Hopper GPU, where warps of its own bring keys, values and queries.
+"""The decode attention kernels on a GPU: Triton's, and Hopper's, where warps of its own bring keys, values and queries.
 
 The interpreter, which has no warps, runs it in `test_hopper_interpreted.py`. What these warps do depends on
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jpaged import pallas_kernels as ops
-from tests.pallas_kernels.marks import on_gpu
+from tests.pallas_kernels.marks import ON_GPU
 from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_decode, make_world, random_queries
 
 AROUND_BOUNDARIES = [2500, 0, 1, 16, 17, 700, 2048, 2049, 64, 1023]
@@ -44,23 +44,23 @@ def check(lens, heads=16, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat
 
 
 @pytest.mark.gpu
-@on_gpu
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_on_the_gpu_more_units_than_the_rings_hold_are_right(head_dim, block_size):
-    check(OF_ANY_AGE, head_dim=head_dim, block_size=block_size)
+def test_on_the_gpu_more_units_than_the_rings_hold_are_right(head_dim, block_size, backend):
+    check(OF_ANY_AGE, head_dim=head_dim, block_size=block_size, backend=backend)
 
 
 @pytest.mark.gpu
-@on_gpu
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize("group", [1, 7, 24, 32])  # queries are brought by 1, 2, 3 and 4 copies
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_on_the_gpu_groups_of_any_size_are_right(head_dim, group):
-    check(OF_ANY_AGE * 5, heads=group, kv_heads=1, head_dim=head_dim)
+def test_on_the_gpu_groups_of_any_size_are_right(head_dim, group, backend):
+    check(OF_ANY_AGE * 5, heads=group, kv_heads=1, head_dim=head_dim, backend=backend)
 
 
 @pytest.mark.gpu
-@on_gpu
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
     ("lens", "heads", "kv_heads"),
@@ -74,12 +74,12 @@ def test_on_the_gpu_groups_of_any_size_are_right(head_dim, group):
     ],
     ids=["boundaries", "leaves", "one long", "one token", "many short", "empty"],
 )
-def test_on_the_gpu_units_of_any_number_and_length_are_right(lens, heads, kv_heads, head_dim):
-    check(lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+def test_on_the_gpu_units_of_any_number_and_length_are_right(lens, heads, kv_heads, head_dim, backend):
+    check(lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, backend=backend)
 
 
 @pytest.mark.gpu
-@on_gpu
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize(
     "case",
     [
@@ -93,5 +93,5 @@ def test_on_the_gpu_units_of_any_number_and_length_are_right(lens, heads, kv_hea
     ],
     ids=str,
 )
-def test_on_the_gpu_windows_and_other_types_are_right(case):
-    check(AROUND_BOUNDARIES, **case)
+def test_on_the_gpu_windows_and_other_types_are_right(case, backend):
+    check(AROUND_BOUNDARIES, **case, backend=backend)

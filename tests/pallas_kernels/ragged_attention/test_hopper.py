@@ -1,4 +1,7 @@
-"""The ragged attention kernel: its work list anywhere, the kernel in the interpreter and on a Hopper GPU."""
+"""The ragged attention kernels: their work list anywhere, Hopper's in the interpreter, and both on a GPU."""
+
+from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jpaged.pallas_kernels import ragged_attention
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.ragged_attention import hopper as kernel
-from tests.pallas_kernels.marks import needs_mosaic, on_gpu
+from tests.pallas_kernels.marks import ON_GPU, needs_mosaic
 
 
 def dense(q, pool, tables, kv_lens, starts, slopes, *, scale, sliding_window, logit_softcap, causal=True):
@@ -55,9 +59,10 @@ def run_case(
     logit_softcap=None,
     alibi=False,
     causal=True,
+    backend="hopper",
     **options,
 ):
-    """Runs the kernel on `rows` of (queries, tokens) and compares. Returns (relative error, lse error).
+    """Runs a backend's kernel on `rows` of (queries, tokens) and compares. Returns (relative error, lse error).
 
     Slots that no token owns hold NaN, and table entries past a row's blocks are wild.
     """
@@ -81,7 +86,8 @@ def run_case(
         "sliding_window": sliding_window,
         "logit_softcap": logit_softcap,
     }
-    assert kernel.unsupported(q, pool) is None
+    module = import_module(f"jpaged.pallas_kernels.ragged_attention.{backend}")
+    assert module.unsupported(q, pool) is None
     operands = Operands(
         q,
         pool,
@@ -89,7 +95,7 @@ def run_case(
         jnp.asarray(kv_lens),
         None if slopes is None else jnp.asarray(slopes),
     )
-    out, lse = kernel.ragged_attention(operands, jnp.asarray(starts), Features(**features), causal=causal, **options)
+    out, lse = module.ragged_attention(operands, jnp.asarray(starts), Features(**features), causal=causal, **options)
     out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
     want, want_lse = dense(
         np.asarray(q, np.float64),
@@ -231,7 +237,7 @@ _MIXED = [(1, 1), (1, 2047), (300, 300), (5, 1000), (0, 64), (128, 128), (1, 16)
 
 
 @pytest.mark.gpu
-@on_gpu
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize(
     "case",
     [
@@ -267,52 +273,52 @@ _MIXED = [(1, 1), (1, 2047), (300, 300), (5, 1000), (0, 64), (128, 128), (1, 16)
     ],
     ids=str,
 )
-def test_on_the_gpu_any_mix_of_rows_is_right(case):
-    error, lse_error = run_case(_MIXED, padding=45, **case)
+def test_on_the_gpu_any_mix_of_rows_is_right(case, backend):
+    error, lse_error = run_case(_MIXED, padding=45, backend=backend, **case)
     assert error <= (1e-3 if case.get("dtype") == jnp.float16 else 5e-3)
     assert lse_error <= 1e-3
 
 
 @pytest.mark.gpu
-@on_gpu
+@pytest.mark.parametrize("backend", ON_GPU)
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
-def test_on_the_gpu_drawn_rows_are_right(data):
+def test_on_the_gpu_drawn_rows_are_right(backend, data):
     # One shape for all draws, so that one compile serves them.
     lengths = data.draw(st.lists(st.integers(0, 200), min_size=8, max_size=8))
     prefixes = data.draw(st.lists(st.integers(0, 700), min_size=8, max_size=8))
     rows = [(n, n + p) for n, p in zip(lengths, prefixes, strict=True)]
     rows[0] = (max(rows[0][0], 1), 1000)
-    error, _ = run_case(rows, padding=1601 - sum(n for n, _ in rows))
+    error, _ = run_case(rows, padding=1601 - sum(n for n, _ in rows), backend=backend)
     assert error <= 5e-3
 
 
 @pytest.mark.gpu
-@on_gpu
-def test_on_the_gpu_the_same_inputs_give_the_same_bits():
+@pytest.mark.parametrize("backend", ON_GPU)
+def test_on_the_gpu_the_same_inputs_give_the_same_bits(backend):
     key = jax.random.key(0)
     q = jax.random.normal(key, (640, 32, 128), jnp.bfloat16)
     pool = jax.random.normal(key, (200, 2, 8, 16, 128), jnp.bfloat16)
     tables = jnp.asarray(np.random.default_rng(0).integers(0, 200, (3, 60)), jnp.int32)
     kv_lens, starts = jnp.asarray([900, 31, 600], jnp.int32), jnp.asarray([0, 100, 101, 600], jnp.int32)
-    features = {"scale": 0.1, "sliding_window": None, "logit_softcap": None}
-    runs = [kernel.ragged_attention(q, pool, tables, kv_lens, starts, None, **features) for _ in range(5)]
+    attend = partial(ragged_attention, scale=0.1, return_lse=True, backend=backend)
+    runs = [attend(q, pool, tables, kv_lens, starts) for _ in range(5)]
     for out, lse in runs[1:]:
         np.testing.assert_array_equal(np.asarray(out), np.asarray(runs[0][0]))
         np.testing.assert_array_equal(np.asarray(lse), np.asarray(runs[0][1]))
 
 
 @pytest.mark.gpu
-@on_gpu
-def test_on_the_gpu_blocks_past_2_to_the_31_elements_are_found():
+@pytest.mark.parametrize("backend", ON_GPU)
+def test_on_the_gpu_blocks_past_2_to_the_31_elements_are_found(backend):
     near = jax.random.normal(jax.random.key(0), (65, 2, 8, 16, 128), jnp.bfloat16)
     blocks = 72_000  # 2.4e9 elements, 4.7 GB
     pool = jnp.full((blocks, 2, 8, 16, 128), jnp.nan, jnp.bfloat16)
     pool = jax.jit(lambda pool, near: pool.at[-65:].set(near), donate_argnums=0)(pool, near)
     q = jax.random.normal(jax.random.key(1), (300, 8, 128), jnp.bfloat16)
     kv_lens, starts = jnp.asarray([64 * 16], jnp.int32), jnp.asarray([0, 300], jnp.int32)
-    features = {"scale": 0.1, "sliding_window": None, "logit_softcap": None}
     table = jnp.arange(1, 65, dtype=jnp.int32)[None]
-    want, _ = kernel.ragged_attention(q, near, table, kv_lens, starts, None, **features)
-    out, _ = kernel.ragged_attention(q, pool, table + (blocks - 65), kv_lens, starts, None, **features)
+    attend = partial(ragged_attention, scale=0.1, backend=backend)
+    want = attend(q, near, table, kv_lens, starts)
+    out = attend(q, pool, table + (blocks - 65), kv_lens, starts)
     np.testing.assert_array_equal(np.asarray(out), np.asarray(want))

@@ -1,4 +1,4 @@
-"""A projection's output split, normed, rotated and written on the XLA backend, against float64 numpy."""
+"""A projection's output split, normed, rotated and written on every backend, against float64 numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import rope_and_write, split_qkv
+from tests.pallas_kernels.marks import over_backends
 from tests.pallas_kernels.paged import TOLERANCE
 
 few = settings(max_examples=15, deadline=None)
@@ -32,6 +33,7 @@ def turned(x, angles):
     return np.concatenate([z.real, z.imag], -1)
 
 
+@over_backends
 @few
 @given(
     seed=st.integers(0, 2**31),
@@ -41,16 +43,32 @@ def turned(x, angles):
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
 )
 def test_queries_keys_and_values_are_split_normed_and_rotated_and_reach_their_slots(
-    seed, heads, norms, rotation, dtype
+    backend, seed, heads, norms, rotation, dtype
 ):
+    check_rope_and_write(seed, heads, 16, 16, norms, rotation, dtype, backend)
+
+
+@over_backends
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("heads", "block_size", "norms", "rotation", "dtype"),
+    [((2, 4), 32, True, True, "bfloat16"), ((1, 7), 128, False, True, "float16"), ((3, 2), 64, True, False, "float32")],
+)
+def test_heads_of_any_size_and_number_reach_blocks_of_any_size(
+    backend, head_dim, heads, block_size, norms, rotation, dtype
+):
+    check_rope_and_write(head_dim, heads, head_dim, block_size, norms, rotation, dtype, backend)
+
+
+def check_rope_and_write(seed, heads, head_dim, size, norms, rotation, dtype, backend):
     rng = np.random.default_rng(seed)
-    (kv_heads, group), tokens, head_dim = heads, 5, 16
+    (kv_heads, group), tokens = heads, 5
     qkv = jnp.asarray(rng.standard_normal((tokens, kv_heads, group + 2, head_dim)), dtype)
     scales = tuple(jnp.asarray(rng.uniform(0.5, 2, head_dim), dtype) for _ in range(2)) if norms else None
     angles = rng.uniform(-9, 9, (tokens, head_dim // 2)).astype(np.float32)
     tables = (jnp.cos(angles), jnp.sin(angles)) if rotation else None
-    pool = jnp.asarray(rng.standard_normal((9, 2, kv_heads, 16, head_dim)), dtype)
-    slots = (rng.permutation(8 * 16)[:tokens] + 16).astype(np.int32)
+    pool = jnp.asarray(rng.standard_normal((9, 2, kv_heads, size, head_dim)), dtype)
+    slots = (rng.permutation(8 * size)[:tokens] + size).astype(np.int32)
 
     q, k, v = (wide(qkv[:, :, at]) for at in (slice(group), group, group + 1))
     q = q.reshape(tokens, -1, head_dim)
@@ -60,15 +78,17 @@ def test_queries_keys_and_values_are_split_normed_and_rotated_and_reach_their_sl
         q, k = turned(q, angles), turned(k, angles)
 
     options = {"rotation": tables, "norms": scales, "norm_eps": 1e-3}
-    got_q, written = rope_and_write(pool, qkv, slots, backend="xla", **options)
-    got_k, got_v = written[slots // 16, 0, :, slots % 16], written[slots // 16, 1, :, slots % 16]
+    got_q, written = rope_and_write(pool, qkv, slots, backend=backend, **options)
+    got_k, got_v = written[slots // size, 0, :, slots % size], written[slots // size, 1, :, slots % size]
     assert got_q.dtype == written.dtype == qkv.dtype
     assert relative_error(got_q, q) < TOLERANCE[dtype]
     assert relative_error(got_k, k) < TOLERANCE[dtype]
     np.testing.assert_array_equal(wide(got_v), v)
-    untouched = np.delete(np.arange(9 * 16), slots)
-    by_slot = (np.asarray(x.astype(jnp.float32)).swapaxes(1, 3).reshape(9 * 16, -1) for x in (written, pool))
+    untouched = np.delete(np.arange(9 * size), slots)
+    by_slot = (np.asarray(x.astype(jnp.float32)).swapaxes(1, 3).reshape(9 * size, -1) for x in (written, pool))
     np.testing.assert_array_equal(*(x[untouched] for x in by_slot))
+    if backend != "xla":
+        return
     for got, want in zip(split_qkv(qkv, **options), (got_q, got_k, got_v), strict=True):
         np.testing.assert_array_equal(got, want)
 

@@ -1,4 +1,4 @@
-"""`sample_tokens`: XLA anywhere, the Mosaic kernel in the interpreter and on a Hopper GPU, against numpy's sort."""
+"""`sample_tokens`: XLA anywhere, kernels in their interpreters and on a GPU, against numpy's sort."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,15 @@ from scipy import stats
 
 from jpaged.pallas_kernels import sample_tokens
 from jpaged.pallas_kernels.sample_tokens import noise as sample_noise
-from tests.pallas_kernels.marks import needs_mosaic, on_gpu
+from tests.pallas_kernels.marks import needs_mosaic, needs_triton, on_gpu, on_gpu_with_triton
 
 xla = jax.jit(lambda *arguments: sample_tokens(*arguments, backend="xla"))
-kernel = jax.jit(lambda *arguments: sample_tokens(*arguments, backend="hopper"))
+hopper_draws = jax.jit(lambda *arguments: sample_tokens(*arguments, backend="hopper"))
+triton_draws = jax.jit(lambda *arguments: sample_tokens(*arguments, backend="triton"))
+
+on_gpus_of_its_own = pytest.mark.parametrize(
+    "kernel", [pytest.param(hopper_draws, marks=on_gpu), pytest.param(triton_draws, marks=on_gpu_with_triton)]
+)
 
 
 def draw_batch(seed, rows, vocab):
@@ -93,14 +98,24 @@ def test_the_kernel_draws_what_sorting_draws(seed, vocab):
     )
 
 
+@needs_triton
+@pytest.mark.parametrize(("seed", "vocab"), [(2, 700), (3, 130), (7, 9000)])
+def test_triton_s_kernels_draw_what_sorting_draws(seed, vocab):
+    arguments = draw_batch(seed, 24, vocab)
+    np.testing.assert_array_equal(triton_draws(*arguments), expected_tokens(*arguments))
+    np.testing.assert_array_equal(
+        triton_draws(*without_truncation(arguments)), expected_tokens(*keeping_all(arguments))
+    )
+
+
 def test_no_rows_give_no_tokens():
     arguments = [x[:0] for x in draw_batch(4, 8, 40)]
     assert sample_tokens(*arguments).shape == (0,)
 
 
-@on_gpu
+@on_gpus_of_its_own
 @pytest.mark.parametrize("vocab", [151_936, 128_256, 50_257, 300])
-def test_backends_draw_the_same_tokens_on_the_gpu(vocab):
+def test_backends_draw_the_same_tokens_on_the_gpu(kernel, vocab):
     arguments = draw_batch(5, 256, vocab)
     tokens = np.asarray(kernel(*arguments))
     # A share of 1e-6 of the rows or so is decided by rounding.
@@ -110,8 +125,8 @@ def test_backends_draw_the_same_tokens_on_the_gpu(vocab):
         assert kernel(*[x[row : row + 1] for x in arguments])[0] == tokens[row]
 
 
-@on_gpu
-def test_the_kernel_s_draws_have_the_reference_distribution_on_the_gpu():
+@on_gpus_of_its_own
+def test_a_kernel_s_draws_have_the_reference_distribution_on_the_gpu(kernel):
     draws, vocab, top_k, top_p = 40_000, 2000, 50, 0.9
     x = np.random.default_rng(6).normal(size=vocab).astype(np.float32) * 1.5
     tokens = kernel(

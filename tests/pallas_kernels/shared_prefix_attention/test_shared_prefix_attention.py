@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import decode_attention, merge_attention, ragged_attention, shared_prefix_attention
 from jpaged.pallas_kernels.shared_prefix_attention.api import num_parts
-from tests.pallas_kernels.marks import on_gpu
+from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON
 from tests.pallas_kernels.paged import (
     assert_close,
     assert_lse_close,
@@ -66,10 +66,11 @@ def check(seed, lens, num_sharing, shape, prefix, dtype, backend, **chosen):
         ((4, 4, 16), (32, 9), "float32", {"alibi_slopes": slopes(4)}),
     ],
 )
+@pytest.mark.parametrize("backend", WITH_TRITON)
 @few
 @given(data=st.data(), num_sharing=st.integers(0, 4), seed=st.integers(0, 2**31))
 def test_rows_that_share_a_prefix_and_others_get_what_each_gets_alone(
-    shape, prefix, dtype, chosen, data, num_sharing, seed
+    backend, shape, prefix, dtype, chosen, data, num_sharing, seed
 ):
     shared_len = prefix[0] * prefix[1]
     behind = st.integers(1, 6 * prefix[0])
@@ -78,16 +79,17 @@ def test_rows_that_share_a_prefix_and_others_get_what_each_gets_alone(
     lens = [data.draw(sharing) for _ in range(num_sharing)] + [data.draw(others) for _ in range(6 - num_sharing)]
     if num_sharing:
         lens[0] = max(lens[0], shared_len + 1)  # its table is the prefix's
-    check(seed, lens, num_sharing, shape, prefix, dtype, "xla", **chosen)
+    check(seed, lens, num_sharing, shape, prefix, dtype, backend, **chosen)
 
 
+@pytest.mark.parametrize("backend", WITH_TRITON)
 @pytest.mark.parametrize(("num_sharing", "shared_blocks"), [(0, 4), (3, 0)])
-def test_without_a_shared_prefix_it_is_decode_attention_exactly(num_sharing, shared_blocks):
+def test_without_a_shared_prefix_it_is_decode_attention_exactly(num_sharing, shared_blocks, backend):
     world = make_world(1, [70, 0, 65], kv_heads=2, head_dim=16, block_size=16, shared_prefix=4)
     q = random_queries(1, 3, 4, 16, "bfloat16").astype(jnp.float32)
     arguments = (q, world.pool, world.tables, world.lens)
-    got = attend_shared(*arguments, np.int32(num_sharing), np.int32(16 * shared_blocks), backend="xla")
-    for one, other in zip(got, decode_attention(*arguments, return_lse=True, backend="xla"), strict=True):
+    got = attend_shared(*arguments, np.int32(num_sharing), np.int32(16 * shared_blocks), backend=backend)
+    for one, other in zip(got, decode_attention(*arguments, return_lse=True, backend=backend), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -101,19 +103,20 @@ def test_an_empty_batch_gives_nothing():
 @pytest.mark.parametrize(
     ("shape", "chosen"), [((8, 2, 64), {"alibi_slopes": slopes(8)}), ((4, 1, 80), {"sliding_window": 20})]
 )
+@pytest.mark.parametrize("backend", WITH_TRITON)
 @few
 @given(
     keys=st.lists(st.sampled_from([0, 1, 15, 16, 17, 130, 200]), min_size=3, max_size=3),
     queries=st.lists(st.sampled_from([0, 1, 5, 33, 70]), min_size=3, max_size=3),
     seed=st.integers(0, 2**31),
 )
-def test_without_causality_every_query_stands_at_the_last_token(shape, chosen, keys, queries, seed):
+def test_without_causality_every_query_stands_at_the_last_token(backend, shape, chosen, keys, queries, seed):
     heads, kv_heads, head_dim = shape
     world = make_world(seed, keys, kv_heads=kv_heads, head_dim=head_dim, block_size=16, width=13, least_blocks=45)
     starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
     q = random_queries(seed, 215, heads, head_dim, "float32")
     arguments = (q, world.pool, world.tables, world.lens, starts)
-    out, lse = ragged_attention(*arguments, causal=False, return_lse=True, backend="xla", **chosen)
+    out, lse = ragged_attention(*arguments, causal=False, return_lse=True, backend=backend, **chosen)
     want, want_lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     for row, n in enumerate(keys):
         for token in range(starts[row], starts[row + 1]) if n else ():
@@ -150,7 +153,7 @@ def test_the_prefix_is_cut_where_few_rows_would_leave_the_card_idle():
 
 
 @pytest.mark.gpu
-@on_gpu
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize(
     "case",
     [
@@ -164,7 +167,7 @@ def test_the_prefix_is_cut_where_few_rows_would_leave_the_card_idle():
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_on_the_gpu_rows_that_share_a_prefix_and_others_are_right(case, dtype):
+def test_on_the_gpu_rows_that_share_a_prefix_and_others_are_right(case, dtype, backend):
     case = dict(case)
     if case.pop("alibi", False):
         case["alibi_slopes"] = slopes(case["shape"][0])
@@ -174,4 +177,4 @@ def test_on_the_gpu_rows_that_share_a_prefix_and_others_are_right(case, dtype):
     lens = (shared_len + rng.integers(1, 6 * prefix[0], rows)).tolist()
     lens[3], lens[-1], lens[-2] = 0, 0, 1
     for num_sharing in (0, rows // 2 + 3, rows - 2):
-        check(rows, lens, num_sharing, shape, prefix, dtype, "hopper", **case)
+        check(rows, lens, num_sharing, shape, prefix, dtype, backend, **case)

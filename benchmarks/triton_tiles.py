@@ -1,0 +1,133 @@
+"""Measures tile configurations of the Triton attention kernels on this GPU, for the tables in
+`jpaged/pallas_kernels/{decode,ragged}_attention/triton.py`.
+
+    python benchmarks/triton_tiles.py decode --head-dim 128 --json tiles.json
+
+Each configuration is measured on the first case; the best of them on the others. One JSON line a figure.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.bench import kernels
+from jpaged.bench.kernels import Setting, attention_case, measure
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
+from jpaged.pallas_kernels.decode_attention import triton as decode
+from jpaged.pallas_kernels.ragged_attention import triton as ragged
+
+DECODE_CASES = ((64, 4096), (256, 1024), (8, 16384), (32, 1024))
+RAGGED_CASES = ((1, 16384), (4, 4096), (16, 1024))
+
+Config = decode.Config | ragged.Config
+
+
+def decode_configs(head_dim: int) -> list[Config]:
+    """Candidates: of head_dim 128, or with tiles of the same size."""
+    shapes = [(64, 2, 3, 4), (64, 2, 3, 3), (64, 2, 3, 5), (64, 2, 5, 3), (64, 2, 5, 2), (32, 2, 5, 4), (32, 2, 7, 4)]
+    shapes += [
+        (128, 2, 3, 2),
+        (128, 2, 3, 3),
+        (128, 4, 3, 2),
+        (128, 4, 3, 3),
+        (64, 4, 3, 3),
+        (64, 4, 5, 2),
+        (32, 1, 5, 6),
+    ]
+    return [decode.Config(min(128, max(16, tile * 128 // head_dim)), *others) for tile, *others in shapes]
+
+
+def ragged_configs(head_dim: int) -> list[Config]:
+    """Candidates."""
+    shapes: list[tuple[int, ...]] = [(64, 64, 4, stages) for stages in (2, 3, 5)]
+    shapes += [(128, 64, 8, stages) for stages in (2, 3, 5)] + [(128, 64, 8, 3, 128), (128, 32, 8, 3, 128)]
+    if head_dim <= 128:
+        shapes += [
+            (64, 128, 4, 3),
+            (128, 128, 8, 2),
+            (128, 128, 8, 3),
+            (128, 64, 4, 3),
+            (128, 32, 4, 5),
+            (64, 32, 4, 5),
+        ]
+    else:
+        shapes += [(64, 64, 8, 3), (64, 32, 8, 3), (128, 32, 8, 3), (64, 32, 4, 3)]
+    return [ragged.Config(*shape) for shape in shapes]
+
+
+def case(kind: str, batch: int, length: int, setting: Setting) -> tuple[Any, Any, int, float]:
+    lens = np.full(batch, length, np.int64)
+    return attention_case(lens, None if kind == "decode" else lens, setting, "triton")
+
+
+def compile_all(kind: str, configs: Sequence[Config], arguments: tuple[Any, ...]) -> None:
+    """Compiles the kernel in all configurations at once; jax-triton keeps them, by shapes and constants."""
+    q, pool, tables, lens, *extra = arguments
+    features = Features(q.shape[2] ** -0.5)
+
+    def compile_one(config: Config) -> None:
+        op: Callable[..., Any] = decode.decode_attention if kind == "decode" else ragged.ragged_attention
+        jax.jit(lambda *a: op(Operands(*a[:4], None), *a[4:], features, config=config)).lower(
+            q, pool, tables[0], lens, *extra
+        )
+
+    with ThreadPoolExecutor(12) as pool_of_threads:
+        for config, done in [(config, pool_of_threads.submit(compile_one, config)) for config in configs]:
+            if (error := done.exception()) is not None:
+                print(
+                    json.dumps({"config": str(config), "error": f"{type(error).__name__}: {error}"[:200]}), flush=True
+                )
+
+
+def figure(kind: str, batch: int, length: int, setting: Setting, config: Config) -> float | None:
+    """GB/s or TFLOP/s; None if it cannot run."""
+    module = decode if kind == "decode" else ragged
+    module.default_config = lambda *_: config
+    jax.clear_caches()
+    try:
+        seconds, work = measure(lambda: case(kind, batch, length, setting), repeats=3)
+    except Exception as error:
+        print(json.dumps({"config": str(config), "error": f"{type(error).__name__}: {error}"[:300]}), flush=True)
+        return None
+    return work / statistics.median(seconds) / (1e9 if kind == "decode" else 1e12)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=("decode", "ragged"))
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--best", type=int, default=4, help="configurations that are measured on all cases")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    kind, head_dim = options.kind, options.head_dim
+    kernels._BATCH_S = 0.02
+    setting = Setting(head_dim=head_dim) if head_dim <= 128 else Setting(16, 4, head_dim)
+    first, *others = DECODE_CASES if kind == "decode" else RAGGED_CASES
+    configs = decode_configs(head_dim) if kind == "decode" else ragged_configs(head_dim)
+    figures: dict[Config, dict[str, float]] = {config: {} for config in configs}
+
+    def run(chosen: Sequence[Config], batch: int, length: int) -> None:
+        compile_all(kind, chosen, case(kind, batch, length, setting)[1])
+        for config in chosen:
+            if (value := figure(kind, batch, length, setting, config)) is not None:
+                figures[config][f"{batch} x {length}"] = value
+                print(json.dumps({"config": str(config), "case": f"{batch} x {length}", "value": value}), flush=True)
+
+    name = f"{first[0]} x {first[1]}"
+    run(configs, *first)
+    best = sorted(configs, key=lambda config: -figures[config].get(name, 0.0))[: options.best]
+    for batch, length in others:
+        run(best, batch, length)
+    report = [{"config": str(config), **of_cases} for config, of_cases in figures.items() if of_cases]
+    options.json.write_text(json.dumps({"kind": kind, "head_dim": head_dim, "figures": report}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

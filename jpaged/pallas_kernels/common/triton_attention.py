@@ -1,0 +1,93 @@
+"""What the attention kernels in Triton have in common: scores, the online softmax, and what they support."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jpaged.pallas_kernels.common.attention_arguments import Features
+
+BLOCK_SIZES = (16, 32, 64, 128)
+MOST_HEAD_DIM = 256
+
+LOG2E = math.log2(math.e)
+"""Times which a score is in base 2."""
+
+_NO_KEYS = tl.constexpr(-1e30)  # running maxima start here, so that no inf - inf is ever formed
+
+
+def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
+    """Why the attention kernels cannot take these (checked) arguments; None if they can."""
+    _, _, _, block_size, head_dim = kv_pool.shape
+    if kv_pool.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"dtype {kv_pool.dtype} is not bfloat16, float16 or float32"
+    most = MOST_HEAD_DIM if kv_pool.dtype.itemsize == 2 else MOST_HEAD_DIM // 2
+    if head_dim % 16 or head_dim > most:
+        return f"head_dim {head_dim} is not a multiple of 16 of at most {most} in {kv_pool.dtype}"
+    if block_size not in BLOCK_SIZES:
+        return f"block size {block_size} is not one of {BLOCK_SIZES}"
+    return None
+
+
+def score_constants(features: Features, alibi_slopes: jax.Array | None) -> dict[str, Any]:
+    """The kernels' constants for the options of a call."""
+    return {
+        "SCALE": features.scale * LOG2E,
+        "CAP": None if features.logit_softcap is None else features.logit_softcap * LOG2E,
+        "ALIBI": alibi_slopes is not None,
+        "WINDOW": features.sliding_window,
+    }
+
+
+@triton.jit
+def scores(products, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """Scores of products of queries and keys: scaled, capped, and in base 2. CAP: in base 2 too, or None."""
+    x = products * SCALE
+    if CAP is not None:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)); e is the exponential in base 2
+        e = tl.exp2(x * (2 * 1.4426950408889634 / CAP))
+        x = CAP - (2 * CAP) / (1.0 + e)
+    return x
+
+
+@triton.jit
+def no_state(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The state of a softmax over no keys: sums of values [ROWS, DIM], maxima and sums [ROWS], in base 2."""
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    top = tl.full([ROWS], _NO_KEYS, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    return acc, top, total
+
+
+@triton.jit
+def add_keys(acc, top, total, x, v):
+    """The state, with scores [ROWS, keys] and values [keys, DIM] added."""
+    new_top = tl.maximum(top, tl.max(x, 1))
+    p = tl.exp2(x - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_top, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit
+def fold(acc, top, total, other_acc, other_top, other_total):
+    """The state over the keys of two states. Every operation is told apart from its neighbours, so that the compiler
+    cannot round one call of it differently from another."""
+    new_top = tl.maximum(top, other_top)
+    shrink, other_shrink = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
+    total = tl.fma(total, shrink, other_total * other_shrink)
+    acc = tl.fma(acc, tl.broadcast_to(shrink[:, None], acc.shape), other_acc * other_shrink[:, None])
+    return acc, new_top, total
+
+
+@triton.jit
+def result(acc, top, total):
+    """Output and log-sum-exp (natural) of a state: 0 and -inf where no key was seen."""
+    seen = total > 0
+    safe = tl.where(seen, total, 1.0)
+    out = acc / safe[:, None]
+    lse = tl.where(seen, (top + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
+    return out, lse

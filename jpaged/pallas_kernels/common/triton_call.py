@@ -1,0 +1,116 @@
+"""How a Triton kernel is called from a jitted function.
+
+    on a GPU   jax-triton compiles the kernel while the function is lowered: a custom call, which CUDA graphs take
+    on a CPU   Triton's interpreter runs it, if TRITON_INTERPRET=1 was set before Python started (`triton_interpreted`)
+
+A kernel is a function under `triton.jit`. Its parameters are, in this order: pointers to the arrays that it reads, to
+those that it updates in place, to those that it writes; then its constants (`tl.constexpr`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax_triton
+import triton
+from jax.interpreters import mlir
+from jax_triton.triton_lib import triton_kernel_call_p
+
+from jpaged.pallas_kernels.common import triton_interpreted
+from jpaged.pallas_kernels.common.triton_targets import capability
+
+_PTX_VERSIONS = {100: 87, 120: 87, 103: 88, 121: 88}
+"""Of the code for a compute capability: the first that knows it, so that any CUDA which drives the GPU takes it."""
+
+_OLDEST_PTX_VERSION = 84  # CUDA 12.4
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is compiled and launched.
+
+    Attributes:
+        grid: CTAs along up to three axes.
+        warps: of a CTA.
+        stages: iterations of a loop whose loads are in flight together.
+        registers: the most of a thread; None leaves it to the compiler.
+        resident: CTAs of a persistent grid that a multiprocessor is to hold at once, for tests to check that it can;
+            None if the grid is not persistent.
+    """
+
+    grid: tuple[int, ...]
+    warps: int = 4
+    stages: int = 2
+    registers: int | None = None
+    resident: int | None = None
+
+
+def call(
+    kernel: Any,
+    launch: Launch,
+    *arrays: jax.Array,
+    out: Sequence[jax.ShapeDtypeStruct] = (),
+    updated: Sequence[jax.Array] = (),
+    **constants: Any,
+) -> tuple[jax.Array, ...]:
+    """Calls a Triton kernel. To be called while a jitted function is traced.
+
+    Args:
+        kernel: function under `triton.jit`.
+        launch: its grid and how it is compiled.
+        arrays: that it reads.
+        out: shapes and dtypes of the arrays that it writes.
+        updated: arrays that it updates in place, where the caller's jit lets it.
+        constants: the kernel's `tl.constexpr` parameters.
+    Returns:
+        The arrays that it wrote, then those that it updated.
+    """
+    if triton.knobs.runtime.interpret:
+        return triton_interpreted.call(kernel, launch.grid, arrays, tuple(updated), tuple(out), constants)
+    return _call_compiled(kernel, launch, arrays, tuple(updated), tuple(out), constants)
+
+
+def options(launch: Launch, arch: int) -> dict[str, Any]:
+    """Triton's compiler options for a compute capability."""
+    return {
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+        "maxnreg": launch.registers,
+        "enable_fp_fusion": True,
+        "ptx_version": _PTX_VERSIONS.get(arch, _OLDEST_PTX_VERSION),
+    }
+
+
+def _call_compiled(
+    kernel: Any,
+    launch: Launch,
+    arrays: tuple[jax.Array, ...],
+    updated: tuple[jax.Array, ...],
+    out: tuple[jax.ShapeDtypeStruct, ...],
+    constants: dict[str, Any],
+) -> tuple[jax.Array, ...]:
+    refs = [jax.new_ref(array) for array in updated]
+    arch = capability()
+    written = jax_triton.triton_call(
+        *arrays,
+        *refs,
+        kernel=kernel,
+        out_type=out,
+        grid=launch.grid,
+        name=kernel.fn.__name__,
+        compute_capability=arch,
+        backend_options=options(launch, arch),
+        **constants,
+    )
+    return (*written, *(ref[...] for ref in refs))
+
+
+def _refuse_cpu(*arguments: Any, **parameters: Any) -> Any:
+    raise ValueError(
+        "Triton kernels run on a CPU in Triton's interpreter only: set TRITON_INTERPRET=1 before Python starts, or "
+        "take another backend"
+    )
+
+
+mlir.register_lowering(triton_kernel_call_p, _refuse_cpu, platform="cpu")

@@ -1,0 +1,221 @@
+"""Ragged attention for GPUs from Ampere on: prefill chunks and decode rows over the paged pool, in one Triton kernel.
+
+    work list (`work_list.py`): tiles of (row, window of tokens), longest first, x units of query heads that share a KV
+        head. A CTA each: the hardware gives the next one to whichever multiprocessor is free
+
+    a CTA: for each step of block_kv keys      S = Q K^T, mask, online softmax in base 2, O = O shrunk + P V
+    rows of a tile: token by token, the unit's heads of each
+
+    steps, block_kv keys each:   lo .. lo_full | lo_full .. hi_full | hi_full .. hi
+                                 masked        | no mask            | masked
+    in one loop, so that loads stay in flight from one kind to the next
+
+Source: FlashAttention-2 (arXiv:2307.08691).
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
+from jpaged.pallas_kernels.common.triton_attention import (
+    add_keys,
+    no_state,
+    result,
+    score_constants,
+    scores,
+    unsupported,
+)
+from jpaged.pallas_kernels.common.triton_call import Launch, call
+from jpaged.pallas_kernels.common.triton_targets import for_family
+from jpaged.pallas_kernels.ragged_attention.work_list import (
+    COLUMNS,
+    END,
+    FIRST,
+    HI,
+    HI_FULL,
+    KV_LEN,
+    LO,
+    LO_FULL,
+    ROW,
+    SHIFT,
+    TOKEN,
+    plan_tiles,
+)
+
+__all__ = ["ragged_attention", "unsupported"]
+
+_ROW, _TOKEN, _FIRST, _END, _SHIFT, _KV_LEN, _LO, _LO_FULL, _HI_FULL, _HI, _COLUMNS = (
+    tl.constexpr(x) for x in (ROW, TOKEN, FIRST, END, SHIFT, KV_LEN, LO, LO_FULL, HI_FULL, HI, COLUMNS)
+)
+
+_MOST_HEADS = 16  # of a KV group in one tile
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is cut and compiled.
+
+    rows: of a tile, query heads times tokens. block_kv: keys of a step. warps: of a CTA. stages: steps whose keys and
+    values are in flight or in use. registers: the most of a thread, None leaves it to the compiler.
+    """
+
+    rows: int
+    block_kv: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+_AMPERE = {
+    (64, 2): Config(rows=128, block_kv=64, warps=4, stages=3),
+    (128, 2): Config(rows=128, block_kv=64, warps=8, stages=3),
+    (256, 2): Config(rows=64, block_kv=32, warps=8, stages=3),
+    (64, 4): Config(rows=32, block_kv=32, warps=8, stages=3),
+    (128, 4): Config(rows=32, block_kv=16, warps=8, stages=3),
+}
+_HOPPER = _AMPERE | {
+    (64, 2): Config(rows=128, block_kv=64, warps=8, stages=3, registers=128),
+    (128, 2): Config(rows=128, block_kv=64, warps=8, stages=3, registers=128),
+}
+_CONFIGS = {80: _AMPERE, 86: _AMPERE, 90: _HOPPER, 100: _HOPPER, 120: _AMPERE}
+"""By family of GPUs; padded head_dim, and bytes of a number. Measured on an H200."""
+
+
+def default_config(head_dim: int, itemsize: int, plain: bool) -> Config:
+    """For a head_dim, bytes of a number, and whether the scores are those of a causal mask alone."""
+    config = for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)), itemsize]
+    if plain:
+        return config
+    return replace(config, block_kv=min(config.block_kv, 32), registers=None)  # slopes, caps and edges need registers
+
+
+def heads_of_a_tile(share: int) -> tuple[int, int]:
+    """(query heads of a tile, the places they take, a power of two), of `share` heads that share a KV head.
+
+    A whole group if no more than one place in eight stays empty, else the largest power of two that divides it.
+    """
+    places = triton.next_power_of_2(share)
+    if places <= _MOST_HEADS and 8 * (places - share) <= places:
+        return share, places
+    heads = min(share & -share, _MOST_HEADS)
+    return heads, heads
+
+
+@partial(jax.jit, static_argnames=("features", "causal", "config"))
+def ragged_attention(
+    operands: Operands,
+    query_starts: jax.Array,
+    features: Features,
+    *,
+    causal: bool = True,
+    config: Config | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`ragged_attention` of the package, checked; always with its log-sum-exp, float32 [T, H].
+
+    config: to try others than the table's.
+    """
+    q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
+    tokens, heads, head_dim = q.shape
+    _, _, kv_heads, block_size, _ = kv_pool.shape
+    if config is None:
+        plain = alibi_slopes is None and features.sliding_window is None and features.logit_softcap is None
+        config = default_config(head_dim, q.dtype.itemsize, plain)
+    tile_heads, places = heads_of_a_tile(heads // kv_heads)
+    work, num_tiles = plan_tiles(
+        query_starts,
+        kv_lens,
+        tokens=tokens,
+        window=config.rows // places,
+        block_kv=config.block_kv,
+        sliding_window=features.sliding_window,
+        causal=causal,
+    )
+    units = heads // tile_heads
+    out, lse = call(
+        _attend,
+        Launch((work.shape[0] * units,), config.warps, config.stages, config.registers),
+        q,
+        kv_pool,
+        block_tables,
+        work,
+        num_tiles,
+        jnp.zeros((1,), jnp.float32) if alibi_slopes is None else alibi_slopes,
+        out=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)],
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        TILE_HEADS=tile_heads,
+        PLACES=places,
+        ROWS=config.rows,
+        KEYS=config.block_kv,
+        HEAD_DIM=head_dim,
+        DIM=triton.next_power_of_2(head_dim),
+        BLOCK=block_size,
+        TABLE=block_tables.shape[1],
+        CAUSAL=causal,
+        **score_constants(features, alibi_slopes),
+    )
+    return out, lse
+
+
+@triton.jit
+def _attend(
+    q, pool, tables, work, num_tiles, slopes,
+    out, lse,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TABLE: tl.constexpr,
+    CAUSAL: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    UNITS: tl.constexpr = HEADS // TILE_HEADS
+    tile, unit = tl.program_id(0) // UNITS, tl.program_id(0) % UNITS
+    live = tile < tl.load(num_tiles)
+    work += tile * _COLUMNS
+    row, shift, kv_len = tl.load(work + _ROW), tl.load(work + _SHIFT), tl.load(work + _KV_LEN)
+    start, first, end = tl.load(work + _TOKEN), tl.load(work + _FIRST), tl.load(work + _END)
+    lo, lo_full = tl.load(work + _LO), tl.load(work + _LO_FULL)
+    hi_full, hi = tl.load(work + _HI_FULL), tl.load(work + _HI)
+    if not live:  # behind the loads, which it need not delay
+        return
+    r, d, t = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, KEYS)
+    token, in_unit = start + r // PLACES, r % PLACES
+    head = unit * TILE_HEADS + in_unit
+    kv_head = unit * TILE_HEADS // (HEADS // KV_HEADS)
+    is_query = (token >= first) & (token < end) & (in_unit < TILE_HEADS)
+    is_dim = d < HEAD_DIM
+    at = (token.to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
+    queries = tl.load(q + at, mask=is_query[:, None] & is_dim[None, :], other=0.0)
+    slope = tl.load(slopes + head, mask=is_query, other=0.0) * 1.4426950408889634 if ALIBI else 0.0
+    position = token + shift if CAUSAL else tl.zeros_like(token) + (kv_len - 1)
+    # Below this no query of the tile sees a key.
+    first_seen = 0 if WINDOW is None else (first + shift if CAUSAL else kv_len - 1) - WINDOW + 1
+
+    pool += kv_head * (BLOCK * HEAD_DIM)
+    tables += row * TABLE
+    acc, top, total = no_state(ROWS, DIM)
+    for step in range(lo, hi):
+        key = step * KEYS + t
+        owned = key < kv_len
+        if WINDOW is not None:
+            owned &= key >= first_seen
+        block = tl.load(tables + key // BLOCK, mask=owned, other=0).to(tl.int64)
+        key_at = block * (2 * KV_HEADS * BLOCK * HEAD_DIM) + (key % BLOCK) * HEAD_DIM
+        k_at = pool + (key_at[:, None] + d[None, :])
+        is_in = owned[:, None] if DIM == HEAD_DIM else owned[:, None] & is_dim[None, :]
+        k = tl.load(k_at, mask=is_in, other=0.0)
+        v = tl.load(k_at + KV_HEADS * BLOCK * HEAD_DIM, mask=is_in, other=0.0)
+        x = scores(tl.dot(queries, tl.trans(k), input_precision="ieee"), SCALE, CAP)
+        if ALIBI:
+            x += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+        if (step < lo_full) | (step >= hi_full):
+            seen = key[None, :] <= position[:, None]
+            if WINDOW is not None:
+                seen &= key[None, :] > position[:, None] - WINDOW
+            x = tl.where(seen, x, float("-inf"))
+        acc, top, total = add_keys(acc, top, total, x, v)
+    o, s = result(acc, top, total)
+    tl.store(out + at, o.to(out.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
+    tl.store(lse + token * HEADS + head, s, mask=is_query)

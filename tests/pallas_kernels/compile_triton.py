@@ -1,0 +1,120 @@
+"""Compiles the Triton kernels of this package for GPUs of some compute capabilities, with every configuration of their
+tables, and prints one JSON line a kernel and GPU: shared memory, its limit, registers, spills.
+
+    python tests/pallas_kernels/compile_triton.py 80 86 [NAME ..]        # NAME: programs, all by default
+
+A program of its own, which `test_triton_compile.py` runs: kernels that are defined under TRITON_INTERPRET=1 cannot be
+compiled.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+
+from jpaged import pallas_kernels as ops
+from jpaged.pallas_kernels.common.triton_targets import FAMILY, SHARED_BYTES
+from tests.support.triton_compile import compiled, launches
+
+Shape = jax.ShapeDtypeStruct
+
+
+def ids(*shape: int) -> Shape:
+    return Shape(shape, jnp.int32)
+
+
+def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """Decode and ragged attention: every key size of their tables, and what options add."""
+    plain: dict[str, Any] = {}
+    every = {"sliding_window": 1500, "logit_softcap": 30.0, "alibi_slopes": jnp.ones(14)}
+    sizes = [(64, jnp.bfloat16), (128, jnp.bfloat16), (256, jnp.bfloat16), (64, jnp.float32), (128, jnp.float32)]
+    cases = [(head_dim, dtype, 4, 16, plain) for head_dim, dtype in sizes]
+    cases += [(128, jnp.float16, 32, 64, plain), (80, jnp.float16, 7, 128, every), (256, jnp.bfloat16, 7, 16, every)]
+    for head_dim, dtype, share, block_size, options in cases:
+        pool = Shape((4096, 2, 2, block_size, head_dim), dtype)
+        name = f"D {head_dim} {jnp.dtype(dtype)} group {share} block {block_size}{' options' if options else ''}"
+        arguments = {"kv_pool": pool, "block_tables": ids(16, 4096 // block_size), "kv_lens": ids(16)}
+        q = Shape((16, 2 * share, head_dim), dtype)
+        yield f"decode {name}", partial(ops.decode_attention, **options), arguments | {"q": q}
+        q = Shape((2048, 2 * share, head_dim), dtype)
+        starts = {"query_starts": ids(17)}
+        yield f"ragged {name}", partial(ops.ragged_attention, **options), arguments | {"q": q} | starts
+
+
+def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """What writes and moves keys and values, and what draws tokens."""
+    for kv_heads, group, head_dim, block_size, dtype, rotated, normed in (
+        (8, 4, 128, 16, jnp.bfloat16, True, False),
+        (8, 2, 128, 128, jnp.float32, True, True),
+        (1, 7, 64, 32, jnp.bfloat16, True, True),
+        (32, 1, 80, 64, jnp.float16, False, False),
+        (4, 32, 96, 16, jnp.bfloat16, True, True),
+        (8, 4, 256, 16, jnp.float32, True, True),
+    ):
+        pool = Shape((20_000, 2, kv_heads, block_size, head_dim), dtype)
+        new, table = Shape((24, kv_heads, head_dim), dtype), Shape((24, head_dim // 2), jnp.float32)
+        name = f"{kv_heads} x {group} D {head_dim} {jnp.dtype(dtype)} block {block_size}"
+        arguments: dict[str, Any] = {"kv_pool": pool, "slot_mapping": ids(24)}
+        yield f"write_kv {name}", ops.write_kv, arguments | {"k": new, "v": new}
+        arguments["qkv"] = Shape((24, kv_heads, group + 2, head_dim), dtype)
+        if rotated:
+            arguments["rotation"] = (table, table)
+        if normed:
+            scale = Shape((head_dim,), dtype)
+            arguments["norms"] = (scale, scale)
+        yield f"rope_and_write {name}", ops.rope_and_write, arguments
+        pools, moved = (pool, pool), {"block_ids": ids(8)}
+        yield f"copy_blocks {name}", ops.copy_blocks, {"kv_pools": pools, "src": ids(8), "dst": ids(8)}
+        yield f"gather_blocks {name}", ops.gather_blocks, {"kv_pools": pools} | moved
+        staging = Shape((2, 8, *pool.shape[1:]), dtype)
+        yield f"scatter_blocks {name}", ops.scatter_blocks, {"kv_pools": pools, "staging": staging} | moved
+    for vocab, truncates in ((151_936, True), (128_256, False), (50_257, True)):
+        floats, whole = Shape((64,), jnp.float32), ids(64)
+        arguments = {"logits": Shape((64, vocab), jnp.float32), "temperature": floats, "positions": whole}
+        arguments |= {"seeds": Shape((64, 2), jnp.uint32)}
+        arguments |= (
+            {"top_k": whole, "top_p": floats, "min_p": floats}
+            if truncates
+            else dict.fromkeys(("top_k", "top_p", "min_p"))
+        )
+        name = f"sample_tokens of {vocab}{', truncated' if truncates else ''}"
+        yield name, ops.sample_tokens, arguments
+
+
+def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """(name, op, its arguments)."""
+    yield from attention()
+    yield from other_ops()
+
+
+def main(capabilities: list[int], names: list[str]) -> None:
+    for capability in capabilities:
+        done = set()
+        for name, op, arguments in programs():
+            if names and not any(part in name for part in names):
+                continue
+            for recorded in launches(partial(op, backend="triton"), arguments, capability):
+                if recorded in done:
+                    continue
+                done.add(recorded)
+                limit = SHARED_BYTES[FAMILY[capability]]
+                record = {"name": name, "capability": capability, "kernel": recorded.kernel.fn.__name__, "limit": limit}
+                launch = recorded.launch
+                record |= {"warps": launch.warps, "stages": launch.stages, "resident": launch.resident}
+                print(json.dumps(record | asdict(compiled(recorded, capability))), flush=True)
+
+
+if __name__ == "__main__":
+    numbers = [argument for argument in sys.argv[1:] if argument.isdigit()]
+    main([int(number) for number in numbers], [name for name in sys.argv[1:] if not name.isdigit()])

@@ -1,0 +1,109 @@
+"""Compiles Triton kernels for any GPU on a machine that has none: shared memory, registers, and what spills where.
+
+    for launch in launches(op, {"q": ShapeDtypeStruct(..), ..}, capability=86):
+        print(compiled(launch, capability=86))
+
+`launches` traces a call as if JAX's default device were that GPU, and gives each Triton kernel that it would launch.
+Triton's own compiler and ptxas do the rest; they need no CUDA. Not under TRITON_INTERPRET=1.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from jpaged.pallas_kernels import devices
+from jpaged.pallas_kernels.common import triton_call
+from jpaged.pallas_kernels.devices import Device
+
+_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "uint32": "*u32"}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A kernel as it would be launched: its pointers' types in order, its constants."""
+
+    kernel: Any
+    launch: triton_call.Launch
+    pointers: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """shared: bytes of a CTA. registers: of a thread. spilled: bytes that a thread stores to local memory. in_loops:
+    instructions of innermost loops that store to or load from it."""
+
+    shared: int
+    registers: int
+    spilled: int
+    in_loops: int
+
+
+def launches(op: Callable[..., Any], arguments: dict[str, Any], capability: int) -> list[Recorded]:
+    """The kernels that a call of ops launches on a GPU of this compute capability (10 * major + minor)."""
+    found: list[Recorded] = []
+
+    def record(kernel: Any, launch: Any, arrays: Any, updated: Any, out: Any, constants: dict[str, Any]) -> Any:
+        pointers = tuple(_POINTERS[x.dtype.name] for x in (*arrays, *updated, *out))
+        found.append(Recorded(kernel, launch, pointers, tuple(sorted(constants.items()))))
+        return tuple(jax.numpy.zeros(x.shape, x.dtype) for x in (*out, *updated))
+
+    device = Device("gpu", divmod(capability, 10))
+    jax.clear_caches()  # ops are jitted: a trace for another GPU would be taken again
+    with (
+        mock.patch.object(devices, "default_device", return_value=device),
+        mock.patch.object(triton_call, "_call_compiled", record),
+    ):
+        jax.eval_shape(lambda arguments: op(**arguments), arguments)
+    return found
+
+
+def compiled(recorded: Recorded, capability: int) -> Compiled:
+    """The kernel, compiled by Triton and ptxas."""
+    names = [p.name for p in recorded.kernel.params if not p.is_constexpr]
+    constants = dict(recorded.constants)
+    defaults = {p.name: p.default for p in recorded.kernel.params if p.is_constexpr and p.has_default}
+    constants = {**defaults, **constants}
+    signature = dict(zip(names, recorded.pointers, strict=True)) | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names))}
+    source = ASTSource(fn=recorded.kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = triton_call.options(recorded.launch, capability)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(built.asm["ptx"])
+        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+        arch = re.search(r"\.target (\w+)", built.asm["ptx"])[1]
+        ptxas = tools / ("ptxas-blackwell" if capability >= 90 else "ptxas")
+        command = [str(ptxas), "-v", f"--gpu-name={arch}", str(ptx), "-o", str(cubin)]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
+        command = [str(tools / "nvdisasm"), str(cubin)]
+        in_loops = (
+            _in_loops(subprocess.run(command, capture_output=True, text=True, check=True).stdout) if spilled else 0
+        )
+    return Compiled(built.metadata.shared, int(re.search(r"Used (\d+) registers", log)[1]), spilled, in_loops)
+
+
+def _in_loops(sass: str) -> int:
+    """How many instructions of innermost loops move data to or from local memory."""
+    lines = sass.splitlines()
+    labels = {line.strip().rstrip(":"): i for i, line in enumerate(lines) if re.match(r"\s*\.L_x_\d+:", line)}
+    loops = set()
+    for end, line in enumerate(lines):
+        target = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", line)
+        if target and labels.get(target[1], end) < end:
+            loops.add((labels[target[1]], end))
+    innermost = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    inside = {i for begin, end in innermost for i in range(begin, end)}
+    return sum(bool(re.search(r"\b(LDL|STL)\b", lines[i])) for i in inside)
