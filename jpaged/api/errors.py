@@ -32,6 +32,10 @@ class InvalidPromptError(JPagedError, ValueError):
     """A prompt that cannot be served: empty, too long, or with token ids outside the vocabulary."""
 
 
+class PromptTooLongError(InvalidPromptError):
+    """A prompt that leaves no room for an answer within what the model can take."""
+
+
 class UnsupportedModelError(JPagedError, ValueError):
     """The checkpoint's architecture, or a feature of its configuration, is not implemented."""
 

@@ -247,8 +247,13 @@ def _token_ids(name: str, values: object) -> tuple[int, ...] | None:
         return None
     if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
         raise InvalidParameterError(f"{name} must be a list of token ids, got {shown(values)}.")
-    ids = tuple(_integer(f"{name}[{i}]", value) for i, value in enumerate(values))
-    if any(i < 0 for i in ids):
+    if set(map(type, values)) <= {int}:  # nearly always; a whole vocabulary one by one takes long
+        ids = tuple(values)
+    else:
+        ids = tuple(_integer(f"{name}[{i}]", value) for i, value in enumerate(values))
+    if ids and max(ids) >= _INTEGER_LIMIT:
+        raise InvalidParameterError(f"{name} must hold token ids, which fit 64 bits, got {shown(max(ids))}.")
+    if ids and min(ids) < 0:
         raise InvalidParameterError(f"{name} must hold token ids from 0 up, got {min(ids)}.")
     if name == "allowed_token_ids" and not ids:
         raise InvalidParameterError("allowed_token_ids is empty, so no token could be sampled; name one or pass None.")
@@ -299,7 +304,10 @@ def check_token_ids(params: SamplingParams, vocab_size: int, bad_words_token_ids
 
 
 def _check_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token in token_ids:
+    ids = list(token_ids)
+    if not ids or 0 <= min(ids) <= max(ids) < vocab_size:
+        return
+    for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidParameterError(
                 f"{name} names token {token}, but the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})."

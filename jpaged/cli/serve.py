@@ -27,12 +27,16 @@ _LIMITS = (
     ("--max-stop-characters", int, "N", "characters of those together"),
     ("--max-logprobs", int, "N", "alternatives to each token that log-probabilities are asked of"),
     ("--max-logit-bias", int, "N", "entries of logit_bias"),
+    ("--max-stop-token-ids", int, "N", "entries of stop_token_ids"),
+    ("--max-allowed-token-ids", int, "N", "entries of allowed_token_ids"),
+    ("--max-detokenize-tokens", int, "N", "tokens of one /detokenize, unless the model takes longer sequences"),
     ("--max-bad-words", int, "N", "entries of bad_words"),
     ("--max-queued-requests", int, "N", "prompts that wait to run; above it clients get a 503"),
     ("--max-queued-tokens", int, "N", "tokens of those prompts"),
     ("--max-watchers", int, "N", "pages that show the live view, for each API process"),
     ("--header-timeout", float, "S", "seconds for a request's headers to come"),
     ("--body-timeout", float, "S", "seconds for a request's body to come"),
+    ("--send-timeout", float, "S", "seconds after which a client that takes nothing of its answer is cut off"),
     ("--keep-alive-timeout", float, "S", "seconds that a connection may wait for its next request"),
     ("--template-timeout", float, "S", "seconds for a chat template to render"),
 )
@@ -82,6 +86,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default=[],
         metavar="ORIGIN",
         help='web pages of this origin may ask; may be repeated; "*": of any',
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        action="append",
+        metavar="NAME",
+        help='a name by which the server may be asked; may be repeated; "*": by any (default: any; without keys on a'
+        " loopback address: localhost, 127.0.0.1, ::1)",
     )
     group.add_argument(
         "--shutdown-timeout",
@@ -137,11 +148,11 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, field.name.removesuffix("_s"))
         if value is not None:
             given[field.name] = value
-    keys = [key for key in os.environ.get(API_KEYS_VARIABLE, "").split(",") if key]
     app_options = AppOptions(
         served_model_names=args.served_model_name or [args.model or DEMO_MODEL_NAME],
-        api_keys=[*args.api_key, *keys],
+        api_keys=[*args.api_key, *_keys_of_environment()],
         allowed_origins=args.allowed_origins,
+        allowed_hosts=args.allowed_hosts,
         metrics_prefix=args.metrics_prefix,
         trust_request_chat_template=args.trust_request_chat_template,
         limits=ServerLimits(**given),
@@ -166,3 +177,18 @@ def run(args: argparse.Namespace) -> int:
             logging.getLogger("jpaged.access").setLevel(logging.INFO)
     serve(engine_args, app_options, options)
     return 0
+
+
+def _keys_of_environment() -> list[str]:
+    """The keys of `JPAGED_API_KEY`; none if it is not set.
+
+    Raises:
+        InvalidParameterError: it is set and holds none: who sets it wants a server that asks for keys.
+    """
+    value = os.environ.get(API_KEYS_VARIABLE)
+    if value is None:
+        return []
+    keys = [key.strip() for key in value.split(",") if key.strip()]
+    if not keys:
+        raise InvalidParameterError(f"{API_KEYS_VARIABLE} is set but holds no key; give it one, or unset it.")
+    return keys

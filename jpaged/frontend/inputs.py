@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, TypeGuard, cast
 
 import numpy as np
 
@@ -147,6 +147,9 @@ class InputProcessor:
             raise InvalidParameterError(
                 f"beam_width={params.beam_width} exceeds the vocabulary of {self._vocab_size} tokens; lower it."
             )
+        given = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(given, str) and _is_sequence(given) and len(given) >= self.limits.max_model_len:
+            self.limits.max_len(len(given), params)  # refuses it before anything looks at each token
         text, token_ids = self._tokens_of(prompt)
         self._check_tokens(token_ids)
         self.limits.max_len(len(token_ids), params)
@@ -300,7 +303,7 @@ def _integers(values: Any) -> list[int]:
     return [int(value) for value in values]
 
 
-def _is_sequence(value: object) -> bool:
+def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
     """Bytes are refused: they are text that was not decoded, not token ids."""
     return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
 

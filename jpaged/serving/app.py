@@ -1,10 +1,10 @@
 """The HTTP application: its routes, and the middleware in front of them.
 
-    client -- RequestIds -- LastWords -- CORS -- ApiKeys --+-- page.py                 a page for people
-                                                           +-- openai_routes.py        completions, chats, tokens
-                                                           +-- operational_routes.py   health, metrics, the live view
+    client -- RequestIds -- LastWords -- Hosts -- Origins -- CORS -- ApiKeys --+-- page.py
+                                                                               +-- openai_routes.py
+                                                                               +-- operational_routes.py
 
-CORS and ApiKeys are there when origins are allowed and keys are given.
+Hosts, CORS and ApiKeys are there when hosts and origins are listed and keys are given.
 """
 
 from starlette.applications import Starlette
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.browsers import Hosts, Origins
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import error_response
 from jpaged.serving.live import LiveView
@@ -30,6 +31,9 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions) -> Starlette:
     live = LiveView(engine, options.limits.max_watchers)
     routes = [*openai_routes(engine, options), *operational_routes(engine, options, live), *page_routes()]
     middleware = [Middleware(RequestIds), Middleware(LastWords)]
+    if options.allowed_hosts is not None:
+        middleware.append(Middleware(Hosts, allowed=options.allowed_hosts))
+    middleware.append(Middleware(Origins, allowed=options.allowed_origins))
     if options.allowed_origins:
         middleware.append(
             Middleware(

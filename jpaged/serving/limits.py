@@ -24,12 +24,16 @@ class ServerLimits:
         max_stop_strings: stop strings of a request. max_stop_characters: of all of them together.
         max_logprobs: alternatives to each token, in `logprobs`, `top_logprobs` and `prompt_logprobs`.
         max_logit_bias: entries of `logit_bias`.
+        max_stop_token_ids, max_allowed_token_ids: entries of these lists.
+        max_detokenize_tokens: of one `/detokenize`, where the model itself takes no longer sequence.
         max_bad_words: entries of `bad_words`.
         max_queued_requests: prompts that wait to run, all clients' together; above it requests get a 503.
         max_queued_tokens: tokens of those.
         max_watchers: of the live view, in each API process; above it they get a 503.
         header_timeout_s: from the first byte of a request to the end of its headers.
         body_timeout_s: from there to the end of its body.
+        send_timeout_s: for a client to take some of its answer; one that takes none is cut off, and its requests are
+            aborted.
         keep_alive_timeout_s: a connection may wait for its next request. It should be longer than clients and proxies
             keep theirs, or a request may meet the closing of its connection: whoever sends it sees a reset.
         template_timeout_s: for a chat template to make a prompt.
@@ -47,12 +51,16 @@ class ServerLimits:
     max_stop_characters: int = 4096
     max_logprobs: int = 20
     max_logit_bias: int = 300
+    max_stop_token_ids: int = 64
+    max_allowed_token_ids: int = 1 << 16
+    max_detokenize_tokens: int = 1 << 16
     max_bad_words: int = 128
     max_queued_requests: int = 8192
     max_queued_tokens: int = 16 << 20
     max_watchers: int = 32
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
+    send_timeout_s: float = 60.0
     keep_alive_timeout_s: float = 75.0
     template_timeout_s: float = 2.0
 
@@ -67,6 +75,8 @@ class ServerLimits:
         _at_most("n", request.n, self.max_n)
         _at_most("best_of", request.best_of, self.max_n)
         _at_most("bad_words", len(request.bad_words or ()), self.max_bad_words, " entries")
+        _at_most("stop_token_ids", len(request.stop_token_ids or ()), self.max_stop_token_ids, " entries")
+        _at_most("allowed_token_ids", len(request.allowed_token_ids or ()), self.max_allowed_token_ids, " entries")
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
         _at_most("stop", len(stop), self.max_stop_strings, " strings")
         _at_most("stop", sum(map(len, stop)), self.max_stop_characters, " characters")
@@ -80,6 +90,10 @@ class ServerLimits:
     def check_prompts(self, num_prompts: int) -> None:
         """Checks the number of prompts in one request."""
         _at_most("prompt", num_prompts, self.max_prompts, " prompts")
+
+    def check_detokenized(self, num_tokens: int, max_model_len: int) -> None:
+        """Checks the number of tokens to turn into text."""
+        _at_most("tokens", num_tokens, max(self.max_detokenize_tokens, max_model_len), " tokens")
 
     def check_prompt_tokens(self, token_ids: Sequence[int], prompt_field: str) -> None:
         """Checks the length of one prompt."""

@@ -16,9 +16,11 @@ from starlette.routing import Route
 
 from jpaged.api.errors import InvalidPromptError, JPagedError
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.browsers import check_json
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.http import guarded, json_response, read_body, unless_disconnected
 from jpaged.serving.jobs import Job, JobMaker
+from jpaged.serving.json_size import SMALL_BYTES, check_size
 from jpaged.serving.options import DEMO_MODEL_NAME, AppOptions
 from jpaged.serving.protocol import (
     ChatCompletionRequest,
@@ -92,9 +94,9 @@ class _Handlers:
                 tokens = await self._engine.encode(body.prompt or "", add_special_tokens=special)
         except InvalidPromptError as error:
             raise api_error(error, (), field) from error
-        strings = None
-        if body.return_token_strs and self._engine.tokenizer is not None:
-            strings = [self._engine.tokenizer.token_text(token) for token in tokens]
+        strings, tokenizer = None, self._engine.tokenizer
+        if body.return_token_strs and tokenizer is not None:
+            strings = await self._engine.in_thread(lambda: [tokenizer.token_text(token) for token in tokens])
         limits = (await self._engine.ready()).limits
         return json_response(TokenizeResponse(len(tokens), limits.max_model_len, tokens, strings))
 
@@ -104,22 +106,22 @@ class _Handlers:
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise ApiError(400, "The engine was started without a tokenizer.")
-        vocab_size = (await self._engine.ready()).vocab_size
-        for i, token in enumerate(body.tokens):
-            if not 0 <= token < vocab_size:
-                raise ApiError(
-                    400, f"tokens[{i}] is {token}, outside the vocabulary of {vocab_size} tokens.", param="tokens"
-                )
-        text = await self._engine.in_thread(lambda: tokenizer.decode(body.tokens))
+        ready, tokens = await self._engine.ready(), body.tokens
+        self._options.limits.check_detokenized(len(tokens), ready.limits.max_model_len)
+        if tokens and not 0 <= min(tokens) <= max(tokens) < ready.vocab_size:
+            i = next(i for i, token in enumerate(tokens) if not 0 <= token < ready.vocab_size)
+            raise ApiError(
+                400, f"tokens[{i}] is {tokens[i]}, outside the vocabulary of {ready.vocab_size} tokens.", param="tokens"
+            )
+        text = await self._engine.in_thread(lambda: tokenizer.decode(tokens))
         return json_response(DetokenizeResponse(text))
 
     async def _decode(self, request: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
+        check_json(request)
         body = await read_body(request, self._options.limits.max_body_bytes, self._options.limits.body_timeout_s)
-        try:
-            body.decode()  # msgspec passes over what stands in fields it does not know
-            return decoder.decode(body)
-        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-            raise decoding_error(error) from error
+        if len(body) <= SMALL_BYTES:
+            return _parsed(body, decoder)
+        return await self._engine.in_thread(lambda: _parsed(body, decoder))
 
     async def _generate(
         self,
@@ -141,3 +143,13 @@ class _Handlers:
         root = self._engine.args.model or DEMO_MODEL_NAME
         limits = (await self._engine.ready()).limits
         return ModelCard(name, self._created, root, limits.max_model_len)
+
+
+def _parsed(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+    """The request of a body. Raises ApiError."""
+    check_size(body)
+    try:
+        body.decode()  # msgspec passes over what stands in fields it does not know
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise decoding_error(error) from error

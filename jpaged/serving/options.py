@@ -24,7 +24,10 @@ class AppOptions:
     Args:
         served_model_names: what clients may call the model; the first is what answers say.
         api_keys: of which a request must have one; with none, all are served.
-        allowed_origins: web pages of these origins may ask; "*": of any.
+        allowed_origins: web pages of these origins may ask, beside the server's own; "*": of any.
+        allowed_hosts: names by which the server may be asked (the header Host); "*": by any. None means any too, but
+            `serve` then takes only this machine's own names where there are no keys and it listens on a loopback
+            address: a web page could otherwise ask by a name of its own that it made lead there (DNS rebinding).
         metrics_prefix: of the names in /metrics.
         trust_request_chat_template: take `chat_template` from requests. It runs in a sandbox under a time limit, yet a
             single operation of it may take all memory.
@@ -37,15 +40,17 @@ class AppOptions:
     served_model_names: Sequence[str] = (DEMO_MODEL_NAME,)
     api_keys: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
+    allowed_hosts: Sequence[str] | None = None
     metrics_prefix: str = "jpaged"
     trust_request_chat_template: bool = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
-        for name in ("served_model_names", "api_keys", "allowed_origins"):
-            if isinstance(getattr(self, name), str):  # a sequence too: of its letters
+        for name in ("served_model_names", "api_keys", "allowed_origins", "allowed_hosts"):
+            values = getattr(self, name) or ()
+            if isinstance(values, str):  # a sequence too: of its letters
                 raise InvalidParameterError(f"{name} must be a list of strings, got one string.")
-            if not all(getattr(self, name)):
+            if not all(value.strip() for value in values):
                 raise InvalidParameterError(f"{name} holds an empty string; leave it out or give a value.")
         if not self.served_model_names:
             raise InvalidParameterError("served_model_names is empty; give at least one name.")

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import uvicorn
@@ -17,6 +18,7 @@ from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.app import build_app
+from jpaged.serving.browsers import LOCAL_HOSTS, is_loopback
 from jpaged.serving.http_connection import limited_protocol
 from jpaged.serving.listeners import BACKLOG
 from jpaged.serving.live import LiveView
@@ -52,6 +54,7 @@ def serve(args: EngineArgs, app_options: AppOptions, options: ServerOptions) -> 
     """
     keep_torch_out()
     with contextlib.closing(options.listen()) as listeners:
+        app_options = _guarded(app_options, options.host, listeners.sockets[0])
         if options.api_workers > 1:
             asyncio.run(supervise(args, app_options, options, listeners.sockets))
             return
@@ -59,6 +62,15 @@ def serve(args: EngineArgs, app_options: AppOptions, options: ServerOptions) -> 
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run(AsyncLLMEngine(args), app_options, options, listeners.sockets[0]))
+
+
+def _guarded(app_options: AppOptions, host: str, sock: socket.socket) -> AppOptions:
+    """The options with `allowed_hosts` as the address and the keys ask for it. host: what the address was given as."""
+    if app_options.allowed_hosts is not None or app_options.api_keys or sock.family == socket.AF_UNIX:
+        return app_options
+    if not is_loopback(sock.getsockname()[0]):
+        return app_options
+    return replace(app_options, allowed_hosts=(*LOCAL_HOSTS, host))
 
 
 async def run(

@@ -319,7 +319,8 @@ def test_a_client_that_dawdles_over_its_headers_is_cut_off(server, start):
 
 
 def test_a_client_that_dawdles_over_its_body_gets_a_408(server):
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {KEY}\r\ncontent-length: 50\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {KEY}\r\ncontent-length: 50\r\n"
+    head += "content-type: application/json\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
         sock.settimeout(60)
         sock.sendall(head.encode() + b'{"prompt"')
