@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = llm.get_tokenizer()
     if not tokenizer.has_chat_template:
         raise InvalidPromptError(f"{tokenizer.source} has no chat template; use `jpaged generate`, which needs none.")
+    tokenizer.check_chat_template()
     Chat(llm, args, screen).run()
     return 0
 

@@ -162,6 +162,11 @@ class AsyncLLMEngine:
         """Prompt tokens of the requests that have never run, over all API processes."""
         return self._board.total("queued_tokens")
 
+    def reserve(self, num_requests: int, num_tokens: int = 0) -> None:
+        """Counts requests, and tokens of their prompts, as queued before they are; negative numbers give them back."""
+        self._board.add("queued", 0, num_requests)
+        self._board.add("queued_tokens", 0, num_tokens)
+
     async def generate(
         self,
         prompt: Prompt | ProcessedInput,
@@ -244,6 +249,11 @@ class AsyncLLMEngine:
         """
         limits = (await self.ready()).limits
         return await self._tokenizing.encode(text, limits.max_model_len, add_special_tokens=add_special_tokens)
+
+    def check_length(self, text: str) -> None:
+        """Raises InvalidPromptError for a text that cannot fit the model, before it is tokenized."""
+        assert self._ready is not None
+        self._tokenizing.check_length(text, self._ready.limits.max_model_len)
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
         """Runs work that would block the event loop for too long, such as tokenizing a long text."""

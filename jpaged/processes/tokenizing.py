@@ -47,7 +47,7 @@ class AsyncTokenizer:
             text = prompt
         encodes = isinstance(text, str) or (isinstance(params, SamplingParams) and bool(params.bad_words))
         if isinstance(text, str):
-            self._check_length(text, inputs.limits.max_model_len)
+            self.check_length(text, inputs.limits.max_model_len)
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
         is_long_list = isinstance(ids, list) and len(ids) > _INLINE_TOKENS
         if is_long_list or (encodes and self._takes_long(text)):
@@ -63,7 +63,7 @@ class AsyncTokenizer:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise InvalidPromptError("The prompt is text, but the engine was started without a tokenizer.")
-        self._check_length(text, max_model_len)
+        self.check_length(text, max_model_len)
         if not self._takes_long(text):
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await self.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -79,7 +79,7 @@ class AsyncTokenizer:
         is_long = isinstance(text, str) and len(text) > INLINE_CHARACTERS
         return is_long or (self._tokenizer is not None and self._tokenizer.is_busy)
 
-    def _check_length(self, text: str, max_model_len: int) -> None:
+    def check_length(self, text: str, max_model_len: int) -> None:
         """Refuses a long text that cannot fit before it is tokenized, which takes time and memory with its length."""
         if self._tokenizer is None or len(text) <= INLINE_CHARACTERS:
             return

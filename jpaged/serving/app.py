@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.admission import Admission, ClientCounts
 from jpaged.serving.browsers import Hosts, Origins
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import error_response
@@ -26,10 +27,14 @@ from jpaged.serving.options import AppOptions
 from jpaged.serving.page import page_routes
 
 
-def build_app(engine: AsyncLLMEngine, options: AppOptions) -> Starlette:
-    """The ASGI application that serves an engine. `app.state.live.close()` ends the streams that never end."""
+def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts | None = None) -> Starlette:
+    """The ASGI application that serves an engine. `app.state.live.close()` ends the streams that never end.
+
+    clients: counts that several applications share.
+    """
+    admission = Admission(engine, options.limits, clients)
     live = LiveView(engine, options.limits.max_watchers)
-    routes = [*openai_routes(engine, options), *operational_routes(engine, options, live), *page_routes()]
+    routes = [*openai_routes(engine, options, admission), *operational_routes(engine, options, live), *page_routes()]
     middleware = [Middleware(RequestIds), Middleware(LastWords)]
     if options.allowed_hosts is not None:
         middleware.append(Middleware(Hosts, allowed=options.allowed_hosts))

@@ -5,6 +5,7 @@
 An error on the way names the field of the request that it blames.
 """
 
+import contextlib
 import time
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -16,12 +17,13 @@ from starlette.routing import Route
 
 from jpaged.api.errors import InvalidPromptError, JPagedError
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.admission import Admission, client_of
 from jpaged.serving.browsers import check_json
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.http import guarded, json_response, read_body, unless_disconnected
 from jpaged.serving.jobs import Job, JobMaker
 from jpaged.serving.json_size import SMALL_BYTES, check_size
-from jpaged.serving.options import DEMO_MODEL_NAME, AppOptions
+from jpaged.serving.options import AppOptions, public_name
 from jpaged.serving.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -37,9 +39,9 @@ from jpaged.serving.streams import JobStream, all_outputs
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-def openai_routes(engine: AsyncLLMEngine, options: AppOptions) -> list[Route]:
+def openai_routes(engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> list[Route]:
     """Completions, chats, models, and tokens."""
-    server = _Handlers(engine, options)
+    server = _Handlers(engine, options, admission)
     return [
         Route("/v1/completions", guarded(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", guarded(server.chat_completions), methods=["POST"]),
@@ -53,10 +55,10 @@ def openai_routes(engine: AsyncLLMEngine, options: AppOptions) -> list[Route]:
 class _Handlers:
     """The handlers of the routes."""
 
-    def __init__(self, engine: AsyncLLMEngine, options: AppOptions) -> None:
+    def __init__(self, engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> None:
         self._engine = engine
         self._options = options
-        self._jobs = JobMaker(engine, options)
+        self._jobs = JobMaker(engine, options, admission)
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._tokenize = msgspec.json.Decoder(TokenizeRequest)
@@ -65,11 +67,11 @@ class _Handlers:
 
     async def completions(self, request: Request) -> Response:
         body = await self._decode(request, self._completion)
-        return await self._generate(request, body, "prompt", self._jobs.completion(body))
+        return await self._generate(request, body, "prompt", self._jobs.completion(body, self._client(request)))
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._decode(request, self._chat)
-        return await self._generate(request, body, "messages", self._jobs.chat(body))
+        return await self._generate(request, body, "messages", self._jobs.chat(body, self._client(request)))
 
     async def models(self, request: Request) -> Response:
         cards = [await self._card(name) for name in self._options.served_model_names]
@@ -134,13 +136,21 @@ class _Handlers:
             prepared = await job
             if prepared.streams:
                 return JobStream(self._engine, prepared)
-            outputs = await unless_disconnected(request.receive, all_outputs(self._engine, prepared))
+            with contextlib.closing(prepared.ticket):
+                outputs = await unless_disconnected(request.receive, all_outputs(self._engine, prepared))
         except JPagedError as error:
             raise api_error(error, body.__struct_fields__, prompt_field) from error
-        return Response(prepared.answer.whole(outputs), media_type="application/json")
+        if prepared.is_large:
+            answer = await self._engine.in_thread(lambda: prepared.answer.whole(outputs))
+        else:
+            answer = prepared.answer.whole(outputs)
+        return Response(answer, media_type="application/json")
+
+    def _client(self, request: Request) -> bytes:
+        return client_of(request, self._options.api_keys)
 
     async def _card(self, name: str) -> ModelCard:
-        root = self._engine.args.model or DEMO_MODEL_NAME
+        root = public_name(self._engine.args.model)
         limits = (await self._engine.ready()).limits
         return ModelCard(name, self._created, root, limits.max_model_len)
 

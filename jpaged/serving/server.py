@@ -14,9 +14,11 @@ from types import ModuleType
 import uvicorn
 
 from jpaged.api.config import EngineArgs
+from jpaged.api.errors import JPagedError
 from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.admission import ClientCounts
 from jpaged.serving.app import build_app
 from jpaged.serving.browsers import LOCAL_HOSTS, is_loopback
 from jpaged.serving.http_connection import limited_protocol
@@ -79,14 +81,16 @@ async def run(
     options: ServerOptions,
     sock: socket.socket,
     signals: Sequence[signal.Signals] = SIGNALS,
+    clients: ClientCounts | None = None,
 ) -> None:
     """Serves an engine in this process until one of `signals`, then drains and shuts the engine down.
 
-    sock: to listen on; taken by `ServerOptions.listen`.
+    sock: to listen on; taken by `ServerOptions.listen`. clients: counts that several processes share.
     """
     set_objects_apart()
     async with engine:
-        app = build_app(engine, app_options)
+        await _check_chat_template(engine)
+        app = build_app(engine, app_options, clients)
         config = uvicorn.Config(
             app,
             http=limited_protocol(app_options.limits),
@@ -105,6 +109,15 @@ async def run(
         )
         server = _Server(config, engine, options, signals, app.state.live)
         await server.serve(sockets=[sock])
+
+
+async def _check_chat_template(engine: AsyncLLMEngine) -> None:
+    """Says so if the model's chat template is broken; what is not a chat is served all the same."""
+    if engine.tokenizer is not None:
+        try:
+            await asyncio.to_thread(engine.tokenizer.check_chat_template)
+        except JPagedError as error:
+            log.error("%s Chats will be refused.", error)
 
 
 class _Server(uvicorn.Server):
