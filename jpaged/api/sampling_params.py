@@ -35,9 +35,11 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2  # once, when finished
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SamplingParams:
     """Sampling parameters of a request. All of them take effect on the device.
+
+    They may be changed until a request is made with them, which keeps a copy; a change is checked as at first.
 
     Args:
         n: sequences to return for each prompt. The prompt is computed once, and its blocks are shared. With a seed,
@@ -98,6 +100,21 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
+    def __setattr__(self, name: str, value: object) -> None:
+        own = vars(self)
+        if name not in own:  # the constructor sets it
+            if name not in self.__dataclass_fields__:
+                raise AttributeError(f"SamplingParams has no parameter {name!r}.")
+            own[name] = value
+            return
+        before = dict(own)
+        own[name] = value
+        try:
+            self.__post_init__()
+        except InvalidParameterError:
+            own.update(before)
+            raise
+
     def __post_init__(self) -> None:
         self._check_types()
         self._check_ranges()
@@ -152,7 +169,7 @@ class SamplingParams:
         return other
 
     def _check_types(self) -> None:
-        own = vars(self)  # a frozen class's fields are set here; object.__setattr__ takes twice as long
+        own = vars(self)
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             own[name] = _number(name, own[name])
         for name in ("n", "top_k", "min_tokens"):

@@ -89,7 +89,8 @@ def _as_prompt(llm: "LLM", text: str, args: argparse.Namespace) -> "Prompt":
     """The text in the chat template, if the model has one."""
     if args.raw:
         return text
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None  # no option of this command leaves it out
     if not tokenizer.has_chat_template:
         if args.system is not None:
             raise InvalidParameterError(f"--system needs a chat template, which {tokenizer.source} does not have.")

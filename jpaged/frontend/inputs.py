@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict, TypeGuard, cast
@@ -101,7 +102,7 @@ class InputProcessor:
         request = Request(
             request_id,
             checked.prompt_token_ids,
-            params.sampling_params() if isinstance(params, BeamSearchParams) else params,
+            params.sampling_params() if isinstance(params, BeamSearchParams) else copy(params),
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=checked.bad_words_token_ids,
             priority=priority,

@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from typing import Self, TypeVar
 
@@ -27,7 +27,7 @@ from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
-from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
+from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.host.hub import model_directory
 from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses, Link
@@ -221,10 +221,13 @@ class AsyncLLMEngine:
         finally:
             self._close(stream)
 
-    async def abort(self, request_id: str) -> None:
-        """Ends a request. Its iterator returns what there is, with finish_reason "abort". Unknown ids are ignored."""
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends a request, or several. Their iterators return what there is, with finish_reason "abort". Unknown ids are
+        ignored.
+        """
+        request_ids = set(request_ids_to_abort(request_id))
         for stream in list(self._streams.values()):
-            if stream.request.request_id == request_id:
+            if stream.request.request_id in request_ids:
                 self._abort(stream)
 
     async def abort_all(self) -> None:
@@ -377,7 +380,9 @@ class AsyncLLMEngine:
             self.metrics.count_finished(replica.index, request)
 
     def _abort(self, stream: RequestStream) -> None:
-        if stream.end():
+        if not stream.request.reports_each_token and stream.replica.failure is None:
+            stream.replica.send(wire.Abort([stream.handle], reports=True))  # only the engine has its tokens
+        elif stream.end():
             stream.replica.send(wire.Abort([stream.handle]))
             stream.wake()
 

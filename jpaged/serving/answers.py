@@ -297,8 +297,8 @@ class ChatAnswer(Answer):
         return ChatLogprobs(content)
 
     def _top(self, token: int, logprob: Logprob) -> TopLogprob:
-        text = self._token(token, logprob)
-        return TopLogprob(text, logprob.logprob, list(text.encode()))
+        data = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+        return TopLogprob(self._token(token, logprob), logprob.logprob, list(data))
 
 
 def answer_to(request: CompletionRequest | ChatCompletionRequest, context: AnswerContext) -> Answer:

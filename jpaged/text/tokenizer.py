@@ -16,7 +16,7 @@ from jpaged.api.errors import CheckpointError, InvalidParameterError, InvalidPro
 from jpaged.api.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from jpaged.text.chat_prompts import ChatPrompt, ControlTokens
 from jpaged.text.rendering import MAX_BYTES, MAX_CHARACTERS, RENDER_TIMEOUT_S, Renderer, Request
-from jpaged.text.token_decoders import decode_token
+from jpaged.text.token_decoders import decode_token, token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -182,6 +182,10 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token's text as it stands inside a text, with its space; fragments of characters as U+FFFD."""
         return decode_token(self.hf, token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes inside a text, which may be part of a character."""
+        return token_bytes(self.hf, token_id)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """A conversation to the token ids of its prompt. Arguments and errors as `chat_prompt` and `encode_prompt`."""
