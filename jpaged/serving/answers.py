@@ -74,7 +74,7 @@ class Answer:
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
         options = request.stream_options
         self._usage_at_end = options is not None and bool(options.include_usage)
-        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        self._usage_always = self._usage_at_end and options is not None and bool(options.continuous_usage_stats)
         self._num_prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
         self._num_cached = [0] * len(prompts)
         self._num_tokens = 0
@@ -89,6 +89,7 @@ class Answer:
         self._num_cached[prompt] = output.num_cached_tokens
         events = []
         for completion in output.outputs:
+            events.append(self._begin_events(completion))  # which count none of the tokens that follow
             self._num_tokens += self._count(completion)
             events.append(self._choice_events(prompt, output, completion))
         return b"".join(events)
@@ -98,6 +99,10 @@ class Answer:
         if not self._usage_at_end:
             return DONE_EVENT
         return event(_encode(self._chunk([], self._usage()))) + DONE_EVENT
+
+    def _begin_events(self, completion: CompletionOutput) -> bytes:
+        """What is sent before the first news of a choice."""
+        return b""
 
     def _choice_events(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
         raise NotImplementedError
@@ -134,9 +139,9 @@ class Answer:
             return logprob.decoded_token
         return self._tokenizer.token_text(token)
 
-    def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs | msgspec.UnsetType | None:
+    def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs | None:
         if not self._wants_prompt_logprobs or output.prompt_logprobs is None:
-            return msgspec.UNSET
+            return None
         return [
             None
             if position is None
@@ -265,19 +270,22 @@ class ChatAnswer(Answer):
             response.prompt_token_ids = output.prompt_token_ids
         return _encode(response)
 
+    def _begin_events(self, completion: CompletionOutput) -> bytes:
+        index = completion.index
+        if index in self._begun:
+            return b""
+        self._begun.add(index)
+        return self._event(ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None, None))
+
     def _choice_events(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
-        index, begin = completion.index, b""
-        if index not in self._begun:
-            self._begun.add(index)
-            begin = self._event(ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None, None))
         logprobs = self._logprobs_of(completion)
         if not (completion.text or completion.finish_reason or logprobs or (self._token_ids and completion.token_ids)):
-            return begin
+            return b""
         delta = ChatDelta(content=completion.text) if completion.text else ChatDelta()
-        choice = ChatChunkChoice(index, delta, logprobs, completion.finish_reason, completion.stop_reason)
+        choice = ChatChunkChoice(completion.index, delta, logprobs, completion.finish_reason, completion.stop_reason)
         if self._token_ids:
             choice.token_ids = completion.token_ids
-        return begin + self._event(choice)
+        return self._event(choice)
 
     def _chunk(self, choices: list[Any], usage: Usage | msgspec.UnsetType | None) -> ChatChunk:
         chunk = ChatChunk(self.request_id, self._created, self._model, choices, usage)

@@ -1,8 +1,8 @@
 """The HTTP application: its routes, and the middleware in front of them.
 
-    client -- RequestIds -- LastWords -- Hosts -- Origins -- CORS -- ApiKeys --+-- page.py
-                                                                               +-- openai_routes.py
-                                                                               +-- operational_routes.py
+    client -- RequestIds -- RootPath -- LastWords -- Hosts -- Origins -- CORS -- ApiKeys --+-- page.py
+                                                                                           +-- openai_routes.py
+                                                                                           +-- operational_routes.py
 
 Hosts, CORS and ApiKeys are there when hosts and origins are listed and keys are given.
 """
@@ -20,7 +20,7 @@ from jpaged.serving.browsers import Hosts, Origins
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import error_response
 from jpaged.serving.live import LiveView
-from jpaged.serving.middleware import ApiKeys, LastWords, RequestIds
+from jpaged.serving.middleware import ApiKeys, LastWords, RequestIds, RootPath
 from jpaged.serving.openai_routes import openai_routes
 from jpaged.serving.operational_routes import operational_routes
 from jpaged.serving.options import AppOptions
@@ -35,7 +35,7 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts
     admission = Admission(engine, options.limits, clients)
     live = LiveView(engine, options.limits.max_watchers)
     routes = [*openai_routes(engine, options, admission), *operational_routes(engine, options, live), *page_routes()]
-    middleware = [Middleware(RequestIds), Middleware(LastWords)]
+    middleware = [Middleware(RequestIds), Middleware(RootPath), Middleware(LastWords)]
     if options.allowed_hosts is not None:
         middleware.append(Middleware(Hosts, allowed=options.allowed_hosts))
     middleware.append(Middleware(Origins, allowed=options.allowed_origins))

@@ -33,7 +33,9 @@ def template_arguments(body: ChatCompletionRequest | TokenizeRequest, tokenizer:
                 f"chat_template_kwargs: {name!r} is an option of the request, not a variable; give it beside them.",
                 param="chat_template_kwargs",
             )
+    tools = body.tools if isinstance(body, TokenizeRequest) else None  # a chat's are refused
     return variables | {
+        "tools": tools,
         "chat_template": body.chat_template,
         "add_generation_prompt": body.add_generation_prompt is not False,
         "continue_final_message": bool(body.continue_final_message),

@@ -173,7 +173,7 @@ class JobMaker:
         tokens: list[int],
         params: SamplingParams | BeamSearchParams,
     ) -> list[int]:
-        """The last tokens of a prompt: as many as asked for, or for -1 as many as leave room for the answer."""
+        """The last tokens of a prompt, or the first: as many as asked for, or for -1 as leave room for the answer."""
         keep = body.truncate_prompt_tokens
         if keep is None:
             return tokens
@@ -184,7 +184,7 @@ class JobMaker:
             raise ApiError(
                 400, f"truncate_prompt_tokens must be -1 or at least 1, got {keep}.", param="truncate_prompt_tokens"
             )
-        return tokens[-keep:]
+        return tokens[:keep] if body.truncation_side == "right" else tokens[-keep:]
 
     @asynccontextmanager
     async def _place(self, client: bytes, num_prompts: int) -> AsyncIterator[Ticket]:

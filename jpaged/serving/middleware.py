@@ -64,6 +64,19 @@ class RequestIds:
             )
 
 
+class RootPath:
+    """ASGI middleware: a proxy that shows the server under a path may take it off what it passes on, or leave it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root = scope.get("root_path", "").rstrip("/")
+        if root and (scope["path"] + "/").startswith(f"{root}{root}/"):  # uvicorn has put it in front once more
+            scope = {**scope, "path": scope["path"].removeprefix(root)}
+        await self._app(scope, receive, send)
+
+
 class LastWords:
     """ASGI middleware: a request that is cut off when the server's time to drain is up, and has no answer yet, gets a
     503. That is when its body has not come; what the engine runs has been aborted before, and answered.

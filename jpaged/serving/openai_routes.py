@@ -33,6 +33,7 @@ from jpaged.serving.protocol import (
     ModelList,
     TokenizeRequest,
     TokenizeResponse,
+    refuse_unsupported,
 )
 from jpaged.serving.streams import JobStream, all_outputs
 
@@ -85,6 +86,9 @@ class _Handlers:
     async def tokenize(self, request: Request) -> Response:
         body = await self._decode(request, self._tokenize)
         self._jobs.check_model(body.model)
+        refuse_unsupported(body)
+        if body.tools and body.messages is None:
+            raise ApiError(400, "tools are for messages; leave them out.", param="tools")
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt or messages is needed, and not both.", param="prompt")
         field = "prompt" if body.messages is None else "messages"

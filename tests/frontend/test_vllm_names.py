@@ -102,7 +102,5 @@ def test_without_detokenizing_log_probabilities_have_no_text(detokenize):
     (output,) = outputs.process([RequestUpdate(request, [token])])
     expected = model.token_text(token) if detokenize else None
     assert output.outputs[0].logprobs[0][token].decoded_token == expected
-    in_prompt = [
-        p[t].decoded_token for p, t in zip(output.prompt_logprobs[1:], checked.prompt_token_ids[1:], strict=True)
-    ]
-    assert all((text is not None) == detokenize for text in in_prompt)
+    of_prompt = zip(output.prompt_logprobs[1:], checked.prompt_token_ids[1:], strict=True)
+    assert all((position[token].decoded_token is not None) == detokenize for position, token in of_prompt)
