@@ -13,7 +13,14 @@ from tqdm import tqdm
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError, shown
+from jpaged.api.errors import (
+    InvalidParameterError,
+    InvalidPromptError,
+    JPagedError,
+    OutOfMemoryError,
+    shown,
+    suggestion,
+)
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.engine.sequences.request import Request
@@ -52,8 +59,9 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
         if unknown:
-            known = ", ".join(EngineArgs.__dataclass_fields__)
-            raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; it has {known}.")
+            names = list(EngineArgs.__dataclass_fields__)
+            known = f"it has {', '.join(names)}"
+            raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; {suggestion(unknown[0], names) or known}.")
         self.engine = _start_engine(EngineArgs(model=model, **options))
         self._request_ids = map(str, count())
         self._turns = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever

@@ -149,7 +149,7 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
                 "Steps of the engine a second, and those that read a prefix once for all sequences that share it.",
                 [(rate("engine_steps_total"), "steps"), (rate("shared_prefix_steps_total"), "with a shared prefix")],
             ),
-            ("Tokens a step", "short", "Of prompts, computed by a step, and returned.", [mean("iteration_tokens_total")]),
+            ("Tokens a step", "short", "Of prompts computed, and new ones.", [mean("iteration_tokens_total")]),
         ],
     ),
 ]

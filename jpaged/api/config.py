@@ -134,6 +134,9 @@ class EngineArgs(SchedulingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("model", "tokenizer"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
         for name, what in (
             ("model", "a directory or a hub id, as a string"),
             ("tokenizer", "a directory or a hub id, as a string"),

@@ -82,12 +82,17 @@ class Chat:
         if self._interactive:
             _enable_line_editing()
             self._screen.note("/help lists commands; /quit or Ctrl-D leaves.")
+        interrupted = False
         while True:
             try:
                 line = self._read()
             except KeyboardInterrupt:
-                self._say("\n(Ctrl-D or /quit leaves)")
+                if interrupted:
+                    raise
+                interrupted = True
+                self._say("\n(Ctrl-C again, Ctrl-D or /quit leaves)")
                 continue
+            interrupted = False
             if line is None:
                 if self._interactive:
                     self._screen.write("\n")

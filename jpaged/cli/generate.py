@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     screen = Screen(args.quiet)
     options = generation_options(args, verbose=screen.shows_progress)
     prompts = _read_prompts(args)
+    if not prompts[0][1].strip() and args.file is None and not args.raw:
+        raise InvalidPromptError("The prompt is empty; give at least one character.")
     if len(prompts) <= SMALL_BATCH:
         options.setdefault("max_num_seqs", len(prompts))
 

@@ -11,6 +11,7 @@ what is open; `request_stream.py` makes a request's outputs, `tokenizing.py` tok
 import asyncio
 import itertools
 import math
+import os
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -70,7 +71,7 @@ class AsyncLLMEngine:
     one that has least to do before it is done; a request's tokens do not depend on which that is.
 
     Args:
-        args: what to run and how.
+        args: what to run and how; or a model alone: a directory or a hub id.
         processes: started by the caller, instead of by the constructor; `shutdown` ends them.
         link: to processes that another process has started and will end.
 
@@ -84,7 +85,15 @@ class AsyncLLMEngine:
             `ready` raises.
     """
 
-    def __init__(self, args: EngineArgs, *, processes: EngineProcesses | None = None, link: Link | None = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs | str | os.PathLike[str],
+        *,
+        processes: EngineProcesses | None = None,
+        link: Link | None = None,
+    ) -> None:
+        if not isinstance(args, EngineArgs):
+            args = EngineArgs(model=args)  # type: ignore[arg-type]  # which takes paths too
         model_directory(args)  # where there is no model, no process is started
         self.args = args
         if link is None:
@@ -112,6 +121,11 @@ class AsyncLLMEngine:
         self._call_ids = itertools.count(1)
         self._calls: dict[int, tuple[AsyncLink, asyncio.Future[wire.Answer]]] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        """The same as the constructor, under vLLM's name."""
+        return cls(args)
 
     async def __aenter__(self) -> Self:
         await self.ready()

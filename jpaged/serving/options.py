@@ -1,6 +1,7 @@
 """A server's options: how it answers (`AppOptions`), and where and how it listens (`ServerOptions`)."""
 
 import signal
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,14 @@ class ServerOptions:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise InvalidParameterError(f"{name}={path} is no file.")
+        if self.ssl_certfile is not None and self.ssl_keyfile is not None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+            except (OSError, ValueError) as error:
+                raise InvalidParameterError(
+                    f"ssl_certfile={self.ssl_certfile} and ssl_keyfile={self.ssl_keyfile} are not a PEM certificate and"
+                    f" its key ({error})."
+                ) from error
         if self.root_path and not self.root_path.startswith("/"):
             raise InvalidParameterError(f"root_path must begin with a slash, got {self.root_path!r}.")
         if not 0o600 <= self.uds_mode <= 0o777:

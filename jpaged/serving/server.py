@@ -18,6 +18,7 @@ from jpaged.api.errors import JPagedError
 from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.processes.wire import Ready
 from jpaged.serving.admission import ClientCounts
 from jpaged.serving.app import build_app
 from jpaged.serving.browsers import LOCAL_HOSTS, is_loopback
@@ -89,6 +90,7 @@ async def run(
     """
     set_objects_apart()
     async with engine:
+        _log_engine(app_options.served_model_names[0], await engine.ready())
         await _check_chat_template(engine)
         app = build_app(engine, app_options, clients)
         config = uvicorn.Config(
@@ -109,6 +111,17 @@ async def run(
         )
         server = _Server(config, engine, options, signals, app.state.live)
         await server.serve(sockets=[sock])
+
+
+def _log_engine(name: str, ready: Ready) -> None:
+    """What runs, and on what. That it is a CPU is said even where little is."""
+    limits = ready.limits
+    log.info(
+        "%s on %s: KV pool of %d blocks of %d tokens, at most %d tokens a sequence, %d sequences at once",
+        *(name, ready.device, limits.num_blocks, limits.block_size, limits.max_model_len, limits.max_num_seqs),
+    )
+    if ready.device.lower().startswith("cpu"):
+        log.warning("%s runs on a CPU, since JAX uses no GPU here; that is slow", name)
 
 
 async def _check_chat_template(engine: AsyncLLMEngine) -> None:
