@@ -61,6 +61,9 @@ class AnswerContext:
 class Answer:
     """The answer to one request."""
 
+    _announces = False
+    """Whether a stream announces each choice before its first text."""
+
     def __init__(self, request: CompletionRequest | ChatCompletionRequest, context: AnswerContext) -> None:
         prompts = context.prompts
         self.request_id = context.request_id
@@ -89,7 +92,8 @@ class Answer:
         self._num_cached[prompt] = output.num_cached_tokens
         events = []
         for completion in output.outputs:
-            events.append(self._begin_events(completion))  # which count none of the tokens that follow
+            if self._announces and completion.index not in self._begun:
+                events.append(self._beginning(completion.index))  # which counts none of the tokens that follow
             self._num_tokens += self._count(completion)
             events.append(self._choice_events(prompt, output, completion))
         return b"".join(events)
@@ -100,9 +104,9 @@ class Answer:
             return DONE_EVENT
         return event(_encode(self._chunk([], self._usage()))) + DONE_EVENT
 
-    def _begin_events(self, completion: CompletionOutput) -> bytes:
-        """What is sent before the first news of a choice."""
-        return b""
+    def _beginning(self, index: int) -> bytes:
+        """The events before the first news of a choice, where the answer announces them."""
+        raise NotImplementedError
 
     def _choice_events(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
         raise NotImplementedError
@@ -245,6 +249,8 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     """The answer to /v1/chat/completions."""
 
+    _announces = True
+
     def __init__(self, request: ChatCompletionRequest, context: AnswerContext) -> None:
         super().__init__(request, context)
         self._top_logprobs = request.top_logprobs or 0
@@ -270,10 +276,7 @@ class ChatAnswer(Answer):
             response.prompt_token_ids = output.prompt_token_ids
         return _encode(response)
 
-    def _begin_events(self, completion: CompletionOutput) -> bytes:
-        index = completion.index
-        if index in self._begun:
-            return b""
+    def _beginning(self, index: int) -> bytes:
         self._begun.add(index)
         return self._event(ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None, None))
 
