@@ -8,7 +8,7 @@ PROMPT ?= Tell me a story about a fox and a lantern.
 # Every test or group of tests that shares compiled programs goes to a worker that is free, in the order of collection.
 PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo chat docs install install-test test test-fast drills test-ray test-browser lint types format clean help
+.PHONY: demo chat docs install install-test test test-fast drills test-ray test-browser test-schemathesis lint types format clean help
 
 help:
 	@echo "make demo   install into $(VENV) and tell a story with the embedded model"
@@ -18,6 +18,7 @@ help:
 	@echo "make drills   what takes long or needs GPUs, each with its target: whole servers and shards under kills and load"
 	@echo "make test-ray   the tests that need Ray, which this installs"
 	@echo "make test-browser   the tests of the server's page, which need Chromium (Debian: chromium, chromium-driver)"
+	@echo "make test-schemathesis   made-up requests to every route of a server, none of which may meet a 5xx"
 	@echo "make docs   build the documentation into site/"
 	@echo "make lint types format clean   the parts"
 
@@ -61,6 +62,12 @@ test-ray: install-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]"
 	$(BIN)/python -m pytest tests/scoring/test_ray.py tests/serving/test_ray.py
 
+# schemathesis has an environment of its own: nothing else shall depend on the packages that it brings.
+test-schemathesis: install-test
+	test -x $(VENV)-schemathesis/bin/schemathesis || { $(PYTHON) -m venv $(VENV)-schemathesis && \
+		$(VENV)-schemathesis/bin/python -m pip install --quiet --disable-pip-version-check schemathesis; }
+	$(BIN)/python -m tests.drills.fuzz --schemathesis $(VENV)-schemathesis/bin/schemathesis $(ARGS)
+
 test-browser: install-test
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 		{ echo "test-browser needs Chromium and its driver; on Debian: apt-get install chromium chromium-driver"; exit 1; }
@@ -85,4 +92,4 @@ format: install-test
 	$(BIN)/python -m ruff format .
 
 clean:
-	rm -rf $(VENV) .venv312 build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-schemathesis .venv312 build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

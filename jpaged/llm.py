@@ -5,14 +5,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from itertools import count
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from tqdm import tqdm
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError, shown
+from jpaged.api.errors import (
+    InvalidParameterError,
+    InvalidPromptError,
+    JPagedError,
+    OutOfMemoryError,
+    shown,
+    suggestion,
+)
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.engine.sequences.request import Request
@@ -22,6 +30,9 @@ from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.host.interrupt import Interruptible
 from jpaged.processes.replicas import ReplicatedEngine
 from jpaged.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class LLM:
@@ -48,8 +59,9 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
         if unknown:
-            known = ", ".join(EngineArgs.__dataclass_fields__)
-            raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; it has {known}.")
+            names = list(EngineArgs.__dataclass_fields__)
+            known = f"it has {', '.join(names)}"
+            raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; {suggestion(unknown[0], names) or known}.")
         self.engine = _start_engine(EngineArgs(model=model, **options))
         self._request_ids = map(str, count())
         self._turns = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever
@@ -120,7 +132,7 @@ class LLM:
             params: how to search, for all prompts.
         Returns:
             One output for each prompt, in their order; its `outputs` are the sequences, best first, each with its
-            cumulative log-probability and score.
+            cumulative log-probability and score. `sequences` has them under vLLM's names.
         Raises:
             As `generate`; and OutOfMemoryError if the beams of a prompt might not fit the KV pool together.
         """
@@ -204,7 +216,7 @@ class LLM:
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InvalidPromptError("messages must be a non-empty list of messages or of conversations.")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        tokenizer = self.get_tokenizer()
+        tokenizer = self._tokenizer()
         variables = _template_variables(tokenizer, chat_template_kwargs)
         prompts: list[Prompt] = [
             {
@@ -220,15 +232,21 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises InvalidParameterError if the engine was started without one."""
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The model's tokenizer, as transformers has it. Raises InvalidParameterError if the engine was started without
+        one. `chat` writes control tokens in another way: see `jpaged.text.chat_prompts`.
+        """
+        tokenizer: PreTrainedTokenizerBase = self._tokenizer().hf
+        return tokenizer
+
+    def _tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
             raise InvalidParameterError("There is no tokenizer: the engine was started with skip_tokenizer_init=True.")
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when no parameters are given: the model's generation_config.json, if it has one."""
-        return self.engine.default_sampling_params
+        return copy(self.engine.default_sampling_params)
 
     def pin_prefix(self, prompt: Prompt) -> int:
         """Computes a prompt and keeps its full blocks in the prefix cache, whatever else is served: for a system

@@ -410,6 +410,17 @@ class Terminal:
 
 
 class TestChatAtATerminal:
+    def test_ctrl_c_twice_at_the_prompt_leaves(self, tmp_path):
+        terminal = Terminal("chat", report=tmp_path / "seen")
+        terminal.wait_for("> ")
+        terminal.wait_until_it_reads_a_line()
+        terminal.type("\x03")
+        terminal.wait_for("(Ctrl-C again, Ctrl-D or /quit leaves)")
+        terminal.wait_for("> ")
+        terminal.wait_until_it_reads_a_line()
+        terminal.type("\x03")
+        assert terminal.exit_code() == 130
+
     def test_a_whole_conversation(self, tmp_path):
         terminal = Terminal("chat", report=tmp_path / "seen")
         assert "start-up table" in terminal.wait_for("> ")
@@ -429,7 +440,7 @@ class TestChatAtATerminal:
         terminal.wait_for("> ")
         terminal.wait_until_it_reads_a_line()
         terminal.type("never sent\x03")  # and at the prompt it drops the line
-        terminal.wait_for("Ctrl-D or /quit leaves")
+        terminal.wait_for("(Ctrl-C again, Ctrl-D or /quit leaves)")
         terminal.wait_for("> ")
         terminal.type("\x1b[A\x1b[A\x1b[A\r")  # arrow up three times: the first message again
         terminal.wait_for("You said: hello [")

@@ -26,7 +26,7 @@ from jpaged.api.errors import (
     UnsupportedModelError,
 )
 from jpaged.assets import demo_model_path
-from tests.tiny_models import MAX_LENGTH, TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
+from tests.tiny_models import DEMO_ENGINE, MAX_LENGTH, TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("llm")  # one worker, which compiles once
 
@@ -636,3 +636,16 @@ def test_a_closed_llm_has_freed_its_device_and_says_so(options):
 def test_an_llm_can_be_neither_pickled_nor_copied_and_says_what_to_do(llm, duplicate):
     with pytest.raises(JPagedError, match=r"An LLM cannot be pickled or copied.* make one where it is to run"):
         duplicate(llm)
+
+
+def test_the_tokenizer_is_that_of_transformers():
+    with LLM(**DEMO_ENGINE, verbose=False) as demo:
+        hf = demo.get_tokenizer()
+        assert hf.bos_token_id == 1
+        assert len(hf.get_vocab()) == len(hf)
+        messages = [{"role": "user", "content": "A snail"}]
+        text = hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert text == demo.engine.tokenizer.render_chat(messages)
+        changed = demo.get_default_sampling_params()
+        changed.max_tokens = 3
+        assert demo.get_default_sampling_params().max_tokens != 3

@@ -48,7 +48,7 @@ def reference():
 def prompts_of(llm: LLM) -> list[list[int]]:
     """Chats about one subject, and about several after each other: 10 to 300 tokens."""
     asks = [[{"role": "user", "content": f"Tell me a story about {subject}."}] for subject in SUBJECTS]
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.engine.tokenizer
     short = [tokenizer.apply_chat_template(messages) for messages in asks]
     together = [[token for prompt in short[: n + 1] for token in prompt] for n in range(1, len(short))]
     return short + together

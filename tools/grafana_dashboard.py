@@ -94,6 +94,17 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
                 [(f"${{prefix}}:kv_cache_usage_perc{SELECTOR}", "engine {{engine}}")],
             ),
             (
+                "KV pool",
+                "short",
+                "Its configuration, in the legend.",
+                [
+                    (
+                        f"${{prefix}}:cache_config_info{SELECTOR}",
+                        "engine {{engine}}: {{num_gpu_blocks}} blocks of {{block_size}} tokens, {{cache_dtype}}",
+                    )
+                ],
+            ),
+            (
                 "Prefix cache hit rate",
                 "percentunit",
                 "Prompt tokens found in the prefix cache, of those looked up; and those of them that host memory held.",
@@ -138,7 +149,7 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
                 "Steps of the engine a second, and those that read a prefix once for all sequences that share it.",
                 [(rate("engine_steps_total"), "steps"), (rate("shared_prefix_steps_total"), "with a shared prefix")],
             ),
-            ("Tokens a step", "short", "Returned by a step.", [mean("iteration_tokens_total")]),
+            ("Tokens a step", "short", "Of prompts computed, and new ones.", [mean("iteration_tokens_total")]),
         ],
     ),
 ]

@@ -22,12 +22,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import httpx
-from PIL import Image
-from selenium import webdriver
-from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import WebDriverWait
+try:
+    import httpx
+    from PIL import Image
+    from selenium import webdriver
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import WebDriverWait
+except ModuleNotFoundError as error:
+    sys.exit(f"{sys.argv[0]} needs {error.name}: pip install 'jpaged[dev,browser]'")
 
 from tests.support.served import serving
 

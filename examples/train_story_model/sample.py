@@ -13,7 +13,10 @@ import re
 import sys
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    sys.exit(f"{sys.argv[0]} needs {error.name}: pip install torch")
 from conversations import Request, answered
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

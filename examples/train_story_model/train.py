@@ -24,7 +24,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    sys.exit(f"{sys.argv[0]} needs {error.name}: pip install 'jpaged[train]'")
 from data import Batch, Stream, held_out_batch
 from text_tokenizer import BEGIN, CONTEXT, END, PAD, corpus_sample, save_tokenizer, train_tokenizer
 

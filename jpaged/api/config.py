@@ -15,7 +15,9 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 _MAX_DEVICES = 4096
 """More than any machine or cluster has. It keeps a mistyped number from starting processes without end."""
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}
+"""PyTorch's names, under which vLLM takes them too."""
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 
 _FREE = {"free": True}
@@ -58,7 +60,7 @@ class EngineArgs(SchedulingOptions):
         tokenizer: the same for the tokenizer; the model's own by default.
         revision: the model's branch, tag or commit on the hub.
         dtype: of weights, activations and KV pool; "auto" takes the checkpoint's (float32 on a CPU, whose
-            arithmetic in 16 bits is slow).
+            arithmetic in 16 bits is slow). "half" is float16 and "float" float32.
         max_model_len: longest sequence, prompt and output, in tokens; by default what model and pool allow.
         block_size: tokens in a block of the KV pool; a power of two from 1 to 256 (the GPU kernels take 16 to 128).
         gpu_memory_utilization: fraction of the device's memory to use for everything, in (0, 1]. JAX takes its memory
@@ -132,6 +134,9 @@ class EngineArgs(SchedulingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("model", "tokenizer"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
         for name, what in (
             ("model", "a directory or a hub id, as a string"),
             ("tokenizer", "a directory or a hub id, as a string"),
@@ -143,6 +148,7 @@ class EngineArgs(SchedulingOptions):
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidParameterError(f"{name} must be {what}, got {shown(value)}.")
         check_choice("dtype", self.dtype, DType)
+        object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
         check_choice("load_format", self.load_format, LoadFormat)
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
         check_integer("block_size", self.block_size, 1)

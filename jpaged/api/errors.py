@@ -4,6 +4,9 @@ A message names the thing, the value it had and what to do about it. All types d
 that blame an argument also derive from `ValueError`, so callers that know nothing of jpaged still catch them.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 _SHOWN_CHARACTERS = 100
 
 
@@ -14,6 +17,12 @@ def shown(value: object) -> str:
     except Exception:  # an integer of more digits than Python converts, or a class whose own repr fails
         text = f"something of type {type(value).__name__} that cannot be shown"
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """ "did you mean ...?" with the name that is most like a misspelt one; "" where none is."""
+    close = get_close_matches(name, list(names), n=1)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 class JPagedError(Exception):
@@ -32,6 +41,10 @@ class InvalidPromptError(JPagedError, ValueError):
     """A prompt that cannot be served: empty, too long, or with token ids outside the vocabulary."""
 
 
+class PromptTooLongError(InvalidPromptError):
+    """A prompt that leaves no room for an answer within what the model can take."""
+
+
 class UnsupportedModelError(JPagedError, ValueError):
     """The checkpoint's architecture, or a feature of its configuration, is not implemented."""
 
@@ -46,6 +59,10 @@ class ModelNotFoundError(CheckpointError, FileNotFoundError):
 
 class OutOfMemoryError(JPagedError, MemoryError):
     """The device cannot hold the weights and the KV pool of even one sequence."""
+
+
+class NoDeviceError(JPagedError, RuntimeError):
+    """The device that was asked for is not there; the message says what is missing."""
 
 
 class MalformedRowError(JPagedError, ValueError):

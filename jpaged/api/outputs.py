@@ -12,7 +12,8 @@ class Logprob:
     """A token's log-probability under the model (natural log, before temperature, penalties and masks).
 
     rank: 1 for the most likely token.
-    decoded_token: its text, None without a tokenizer.
+    decoded_token: its text, None without a tokenizer or with detokenize=False. Of a token that leaves a character
+        incomplete it is "", and of the one that completes it the whole character.
     """
 
     logprob: float
@@ -76,6 +77,19 @@ class RequestStateStats:
     num_preemptions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """A sequence that a beam search found, under the names of vLLM.
+
+    tokens: token ids of prompt and output. text: the prompt's, where it came as text, and the output's, without special
+    tokens. cum_logprob: of the output.
+    """
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """A request and what it has generated so far.
@@ -95,3 +109,13 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
     scores: TargetScores | None = None
+
+    @property
+    def sequences(self) -> list[BeamSearchSequence]:
+        """What a beam search found, best first, as vLLM's `LLM.beam_search` returns it."""
+        return [
+            BeamSearchSequence(
+                self.prompt_token_ids + one.token_ids, (self.prompt or "") + one.text, one.cumulative_logprob or 0.0
+            )
+            for one in self.outputs
+        ]

@@ -35,9 +35,11 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2  # once, when finished
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SamplingParams:
     """Sampling parameters of a request. All of them take effect on the device.
+
+    They may be changed until a request is made with them, which keeps a copy; a change is checked as at first.
 
     Args:
         n: sequences to return for each prompt. The prompt is computed once, and its blocks are shared. With a seed,
@@ -98,6 +100,21 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
+    def __setattr__(self, name: str, value: object) -> None:
+        own = vars(self)
+        if name not in own:  # the constructor sets it
+            if name not in self.__dataclass_fields__:
+                raise AttributeError(f"SamplingParams has no parameter {name!r}.")
+            own[name] = value
+            return
+        before = dict(own)
+        own[name] = value
+        try:
+            self.__post_init__()
+        except InvalidParameterError:
+            own.update(before)
+            raise
+
     def __post_init__(self) -> None:
         self._check_types()
         self._check_ranges()
@@ -152,7 +169,7 @@ class SamplingParams:
         return other
 
     def _check_types(self) -> None:
-        own = vars(self)  # a frozen class's fields are set here; object.__setattr__ takes twice as long
+        own = vars(self)
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             own[name] = _number(name, own[name])
         for name in ("n", "top_k", "min_tokens"):
@@ -247,8 +264,13 @@ def _token_ids(name: str, values: object) -> tuple[int, ...] | None:
         return None
     if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
         raise InvalidParameterError(f"{name} must be a list of token ids, got {shown(values)}.")
-    ids = tuple(_integer(f"{name}[{i}]", value) for i, value in enumerate(values))
-    if any(i < 0 for i in ids):
+    if set(map(type, values)) <= {int}:  # nearly always; a whole vocabulary one by one takes long
+        ids = tuple(values)
+    else:
+        ids = tuple(_integer(f"{name}[{i}]", value) for i, value in enumerate(values))
+    if ids and max(ids) >= _INTEGER_LIMIT:
+        raise InvalidParameterError(f"{name} must hold token ids, which fit 64 bits, got {shown(max(ids))}.")
+    if ids and min(ids) < 0:
         raise InvalidParameterError(f"{name} must hold token ids from 0 up, got {min(ids)}.")
     if name == "allowed_token_ids" and not ids:
         raise InvalidParameterError("allowed_token_ids is empty, so no token could be sampled; name one or pass None.")
@@ -299,7 +321,10 @@ def check_token_ids(params: SamplingParams, vocab_size: int, bad_words_token_ids
 
 
 def _check_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token in token_ids:
+    ids = list(token_ids)
+    if not ids or 0 <= min(ids) <= max(ids) < vocab_size:
+        return
+    for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidParameterError(
                 f"{name} names token {token}, but the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})."

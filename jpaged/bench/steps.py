@@ -82,7 +82,11 @@ def main(argv: list[str] | None = None) -> int:
         print(
             f"batch {batch}, context {args.context}: {figure['wall_ms']:.3f} ms a step "
             f"({figure['wall_least_ms']:.3f} to {figure['wall_most_ms']:.3f}), floor {figure['floor_ms']:.3f}; "
-            f"busy {figure['busy_ms']:.3f} in {figure['launches']:.0f} kernels"
+            + (
+                f"busy {figure['busy_ms']:.3f} in {figure['launches']:.0f} kernels"
+                if figure["kernels"]
+                else "the profiler saw no kernels, as on a CPU"
+            )
         )
         for kernel in figure["kernels"][: args.top]:
             print(f"    {kernel['ms']:8.4f} ms {kernel['count']:7.1f} x  {kernel['name'][:100]}", flush=True)

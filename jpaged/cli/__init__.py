@@ -11,8 +11,9 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from textwrap import dedent
+from typing import Any
 
-from jpaged.api.errors import InvalidParameterError, JPagedError, UnsupportedParameterError
+from jpaged.api.errors import InvalidParameterError, JPagedError, UnsupportedParameterError, suggestion
 from jpaged.api.version import __version__
 from jpaged.cli import chat, convert, generate, run_batch, score, serve, worker
 from jpaged.cli.options import add_debug_option
@@ -77,8 +78,21 @@ def _replace_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
+class _Parser(argparse.ArgumentParser):
+    """Suggests the option that was meant where one is misspelt. Its commands' parsers are of this class too."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        found, rest = super().parse_known_args(args, namespace)
+        options = list(self._option_string_actions)
+        for word in rest:
+            name = word.partition("=")[0]
+            if name.startswith("--") and (said := suggestion(name, options)):
+                self.error(f"unrecognized option {name}; {said}")
+        return found, rest
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="jpaged",
         description="Generate text with large language models, on JAX.",
         epilog=dedent("""\
@@ -95,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jpaged {__version__}")
     add_debug_option(parser, default=False)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands: Any = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     generate.add_command(commands)
     chat.add_command(commands)
     score.add_command(commands)

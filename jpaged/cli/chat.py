@@ -51,9 +51,11 @@ def run(args: argparse.Namespace) -> int:
     from jpaged.llm import LLM
 
     llm = LLM(**options)
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None  # no option of this command leaves it out
     if not tokenizer.has_chat_template:
         raise InvalidPromptError(f"{tokenizer.source} has no chat template; use `jpaged generate`, which needs none.")
+    tokenizer.check_chat_template()
     Chat(llm, args, screen).run()
     return 0
 
@@ -66,6 +68,8 @@ class Chat:
 
     def __init__(self, llm: "LLM", args: argparse.Namespace, screen: Screen) -> None:
         self._llm = llm
+        assert llm.engine.tokenizer is not None
+        self._tokenizer = llm.engine.tokenizer
         self._args = args
         self._screen = screen
         self._system: str | None = args.system
@@ -78,12 +82,17 @@ class Chat:
         if self._interactive:
             _enable_line_editing()
             self._screen.note("/help lists commands; /quit or Ctrl-D leaves.")
+        interrupted = False
         while True:
             try:
                 line = self._read()
             except KeyboardInterrupt:
-                self._say("\n(Ctrl-D or /quit leaves)")
+                if interrupted:
+                    raise
+                interrupted = True
+                self._say("\n(Ctrl-C again, Ctrl-D or /quit leaves)")
                 continue
+            interrupted = False
             if line is None:
                 if self._interactive:
                     self._screen.write("\n")
@@ -189,7 +198,7 @@ class Chat:
         num_forgotten = 0
         while True:
             system = [] if self._system is None else [{"role": "system", "content": self._system}]
-            token_ids = self._llm.get_tokenizer().apply_chat_template([*system, *self.messages])
+            token_ids = self._tokenizer.apply_chat_template([*system, *self.messages])
             if len(token_ids) + room <= limit or len(self.messages) <= 2:
                 break
             del self.messages[:2]

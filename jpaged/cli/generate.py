@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     screen = Screen(args.quiet)
     options = generation_options(args, verbose=screen.shows_progress)
     prompts = _read_prompts(args)
+    if not prompts[0][1].strip() and args.file is None and not args.raw:
+        raise InvalidPromptError("The prompt is empty; give at least one character.")
     if len(prompts) <= SMALL_BATCH:
         options.setdefault("max_num_seqs", len(prompts))
 
@@ -89,7 +91,8 @@ def _as_prompt(llm: "LLM", text: str, args: argparse.Namespace) -> "Prompt":
     """The text in the chat template, if the model has one."""
     if args.raw:
         return text
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None  # no option of this command leaves it out
     if not tokenizer.has_chat_template:
         if args.system is not None:
             raise InvalidParameterError(f"--system needs a chat template, which {tokenizer.source} does not have.")

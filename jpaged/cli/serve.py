@@ -26,13 +26,19 @@ _LIMITS = (
     ("--max-stop-strings", int, "N", "stop strings of a request"),
     ("--max-stop-characters", int, "N", "characters of those together"),
     ("--max-logprobs", int, "N", "alternatives to each token that log-probabilities are asked of"),
+    ("--max-logprob-values", int, "N", "log-probabilities in one answer: tokens times alternatives and one"),
     ("--max-logit-bias", int, "N", "entries of logit_bias"),
+    ("--max-stop-token-ids", int, "N", "entries of stop_token_ids"),
+    ("--max-allowed-token-ids", int, "N", "entries of allowed_token_ids"),
+    ("--max-detokenize-tokens", int, "N", "tokens of one /detokenize, unless the model takes longer sequences"),
     ("--max-bad-words", int, "N", "entries of bad_words"),
     ("--max-queued-requests", int, "N", "prompts that wait to run; above it clients get a 503"),
     ("--max-queued-tokens", int, "N", "tokens of those prompts"),
+    ("--max-requests-per-client", int, "N", "prompts of one key or address that wait or run (default: no limit)"),
     ("--max-watchers", int, "N", "pages that show the live view, for each API process"),
     ("--header-timeout", float, "S", "seconds for a request's headers to come"),
     ("--body-timeout", float, "S", "seconds for a request's body to come"),
+    ("--send-timeout", float, "S", "seconds after which a client that takes nothing of its answer is cut off"),
     ("--keep-alive-timeout", float, "S", "seconds that a connection may wait for its next request"),
     ("--template-timeout", float, "S", "seconds for a chat template to render"),
 )
@@ -60,6 +66,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     group.add_argument("--uds", metavar="PATH", help="a Unix socket to listen on instead")
     group.add_argument(
+        "--uds-mode",
+        type=_octal,
+        default=0o600,
+        metavar="MODE",
+        help="permissions of that socket, octal: 660 lets the group connect, 666 everybody (default: 600)",
+    )
+    group.add_argument(
         "--api-key",
         action="append",
         default=[],
@@ -71,7 +84,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="what clients call the model; may be repeated (default: as --model)",
+        help="what clients call the model; may be repeated (default: its hub id or its directory's name)",
     )
     group.add_argument("--ssl-keyfile", metavar="FILE", help="private key, for HTTPS")
     group.add_argument("--ssl-certfile", metavar="FILE", help="certificate, for HTTPS")
@@ -82,6 +95,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default=[],
         metavar="ORIGIN",
         help='web pages of this origin may ask; may be repeated; "*": of any',
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        action="append",
+        metavar="NAME",
+        help='a name by which the server may be asked; may be repeated; "*": by any (default: any; without keys on a'
+        " loopback address: localhost, 127.0.0.1, ::1)",
     )
     group.add_argument(
         "--shutdown-timeout",
@@ -102,6 +122,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     group.add_argument("--no-access-log", action="store_true", help="write no line for each request")
     group.add_argument(
         "--trust-request-chat-template", action="store_true", help="take chat templates from requests; see the docs"
+    )
+    group.add_argument(
+        "--control-tokens-in-messages",
+        action="store_true",
+        help="take what messages spell like a control token for one; see the docs",
     )
     group.add_argument("--scheduling-policy", choices=get_args(Policy), help="which requests run first (default: fcfs)")
     limits = parser.add_argument_group("limits", "What clients may ask for.")
@@ -127,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
 
     gc.disable()  # a Ctrl-C that meets a collection would be lost in JAX's callback; and imports make no garbage
     try:
-        from jpaged.serving.options import DEMO_MODEL_NAME, AppOptions, ServerOptions
+        from jpaged.serving.options import AppOptions, ServerOptions, public_name
         from jpaged.serving.server import LOG_FORMAT, default_api_workers, serve
     finally:
         gc.enable()
@@ -137,13 +162,14 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, field.name.removesuffix("_s"))
         if value is not None:
             given[field.name] = value
-    keys = [key for key in os.environ.get(API_KEYS_VARIABLE, "").split(",") if key]
     app_options = AppOptions(
-        served_model_names=args.served_model_name or [args.model or DEMO_MODEL_NAME],
-        api_keys=[*args.api_key, *keys],
+        served_model_names=args.served_model_name or [public_name(args.model)],
+        api_keys=[*args.api_key, *_keys_of_environment()],
         allowed_origins=args.allowed_origins,
+        allowed_hosts=args.allowed_hosts,
         metrics_prefix=args.metrics_prefix,
         trust_request_chat_template=args.trust_request_chat_template,
+        control_tokens_in_messages=args.control_tokens_in_messages,
         limits=ServerLimits(**given),
     )
     api_workers = args.api_workers
@@ -153,6 +179,7 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         uds=args.uds,
+        uds_mode=args.uds_mode,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         root_path=args.root_path,
@@ -166,3 +193,25 @@ def run(args: argparse.Namespace) -> int:
             logging.getLogger("jpaged.access").setLevel(logging.INFO)
     serve(engine_args, app_options, options)
     return 0
+
+
+def _octal(text: str) -> int:
+    try:
+        return int(text, 8)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no octal number, such as 660") from None
+
+
+def _keys_of_environment() -> list[str]:
+    """The keys of `JPAGED_API_KEY`; none if it is not set.
+
+    Raises:
+        InvalidParameterError: it is set and holds none: who sets it wants a server that asks for keys.
+    """
+    value = os.environ.get(API_KEYS_VARIABLE)
+    if value is None:
+        return []
+    keys = [key.strip() for key in value.split(",") if key.strip()]
+    if not keys:
+        raise InvalidParameterError(f"{API_KEYS_VARIABLE} is set but holds no key; give it one, or unset it.")
+    return keys

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from jpaged.api.beam_search_params import BeamSearchParams
-from jpaged.api.errors import InvalidParameterError, InvalidPromptError, OutOfMemoryError, shown
+from jpaged.api.errors import InvalidParameterError, OutOfMemoryError, PromptTooLongError, shown
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.footprint import Footprint
 
@@ -59,14 +59,14 @@ class RequestLimits:
         """The length, prompt and output, at which a sequence of a request ends at the latest: tokens.
 
         Raises:
-            InvalidPromptError: the prompt leaves no room for a token within max_model_len.
+            PromptTooLongError: the prompt leaves no room for a token within max_model_len.
             OutOfMemoryError: the prompt leaves no room for a token within the whole pool; or beams, which must run
                 together, might not fit it.
             InvalidParameterError: more sequences are asked for than can run.
         """
         self._check_num_sequences(params)
         if prompt_len >= self.max_model_len:
-            raise InvalidPromptError(
+            raise PromptTooLongError(
                 f"The prompt has {prompt_len} tokens; with max_model_len={self.max_model_len} at most "
                 f"{self.max_model_len - 1} leave room for an answer. Shorten it or raise max_model_len."
             )

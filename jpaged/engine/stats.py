@@ -19,13 +19,15 @@ class Counters:
     num_swap_preemptions: int = 0
     num_finished: int = 0
     prompt_tokens: int = 0
+    prefilled_tokens: int = 0
     generated_tokens: int = 0
 
-    def count_step(self, num_tokens: int) -> None:
-        """The host has read a step that returned so many tokens."""
+    def count_step(self, num_tokens: int, num_prefilled: int) -> None:
+        """The host has read a step that computed so many tokens of prompts and returned so many new ones."""
         self.num_steps += 1
+        self.prefilled_tokens += num_prefilled
         self.generated_tokens += num_tokens
-        self.step_tokens[bisect_left(STEP_TOKENS_BOUNDS, num_tokens)] += 1
+        self.step_tokens[bisect_left(STEP_TOKENS_BOUNDS, num_tokens + num_prefilled)] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,9 @@ class EngineStats:
     num_swap_blocks, num_used_swap_blocks: blocks that the swap space can hold, and those in the chunks that sequences
         have there.
     num_swapped_out, num_swapped_in: totals, in blocks of preempted sequences.
-    step_tokens: num_steps by the tokens that each returned: those within each of `STEP_TOKENS_BOUNDS`, and above them.
+    prefilled_tokens: tokens that steps computed without sampling each: of prompts, and of sequences computed again.
+    step_tokens: num_steps by the tokens that each prefilled and returned: those within each of `STEP_TOKENS_BOUNDS`,
+        and above them.
     tokens_held, token_slots: tokens in the referenced blocks (a shared one counts once), and what they could hold.
     """
 
@@ -56,6 +60,7 @@ class EngineStats:
     num_swap_preemptions: int
     num_finished: int
     prompt_tokens: int
+    prefilled_tokens: int
     generated_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int

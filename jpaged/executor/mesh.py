@@ -13,6 +13,8 @@ Every shard computes the same slot state from the same sampled tokens, so one bl
 all of them.
 """
 
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,7 +26,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
-from jpaged.api.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError, NoDeviceError
+from jpaged.host.devices import missing_for_gpus, no_device_message, visible_gpus
 from jpaged.models import Model
 from jpaged.models.sharding import MODEL_AXIS, shard_of, split_over_mesh, stored_weights
 
@@ -118,9 +121,16 @@ def pick_devices(tensor_parallel_size: int) -> tuple[jax.Device, ...]:
     """The first devices that JAX shows, of all processes.
 
     Raises:
-        InvalidParameterError: there are fewer.
+        InvalidParameterError: there are fewer. NoDeviceError: there is none of the kind that JAX was told to use.
     """
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except (AssertionError, RuntimeError) as error:  # JAX asserts that there is one
+        raise NoDeviceError(no_device_message(os.environ, str(error))) from error
+    if devices[0].platform == "cpu" and (gpus := visible_gpus(os.environ)):
+        warnings.warn(
+            f"This machine has {len(gpus)} GPU(s), but JAX runs on the CPU: {missing_for_gpus()}.", stacklevel=2
+        )
     if tensor_parallel_size > len(devices):
         raise InvalidParameterError(
             f"tensor_parallel_size={tensor_parallel_size} needs as many devices, but JAX has"

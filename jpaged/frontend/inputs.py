@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, TypeGuard, cast
 
 import numpy as np
 
@@ -101,7 +102,7 @@ class InputProcessor:
         request = Request(
             request_id,
             checked.prompt_token_ids,
-            params.sampling_params() if isinstance(params, BeamSearchParams) else params,
+            params.sampling_params() if isinstance(params, BeamSearchParams) else copy(params),
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=checked.bad_words_token_ids,
             priority=priority,
@@ -147,6 +148,9 @@ class InputProcessor:
             raise InvalidParameterError(
                 f"beam_width={params.beam_width} exceeds the vocabulary of {self._vocab_size} tokens; lower it."
             )
+        given = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(given, str) and _is_sequence(given) and len(given) >= self.limits.max_model_len:
+            self.limits.max_len(len(given), params)  # refuses it before anything looks at each token
         text, token_ids = self._tokens_of(prompt)
         self._check_tokens(token_ids)
         self.limits.max_len(len(token_ids), params)
@@ -300,7 +304,7 @@ def _integers(values: Any) -> list[int]:
     return [int(value) for value in values]
 
 
-def _is_sequence(value: object) -> bool:
+def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
     """Bytes are refused: they are text that was not decoded, not token ids."""
     return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
 

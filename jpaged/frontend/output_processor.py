@@ -8,7 +8,7 @@ from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.engine.scheduler.scheduler import RequestUpdate
 from jpaged.engine.sequences.request import Request
 from jpaged.text.detokenizer import Detokenizer
-from jpaged.text.token_decoders import decode_token
+from jpaged.text.token_decoders import TokenTexts
 from jpaged.text.tokenizer import Tokenizer
 
 
@@ -20,11 +20,15 @@ class EndsSequences(Protocol):
 
 @dataclass(slots=True)
 class _OpenSequence:
-    """One sequence of a request that has not finished. num_sent: tokens that DELTA outputs have returned."""
+    """One sequence of a request that has not finished.
+
+    num_sent: tokens that DELTA outputs have returned. texts: of the tokens in its log-probabilities; None without.
+    """
 
     request: Request
     detokenizer: Detokenizer | None
     num_sent: int = 0
+    texts: TokenTexts | None = None
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
@@ -65,7 +69,10 @@ class OutputProcessor:
             detokenizer = None
             if self._tokenizer is not None and request.sampling.detokenize and request.score_targets is None:
                 detokenizer = Detokenizer(self._tokenizer, prompt_token_ids, request.sampling)
-            sequences.append(_OpenSequence(member, detokenizer))
+            sequence = _OpenSequence(member, detokenizer)
+            if request.logprobs is not None:
+                sequence.texts = self._texts(request)
+            sequences.append(sequence)
         self._open[request.request_id] = _OpenRequest(prompt, prompt_token_ids, sequences)
 
     def forget(self, request_id: str) -> None:
@@ -104,7 +111,7 @@ class OutputProcessor:
             for position in request.logprobs[len(state.logprobs) : state.num_tokens]:
                 token = next(iter(position))  # the sampled one comes first
                 state.cumulative_logprob += position[token].logprob
-                state.logprobs.append(self._with_text(position))
+                state.logprobs.append(_with_text(position, state.texts, token))
 
     def _output(self, state: _OpenRequest, changed: list[_OpenSequence], finished: bool) -> RequestOutput:
         request = state.request
@@ -122,7 +129,11 @@ class OutputProcessor:
             completions = [self._completion(sequence, sequence.request.index) for sequence in shown]
         prompt_logprobs = request.prompt_logprobs
         if prompt_logprobs is not None:
-            prompt_logprobs = [position and self._with_text(position) for position in prompt_logprobs]
+            texts = self._texts(request)
+            prompt_logprobs = [
+                position and _with_text(position, texts, token)
+                for position, token in zip(prompt_logprobs, state.prompt_token_ids, strict=False)
+            ]
         return RequestOutput(
             request_id=request.request_id,
             prompt=state.prompt,
@@ -156,8 +167,17 @@ class OutputProcessor:
             score=request.score,
         )
 
-    def _with_text(self, position: PositionLogprobs) -> PositionLogprobs:
-        if self._tokenizer is not None:
-            for token, logprob in position.items():
-                logprob.decoded_token = decode_token(self._tokenizer, token)
-        return position
+    def _texts(self, request: Request) -> TokenTexts | None:
+        """The texts of tokens; None where none are asked for."""
+        if self._tokenizer is None or not request.sampling.detokenize:
+            return None
+        return TokenTexts(self._tokenizer)
+
+
+def _with_text(position: PositionLogprobs, texts: TokenTexts | None, token: int) -> PositionLogprobs:
+    """Names the tokens at a position. token: the one that stands there."""
+    if texts is not None:
+        for other, logprob in position.items():
+            logprob.decoded_token = texts.text(other)
+        texts.advance(token)
+    return position

@@ -9,11 +9,14 @@ Nothing here asks CUDA: that would take memory on every GPU for this process.
 
 import os
 from collections.abc import Mapping
+from ctypes.util import find_library
+from importlib.util import find_spec
 from pathlib import Path
 
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError
 
+_CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _CPU_PROCESSES = 8
 """This many processes may share a CPU with fewer cores, so that replicas can be tried out anywhere."""
 
@@ -57,6 +60,27 @@ def device_shares(num_processes: int, devices_each: int, environment: Mapping[st
         )
     parts = (gpus[i * devices_each : (i + 1) * devices_each] for i in range(num_processes))
     return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+
+
+def missing_for_gpus() -> str:
+    """What JAX lacks to use GPUs, as far as can be seen from outside, and what to do about it."""
+    if not Path("/dev/nvidiactl").exists() and find_library("cuda") is None:
+        return "there is no NVIDIA driver here (no /dev/nvidiactl, no libcuda.so)"
+    if not any(find_spec(name) for name in _CUDA_PLUGINS):
+        return "JAX's CUDA plugin is not installed; pip install 'jpaged[cuda12]' or 'jpaged[cuda13]', as the driver is"
+    return "JAX's CUDA plugin cannot use the driver; JAX_LOGGING_LEVEL=DEBUG says why"
+
+
+def no_device_message(environment: Mapping[str, str], reason: str) -> str:
+    """What to tell a user for whom JAX has found no device. reason: JAX's own."""
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if {"cuda", "gpu"} & set(platforms.lower().split(",")):
+        return (
+            f"JAX_PLATFORMS={platforms} asks for a GPU, but JAX finds none: {missing_for_gpus()}. JAX_PLATFORMS=cpu"
+            " runs on the CPU."
+        )
+    asked = f"JAX_PLATFORMS={platforms}" if platforms else "this machine"
+    return f"JAX finds no device for {asked}: {' '.join(reason.split()) or 'it does not say why'}."
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:

@@ -7,7 +7,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any, Self
 
-from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, shown
 from jpaged.models.config_reader import ConfigReader, read_json
 from jpaged.models.loading.safetensors_file import read_header
 from jpaged.models.registry import architecture_of, family_of
@@ -103,6 +103,12 @@ class ModelConfig:
         if (path / "generation_config.json").is_file():
             eos = read_json(path / "generation_config.json").get("eos_token_id")
             if eos is not None:
+                ids = eos if isinstance(eos, list) else [eos]
+                if not all(type(token) is int and token >= 0 for token in ids):
+                    raise CheckpointError(
+                        f"{path / 'generation_config.json'}: eos_token_id must be a token id or a list of them, got"
+                        f" {shown(eos)}."
+                    )
                 config["eos_token_id"] = eos
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["torch_dtype"] = _stored_dtype(path)

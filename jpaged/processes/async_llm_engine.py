@@ -11,9 +11,10 @@ what is open; `request_stream.py` makes a request's outputs, `tokenizing.py` tok
 import asyncio
 import itertools
 import math
+import os
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from typing import Self, TypeVar
 
@@ -27,7 +28,7 @@ from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
-from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
+from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.host.hub import model_directory
 from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses, Link
@@ -70,7 +71,7 @@ class AsyncLLMEngine:
     one that has least to do before it is done; a request's tokens do not depend on which that is.
 
     Args:
-        args: what to run and how.
+        args: what to run and how; or a model alone: a directory or a hub id.
         processes: started by the caller, instead of by the constructor; `shutdown` ends them.
         link: to processes that another process has started and will end.
 
@@ -84,7 +85,15 @@ class AsyncLLMEngine:
             `ready` raises.
     """
 
-    def __init__(self, args: EngineArgs, *, processes: EngineProcesses | None = None, link: Link | None = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs | str | os.PathLike[str],
+        *,
+        processes: EngineProcesses | None = None,
+        link: Link | None = None,
+    ) -> None:
+        if not isinstance(args, EngineArgs):
+            args = EngineArgs(model=args)  # type: ignore[arg-type]  # which takes paths too
         model_directory(args)  # where there is no model, no process is started
         self.args = args
         if link is None:
@@ -112,6 +121,11 @@ class AsyncLLMEngine:
         self._call_ids = itertools.count(1)
         self._calls: dict[int, tuple[AsyncLink, asyncio.Future[wire.Answer]]] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        """The same as the constructor, under vLLM's name."""
+        return cls(args)
 
     async def __aenter__(self) -> Self:
         await self.ready()
@@ -161,6 +175,11 @@ class AsyncLLMEngine:
     def num_queued_tokens(self) -> int:
         """Prompt tokens of the requests that have never run, over all API processes."""
         return self._board.total("queued_tokens")
+
+    def reserve(self, num_requests: int, num_tokens: int = 0) -> None:
+        """Counts requests, and tokens of their prompts, as queued before they are; negative numbers give them back."""
+        self._board.add("queued", 0, num_requests)
+        self._board.add("queued_tokens", 0, num_tokens)
 
     async def generate(
         self,
@@ -216,10 +235,13 @@ class AsyncLLMEngine:
         finally:
             self._close(stream)
 
-    async def abort(self, request_id: str) -> None:
-        """Ends a request. Its iterator returns what there is, with finish_reason "abort". Unknown ids are ignored."""
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends a request, or several. Their iterators return what there is, with finish_reason "abort". Unknown ids are
+        ignored.
+        """
+        request_ids = set(request_ids_to_abort(request_id))
         for stream in list(self._streams.values()):
-            if stream.request.request_id == request_id:
+            if stream.request.request_id in request_ids:
                 self._abort(stream)
 
     async def abort_all(self) -> None:
@@ -244,6 +266,11 @@ class AsyncLLMEngine:
         """
         limits = (await self.ready()).limits
         return await self._tokenizing.encode(text, limits.max_model_len, add_special_tokens=add_special_tokens)
+
+    def check_length(self, text: str) -> None:
+        """Raises InvalidPromptError for a text that cannot fit the model, before it is tokenized."""
+        assert self._ready is not None
+        self._tokenizing.check_length(text, self._ready.limits.max_model_len)
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
         """Runs work that would block the event loop for too long, such as tokenizing a long text."""
@@ -367,7 +394,9 @@ class AsyncLLMEngine:
             self.metrics.count_finished(replica.index, request)
 
     def _abort(self, stream: RequestStream) -> None:
-        if stream.end():
+        if not stream.request.reports_each_token and stream.replica.failure is None:
+            stream.replica.send(wire.Abort([stream.handle], reports=True))  # only the engine has its tokens
+        elif stream.end():
             stream.replica.send(wire.Abort([stream.handle]))
             stream.wake()
 

@@ -47,6 +47,10 @@ class ClientRequests(ABC):
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 
+    def abort_reporting(self, request_ids: Iterable[str]) -> FromEngine | None:
+        """Ends requests of one client, which waits for what they have generated; None where there is nothing to say."""
+        raise TypeError("Clients of this engine process get whole outputs, and none of a request that was aborted.")
+
     def of(self, connection: Connection) -> list[str]:
         """The ids of a client's requests."""
         return [entry.request.request_id for entry in self._requests.values() if entry.connection is connection]
@@ -141,6 +145,15 @@ class StepRequests(ClientRequests):
         ids = list(request_ids)
         self._core.abort(ids)
         super().abort(ids)
+
+    def abort_reporting(self, request_ids: Iterable[str]) -> FromEngine | None:
+        entries, updates = dict(self._requests), []
+        for leader in self._core.abort(request_ids):
+            entry = entries[leader.request_id]
+            ended = [member for member in leader.group.members if member.finish_reason == "abort"]
+            updates += [_update(entry, member, member.output_token_ids) for member in ended]
+            super().abort([leader.request_id])
+        return Step(b"", b"", updates, b"") if updates else None
 
     def finish(self, request_id: str, message: Finish) -> None:
         self._core.finish(request_id, message.stop_reason, message.index)

@@ -86,7 +86,11 @@ class EngineProcess:
         if isinstance(message, wire.Add):
             self._add(connection, message)
         elif isinstance(message, wire.Abort):
-            self._requests.abort([_request_id(connection, handle) for handle in message.handles])
+            ids = [_request_id(connection, handle) for handle in message.handles]
+            if not message.reports:
+                self._requests.abort(ids)
+            elif (last := self._requests.abort_reporting(ids)) is not None:
+                connection.send(last)
         elif isinstance(message, wire.Finish):
             self._requests.finish(_request_id(connection, message.handle), message)
         elif isinstance(message, wire.Call):

@@ -52,10 +52,10 @@ class Histogram:
         self._cells = cells
         self._own = cells[worker]
 
-    def observe(self, replica: int, value: float) -> None:
+    def observe(self, replica: int, value: float, times: int = 1) -> None:
         own = self._own[replica]
-        own[bisect_left(self._bounds, value)] += 1
-        own[-1] += value
+        own[bisect_left(self._bounds, value)] += times
+        own[-1] += times * value
 
     def observe_all(self, replica: int, values: Sequence[float]) -> None:
         if values:
@@ -101,10 +101,11 @@ class RequestMetrics:
         """Counts a request that has ended, for whatever reason."""
         stats = request.stats
 
-        def observe(name: str, value: float) -> None:
-            self.histograms[name].observe(replica, value)
+        def observe(name: str, value: float, times: int = 1) -> None:
+            self.histograms[name].observe(replica, value, times)
 
-        num_tokens = sum(len(member.output_token_ids) for member in request.group.members)
+        lengths = [len(member.output_token_ids) for member in request.group.members]
+        num_tokens = sum(lengths)
         self._own_finished[replica, FINISH_REASONS.index(request.finish_reason or "abort")] += 1
         observe("request_prompt_tokens", request.prompt_len)
         observe("request_generation_tokens", num_tokens)
@@ -127,6 +128,9 @@ class RequestMetrics:
         observe("request_decode_time_seconds", decode)
         if num_tokens > 1:
             observe("request_time_per_output_token_seconds", decode / (num_tokens - 1))
+        num_intervals = num_tokens - len(lengths)
+        if num_intervals > 0 and not request.reports_each_token:  # when each token came is not known: their mean
+            observe("inter_token_latency_seconds", decode / (max(lengths) - 1), num_intervals)
 
     @property
     def num_replicas(self) -> int:

@@ -1,7 +1,7 @@
 """Prompts to token ids, without keeping the event loop from others.
 
     short text, token ids   at once, 1.6 ms for the longest
-    long text               in a thread; refused before that if no number of its tokens can fit the model
+    long text or list       in a thread; refused before that if it cannot fit the model
 
 While a thread encodes, short text goes to a thread too: the tokenizer is one, and the loop would wait for it.
 """
@@ -12,13 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from jpaged.api.beam_search_params import BeamSearchParams
-from jpaged.api.errors import InvalidPromptError
+from jpaged.api.errors import InvalidPromptError, PromptTooLongError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
 from jpaged.text.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 4096
 """Longer text is long."""
+_INLINE_TOKENS = 65536
+"""A longer list of token ids is checked in a thread."""
 _THREADS = 2
 
 _T = TypeVar("_T")
@@ -45,8 +47,10 @@ class AsyncTokenizer:
             text = prompt
         encodes = isinstance(text, str) or (isinstance(params, SamplingParams) and bool(params.bad_words))
         if isinstance(text, str):
-            self._check_length(text, inputs.limits.max_model_len)
-        if encodes and self._takes_long(text):
+            self.check_length(text, inputs.limits.max_model_len)
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+        is_long_list = isinstance(ids, list) and len(ids) > _INLINE_TOKENS
+        if is_long_list or (encodes and self._takes_long(text)):
             return await self.in_thread(lambda: inputs.process(prompt, params))
         return inputs.process(prompt, params)
 
@@ -59,7 +63,7 @@ class AsyncTokenizer:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise InvalidPromptError("The prompt is text, but the engine was started without a tokenizer.")
-        self._check_length(text, max_model_len)
+        self.check_length(text, max_model_len)
         if not self._takes_long(text):
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await self.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -75,13 +79,13 @@ class AsyncTokenizer:
         is_long = isinstance(text, str) and len(text) > INLINE_CHARACTERS
         return is_long or (self._tokenizer is not None and self._tokenizer.is_busy)
 
-    def _check_length(self, text: str, max_model_len: int) -> None:
+    def check_length(self, text: str, max_model_len: int) -> None:
         """Refuses a long text that cannot fit before it is tokenized, which takes time and memory with its length."""
         if self._tokenizer is None or len(text) <= INLINE_CHARACTERS:
             return
         longest = self._tokenizer.max_token_characters
         if len(text) > max_model_len * longest:
-            raise InvalidPromptError(
+            raise PromptTooLongError(
                 f"The prompt has {len(text)} characters; max_model_len={max_model_len} tokens of at most "
                 f"{longest} characters cannot hold it. Shorten it or raise max_model_len."
             )

@@ -110,9 +110,10 @@ class Finish(_Message):
 
 
 class Abort(_Message):
-    """Requests that nobody waits for any more."""
+    """Requests to end. reports: their client waits for what they have generated; otherwise nobody does any more."""
 
     handles: list[int]
+    reports: bool = False
 
 
 class GetStats(_Message):

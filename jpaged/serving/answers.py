@@ -61,6 +61,9 @@ class AnswerContext:
 class Answer:
     """The answer to one request."""
 
+    _announces = False
+    """Whether a stream announces each choice before its first text."""
+
     def __init__(self, request: CompletionRequest | ChatCompletionRequest, context: AnswerContext) -> None:
         prompts = context.prompts
         self.request_id = context.request_id
@@ -74,7 +77,7 @@ class Answer:
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
         options = request.stream_options
         self._usage_at_end = options is not None and bool(options.include_usage)
-        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        self._usage_always = self._usage_at_end and options is not None and bool(options.continuous_usage_stats)
         self._num_prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
         self._num_cached = [0] * len(prompts)
         self._num_tokens = 0
@@ -89,6 +92,8 @@ class Answer:
         self._num_cached[prompt] = output.num_cached_tokens
         events = []
         for completion in output.outputs:
+            if self._announces and completion.index not in self._begun:
+                events.append(self._beginning(completion.index))  # which counts none of the tokens that follow
             self._num_tokens += self._count(completion)
             events.append(self._choice_events(prompt, output, completion))
         return b"".join(events)
@@ -98,6 +103,10 @@ class Answer:
         if not self._usage_at_end:
             return DONE_EVENT
         return event(_encode(self._chunk([], self._usage()))) + DONE_EVENT
+
+    def _beginning(self, index: int) -> bytes:
+        """The events before the first news of a choice, where the answer announces them."""
+        raise NotImplementedError
 
     def _choice_events(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
         raise NotImplementedError
@@ -134,9 +143,9 @@ class Answer:
             return logprob.decoded_token
         return self._tokenizer.token_text(token)
 
-    def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs | msgspec.UnsetType | None:
+    def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs | None:
         if not self._wants_prompt_logprobs or output.prompt_logprobs is None:
-            return msgspec.UNSET
+            return None
         return [
             None
             if position is None
@@ -240,6 +249,8 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     """The answer to /v1/chat/completions."""
 
+    _announces = True
+
     def __init__(self, request: ChatCompletionRequest, context: AnswerContext) -> None:
         super().__init__(request, context)
         self._top_logprobs = request.top_logprobs or 0
@@ -265,19 +276,19 @@ class ChatAnswer(Answer):
             response.prompt_token_ids = output.prompt_token_ids
         return _encode(response)
 
+    def _beginning(self, index: int) -> bytes:
+        self._begun.add(index)
+        return self._event(ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None, None))
+
     def _choice_events(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
-        index, begin = completion.index, b""
-        if index not in self._begun:
-            self._begun.add(index)
-            begin = self._event(ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None, None))
         logprobs = self._logprobs_of(completion)
         if not (completion.text or completion.finish_reason or logprobs or (self._token_ids and completion.token_ids)):
-            return begin
+            return b""
         delta = ChatDelta(content=completion.text) if completion.text else ChatDelta()
-        choice = ChatChunkChoice(index, delta, logprobs, completion.finish_reason, completion.stop_reason)
+        choice = ChatChunkChoice(completion.index, delta, logprobs, completion.finish_reason, completion.stop_reason)
         if self._token_ids:
             choice.token_ids = completion.token_ids
-        return begin + self._event(choice)
+        return self._event(choice)
 
     def _chunk(self, choices: list[Any], usage: Usage | msgspec.UnsetType | None) -> ChatChunk:
         chunk = ChatChunk(self.request_id, self._created, self._model, choices, usage)
@@ -297,8 +308,8 @@ class ChatAnswer(Answer):
         return ChatLogprobs(content)
 
     def _top(self, token: int, logprob: Logprob) -> TopLogprob:
-        text = self._token(token, logprob)
-        return TopLogprob(text, logprob.logprob, list(text.encode()))
+        data = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+        return TopLogprob(self._token(token, logprob), logprob.logprob, list(data))
 
 
 def answer_to(request: CompletionRequest | ChatCompletionRequest, context: AnswerContext) -> Answer:

@@ -19,6 +19,7 @@ from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.board import Board
 from jpaged.processes.launch import Link
 from jpaged.processes.request_metrics import NUM_COLUMNS
+from jpaged.serving.admission import ClientCounts
 from jpaged.serving.server import LOG_FORMAT, keep_torch_out, run
 from jpaged.serving.workers import WorkerStart
 
@@ -38,7 +39,8 @@ def main() -> int:
     try:
         engine = AsyncLLMEngine(start.args, link=Link(replicas, board))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run(engine, start.app_options, start.server_options, listener, (signal.SIGTERM,)))
+            clients = ClientCounts(start.num_workers, start.worker, start.clients_fd)
+            runner.run(run(engine, start.app_options, start.server_options, listener, (signal.SIGTERM,), clients))
     except JPagedError:
         return 1  # the supervisor meets the same error, and says so
     return 0

@@ -1,10 +1,10 @@
 """The HTTP application: its routes, and the middleware in front of them.
 
-    client -- RequestIds -- LastWords -- CORS -- ApiKeys --+-- page.py                 a page for people
-                                                           +-- openai_routes.py        completions, chats, tokens
-                                                           +-- operational_routes.py   health, metrics, the live view
+    client -- RequestIds -- RootPath -- LastWords -- Hosts -- Origins -- CORS -- ApiKeys --+-- page.py
+                                                                                           +-- openai_routes.py
+                                                                                           +-- operational_routes.py
 
-CORS and ApiKeys are there when origins are allowed and keys are given.
+Hosts, CORS and ApiKeys are there when hosts and origins are listed and keys are given.
 """
 
 from starlette.applications import Starlette
@@ -15,21 +15,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.admission import Admission, ClientCounts
+from jpaged.serving.browsers import Hosts, Origins
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import error_response
 from jpaged.serving.live import LiveView
-from jpaged.serving.middleware import ApiKeys, LastWords, RequestIds
+from jpaged.serving.middleware import ApiKeys, LastWords, RequestIds, RootPath
 from jpaged.serving.openai_routes import openai_routes
 from jpaged.serving.operational_routes import operational_routes
 from jpaged.serving.options import AppOptions
 from jpaged.serving.page import page_routes
 
 
-def build_app(engine: AsyncLLMEngine, options: AppOptions) -> Starlette:
-    """The ASGI application that serves an engine. `app.state.live.close()` ends the streams that never end."""
+def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts | None = None) -> Starlette:
+    """The ASGI application that serves an engine. `app.state.live.close()` ends the streams that never end.
+
+    clients: counts that several applications share.
+    """
+    admission = Admission(engine, options.limits, clients)
     live = LiveView(engine, options.limits.max_watchers)
-    routes = [*openai_routes(engine, options), *operational_routes(engine, options, live), *page_routes()]
-    middleware = [Middleware(RequestIds), Middleware(LastWords)]
+    routes = [*openai_routes(engine, options, admission), *operational_routes(engine, options, live), *page_routes()]
+    middleware = [Middleware(RequestIds), Middleware(RootPath), Middleware(LastWords)]
+    if options.allowed_hosts is not None:
+        middleware.append(Middleware(Hosts, allowed=options.allowed_hosts))
+    middleware.append(Middleware(Origins, allowed=options.allowed_origins))
     if options.allowed_origins:
         middleware.append(
             Middleware(

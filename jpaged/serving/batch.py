@@ -80,8 +80,6 @@ def run_batch(
         merge=merge_json_lines,
     )
     num_rows = sum(1 for _ in read_records(paths))
-    if not num_rows:
-        raise InvalidParameterError(f"The input {inputs} has no requests.")
     return run_job(
         job, num_rows, lambda entry: None, overwrite=overwrite, num_workers=data_parallel_size, use_tqdm=use_tqdm
     )

@@ -29,7 +29,7 @@ from jpaged.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-_SERVER_ONLY = ("stream", "stream_options", "request_id", "priority", "truncate_prompt_tokens")
+_SERVER_ONLY = ("stream", "stream_options", "request_id", "priority", "truncate_prompt_tokens", "truncation_side")
 """Fields that the server takes and a batch refuses: nobody waits for a batch, and custom_id names the answer."""
 _IDLE = {"stream": False, "priority": 0}
 """Values of these fields that ask for nothing, and are taken."""

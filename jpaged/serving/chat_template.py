@@ -1,16 +1,14 @@
-"""Chat templates of requests: their fields as arguments of a template, and its time limit as an HTTP error."""
+"""Chat templates of requests: their fields as arguments of a template."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, TokenizeRequest
-from jpaged.text.chat_template import render_chat
 from jpaged.text.tokenizer import Tokenizer
 
 
 def template_arguments(body: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a request asks of the chat template, as arguments of `Tokenizer.render_chat`.
+    """What a request asks of the chat template, as arguments of `Tokenizer.chat_prompt`.
 
     Raises:
         ApiError: fields that contradict each other or a template; a variable that has the name of an option.
@@ -35,22 +33,10 @@ def template_arguments(body: ChatCompletionRequest | TokenizeRequest, tokenizer:
                 f"chat_template_kwargs: {name!r} is an option of the request, not a variable; give it beside them.",
                 param="chat_template_kwargs",
             )
+    tools = body.tools if isinstance(body, TokenizeRequest) else None  # a chat's are refused
     return variables | {
+        "tools": tools,
         "chat_template": body.chat_template,
         "add_generation_prompt": body.add_generation_prompt is not False,
         "continue_final_message": bool(body.continue_final_message),
     }
-
-
-async def chat_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], timeout_s: float, arguments: Mapping[str, Any]
-) -> str:
-    """As `jpaged.text.chat_template.render_chat`. Raises ApiError where that raises TimeoutError."""
-    try:
-        return await render_chat(tokenizer, messages, timeout_s, arguments)
-    except TimeoutError:
-        if arguments.get("chat_template") is None:
-            message, param = f"messages: the chat template took longer than {timeout_s:g} s; send less.", "messages"
-        else:
-            message, param = f"chat_template took longer than {timeout_s:g} s; let it do less.", "chat_template"
-        raise ApiError(400, message, param=param) from None

@@ -11,6 +11,7 @@ from jpaged.api.errors import (
     InvalidPromptError,
     JPagedError,
     OutOfMemoryError,
+    PromptTooLongError,
     UnsupportedParameterError,
 )
 
@@ -64,6 +65,8 @@ def api_error(error: Exception, fields: Collection[str] = (), prompt_field: str 
     if isinstance(error, ApiError):
         return error
     message = str(error)
+    if isinstance(error, PromptTooLongError):
+        return ApiError(400, message, param=prompt_field, code="context_length_exceeded")
     if isinstance(error, InvalidPromptError | OutOfMemoryError):
         return ApiError(400, message, param=prompt_field)
     if isinstance(error, InvalidParameterError | UnsupportedParameterError):

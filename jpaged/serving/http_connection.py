@@ -4,6 +4,9 @@
     `--- timed ---------------'                            idle: --keep-alive-timeout
                 `--- counted -'   too slow: 408; too large: 431; no HTTP: 400; nothing at all: closed
 
+An answer waits while its client takes none of it (`--send-timeout`), and no more of it is written meanwhile; then the
+connection is cut, which aborts the request. When the server drains, it waits less long.
+
 What is wrong with a request before the application sees it is answered here, in the form that all errors have. When an
 answer has begun nothing can be said without spoiling it, so the connection is only closed.
 
@@ -24,6 +27,8 @@ from jpaged.serving.middleware import access_log
 
 _UNREAD_S = 0.01
 """From a time-out until it takes effect: the loop looks for data in between."""
+_DRAINING_SEND_S = 5.0
+"""The most that an answer waits for its client when the server drains."""
 _OFFER = (b"upgrade", b"connection")
 """Headers that offer another protocol."""
 
@@ -50,6 +55,9 @@ class HttpConnection(HttpToolsProtocol):
     _header_bytes = 0
     _request_ended = False
     _refusal: ApiError | None = None
+    _unsent: asyncio.TimerHandle | None = None
+    _unsent_bytes = 0
+    _is_draining = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -57,7 +65,22 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._stop_waiting()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_client()
+
+    def resume_writing(self) -> None:
+        self._stop_waiting()
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        self._is_draining = True
+        if self._unsent is not None:
+            self._wait_for_client()
+        super().shutdown()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -122,6 +145,27 @@ class HttpConnection(HttpToolsProtocol):
                 head += [name + b": " + value for name, value in self.headers if name not in _OFFER]
                 data = b"\r\n".join([*head, b"", data[offer.args[0] :]])  # the parser stopped behind the headers
                 self.parser = httptools.HttpRequestParser(self)
+
+    def _wait_for_client(self) -> None:
+        self._stop_waiting()
+        timeout_s = self.limits.send_timeout_s
+        if self._is_draining:
+            timeout_s = min(timeout_s, _DRAINING_SEND_S)
+        self._unsent_bytes = self.transport.get_write_buffer_size()
+        self._unsent = self.loop.call_later(timeout_s, self._look_at_client)
+
+    def _look_at_client(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unsent_bytes:
+            self._wait_for_client()
+            return
+        self._unsent = None
+        access_log.info("%s takes nothing of its answer and is cut off", self.client[0] if self.client else "-")
+        self.transport.abort()
+
+    def _stop_waiting(self) -> None:
+        if self._unsent is not None:
+            self._unsent.cancel()
+            self._unsent = None
 
     def _arm(self) -> None:
         self._disarm()

@@ -8,8 +8,11 @@ Nothing is queued before all checks have passed, so a request that is refused ha
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jpaged.api.beam_search_params import BeamSearchParams
@@ -17,8 +20,9 @@ from jpaged.api.errors import InvalidPromptError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.inputs import ProcessedInput, as_prompt_list
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.admission import Admission, Ticket
 from jpaged.serving.answers import Answer, AnswerContext, answer_to
-from jpaged.serving.chat_template import chat_prompt, template_arguments
+from jpaged.serving.chat_template import template_arguments
 from jpaged.serving.errors import ApiError
 from jpaged.serving.options import AppOptions
 from jpaged.serving.protocol import (
@@ -29,21 +33,28 @@ from jpaged.serving.protocol import (
 )
 from jpaged.serving.sampling import in_words_of, sampling_of
 
+_INLINE_LOGPROBS = 4096
+"""Answers with more log-probabilities are written in a thread."""
+
 
 @dataclass(frozen=True)
 class Job:
     """A request that has passed all checks: what to generate, and what to say about it.
 
     request_id: unlike any other's; several clients may call theirs the same, and meet in one API process or not.
+    ticket: its place in the queue; whoever runs the job closes it.
+    is_large: its answer takes long to write, which is done in a thread.
     """
 
     request_id: str
     prompts: list[ProcessedInput]
     params: SamplingParams | BeamSearchParams
     answer: Answer
+    ticket: Ticket
     priority: int
     cache_salt: str | None
     streams: bool
+    is_large: bool
     fields: Sequence[str]
     prompt_field: str
 
@@ -51,16 +62,20 @@ class Job:
 class JobMaker:
     """Makes jobs for an engine, under the server's options."""
 
-    def __init__(self, engine: AsyncLLMEngine, options: AppOptions) -> None:
+    def __init__(self, engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> None:
+        self._admission = admission
         self._engine = engine
         self._options = options
         self._limits = options.limits
+        # Renderings take turns anyway; those of given templates, which may take long, have turns of their own.
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="jpaged-chat")
+        self._threads_of_given = ThreadPoolExecutor(1, thread_name_prefix="jpaged-given-chat")
 
-    async def completion(self, body: CompletionRequest) -> Job:
-        """The job of a completion.
+    async def completion(self, body: CompletionRequest, client: bytes) -> Job:
+        """The job of a completion. client: whose it is (`client_of`).
 
         Raises:
-            ApiError: what is asked is not served here, or too much, or the queue is full.
+            ApiError: what is asked is not served here, or too much, or the queue is full or the client's share used.
             JPagedError: the prompt or a parameter cannot be served, or the engine is dead.
         """
         self._check(body)
@@ -68,34 +83,34 @@ class JobMaker:
         if not prompts:
             raise ApiError(400, "prompt is an empty list; give at least one prompt.", param="prompt")
         self._limits.check_prompts(len(prompts))
-        self._limits.check_queue(self._engine.num_queued, len(prompts))
-        params = await self._params(body)
-        processed = []
-        for prompt in prompts:
-            given: Any = prompt
-            plain = body.add_special_tokens in (None, True) and body.truncate_prompt_tokens is None
-            if not plain:
-                text = prompt if isinstance(prompt, str) else None
-                tokens: Any = prompt
-                if text is not None:
-                    special = body.add_special_tokens in (None, True)
-                    tokens = await self._engine.encode(text, add_special_tokens=special)
-                given = await self._truncated(body, tokens, params)
-            with in_words_of(body):
-                processed.append(await self._engine.process(given, params))
-            await asyncio.sleep(0)  # a thousand prompts take a while; others are served meanwhile
-        return self._job(body, params, processed, "prompt")
+        async with self._place(client, len(prompts)) as ticket:
+            params = await self._params(body)
+            processed = []
+            for prompt in prompts:
+                given: Any = prompt
+                plain = body.add_special_tokens in (None, True) and body.truncate_prompt_tokens is None
+                if not plain:
+                    text = prompt if isinstance(prompt, str) else None
+                    tokens: Any = prompt
+                    if text is not None:
+                        special = body.add_special_tokens in (None, True)
+                        tokens = await self._engine.encode(text, add_special_tokens=special)
+                    given = await self._truncated(body, tokens, params)
+                with in_words_of(body):
+                    processed.append(await self._engine.process(given, params))
+                await asyncio.sleep(0)  # a thousand prompts take a while; others are served meanwhile
+            return await self._job(body, params, processed, "prompt", ticket)
 
-    async def chat(self, body: ChatCompletionRequest) -> Job:
-        """The job of a chat. Raises what `completion` raises."""
+    async def chat(self, body: ChatCompletionRequest, client: bytes) -> Job:
+        """The job of a chat. Arguments and errors as of `completion`."""
         self._check(body)
-        self._limits.check_queue(self._engine.num_queued, 1)
-        params = await self._params(body)
-        tokens = await self.chat_tokens(body)
-        tokens = await self._truncated(body, tokens, params)
-        with in_words_of(body):
-            processed = await self._engine.process(tokens, params)
-        return self._job(body, params, [processed], "messages")
+        async with self._place(client, 1) as ticket:
+            params = await self._params(body)
+            tokens = await self.chat_tokens(body)
+            tokens = await self._truncated(body, tokens, params)
+            with in_words_of(body):
+                processed = await self._engine.process(tokens, params)
+            return await self._job(body, params, [processed], "messages", ticket)
 
     async def chat_tokens(self, body: ChatCompletionRequest | TokenizeRequest) -> list[int]:
         """The token ids of a conversation's prompt. Raises ApiError, InvalidPromptError."""
@@ -108,13 +123,22 @@ class JobMaker:
                 "chat_template of a request is not taken; start the server with --trust-request-chat-template.",
                 param="chat_template",
             )
-        arguments = template_arguments(body, tokenizer)
-        text = await chat_prompt(tokenizer, body.messages or [], self._limits.template_timeout_s, arguments)
-        return await self._engine.encode(text, add_special_tokens=False)
+        arguments = template_arguments(body, tokenizer) | {
+            "timeout_s": self._limits.template_timeout_s,
+            "control_tokens_in_messages": self._options.control_tokens_in_messages,
+        }
+        messages = body.messages or []
+        threads = self._threads if body.chat_template is None else self._threads_of_given
+        render = partial(tokenizer.chat_prompt, messages, **arguments)
+        prompt = await asyncio.get_running_loop().run_in_executor(threads, render)
+        if prompt.marks is None:
+            return await self._engine.encode(prompt.text, add_special_tokens=False)
+        self._engine.check_length(prompt.text)
+        return await self._engine.in_thread(lambda: tokenizer.encode_prompt(prompt))
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError if the model that a request names is another than the one that is served."""
-        if name is not None and name not in self._options.served_model_names:
+        if name is not None and name not in self._options.served_model_names and name != self._engine.args.model:
             served = ", ".join(self._options.served_model_names)
             raise ApiError(
                 404,
@@ -149,7 +173,7 @@ class JobMaker:
         tokens: list[int],
         params: SamplingParams | BeamSearchParams,
     ) -> list[int]:
-        """The last tokens of a prompt: as many as asked for, or for -1 as many as leave room for the answer."""
+        """The last tokens of a prompt, or the first: as many as asked for, or for -1 as leave room for the answer."""
         keep = body.truncate_prompt_tokens
         if keep is None:
             return tokens
@@ -160,19 +184,35 @@ class JobMaker:
             raise ApiError(
                 400, f"truncate_prompt_tokens must be -1 or at least 1, got {keep}.", param="truncate_prompt_tokens"
             )
-        return tokens[-keep:]
+        return tokens[:keep] if body.truncation_side == "right" else tokens[-keep:]
 
-    def _job(
+    @asynccontextmanager
+    async def _place(self, client: bytes, num_prompts: int) -> AsyncIterator[Ticket]:
+        """Room in the queue for the making of a job, which keeps it unless the making fails."""
+        ticket = self._admission.enter(client, num_prompts)
+        try:
+            yield ticket
+        except BaseException:
+            ticket.close()
+            raise
+
+    async def _job(
         self,
         body: CompletionRequest | ChatCompletionRequest,
         params: SamplingParams | BeamSearchParams,
         prompts: list[ProcessedInput],
         prompt_field: str,
+        ticket: Ticket,
     ) -> Job:
         for prompt in prompts:
             self._limits.check_prompt_tokens(prompt.prompt_token_ids, prompt_field)
-        num_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
-        self._limits.check_queued_tokens(self._engine.num_queued_tokens, num_tokens)
+        prompt_lens = [len(prompt.prompt_token_ids) for prompt in prompts]
+        num_logprobs = 0
+        if isinstance(params, SamplingParams):
+            longest = (await self._engine.ready()).limits.max_model_len
+            num_logprobs = self._limits.check_logprobs(prompt_lens, params, longest, streams=bool(body.stream))
+        num_tokens = sum(prompt_lens)
+        self._admission.take_tokens(ticket, num_tokens)
         is_chat = isinstance(body, ChatCompletionRequest)
         if body.request_id is not None and not 1 <= len(body.request_id) <= 128:
             raise ApiError(400, "request_id must have 1 to 128 characters.", param="request_id")
@@ -186,9 +226,11 @@ class JobMaker:
             prompts,
             params,
             answer,
+            ticket,
             body.priority or 0,
             body.cache_salt,
             bool(body.stream),
+            num_logprobs > _INLINE_LOGPROBS,
             body.__struct_fields__,
             prompt_field,
         )

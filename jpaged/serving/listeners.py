@@ -47,9 +47,9 @@ class Listeners:
         return cls(sockets)
 
     @classmethod
-    def on_path(cls, path: str, num_processes: int = 1) -> Self:
-        """Takes a path for a Unix socket. Raises OSError, which names it."""
-        return cls([_bind_unix(path)] * num_processes, path)
+    def on_path(cls, path: str, num_processes: int = 1, mode: int = 0o600) -> Self:
+        """Takes a path for a Unix socket, with the permissions `mode`. Raises OSError, which names it."""
+        return cls([_bind_unix(path, mode)] * num_processes, path)
 
     def close(self) -> None:
         """Closes the sockets, and removes the file of a Unix socket unless another server has put its own there."""
@@ -60,7 +60,10 @@ class Listeners:
 
 
 def _bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise OSError(f"cannot listen on {host}: it is no address of this machine ({error}); correct --host") from error
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -74,12 +77,16 @@ def _bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     return sock
 
 
-def _bind_unix(path: str) -> socket.socket:
+def _bind_unix(path: str, mode: int) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_unanswered(path)
-        sock.bind(path)
-        os.chmod(path, 0o666)  # keys guard the server, or the directory
+        before = os.umask(0o777 & ~mode)  # from the beginning nobody else may connect
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(before)
+        os.chmod(path, mode)
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()

@@ -6,6 +6,7 @@ its `EngineStats`. The label `engine` is the replica's number.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from jpaged.engine.stats import STEP_TOKENS_BOUNDS, EngineStats
 from jpaged.processes.request_metrics import HISTOGRAMS, RequestMetrics
@@ -33,10 +34,17 @@ _ENGINE_METRICS = {  # by field of EngineStats
 }
 
 
-def exposition(metrics: RequestMetrics, prefix: str, model: str, stats: Mapping[int, EngineStats]) -> str:
+def exposition(
+    metrics: RequestMetrics,
+    prefix: str,
+    model: str,
+    stats: Mapping[int, EngineStats],
+    cache_config: Mapping[str, Any] | None = None,
+) -> str:
     """All metrics in Prometheus' text format.
 
     prefix: of every name, without its colon. model: the label model_name. stats: of the replicas that serve.
+    cache_config: labels of `cache_config_info`, which has none of them otherwise.
     """
     replicas = range(metrics.num_replicas)
     labels = [f'model_name="{_escape(model)}",engine="{replica}"' for replica in replicas]
@@ -62,10 +70,16 @@ def exposition(metrics: RequestMetrics, prefix: str, model: str, stats: Mapping[
             counts, total = metrics.histograms[name].totals(replica)
             lines += _histogram_lines(f"{prefix}:{name}", labels[replica], bounds, counts, total)
     name = "iteration_tokens_total"
-    add(name, "histogram", "Tokens that a step returned.", [])
+    add(name, "histogram", "Tokens that a step computed of prompts, and returned.", [])
     for replica, one in stats.items():
-        of_steps, tokens = one.step_tokens, one.generated_tokens
+        of_steps, tokens = one.step_tokens, one.prefilled_tokens + one.generated_tokens
         lines += _histogram_lines(f"{prefix}:{name}", labels[replica], STEP_TOKENS_BOUNDS, of_steps, tokens)
+    infos = []
+    for replica, one in stats.items():
+        config = {**(cache_config or {}), "num_gpu_blocks": one.num_blocks}
+        said = ",".join(f'{name}="{_escape(str(value))}"' for name, value in config.items())
+        infos.append((f"{labels[replica]},{said}", 1))
+    add("cache_config_info", "gauge", "The KV cache's configuration, in labels.", infos)
     return "\n".join(lines) + "\n"
 
 

@@ -17,8 +17,10 @@ from jpaged.serving.page import PATHS
 
 access_log = logging.getLogger("jpaged.access")
 
-OPEN_PATHS = ("/health", "/ping", *PATHS)
-"""Paths that need no key: load balancers ask some, and a browser opens the page before its user can give a key."""
+HEALTH_PATHS = ("/health", "/ping")
+"""Paths that load balancers ask, by any name and without a key."""
+OPEN_PATHS = (*HEALTH_PATHS, *PATHS)
+"""Paths that need no key: those, and the page, which a browser opens before its user can give a key."""
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -36,7 +38,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = _header(scope, b"x-request-id")
+        given = header_of(scope, b"x-request-id")
         request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         begin, status = time.monotonic(), 0
 
@@ -60,6 +62,19 @@ class RequestIds:
                 status or "disconnected",
                 1000 * (time.monotonic() - begin),
             )
+
+
+class RootPath:
+    """ASGI middleware: a proxy that shows the server under a path may take it off what it passes on, or leave it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root = scope.get("root_path", "").rstrip("/")
+        if root and (scope["path"] + "/").startswith(f"{root}{root}/"):  # uvicorn has put it in front once more
+            scope = {**scope, "path": scope["path"].removeprefix(root)}
+        await self._app(scope, receive, send)
 
 
 class LastWords:
@@ -93,7 +108,7 @@ class ApiKeys:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._path(scope) not in OPEN_PATHS and not self._knows(scope):
+        if scope["type"] == "http" and path_of(scope) not in OPEN_PATHS and not self._knows(scope):
             error = ApiError(
                 401,
                 "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
@@ -105,17 +120,21 @@ class ApiKeys:
             return
         await self._app(scope, receive, send)
 
-    def _path(self, scope: Scope) -> str:
-        return scope["path"].removeprefix(scope.get("root_path", ""))
-
     def _knows(self, scope: Scope) -> bool:
-        scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
+        scheme, _, key = (header_of(scope, b"authorization") or b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         known = [hmac.compare_digest(digest, other) for other in self._digests]
         return scheme.lower() == b"bearer" and any(known)
 
 
-def _header(scope: Scope, name: bytes) -> bytes | None:
+def path_of(scope: Scope) -> str:
+    """The path of a request below the one that a proxy shows the server under."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path
+
+
+def header_of(scope: Scope, name: bytes) -> bytes | None:
+    """The value of a request's header, given by its name in lower case."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 

@@ -5,6 +5,7 @@
 An error on the way names the field of the request that it blames.
 """
 
+import contextlib
 import time
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -16,10 +17,13 @@ from starlette.routing import Route
 
 from jpaged.api.errors import InvalidPromptError, JPagedError
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.admission import Admission, client_of
+from jpaged.serving.browsers import check_json
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.http import guarded, json_response, read_body, unless_disconnected
 from jpaged.serving.jobs import Job, JobMaker
-from jpaged.serving.options import DEMO_MODEL_NAME, AppOptions
+from jpaged.serving.json_size import SMALL_BYTES, check_size
+from jpaged.serving.options import AppOptions, public_name
 from jpaged.serving.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -29,15 +33,16 @@ from jpaged.serving.protocol import (
     ModelList,
     TokenizeRequest,
     TokenizeResponse,
+    refuse_unsupported,
 )
 from jpaged.serving.streams import JobStream, all_outputs
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-def openai_routes(engine: AsyncLLMEngine, options: AppOptions) -> list[Route]:
+def openai_routes(engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> list[Route]:
     """Completions, chats, models, and tokens."""
-    server = _Handlers(engine, options)
+    server = _Handlers(engine, options, admission)
     return [
         Route("/v1/completions", guarded(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", guarded(server.chat_completions), methods=["POST"]),
@@ -51,10 +56,10 @@ def openai_routes(engine: AsyncLLMEngine, options: AppOptions) -> list[Route]:
 class _Handlers:
     """The handlers of the routes."""
 
-    def __init__(self, engine: AsyncLLMEngine, options: AppOptions) -> None:
+    def __init__(self, engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> None:
         self._engine = engine
         self._options = options
-        self._jobs = JobMaker(engine, options)
+        self._jobs = JobMaker(engine, options, admission)
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._tokenize = msgspec.json.Decoder(TokenizeRequest)
@@ -63,11 +68,11 @@ class _Handlers:
 
     async def completions(self, request: Request) -> Response:
         body = await self._decode(request, self._completion)
-        return await self._generate(request, body, "prompt", self._jobs.completion(body))
+        return await self._generate(request, body, "prompt", self._jobs.completion(body, self._client(request)))
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._decode(request, self._chat)
-        return await self._generate(request, body, "messages", self._jobs.chat(body))
+        return await self._generate(request, body, "messages", self._jobs.chat(body, self._client(request)))
 
     async def models(self, request: Request) -> Response:
         cards = [await self._card(name) for name in self._options.served_model_names]
@@ -81,6 +86,9 @@ class _Handlers:
     async def tokenize(self, request: Request) -> Response:
         body = await self._decode(request, self._tokenize)
         self._jobs.check_model(body.model)
+        refuse_unsupported(body)
+        if body.tools and body.messages is None:
+            raise ApiError(400, "tools are for messages; leave them out.", param="tools")
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt or messages is needed, and not both.", param="prompt")
         field = "prompt" if body.messages is None else "messages"
@@ -92,9 +100,9 @@ class _Handlers:
                 tokens = await self._engine.encode(body.prompt or "", add_special_tokens=special)
         except InvalidPromptError as error:
             raise api_error(error, (), field) from error
-        strings = None
-        if body.return_token_strs and self._engine.tokenizer is not None:
-            strings = [self._engine.tokenizer.token_text(token) for token in tokens]
+        strings, tokenizer = None, self._engine.tokenizer
+        if body.return_token_strs and tokenizer is not None:
+            strings = await self._engine.in_thread(lambda: [tokenizer.token_text(token) for token in tokens])
         limits = (await self._engine.ready()).limits
         return json_response(TokenizeResponse(len(tokens), limits.max_model_len, tokens, strings))
 
@@ -104,22 +112,22 @@ class _Handlers:
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise ApiError(400, "The engine was started without a tokenizer.")
-        vocab_size = (await self._engine.ready()).vocab_size
-        for i, token in enumerate(body.tokens):
-            if not 0 <= token < vocab_size:
-                raise ApiError(
-                    400, f"tokens[{i}] is {token}, outside the vocabulary of {vocab_size} tokens.", param="tokens"
-                )
-        text = await self._engine.in_thread(lambda: tokenizer.decode(body.tokens))
+        ready, tokens = await self._engine.ready(), body.tokens
+        self._options.limits.check_detokenized(len(tokens), ready.limits.max_model_len)
+        if tokens and not 0 <= min(tokens) <= max(tokens) < ready.vocab_size:
+            i = next(i for i, token in enumerate(tokens) if not 0 <= token < ready.vocab_size)
+            raise ApiError(
+                400, f"tokens[{i}] is {tokens[i]}, outside the vocabulary of {ready.vocab_size} tokens.", param="tokens"
+            )
+        text = await self._engine.in_thread(lambda: tokenizer.decode(tokens))
         return json_response(DetokenizeResponse(text))
 
     async def _decode(self, request: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
+        check_json(request)
         body = await read_body(request, self._options.limits.max_body_bytes, self._options.limits.body_timeout_s)
-        try:
-            body.decode()  # msgspec passes over what stands in fields it does not know
-            return decoder.decode(body)
-        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-            raise decoding_error(error) from error
+        if len(body) <= SMALL_BYTES:
+            return _parsed(body, decoder)
+        return await self._engine.in_thread(lambda: _parsed(body, decoder))
 
     async def _generate(
         self,
@@ -132,12 +140,30 @@ class _Handlers:
             prepared = await job
             if prepared.streams:
                 return JobStream(self._engine, prepared)
-            outputs = await unless_disconnected(request.receive, all_outputs(self._engine, prepared))
+            with contextlib.closing(prepared.ticket):
+                outputs = await unless_disconnected(request.receive, all_outputs(self._engine, prepared))
         except JPagedError as error:
             raise api_error(error, body.__struct_fields__, prompt_field) from error
-        return Response(prepared.answer.whole(outputs), media_type="application/json")
+        if prepared.is_large:
+            answer = await self._engine.in_thread(lambda: prepared.answer.whole(outputs))
+        else:
+            answer = prepared.answer.whole(outputs)
+        return Response(answer, media_type="application/json")
+
+    def _client(self, request: Request) -> bytes:
+        return client_of(request, self._options.api_keys)
 
     async def _card(self, name: str) -> ModelCard:
-        root = self._engine.args.model or DEMO_MODEL_NAME
+        root = public_name(self._engine.args.model)
         limits = (await self._engine.ready()).limits
         return ModelCard(name, self._created, root, limits.max_model_len)
+
+
+def _parsed(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+    """The request of a body. Raises ApiError."""
+    check_size(body)
+    try:
+        body.decode()  # msgspec passes over what stands in fields it does not know
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise decoding_error(error) from error

@@ -34,7 +34,7 @@ _GETS: dict[str, tuple[str, Any]] = {
     "/load": ("Requests that wait or run.", dict[str, int]),
     "/metrics": ("Metrics in Prometheus' text format.", None),
 }
-_ERROR_STATUSES = ("400", "401", "404", "408", "409", "413", "500", "503")
+_ERROR_STATUSES = ("400", "401", "403", "404", "408", "409", "413", "415", "429", "500", "503")
 
 
 def openapi() -> dict[str, Any]:

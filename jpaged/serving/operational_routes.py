@@ -51,7 +51,16 @@ class _Handlers:
     async def metrics(self, request: Request) -> Response:
         stats = await self._engine.get_replica_metrics()
         options = self._options
-        text = exposition(self._engine.metrics, options.metrics_prefix, options.served_model_names[0], stats)
+        args = self._engine.args
+        cache_config = {
+            "block_size": (await self._engine.ready()).limits.block_size,
+            "cache_dtype": args.dtype,
+            "enable_prefix_caching": args.enable_prefix_caching,
+            "gpu_memory_utilization": args.gpu_memory_utilization,
+            "swap_space": args.swap_space,
+        }
+        model = options.served_model_names[0]
+        text = exposition(self._engine.metrics, options.metrics_prefix, model, stats, cache_config)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def reset_prefix_cache(self, request: Request) -> Response:

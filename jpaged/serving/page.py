@@ -15,6 +15,7 @@ _FILES = {
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page/http.js": ("http.js", "text/javascript; charset=utf-8"),
     "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
+    "/page/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
     "/page/live.js": ("live.js", "text/javascript; charset=utf-8"),
 }
 PATHS = tuple(_FILES)

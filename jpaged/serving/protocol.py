@@ -93,6 +93,7 @@ class GenerationRequest(Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Integer | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -166,6 +167,11 @@ class TokenizeRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    truncate_prompt_tokens: Unsupported = None
+    truncation_side: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -188,7 +194,7 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def refuse_unsupported(request: GenerationRequest) -> None:
+def refuse_unsupported(request: GenerationRequest | TokenizeRequest) -> None:
     """Raises ApiError for the first field that is known, not supported, and asks for something."""
     for name in _UNSUPPORTED_FIELDS[type(request)]:
         value = getattr(request, name)
@@ -199,7 +205,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
 
 _UNSUPPORTED_FIELDS: dict[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Any)
-    for kind in (CompletionRequest, ChatCompletionRequest)
+    for kind in (CompletionRequest, ChatCompletionRequest, TokenizeRequest)
 }
 
 
@@ -240,9 +246,9 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionResponse(Struct):
@@ -285,7 +291,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(Struct):
@@ -296,8 +302,8 @@ class ChatResponse(Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -312,7 +318,7 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(Struct):
@@ -323,7 +329,7 @@ class ChatChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 

@@ -23,7 +23,7 @@ import msgspec
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, MissingPackageError
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
-from jpaged.serving.options import AppOptions
+from jpaged.serving.options import AppOptions, public_name
 
 try:
     from ray import serve
@@ -121,7 +121,7 @@ def build(options: Mapping[str, Any]) -> serve.Application:
         raise InvalidParameterError(
             f"data_parallel_size={engine.data_parallel_size}: a replica of Serve's is one engine; use num_replicas."
         )
-    names = {} if engine.model is None else {"served_model_names": [engine.model]}
+    names = {"served_model_names": [public_name(engine.model)]}
     app, replicas = _options(AppOptions, names | dict(options)), _options(ReplicaOptions, options)
     gpus = engine.tensor_parallel_size if replicas.gpus_per_replica is None else replicas.gpus_per_replica
     deployment = serve.deployment(

@@ -8,15 +8,20 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import uvicorn
 
 from jpaged.api.config import EngineArgs
+from jpaged.api.errors import JPagedError
 from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.processes.wire import Ready
+from jpaged.serving.admission import ClientCounts
 from jpaged.serving.app import build_app
+from jpaged.serving.browsers import LOCAL_HOSTS, is_loopback
 from jpaged.serving.http_connection import limited_protocol
 from jpaged.serving.listeners import BACKLOG
 from jpaged.serving.live import LiveView
@@ -52,6 +57,7 @@ def serve(args: EngineArgs, app_options: AppOptions, options: ServerOptions) -> 
     """
     keep_torch_out()
     with contextlib.closing(options.listen()) as listeners:
+        app_options = _guarded(app_options, options.host, listeners.sockets[0])
         if options.api_workers > 1:
             asyncio.run(supervise(args, app_options, options, listeners.sockets))
             return
@@ -61,20 +67,32 @@ def serve(args: EngineArgs, app_options: AppOptions, options: ServerOptions) -> 
             runner.run(run(AsyncLLMEngine(args), app_options, options, listeners.sockets[0]))
 
 
+def _guarded(app_options: AppOptions, host: str, sock: socket.socket) -> AppOptions:
+    """The options with `allowed_hosts` as the address and the keys ask for it. host: what the address was given as."""
+    if app_options.allowed_hosts is not None or app_options.api_keys or sock.family == socket.AF_UNIX:
+        return app_options
+    if not is_loopback(sock.getsockname()[0]):
+        return app_options
+    return replace(app_options, allowed_hosts=(*LOCAL_HOSTS, host))
+
+
 async def run(
     engine: AsyncLLMEngine,
     app_options: AppOptions,
     options: ServerOptions,
     sock: socket.socket,
     signals: Sequence[signal.Signals] = SIGNALS,
+    clients: ClientCounts | None = None,
 ) -> None:
     """Serves an engine in this process until one of `signals`, then drains and shuts the engine down.
 
-    sock: to listen on; taken by `ServerOptions.listen`.
+    sock: to listen on; taken by `ServerOptions.listen`. clients: counts that several processes share.
     """
     set_objects_apart()
     async with engine:
-        app = build_app(engine, app_options)
+        _log_engine(app_options.served_model_names[0], await engine.ready())
+        await _check_chat_template(engine)
+        app = build_app(engine, app_options, clients)
         config = uvicorn.Config(
             app,
             http=limited_protocol(app_options.limits),
@@ -93,6 +111,26 @@ async def run(
         )
         server = _Server(config, engine, options, signals, app.state.live)
         await server.serve(sockets=[sock])
+
+
+def _log_engine(name: str, ready: Ready) -> None:
+    """What runs, and on what. That it is a CPU is said even where little is."""
+    limits = ready.limits
+    log.info(
+        "%s on %s: KV pool of %d blocks of %d tokens, at most %d tokens a sequence, %d sequences at once",
+        *(name, ready.device, limits.num_blocks, limits.block_size, limits.max_model_len, limits.max_num_seqs),
+    )
+    if ready.device.lower().startswith("cpu"):
+        log.warning("%s runs on a CPU, since JAX uses no GPU here; that is slow", name)
+
+
+async def _check_chat_template(engine: AsyncLLMEngine) -> None:
+    """Says so if the model's chat template is broken; what is not a chat is served all the same."""
+    if engine.tokenizer is not None:
+        try:
+            await asyncio.to_thread(engine.tokenizer.check_chat_template)
+        except JPagedError as error:
+            log.error("%s Chats will be refused.", error)
 
 
 class _Server(uvicorn.Server):

@@ -49,7 +49,7 @@ class JobStream(Response):
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientDisconnected):
+        with contextlib.closing(self._job.ticket), contextlib.suppress(ClientDisconnected):
             await unless_disconnected(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,6 +142,8 @@ async def _outputs(engine: AsyncLLMEngine, job: Job) -> AsyncGenerator[tuple[int
 
 
 def _generation(engine: AsyncLLMEngine, job: Job, i: int) -> AsyncGenerator[RequestOutput, None]:
+    """A prompt's outputs. Whoever calls this asks for the first at once: from then on the engine counts the prompt."""
+    job.ticket.opened(len(job.prompts[i].prompt_token_ids))
     return engine.generate(
         job.prompts[i],
         job.params,

@@ -27,6 +27,7 @@ from jpaged.api.errors import EngineDeadError
 from jpaged.host.devices import package_environment
 from jpaged.processes.async_llm_engine import AsyncLLMEngine, load_tokenizer
 from jpaged.processes.launch import EngineProcesses, Link, python_command
+from jpaged.serving.admission import ClientCounts
 from jpaged.serving.options import LAST_WORDS_S, SIGNALS, AppOptions, ServerOptions
 
 log = logging.getLogger("jpaged.server")
@@ -40,6 +41,7 @@ class WorkerStart(msgspec.Struct):
     """The start message of an API process: JSON on its standard input.
 
     parent: the pid of the supervisor. worker, num_workers: its row of the board, and how many there are.
+    board_fd, clients_fd: shared memory (`Board`, `ClientCounts`).
     engine_fds: sockets to the replicas. log_levels: by name of the logger.
     """
 
@@ -51,6 +53,7 @@ class WorkerStart(msgspec.Struct):
     num_workers: int
     board_fd: int
     engine_fds: list[int]
+    clients_fd: int
     listen_fd: int
     log_levels: dict[str, int]
 
@@ -68,11 +71,13 @@ async def supervise(
     processes = EngineProcesses(args, num_clients=1 + len(listeners))
     engine = AsyncLLMEngine(replace(args, skip_tokenizer_init=True), processes=processes)
     workers: list[Process] = []
+    clients_fd = ClientCounts.shared(1 + len(listeners))
     for number in SIGNALS:
         loop.add_signal_handler(number, stopped.set)
     try:
         for link, listener in zip(processes.links[1:], listeners, strict=True):
-            start = _worker_start(args, app_options, options, processes.board_fd, link, listener)
+            fds = processes.board_fd, clients_fd
+            start = _worker_start(args, app_options, options, fds, link, listener)
             if workers:  # the first says for all that they serve, and that they drain
                 start.log_levels[log.name] = max(log.level, logging.WARNING)
             workers.append(await _start(start))
@@ -82,6 +87,7 @@ async def supervise(
             listener.close()
         await _until_told(engine, workers, stopped)
     finally:
+        os.close(clients_fd)
         await _end(workers, options.shutdown_timeout_s + LAST_WORDS_S + _END_S)
         await engine.shutdown()
 
@@ -130,7 +136,7 @@ def _worker_start(
     args: EngineArgs,
     app_options: AppOptions,
     options: ServerOptions,
-    board_fd: int,
+    fds: tuple[int, int],
     link: Link,
     listener: socket.socket,
 ) -> WorkerStart:
@@ -141,7 +147,8 @@ def _worker_start(
         parent=os.getpid(),
         worker=link.board.worker,
         num_workers=link.board.num_workers,
-        board_fd=board_fd,
+        board_fd=fds[0],
+        clients_fd=fds[1],
         engine_fds=[sock.fileno() for sock in link.sockets],
         listen_fd=listener.fileno(),
         log_levels={name: logging.getLogger(name).level for name in _LOGGERS},
@@ -152,7 +159,7 @@ async def _start(start: WorkerStart) -> Process:
     process = await asyncio.create_subprocess_exec(
         *python_command("jpaged.serving.api_process"),
         stdin=PIPE,
-        pass_fds=(*start.engine_fds, start.board_fd, start.listen_fd),
+        pass_fds=(*start.engine_fds, start.board_fd, start.clients_fd, start.listen_fd),
         env=package_environment(os.environ),
     )
     assert process.stdin is not None

@@ -45,6 +45,37 @@ def decode_token(tokenizer: Any, token_id: int) -> str:
     return token_decoder(tokenizer, skip_special_tokens=False).token_text(token_id)
 
 
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """A token's own bytes, which may be part of a character; special tokens by name."""
+    return token_decoder(tokenizer, skip_special_tokens=False).token_bytes(token_id)
+
+
+class TokenTexts:
+    """The texts of tokens that follow each other, for log-probabilities. They add up to the text.
+
+    A token that leaves a character incomplete has the text "", and the one that completes it the whole character.
+
+    tokenizer: as for `token_decoder`.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._incomplete = b""
+
+    def text(self, token_id: int) -> str:
+        """The text that a token would have next."""
+        text = decode_token(self._tokenizer, token_id)
+        if not self._incomplete and REPLACEMENT not in text:  # nearly always
+            return text
+        data = token_bytes(self._tokenizer, token_id)
+        return codecs.utf_8_decode(self._incomplete + data, "replace", False)[0]
+
+    def advance(self, token_id: int) -> None:
+        """Takes a token as the next one."""
+        if self._incomplete or REPLACEMENT in decode_token(self._tokenizer, token_id):
+            self._incomplete = _incomplete_end(self._incomplete + token_bytes(self._tokenizer, token_id))
+
+
 class TextStream(Protocol):
     """Tokens in, text out. `push` and `flush` return how many of the last characters are withdrawn, and new ones."""
 
@@ -62,6 +93,8 @@ class TokenDecoder(Protocol):
     def stream(self, prompt_token_ids: Sequence[int]) -> TextStream: ...
 
     def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 _decoders: "WeakKeyDictionary[Any, dict[bool, TokenDecoder]]" = WeakKeyDictionary()
@@ -168,6 +201,9 @@ class ByteLevelDecoder:
     def token_text(self, token_id: int) -> str:
         return self.piece(token_id).decode("utf-8", "replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.piece(token_id)
+
     def piece(self, token_id: int) -> bytes:
         """The token's bytes; none if it has no text."""
         piece = self._pieces.get(token_id)
@@ -247,6 +283,10 @@ class SentencePieceDecoder:
         if isinstance(piece, int):
             return chr(piece) if piece < 0x80 else REPLACEMENT
         return piece or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self.piece(token_id)
+        return bytes((piece,)) if isinstance(piece, int) else (piece or "").encode()
 
     def piece(self, token_id: int, first: bool = False) -> str | int | None:
         """The token's text, or its byte, or None if it has no text. `first`: no token precedes it."""
@@ -366,6 +406,11 @@ class WindowDecoder:
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id]) if self.has_text(token_id) else ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        token = self._vocabulary.token(token_id)
+        byte = None if token is None else _BYTE_TOKEN.fullmatch(token)
+        return bytes((int(byte[1], 16),)) if byte else self.token_text(token_id).encode()
 
     def decode(self, token_ids: list[int]) -> str:
         return self._vocabulary.decode(token_ids)

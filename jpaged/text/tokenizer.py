@@ -12,17 +12,29 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from jpaged.api.errors import CheckpointError, InvalidParameterError, InvalidPromptError, ModelNotFoundError, shown
 from jpaged.api.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
-from jpaged.text.token_decoders import decode_token
+from jpaged.text.chat_prompts import ChatPrompt, ControlTokens
+from jpaged.text.rendering import MAX_BYTES, MAX_CHARACTERS, RENDER_TIMEOUT_S, Renderer, Request
+from jpaged.text.token_decoders import decode_token, token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _TOKENIZER_PATTERNS = ("*.tiktoken", "*.bpe.model")
+
+
+_OUT_OF_BOUNDS = {
+    "time": "it took longer than {timeout_s:g} s.",
+    "memory": f"it takes more than {MAX_BYTES >> 20} MiB of memory.",
+    "long": f"it makes more than {MAX_CHARACTERS} characters.",
+    "ended": "it ended the process that renders it.",
+}
+
+
+class _Refused(Exception):
+    """The template raised an exception of its own."""
 
 
 class Tokenizer:
@@ -40,6 +52,8 @@ class Tokenizer:
         self.hf: Any = hf  # transformers types each method's result as a union over its arguments
         self.source = source
         self._lock = Lock()
+        self._renderer = Renderer()
+        self._renderer_of_given = Renderer()  # what others give may take long; the model's own shall not wait for it
 
     @classmethod
     def load(cls, source: str | os.PathLike[str], revision: str | None = None) -> "Tokenizer":
@@ -81,6 +95,11 @@ class Tokenizer:
         return cls(hf, name)
 
     @cached_property
+    def name(self) -> str:
+        """What it is called where a client may read it: the hub id, or the last part of a directory's path."""
+        return Path(self.source).expanduser().resolve().name if os.path.isdir(self.source) else self.source
+
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id; not every id below need be a token's. The model's embedding may have more
         rows, for padding."""
@@ -104,10 +123,14 @@ class Tokenizer:
     def template_options(self) -> frozenset[str]:
         """Names that no variable of a chat template may have: `render_chat` or transformers would take them for its
         own arguments."""
-        own = signature(self.render_chat).parameters.values()
-        theirs = signature(self.hf.apply_chat_template).parameters.values()
-        named = {parameter.name for parameter in (*own, *theirs) if parameter.kind != parameter.VAR_KEYWORD}
+        functions = (self.render_chat, self.chat_prompt, self.hf.apply_chat_template)
+        parameters = [one for function in functions for one in signature(function).parameters.values()]
+        named = {parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
         return frozenset(named | {"self"})  # which the signature of a bound method leaves out
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.hf)
 
     @property
     def is_busy(self) -> bool:
@@ -160,9 +183,51 @@ class Tokenizer:
         """One token's text as it stands inside a text, with its space; fragments of characters as U+FFFD."""
         return decode_token(self.hf, token_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes inside a text, which may be part of a character."""
+        return token_bytes(self.hf, token_id)
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """A conversation to the token ids of its prompt. Arguments and errors as `render_chat`."""
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+        """A conversation to the token ids of its prompt. Arguments and errors as `chat_prompt` and `encode_prompt`."""
+        return self.encode_prompt(self.chat_prompt(messages, **options))
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, control_tokens_in_messages: bool = False, **options: Any
+    ) -> ChatPrompt:
+        """A conversation to its prompt, for `encode_prompt`. Other arguments and errors as `render_chat`.
+
+        control_tokens_in_messages: take what messages of users, systems and tools spell like a control token for one;
+            otherwise only the template writes control tokens.
+        """
+        conversation, marks = check_messages(messages), None
+        if not control_tokens_in_messages:
+            conversation, marks = self._control_tokens.mark(conversation)
+        return ChatPrompt(self.render_chat(conversation, **options), marks)
+
+    def encode_prompt(self, prompt: ChatPrompt) -> list[int]:
+        """The token ids of a conversation's prompt.
+
+        Raises:
+            InvalidPromptError: as `encode`; a message spells a control token that cannot be encoded as plain text.
+        """
+        if prompt.marks is None:
+            return self.encode(prompt.text, add_special_tokens=False)
+        with self._lock:
+            return self._control_tokens.encode(prompt)
+
+    def check_chat_template(self) -> None:
+        """Renders a short conversation, if there is a chat template.
+
+        Raises:
+            CheckpointError: the template is broken, or takes too long or too much memory for that.
+        """
+        if not self.has_chat_template:
+            return
+        try:
+            self.render_chat([{"role": "user", "content": "Hello"}])
+        except InvalidPromptError as error:
+            if not isinstance(error.__cause__, _Refused):  # else it wants another conversation
+                raise CheckpointError(f"The chat template of {self.source} is broken: {error}") from error
 
     def render_chat(
         self,
@@ -172,9 +237,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        timeout_s: float = RENDER_TIMEOUT_S,
         **variables: Any,
     ) -> str:
-        """A conversation to the text of its prompt, special tokens included.
+        """A conversation to the text of its prompt, special tokens included. A process of its own renders it, within
+        bounds of time, memory and output.
 
         Args:
             messages: {"role": ..., "content": ...} each, the content a string or a list of {"type": "text"} parts.
@@ -182,37 +249,48 @@ class Tokenizer:
             add_generation_prompt: end with the beginning of an assistant's message; not with continue_final_message.
             continue_final_message: leave the last message open, for the model to continue it.
             tools: JSON schemas of functions that the model may call, for templates that know them.
-            variables: more variables for the template.
+            timeout_s: for the template.
+            variables: more variables for the template; JSON's values.
         Raises:
-            InvalidPromptError: malformed messages (named by index and key), no template, or one that refuses them.
-            InvalidParameterError: a chat_template given that is no template, or that fails at something else.
+            InvalidPromptError: malformed messages (named by index and key), no template, or one that refuses them or
+                exceeds its bounds.
+            InvalidParameterError: a chat_template given that is no template, fails at something else, or exceeds its
+                bounds; a variable that is no JSON value.
         """
         if continue_final_message:  # the two contradict, and this one is asked for by name
             add_generation_prompt = False
         conversation = check_messages(messages)
         if not self.has_chat_template and chat_template is None:
             raise InvalidPromptError(
-                f"The tokenizer of {self.source} has no chat template; give a plain text prompt, or a chat_template."
+                f"The tokenizer of {self.name} has no chat template; give a plain text prompt, or a chat_template."
             )
         try:
-            return self.hf.apply_chat_template(
-                conversation,
-                tools=list(tools) if tools else None,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **variables,
+            request = Request(
+                self.hf.get_chat_template(chat_template, tools),
+                [{key: value for key, value in message.items() if value is not None} for message in conversation],
+                [_schema(tool) for tool in tools] if tools else None,
+                add_generation_prompt,
+                continue_final_message,
+                {name: _name(token) for name, token in self.hf.special_tokens_map.items()} | variables,
+                timeout_s,
             )
-        except Exception as error:  # a template is a program, and raises what programs raise
-            reason = str(error) or type(error).__name__
-            if chat_template is None:
-                raise InvalidPromptError(
-                    f"The chat template of {self.source} does not take these messages: {reason}"
-                ) from error
-            if type(error) is TemplateError:  # by `raise_exception`: it is as its author means it to be
-                raise InvalidPromptError(f"The chat_template given refuses these messages: {reason}") from error
-            raise InvalidParameterError(f"chat_template cannot be rendered: {reason}") from error
+            renderer = self._renderer if chat_template is None else self._renderer_of_given
+            answer = renderer.render(request)
+        except (TypeError, OverflowError) as error:
+            raise InvalidParameterError(f"Messages, tools and variables must be JSON values: {error}.") from error
+        except UnicodeEncodeError as error:
+            raise InvalidPromptError("messages hold a lone surrogate, which is no text; remove it.") from error
+        except ValueError as error:  # several templates and no default
+            raise InvalidPromptError(f"The chat template of {self.name} cannot be chosen: {error}") from error
+        if answer.kind == "text":
+            return answer.text
+        said = answer.text or _OUT_OF_BOUNDS[answer.kind].format(timeout_s=timeout_s)
+        cause = _Refused() if answer.kind == "refused" else None
+        if chat_template is None:
+            raise InvalidPromptError(f"The model's chat template does not take these messages: {said}") from cause
+        if answer.kind == "refused":  # it is as its author means it to be
+            raise InvalidPromptError(f"The chat_template given refuses these messages: {said}")
+        raise InvalidParameterError(f"chat_template cannot be rendered: {said}")
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences that spell each word, at the beginning of a text, inside it, and after a space.
@@ -225,7 +303,7 @@ class Tokenizer:
             spelled = self._spellings(word)
             if not spelled:
                 raise InvalidParameterError(
-                    f"bad_words has {shown(word)}, which no tokens of {self.source} spell; remove it."
+                    f"bad_words has {shown(word)}, which no tokens of {self.name} spell; remove it."
                 )
             for ids in spelled:
                 if len(ids) > MAX_BAD_WORD_TOKENS:
@@ -259,6 +337,20 @@ class Tokenizer:
             if ids and self.decode([*context, *ids]) in (before + bare, before + " " + bare):
                 spelled.append(tuple(ids))
         return list(dict.fromkeys(spelled))
+
+
+def _schema(tool: Any) -> Any:
+    """A tool's JSON schema; functions with type hints and a docstring have one too."""
+    if not callable(tool):
+        return tool
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(tool)
+
+
+def _name(token: Any) -> Any:
+    """A special token as text, or a list of them."""
+    return [str(one) for one in token] if isinstance(token, list | tuple) else str(token)
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -21,7 +21,9 @@ from jpaged.processes.launch import Link
 from jpaged.processes.request_metrics import NUM_COLUMNS
 from jpaged.processes.tokenizing import INLINE_CHARACTERS
 from jpaged.processes.wire import Abort, Add, FrameReader, Ready, Refused, Step, ToEngine, Update, frame
+from jpaged.serving.admission import Admission
 from jpaged.serving.jobs import JobMaker
+from jpaged.serving.limits import ServerLimits
 from jpaged.serving.metrics import exposition
 from jpaged.serving.options import AppOptions
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
@@ -220,17 +222,17 @@ def test_what_the_engine_cannot_serve_is_refused_before_it_hears_of_it(prompt, p
 
 def test_a_job_of_prompts_that_cannot_all_be_served_is_refused_in_the_words_of_its_request():
     async def scene(played):
-        jobs = JobMaker(played.engine, AppOptions())
+        jobs = JobMaker(played.engine, AppOptions(), Admission(played.engine, ServerLimits()))
         search = CompletionRequest(prompt=[[5], [6]], use_beam_search=True, n=1, best_of=17, max_tokens=4)
         with pytest.raises(InvalidParameterError, match=r"^best_of=17 exceeds max_num_seqs=16; .* so lower best_of"):
-            await jobs.completion(search)
+            await jobs.completion(search, b"")
         with pytest.raises(InvalidParameterError, match=r"^n=17 exceeds max_num_seqs=16"):
-            await jobs.completion(CompletionRequest(prompt=[[5], [6]], n=17))
+            await jobs.completion(CompletionRequest(prompt=[[5], [6]], n=17), b"")
         search = ChatCompletionRequest(
             messages=[{"role": "user", "content": "a"}], use_beam_search=True, n=5, max_completion_tokens=1000
         )
         with pytest.raises(OutOfMemoryError, match=r"^n=5 may need .*; lower n or max_completion_tokens or"):
-            await jobs.chat(search)
+            await jobs.chat(search, b"")
         assert played.open() == (0, 0, 0)
 
     play(scene)

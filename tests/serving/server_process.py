@@ -32,7 +32,7 @@ class Server:
             environment = {**os.environ, "JPAGED_API_KEY": KEY}
             self.process = subprocess.Popen(command, stdout=sink, stderr=sink, env=environment)
         self.url = f"http://127.0.0.1:{self.port}"
-        headers = {"authorization": f"Bearer {KEY}"}
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
         try:
             self._wait_until_it_serves()

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from jpaged.serving import http_connection
 from jpaged.serving.http_connection import limited_protocol
 from jpaged.serving.limits import ServerLimits
 
@@ -51,15 +52,36 @@ async def parts(request: Request) -> Response:
     return StreamingResponse(letters())
 
 
-def serving(header_timeout_s):
-    """The port of a server that gives headers so much time."""
+async def flood(request: Request) -> Response:
+    """Writes without end; FLOOD knows how much, and whether somebody noticed that the client was cut off."""
+
+    async def parts():
+        try:
+            while True:
+                yield b"x" * 65536
+                await asyncio.sleep(0)  # lets it be cancelled
+                FLOOD["bytes"] += 65536
+        finally:
+            FLOOD["ended"].set()
+
+    FLOOD.update(bytes=0, ended=threading.Event())
+    return StreamingResponse(parts())
+
+
+FLOOD = {}
+
+
+def serving(header_timeout_s, send_timeout_s=60.0):
+    """The port of a server that gives headers, and clients who should read, so much time."""
     routes = [
         Route("/echo", echo, methods=["GET", "POST"]),
         Route("/slow", slow),
         Route("/endless", endless),
         Route("/parts", parts),
+        Route("/flood", flood),
     ]
-    protocol = limited_protocol(ServerLimits(header_timeout_s=header_timeout_s, max_header_bytes=1000))
+    limits = ServerLimits(header_timeout_s=header_timeout_s, send_timeout_s=send_timeout_s, max_header_bytes=1000)
+    protocol = limited_protocol(limits)
     config = uvicorn.Config(Starlette(routes=routes), http=protocol, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -77,7 +99,7 @@ def port():
 
 @pytest.fixture(scope="module")
 def hasty_port():
-    yield from serving(HASTY_S)
+    yield from serving(HASTY_S, HASTY_S)
 
 
 def talk(port, *parts):
@@ -186,3 +208,38 @@ def test_headers_beside_an_answer_have_their_time_from_its_end(hasty_port):
 def test_who_says_nothing_is_not_answered(hasty_port):
     assert talk(hasty_port) == b""
     assert talk(hasty_port, b"\r\n\r\n") == b""
+
+
+def test_a_client_that_takes_nothing_is_cut_off_and_little_is_kept_for_it(hasty_port):
+    with socket.create_connection(("127.0.0.1", hasty_port), timeout=60) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        sock.sendall(request(b"/flood"))
+        assert sock.recv(1)
+        assert FLOOD["ended"].wait(60)
+    assert FLOOD["bytes"] < 16 << 20  # what the kernel takes, and one part
+
+
+def test_a_client_that_takes_a_little_at_a_time_is_not_cut_off(hasty_port):
+    with socket.create_connection(("127.0.0.1", hasty_port), timeout=60) as sock:
+        sock.sendall(request(b"/flood"))
+        sock.recv(1)
+        for _ in range(10):
+            time.sleep(HASTY_S / 4)
+            for _ in range(100):
+                assert sock.recv(65536)
+        assert not FLOOD["ended"].is_set()
+    assert FLOOD["ended"].wait(60)
+
+
+def test_a_server_that_drains_does_not_wait_long_for_a_client_that_takes_nothing(monkeypatch):
+    monkeypatch.setattr(http_connection, "_DRAINING_SEND_S", 0.3)
+    server = serving(60.0)
+    with socket.create_connection(("127.0.0.1", next(server)), timeout=60) as sock:
+        sock.sendall(request(b"/flood"))
+        assert sock.recv(1)
+        before = -1
+        while FLOOD["bytes"] != before:  # until it stands still
+            before = FLOOD["bytes"]
+            time.sleep(0.2)
+        next(server, None)
+        assert FLOOD["ended"].is_set()

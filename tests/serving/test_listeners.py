@@ -31,9 +31,20 @@ def test_a_socket_of_a_killed_server_is_replaced_and_removed_at_the_end(path):
     left_by_a_killed_server(path)
     listeners = Listeners.on_path(path)
     assert connects(path)
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o666
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     listeners.close()
     assert not os.path.exists(path)
+    listeners.close()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o660, 0o666])
+def test_only_those_may_connect_whom_the_mode_names(path, mode):
+    before = os.umask(0o022)
+    try:
+        listeners = Listeners.on_path(path, mode=mode)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.stat(path).st_mode) == mode
     listeners.close()
 
 

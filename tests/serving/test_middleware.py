@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from jpaged.serving.middleware import LastWords, RequestIds
+from jpaged.serving.middleware import LastWords, RequestIds, RootPath
 
 
 async def never(request: Request) -> Response:
@@ -55,3 +55,20 @@ def test_a_request_that_the_end_of_the_server_cuts_off_is_told_if_its_answer_has
         assert json.loads(sent[1]["body"])["error"]["message"] == "The server is about to end."
     else:
         assert [message.get("body") for message in sent[1:]] == [b"begun"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/llm/v1/models"])
+@pytest.mark.parametrize("root", ["", "/llm"])
+def test_a_proxy_may_leave_its_path_on_requests_or_take_it_off(path, root):
+    async def models(request: Request) -> Response:
+        return Response("models")
+
+    app = Starlette(routes=[Route("/v1/models", models)], middleware=[Middleware(RootPath)])
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "headers": [], "query_string": b"", "root_path": root}
+    asyncio.run(app({**scope, "path": root + path}, None, send))  # as uvicorn puts it
+    assert sent[0]["status"] == (200 if root or path == "/v1/models" else 404)

@@ -33,6 +33,7 @@ class Inspection(SchedulerPart):
             num_preemptions=counters.num_preemptions,
             num_swap_preemptions=counters.num_swap_preemptions,
             prompt_tokens=counters.prompt_tokens,
+            prefilled_tokens=counters.prefilled_tokens,
             generated_tokens=counters.generated_tokens,
             prefix_cache_queries=pool.cache.num_queried_tokens if pool.cache is not None else 0,
             prefix_cache_hits=pool.cache.num_hit_tokens if pool.cache is not None else 0,

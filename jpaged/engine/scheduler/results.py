@@ -46,7 +46,8 @@ class Results(SchedulerPart):
         """
         self._counters.num_shared_prefix_steps += result.read_shared_prefix
         rows_slots, owned, rows, counts = self._sampled_rows(plan, result)
-        self._counters.count_step(len(rows) if counts is None else int(counts.sum()))
+        num_prefilled = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        self._counters.count_step(len(rows) if counts is None else int(counts.sum()), num_prefilled)
         now, of_chunks = time.monotonic(), owned[len(plan.decode_slots) :]
         self._note_prompts(plan, result, of_chunks, now)
         updates = self._take_scores(plan, result, of_chunks)

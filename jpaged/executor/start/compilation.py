@@ -9,6 +9,7 @@
 After this nothing compiles: the runner holds executables, and an executable refuses inputs of another shape.
 """
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -77,11 +78,28 @@ class _Task:
         return partial(self._compile, lowered, time.perf_counter() - begun)
 
     def _compile(self, lowered: jax.stages.Lowered, lowering_s: float) -> CompiledProgram:
-        begun = time.perf_counter()
+        begun, hits = time.perf_counter(), _cache_hits()
         compiled = lowered.compile(compiler_options=self.options)
+        origin: Origin = "compiled" if _cache_hits() == hits else "jax"
         if self.path is not None:
             ExecutableCache.save(self.path, compiled)
-        return CompiledProgram(compiled, self.signature, "compiled", lowering_s, time.perf_counter() - begun)
+        return CompiledProgram(compiled, self.signature, origin, lowering_s, time.perf_counter() - begun)
+
+
+_hits = threading.local()
+
+
+def _cache_hits() -> int:
+    """How many programs this thread has got from JAX's own cache, which tells of them by events only."""
+    return getattr(_hits, "count", 0)
+
+
+def _note(event: str, **_: object) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _hits.count = _cache_hits() + 1
+
+
+jax.monitoring.register_event_listener(_note)
 
 
 @dataclass

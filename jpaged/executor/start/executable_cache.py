@@ -5,7 +5,8 @@
 JAX's own persistent cache finds a program by its HLO, so tracing and lowering come first each time; for a model of 28
 layers they take half a second a program, on one thread. Here a program is found by its inputs: the sources of this
 package, the model's and the executor's configuration, its argument shapes, the versions and settings of JAX, XLA,
-Triton and driver, and the device. Files are written whole or not at all; one that cannot be read is compiled anew.
+Triton and driver, and the device. Files are written whole or not at all; one that cannot be read, or that another user
+may have written, is compiled anew.
 
 Only GPU programs are kept: XLA's CPU executables are tied to the machine that they were compiled on.
 """
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from jpaged.executor.start.cache_directories import is_own
 from jpaged.executor.start.jax_settings import settings_of_programs
 from jpaged.pallas_kernels import registry
 from jpaged.pallas_kernels.devices import default_device
@@ -109,7 +111,10 @@ class ExecutableCache:
         with suppress(ImportError):  # registers what launches Triton kernels; imports no Triton
             import jaxlib.gpu_triton  # noqa: F401
         try:
-            program, in_tree, out_tree = pickle.loads(path.read_bytes())
+            with path.open("rb") as file:
+                if not is_own(os.fstat(file.fileno())):
+                    return None
+                program, in_tree, out_tree = pickle.loads(file.read())
             return serialize_executable.deserialize_and_load(program, in_tree, out_tree, execution_devices=devices)
         except FileNotFoundError:
             return None
@@ -120,7 +125,7 @@ class ExecutableCache:
     def save(path: Path, compiled: jax.stages.Compiled) -> None:
         """Keeps a program, if it can be serialised and the disk takes it: a cache may fail without harm."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 try:
                     file.write(pickle.dumps(serialize_executable.serialize(compiled)))

@@ -258,6 +258,7 @@ def _whence(origins: Mapping[Origin, int]) -> str:
         "compiled": "compiled here",
         "shared": "compiled by other processes",
         "kept": "found in the cache",
+        "jax": "lowered here and found in JAX's cache",
     }
     return ", ".join(f"{origins[origin]} {text}" for origin, text in said.items() if origins.get(origin))
 

@@ -8,14 +8,15 @@ import jax
 
 from jpaged.executor.step.program import Signature
 
-Origin = Literal["compiled", "shared", "kept"]
+Origin = Literal["compiled", "shared", "kept", "jax"]
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
     """An executable, and how it is called.
 
-    origin: "compiled" by this process, "shared" by a helper, or "kept" in the cache by an earlier start or a replica.
+    origin: "compiled" by this process, "shared" by a helper, or "kept" in the cache by an earlier start or a replica;
+        "jax": lowered here, and compiled earlier, as JAX's own cache had it.
     lowering_s, compiling_s, loading_s: what that took here.
     """
 

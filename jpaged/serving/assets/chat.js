@@ -2,13 +2,20 @@
 // Everything the model or the server says is put into text nodes, never parsed as HTML.
 
 import { RequestFailed, apiKey, events, request, setApiKey } from "./http.js";
+import { render } from "./markdown.js";
 
 const CONVERSATION = "jpaged-conversation";
-const [log, form, box, send, stop, fresh, alertBox, settings, temperature, maxTokens, key] = [
-  "log", "composer", "message", "send", "stop", "new", "alert", "settings", "temperature", "max-tokens", "key",
+const SYSTEM = "jpaged-system";
+const [log, form, box, send, stop, fresh, alertBox, settings, temperature, maxTokens, system, key] = [
+  "log", "composer", "message", "send", "stop", "new", "alert", "settings", "temperature", "max-tokens", "system", "key",
 ].map((id) => document.getElementById(id));
 
-const NOTES = { length: "Ended at max tokens.", abort: "Ended by the server.", stopped: "Stopped." };
+const NOTES = {
+  length: "Ended at max tokens, or where the model’s context ends.",
+  abort: "Ended by the server.",
+  stopped: "Stopped.",
+};
+const TOO_LONG = "The conversation is longer than this model can read. Begin a new chat, or shorten the message.";
 
 let messages = restored();
 let running = null; // the AbortController of the answer that is being written
@@ -30,18 +37,58 @@ function keep() {
   }
 }
 
-// A turn in the log; returns the text node that holds what is said.
+// A turn in the log; returns the element that holds what is said.
 function show(role, content) {
   const turn = document.createElement("div");
   turn.className = `turn ${role}`;
   const who = document.createElement("span");
   who.className = "who";
   who.textContent = role === "user" ? "You" : "Model";
-  const text = document.createTextNode(content);
-  turn.append(who, text);
+  const said = document.createElement("div");
+  said.className = "said";
+  said.append(content);
+  turn.append(who, said);
   log.append(turn);
   log.scrollTop = log.scrollHeight;
-  return text;
+  return said;
+}
+
+// An answer that is complete: as Markdown, with what can be done with it.
+function settle(said, content) {
+  said.dataset.raw = content;
+  said.replaceChildren(render(content, document));
+  const copy = button("Copy", async () => {
+    try {
+      await navigator.clipboard.writeText(content);
+      copy.textContent = "Copied";
+    } catch {
+      copy.textContent = "Not allowed here"; // browsers have no clipboard for pages without HTTPS
+    }
+    setTimeout(() => (copy.textContent = "Copy"), 1500);
+  });
+  const actions = document.createElement("div");
+  actions.className = "actions";
+  actions.append(copy, button("Answer again", answerAgain));
+  said.after(actions);
+}
+
+function button(words, act) {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.className = "quiet";
+  made.textContent = words;
+  made.addEventListener("click", act);
+  return made;
+}
+
+// Only the last answer can be made again (the others' buttons are hidden): it is dropped, and its question asked anew.
+function answerAgain() {
+  if (running || messages.length < 2) return;
+  const question = messages.at(-2).content;
+  messages = messages.slice(0, -2);
+  log.lastElementChild.remove();
+  log.lastElementChild.remove();
+  say(question);
 }
 
 function note(text, words) {
@@ -64,7 +111,8 @@ function setRunning(controller) {
 }
 
 function body(sent) {
-  const fields = { messages: sent, stream: true };
+  const before = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
+  const fields = { messages: [...before, ...sent], stream: true };
   if (temperature.value !== "") fields.temperature = temperature.valueAsNumber;
   if (maxTokens.value !== "") fields.max_tokens = maxTokens.valueAsNumber;
   return fields;
@@ -78,26 +126,29 @@ async function say(content) {
   const controller = new AbortController();
   setRunning(controller);
   let reason = null;
+  let answer = "";
   try {
     const response = await request("v1/chat/completions", { body: body(sent), signal: controller.signal });
     for await (const event of events(response)) {
       const choice = event.choices?.[0];
       if (!choice) continue;
       const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-      answered.appendData(choice.delta?.content ?? "");
+      const more = choice.delta?.content ?? "";
+      answer += more;
+      if (more) answered.append(more);
       reason = choice.finish_reason ?? reason;
       if (follows) log.scrollTop = log.scrollHeight;
     }
   } catch (error) {
     if (error.name === "AbortError") reason = "stopped";
     else if (error instanceof RequestFailed) {
-      complain(error.message);
+      complain(error.code === "context_length_exceeded" ? TOO_LONG : error.message);
       if (error.status === 401) askForKey();
     } else {
       complain("The page met an internal error.");
       console.error(error);
     }
-    if (!answered.data && error.name !== "AbortError") {
+    if (!answer && error.name !== "AbortError") {
       // nothing came of it: the message goes back into the box, to be sent again
       asked.parentElement.remove();
       answered.parentElement.remove();
@@ -107,7 +158,8 @@ async function say(content) {
     }
   }
   if (NOTES[reason]) note(answered, NOTES[reason]);
-  messages = answered.data ? [...sent, { role: "assistant", content: answered.data }] : messages;
+  if (answer) settle(answered, answer);
+  messages = answer ? [...sent, { role: "assistant", content: answer }] : messages;
   keep();
   setRunning(null);
 }
@@ -154,6 +206,9 @@ fresh.addEventListener("click", () => {
   box.focus();
 });
 
+system.value = sessionStorage.getItem(SYSTEM) ?? "";
+system.addEventListener("change", () => sessionStorage.setItem(SYSTEM, system.value));
+
 key.value = apiKey();
 key.addEventListener("change", () => {
   setApiKey(key.value.trim());
@@ -175,5 +230,8 @@ async function showModel() {
   }
 }
 
-for (const { role, content } of messages) show(role, content);
+for (const { role, content } of messages) {
+  const said = show(role, content);
+  if (role === "assistant") settle(said, content);
+}
 showModel();

@@ -4,9 +4,10 @@
 const KEY = "jpaged-key";
 
 export class RequestFailed extends Error {
-  constructor(message, status) {
+  constructor(message, status, code = null) {
     super(message);
     this.status = status;
+    this.code = code; // a word for programs, as the server's errors have it
   }
 }
 
@@ -70,13 +71,13 @@ export async function* events(response) {
 }
 
 async function failure(response) {
-  let message = `The server answered ${response.status}.`;
+  let error = { message: `The server answered ${response.status}.` };
   try {
-    message = (await response.json()).error.message;
+    error = (await response.json()).error ?? error;
   } catch {
     // a proxy's answer, perhaps: the status has to do
   }
-  return new RequestFailed(message, response.status);
+  return new RequestFailed(error.message, response.status, error.code);
 }
 
 // Headers take bytes; a key may have any characters.

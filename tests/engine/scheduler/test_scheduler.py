@@ -742,8 +742,8 @@ class TestStats:
         stats = engine.core.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_steps) == (2, 0, 2)
         assert (stats.prompt_tokens, stats.generated_tokens) == (15, 4)
-        assert stats.step_tokens[:3] == (0, 2, 0)
-        assert EngineStats.total([stats, stats]).step_tokens[:3] == (0, 4, 0)
+        assert stats.step_tokens[:4] == (0, 1, 0, 1)  # with the 15 tokens of the prompts, and without
+        assert EngineStats.total([stats, stats]).step_tokens[:4] == (0, 2, 0, 2)
         assert (stats.num_used_blocks, stats.num_blocks) == (5, 20)
         assert stats.kv_cache_usage == 0.25
         assert (stats.tokens_held, stats.token_slots) == (17, 20)

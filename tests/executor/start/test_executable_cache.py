@@ -1,15 +1,19 @@
 """Programs kept on disk: found again when nothing they depend on has changed, and never in the way."""
 
 import os
+import pickle
 import secrets
+import stat
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jpaged.executor.start import executable_cache
+from jpaged.executor.start.cache_directories import cache_directory
 from jpaged.executor.start.executable_cache import ExecutableCache
 from jpaged.pallas_kernels import registry
 from jpaged.pallas_kernels.devices import Device
@@ -155,3 +159,47 @@ def test_what_killed_processes_left_is_swept_and_programs_and_fresh_files_stay(t
 def test_without_a_directory_or_a_gpu_nothing_is_kept(tmp_path):
     assert cache_in(None, "model").path(("decode", 8), (SHAPE,)) is None
     assert ExecutableCache(tmp_path, ("model",)).path(("decode", 8), (SHAPE,)) is None
+
+
+class Bomb:
+    """Says that it was read."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def given_to_another_user(path, monkeypatch):
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+
+@pytest.mark.parametrize("how", ["group", "others", "owner"])
+def test_a_file_that_another_user_may_have_written_is_not_read(tmp_path, monkeypatch, how):
+    path, marker = tmp_path / "program", tmp_path / "marker"
+    path.write_bytes(pickle.dumps(Bomb(marker)))
+    path.chmod(0o600)
+    ExecutableCache.load(path, jax.devices())
+    assert marker.exists()  # the pickle does what it says
+    marker.unlink()
+    if how == "owner":
+        given_to_another_user(path, monkeypatch)
+    else:
+        path.chmod(0o660 if how == "group" else 0o602)
+    assert ExecutableCache.load(path, jax.devices()) is None
+    assert not marker.exists()
+
+
+def test_the_directory_is_the_users_own_and_closed_to_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("JPAGED_CACHE_DIR", str(tmp_path / "cache"))
+    directory = cache_directory("programs")
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    directory.chmod(0o777)
+    assert stat.S_IMODE(cache_directory("programs").stat().st_mode) == 0o700
+    given_to_another_user(directory, monkeypatch)
+    with pytest.warns(UserWarning, match="belongs to another user.*JPAGED_CACHE_DIR"):
+        assert cache_directory("programs") is None

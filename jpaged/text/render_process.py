@@ -1,0 +1,76 @@
+"""Renders chat templates in a process of its own: `python -m jpaged.text.render_process FD`, started by `rendering`.
+
+    frame     | length, 4 bytes little-endian | msgpack |        requests and answers, one at a time
+
+A template is a program that came with a model. Jinja's sandbox limits what it reaches, not what it takes: a single
+operation such as 'x' * 10**10 cannot be interrupted. Here its memory is limited by the kernel, and so is its time; when
+that is over, this process ends.
+"""
+
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+
+from jpaged.text.rendering import Answer, Request, read_frame, write_frame
+
+_LATE_S = 1.0
+"""The parent ends a rendering that takes too long; this much later it ends by itself, if the parent is no more."""
+
+
+def main() -> None:
+    """Answers until the other end is closed."""
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
+    modules["torch"] = None  # transformers would import it for nothing, which takes seconds
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    decoder = msgspec.msgpack.Decoder(Request)
+    before = _address_space()
+    while (frame := read_frame(sock)) is not None:
+        request = decoder.decode(frame)
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (before + request.max_bytes + 4 * len(frame), most))
+        signal.setitimer(signal.ITIMER_REAL, request.timeout_s + _LATE_S)
+        answer = _answer(request, render_jinja_template)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        write_frame(sock, msgspec.msgpack.encode(answer))
+
+
+def _answer(request: Request, render) -> Answer:  # type: ignore[no-untyped-def]  # transformers' own
+    from jinja2 import TemplateError
+
+    try:
+        texts, _ = render(
+            conversations=[request.messages],
+            chat_template=request.template,
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            **request.variables,
+        )
+        text = texts[0]
+        if len(text) > request.max_characters:
+            return Answer("long", "")
+        text.encode()  # a lone surrogate, which no message can carry
+        return Answer("text", text)
+    except MemoryError:
+        return Answer("memory", "")
+    except Exception as error:  # a template is a program, and raises what programs raise
+        said = (str(error) or type(error).__name__)[:2000].encode(errors="replace").decode()
+        is_own = type(error) is TemplateError  # by its `raise_exception`
+        return Answer("refused" if is_own else "failed", said)
+
+
+def _address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Chat templates rendered within bounds of time, memory and output, by a process that can be ended.
+
+    render --Request--> render_process.py --Answer--> text
+           takes too long: the process is killed, and the next rendering starts another
+
+The process starts with the first rendering, which takes a second, and ends with its renderer or with this process.
+"""
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+import msgspec
+
+RENDER_TIMEOUT_S = 10.0
+"""For a rendering that nobody else waits for."""
+MAX_BYTES = 512 << 20
+"""Memory that a rendering may take, beside what the process has."""
+MAX_CHARACTERS = 16 << 20
+"""Of a rendered prompt."""
+
+_START_S = 60.0
+"""For the process to start, on a machine that is busy."""
+_LENGTH = struct.Struct("<I")
+
+
+class Request(msgspec.Struct, array_like=True):
+    """A conversation to render: arguments of transformers' `render_jinja_template`, and bounds."""
+
+    template: str
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: dict[str, Any]
+    timeout_s: float
+    max_bytes: int = MAX_BYTES
+    max_characters: int = MAX_CHARACTERS
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """The rendered text, or why there is none.
+
+    kind: "text"; "refused": by the template's own `raise_exception`; "failed": at anything else; "memory", "long": it
+    takes more than it may; "time": it takes too long; "ended": its process did. text: what it said.
+    """
+
+    kind: Literal["text", "refused", "failed", "memory", "long", "time", "ended"]
+    text: str
+
+
+class Renderer:
+    """A process that renders. Thread-safe: renderings take turns."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._pid = 0
+        self._finalizer: weakref.finalize | None = None
+
+    def render(self, request: Request) -> Answer:
+        """Renders within the request's bounds.
+
+        Raises:
+            TypeError, OverflowError: a value that JSON does not know. UnicodeEncodeError: a lone surrogate.
+        """
+        data = msgspec.msgpack.encode(request, enc_hook=_plain)
+        with self._lock:
+            if self._socket is None or self._pid != os.getpid():  # a forked process must not share its parent's
+                self._start()
+                timeout_s = _START_S + request.timeout_s
+            else:
+                timeout_s = request.timeout_s
+            return self._ask(data, timeout_s)
+
+    def close(self) -> None:
+        """Ends the process; the next rendering starts another."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, data: bytes, timeout_s: float) -> Answer:
+        assert self._socket is not None
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._socket.settimeout(timeout_s)
+            write_frame(self._socket, data)
+            frame = read_frame(self._socket, deadline)
+        except TimeoutError:
+            self._end()
+            return Answer("time", "")
+        except OSError:
+            frame = None
+        if frame is None:
+            self._end()
+            return Answer("ended", "")
+        return msgspec.msgpack.decode(frame, type=Answer)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "jpaged.text.render_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        self._socket, self._pid = ours, os.getpid()
+        self._finalizer = weakref.finalize(self, _end_process, self._process, ours, self._pid)
+
+    def _end(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._socket = self._finalizer = None
+
+
+def write_frame(sock: socket.socket, data: bytes) -> None:
+    """Sends one message."""
+    sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def read_frame(sock: socket.socket, deadline: float | None = None) -> bytes | None:
+    """Receives one message; None if the other end is closed. deadline: of `time.monotonic`; TimeoutError after it."""
+    head = _read(sock, _LENGTH.size, deadline)
+    return None if head is None else _read(sock, _LENGTH.unpack(head)[0], deadline)
+
+
+def _read(sock: socket.socket, num_bytes: int, deadline: float | None) -> bytes | None:
+    data = bytearray()
+    while len(data) < num_bytes:
+        if deadline is not None:
+            sock.settimeout(max(1e-3, deadline - time.monotonic()))
+        part = sock.recv(min(num_bytes - len(data), 1 << 20))
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+def _end_process(process: "subprocess.Popen[bytes]", sock: socket.socket, pid: int) -> None:
+    sock.close()
+    if os.getpid() == pid:  # else it is the parent's
+        process.kill()
+        process.wait()
+
+
+def _plain(value: Any) -> Any:
+    """Values that JSON does not know as ones that it does. Raises TypeError where there is none."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy's scalars
+        return value.item()
+    if hasattr(value, "model_dump"):  # pydantic's models
+        return value.model_dump()
+    raise TypeError(f"a {type(value).__name__} is no JSON value")

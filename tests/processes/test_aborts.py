@@ -1,0 +1,95 @@
+"""Requests that are aborted return what they have generated, whatever they report while they run."""
+
+import asyncio
+
+import pytest
+
+from jpaged.api.config import EngineArgs
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from tests.tiny_models import DEMO_ENGINE
+
+PROMPT = "Once upon a time"
+LONG = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Runs a coroutine function of an engine that is ready."""
+    with asyncio.Runner() as runner:
+        engine = AsyncLLMEngine(EngineArgs(**DEMO_ENGINE, verbose=False))
+        runner.run(engine.ready())
+        yield lambda scene: runner.run(asyncio.wait_for(scene(engine), 120))
+        runner.run(engine.shutdown())
+
+
+async def last(outputs):
+    async for output in outputs:
+        latest = output
+    return latest
+
+
+def generate(engine, name, **fields):
+    params = SamplingParams(**LONG | {"output_kind": RequestOutputKind.FINAL_ONLY} | fields)
+    return asyncio.ensure_future(last(engine.generate(PROMPT, params, name)))
+
+
+async def until_tokens(engine, num_tokens):
+    before = (await engine.get_metrics()).generated_tokens
+    while (await engine.get_metrics()).generated_tokens < before + num_tokens:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": 1}, {"n": 1, "best_of": 2}], ids=str)
+def test_a_request_that_reports_only_its_end_returns_its_tokens_when_it_is_aborted(run, fields):
+    async def scene(engine):
+        whole = await generate(engine, "whole", **fields, max_tokens=300)
+        asked = generate(engine, "a", **fields)
+        await until_tokens(engine, 40)
+        await engine.abort("a")
+        output = await asked
+        assert output.finished
+        for completion, expected in zip(output.outputs, whole.outputs, strict=True):
+            num_tokens = len(completion.token_ids)
+            assert completion.finish_reason == "abort"
+            assert 10 <= num_tokens < 900
+            assert completion.token_ids[:300] == expected.token_ids[:num_tokens]
+            assert completion.text
+            if "logprobs" in fields:
+                assert len(completion.logprobs) == num_tokens
+        while (await engine.get_metrics()).num_running:
+            await asyncio.sleep(0.01)
+        assert engine.num_unfinished == 0
+
+    run(scene)
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_one_id_or_several_are_aborted_and_others_go_on(run, kind):
+    async def scene(engine):
+        asked = {name: generate(engine, name, output_kind=kind) for name in "abcd"}
+        await until_tokens(engine, 20)
+        await engine.abort(["a", "b", "unknown"])
+        assert {(await asked[name]).outputs[0].finish_reason for name in "ab"} == {"abort"}
+        assert not asked["c"].done()
+        await engine.abort("c")
+        assert (await asked["c"]).outputs[0].finish_reason == "abort"
+        await engine.abort_all()
+        assert (await asked["d"]).outputs[0].finish_reason == "abort"
+
+    run(scene)
+
+
+def test_a_request_that_waits_returns_nothing_generated(run):
+    async def scene(engine):
+        running = [generate(engine, f"r{i}", n=16) for i in range(1)]
+        await until_tokens(engine, 16)
+        waiting = generate(engine, "w")
+        await asyncio.sleep(0.05)
+        await engine.abort("w")
+        output = await waiting
+        assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
+        await engine.abort_all()
+        await asyncio.gather(*running)
+
+    run(scene)

@@ -1,0 +1,36 @@
+"""A server's options, and what clients see of them."""
+
+import pytest
+
+from jpaged.api.errors import InvalidParameterError
+from jpaged.assets import demo_model_path
+from jpaged.serving.options import ServerOptions, public_name
+from jpaged.text.tokenizer import Tokenizer
+from tests.text.tokenizers_for_tests import tokenizer
+
+
+def test_a_models_public_name_has_no_path(tmp_path, monkeypatch):
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert public_name(str(tmp_path / "my-model")) == "my-model"
+    assert public_name("my-model/") == public_name("./my-model") == "my-model"
+    assert public_name("/srv/not/there") == "there"
+    assert public_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert public_name(None) == "jpaged-demo"
+
+
+def test_errors_of_requests_name_no_path():
+    assert Tokenizer.load(demo_model_path()).name == "demo_model"
+    assert Tokenizer(tokenizer("byte-level"), "some/model").name == "some/model"
+
+
+@pytest.mark.parametrize("number", [0, -1, 65, 1000])
+def test_no_more_api_processes_than_any_machine_has_a_use_for(number):
+    with pytest.raises(InvalidParameterError, match="api_workers must be at"):
+        ServerOptions(api_workers=number)
+
+
+@pytest.mark.parametrize("mode", [0o0, 0o400, 0o1666])
+def test_a_socket_that_its_own_user_cannot_use_is_refused(mode):
+    with pytest.raises(InvalidParameterError, match="uds_mode must be from 600 to 777"):
+        ServerOptions(uds_mode=mode)

@@ -1,0 +1,138 @@
+"""Chat templates within bounds: whatever a template does, it ends, and the next one is rendered."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jpaged.api.errors import CheckpointError, InvalidParameterError, InvalidPromptError
+from jpaged.text.rendering import Renderer, Request
+from jpaged.text.tokenizer import Tokenizer
+from tests.text.tokenizers_for_tests import tokenizer
+
+USER = {"role": "user", "content": "hi"}
+GOOD = "{{ messages[0].content }}!"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HUGE = {
+    "product": "{{ 'x' * 10**10 }}",
+    "justified": "{{ 'x'.ljust(10**10) }}",
+    "doubled": "{% set n = namespace(x='x') %}{% for i in range(50) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
+    "padded": "{{ '%10000000000d' % 1 }}",
+}
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    renderer = Renderer()
+    yield renderer
+    renderer.close()
+
+
+def request(template, timeout_s=60.0, **bounds):
+    return Request(template, [USER], None, True, False, {}, timeout_s, **bounds)
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_template_cannot_take_all_memory(renderer, name):
+    assert renderer.render(request(HUGE[name])).kind == "memory"
+    assert renderer.render(request(GOOD)).text == "hi!"
+
+
+def test_a_template_cannot_run_for_ever(renderer):
+    renderer.render(request(GOOD))
+    begin = time.monotonic()
+    assert renderer.render(request(ENDLESS, 0.3)).kind == "time"
+    assert time.monotonic() - begin < 20
+    assert renderer.render(request(GOOD)).text == "hi!"
+
+
+def test_a_template_cannot_make_a_prompt_of_any_length(renderer):
+    assert renderer.render(request("{{ 'x' * 101 }}", max_characters=100)).kind == "long"
+    assert renderer.render(request("{{ 'x' * 100 }}", max_characters=100)).text == "x" * 100
+
+
+def test_a_process_that_was_killed_is_replaced(renderer):
+    renderer.render(request(GOOD))
+    os.kill(renderer._process.pid, signal.SIGKILL)
+    assert renderer.render(request(GOOD)).kind in ("ended", "text")
+    assert renderer.render(request(GOOD)).text == "hi!"
+
+
+def test_the_process_ends_with_its_parent_even_while_it_renders():
+    script = (
+        "import sys, threading, time\n"
+        "from jpaged.text.rendering import Renderer, Request\n"
+        "renderer = Renderer()\n"
+        f"request = Request({GOOD!r}, [{USER!r}], None, True, False, {{}}, 60.0)\n"
+        "renderer.render(request)\n"
+        f"request.template, request.timeout_s = {ENDLESS!r}, 1.0\n"
+        "threading.Thread(target=renderer.render, args=(request,), daemon=True).start()\n"
+        "time.sleep(0.3)\n"
+        "print(renderer._process.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    end = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][1] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def model():
+    hf = tokenizer("byte-level")
+    hf.chat_template = GOOD
+    return Tokenizer(hf, "some/model")
+
+
+def test_bounds_are_named_as_the_fault_of_whoever_gave_the_template(model):
+    model.render_chat([USER])
+    with pytest.raises(InvalidParameterError, match=r"^chat_template cannot be rendered: it takes more than 512 MiB"):
+        model.render_chat([USER], chat_template=HUGE["product"])
+    with pytest.raises(InvalidParameterError, match=r"it took longer than 0\.2 s"):
+        model.render_chat([USER], chat_template=ENDLESS, timeout_s=0.2)
+    model.hf.chat_template = HUGE["product"]
+    try:
+        with pytest.raises(InvalidPromptError, match="more than 512 MiB"):
+            model.render_chat([USER])
+    finally:
+        model.hf.chat_template = GOOD
+    assert model.render_chat([USER]) == "hi!"
+
+
+@pytest.mark.parametrize("broken", ["{% if %}", "{{ nothing() }}", HUGE["product"]])
+def test_a_broken_template_is_named_at_start(model, broken):
+    model.check_chat_template()
+    model.hf.chat_template = broken
+    try:
+        with pytest.raises(CheckpointError, match="The chat template of some/model is broken: "):
+            model.check_chat_template()
+        model.hf.chat_template = "{{ raise_exception('a system message is needed') }}"
+        model.check_chat_template()  # it works, for other conversations
+    finally:
+        model.hf.chat_template = GOOD
+
+
+def test_what_a_template_gets_is_what_transformers_gives_it(model):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    template = "{{ tools | tojson }}{{ bos_token }}{{ x }}"
+    template += "{% for m in messages %}{{ m.role }}{{ m.name is defined }}{% endfor %}"
+    messages = [USER | {"name": None}, {"role": "assistant", "content": "a"}]
+    ours = model.render_chat(messages, chat_template=template, tools=[tool], x=[1, None])
+    theirs = model.hf.apply_chat_template(
+        messages, chat_template=template, tools=[tool], x=[1, None], tokenize=False, add_generation_prompt=True
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("value", [object(), 2**70])
+def test_a_variable_that_is_no_json_value_is_refused(model, value):
+    with pytest.raises(InvalidParameterError, match="JSON values"):
+        model.render_chat([USER], x=value)
