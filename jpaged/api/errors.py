@@ -64,6 +64,14 @@ class EngineDeadError(JPagedError, RuntimeError):
     """The engine met an internal error and cannot go on; the original exception is its `__cause__`."""
 
 
+class EngineRestartingError(JPagedError, RuntimeError):
+    """The engine process has ended and is being started again; requests wait for it meanwhile."""
+
+
+class SuspectRequestError(JPagedError, RuntimeError):
+    """A request that was running each time the engine process ended, and is not tried again."""
+
+
 def error_of(kind: str, message: str) -> JPagedError:
     """An error that another process reported, as an exception of this one.
 

@@ -22,7 +22,7 @@ before the next turn. What runs together then depends on time; without it, only 
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -44,13 +44,13 @@ class EngineCore:
         self._depth = scheduler.config.pipeline_depth
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
 
-    def add_request(self, request: Request) -> None:
-        """Queues a request.
+    def add_request(self, request: Request, generated: Sequence[Sequence[int] | None] | None = None) -> None:
+        """Queues a request. generated: as of `Scheduler.add`.
 
         Raises:
             InvalidPromptError, OutOfMemoryError, InvalidParameterError: as `Scheduler.add`.
         """
-        self.scheduler.add(request)
+        self.scheduler.add(request, generated)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends requests, whatever their state, with finish_reason "abort" and the tokens read so far.

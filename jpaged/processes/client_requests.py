@@ -17,7 +17,7 @@ from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.frontend.inputs import ProcessedInput
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.processes.connection import Connection
-from jpaged.processes.wire import Finish, FromEngine, Output, Outputs, Reports, Step, Update
+from jpaged.processes.wire import Finish, FromEngine, Output, Outputs, Reports, Resumed, Step, Update
 
 
 @dataclass(slots=True)
@@ -37,9 +37,12 @@ class ClientRequests(ABC):
         self._engine = engine
         self._requests: dict[str, ClientRequest] = {}
 
-    def add(self, request: Request, connection: Connection, handle: int) -> None:
-        """Queues a request. Raises what the scheduler raises; then nothing is left behind."""
-        self._queue(request)
+    def add(self, request: Request, connection: Connection, handle: int, resumed: Resumed | None = None) -> None:
+        """Queues a request. Raises what the scheduler raises; then nothing is left behind.
+
+        resumed: of one that goes on.
+        """
+        self._queue(request, None if resumed is None else resumed.token_ids())
         self._requests[request.request_id] = ClientRequest(request, connection, handle)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -77,8 +80,21 @@ class ClientRequests(ABC):
     def finish(self, request_id: str, message: Finish) -> None:
         """A client has found a stop string."""
 
+    def num_known(self, request_id: str) -> int | None:
+        """Tokens that are known of a request's sequences together; None of one that has ended, or of an unknown id."""
+        entry = self._requests.get(request_id)
+        if entry is None or entry.request.group.finished:
+            return None
+        slots, members = self._engine.core.scheduler.slots, entry.request.group.members
+        return sum(
+            int(slots.num_known[member.slot]) - member.prompt_len
+            if member.status == RequestStatus.RUNNING and slots.holds_tokens(member.slot)
+            else len(member.output_token_ids)
+            for member in members
+        )
+
     @abstractmethod
-    def _queue(self, request: Request) -> None: ...
+    def _queue(self, request: Request, generated: list[list[int] | None] | None) -> None: ...
 
 
 def make_client_requests(engine: LLMEngine, reports: Reports) -> ClientRequests:
@@ -112,7 +128,9 @@ class OutputRequests(ClientRequests):
     def finish(self, request_id: str, message: Finish) -> None:
         raise TypeError("Finish is for clients that look for stop strings; this engine process does.")
 
-    def _queue(self, request: Request) -> None:
+    def _queue(self, request: Request, generated: list[list[int] | None] | None) -> None:
+        if generated is not None:
+            raise TypeError("Requests go on in another engine process only where clients get steps.")
         self._engine.queue(request, ProcessedInput(None, request.prompt_token_ids.tolist(), ()))
 
 
@@ -124,8 +142,8 @@ class StepRequests(ClientRequests):
         self._core = engine.core
         self._not_started: deque[ClientRequest] = deque()
 
-    def add(self, request: Request, connection: Connection, handle: int) -> None:
-        super().add(request, connection, handle)
+    def add(self, request: Request, connection: Connection, handle: int, resumed: Resumed | None = None) -> None:
+        super().add(request, connection, handle, resumed)
         self._not_started.append(self._requests[request.request_id])
 
     def has_unfinished(self) -> bool:
@@ -148,8 +166,8 @@ class StepRequests(ClientRequests):
         if entry is not None and entry.request.group.finished:
             del self._requests[request_id]
 
-    def _queue(self, request: Request) -> None:
-        self._core.add_request(request)
+    def _queue(self, request: Request, generated: list[list[int] | None] | None) -> None:
+        self._core.add_request(request, generated)
 
     def _report(self, updates: list[RequestUpdate]) -> dict[Connection, FromEngine]:
         news: dict[Connection, tuple[array, array, list[Update], array]] = {}

@@ -19,6 +19,11 @@ from jpaged.processes.links import AsyncLink
 from jpaged.processes.wire import Finish, Update
 from jpaged.text.tokenizer import Tokenizer
 
+_PROGRESS_TOKENS = 16
+"""A request that has got fewer than this between two ends of the engine may be what ended it: steps that are under way
+bring it a few tokens before the one that does.
+"""
+
 
 class RequestStream:
     """A request, and the news of it that its consumer has not taken yet.
@@ -27,19 +32,24 @@ class RequestStream:
     replica: where it runs.
     pending: by sequence, tokens that came since the consumer last looked; empty also where only other news came.
     queued: it has not run yet. closed: nothing more will come. is_counted: its end belongs in the metrics.
+    held: no engine process has it at the moment. on_trial: one runs it on trial.
     """
 
     __slots__ = (
         "_changed",
+        "_deaths",
         "_error",
         "_news",
         "_outputs",
+        "_tokens_at_death",
         "_waiter",
         "closed",
         "group",
         "handle",
+        "held",
         "is_counted",
         "last_token_time",
+        "on_trial",
         "pending",
         "queued",
         "replica",
@@ -63,7 +73,11 @@ class RequestStream:
         self.queued = True
         self.closed = False
         self.is_counted = True
+        self.held = False
+        self.on_trial = False
         self.last_token_time = 0.0
+        self._deaths = 0
+        self._tokens_at_death = 0
         self._news = False
         self._error: JPagedError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -98,6 +112,23 @@ class RequestStream:
         self.pending[update.index].extend(update.token_ids)
         self._changed.add(update.index)
         self.wake()
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether two engine processes in a row ended while it ran, and it got next to nothing between."""
+        return self._deaths > 1
+
+    def count_death(self) -> None:
+        """The engine process has ended while it ran."""
+        num_tokens = sum(len(member.output_token_ids) for member in self.group.members)
+        in_a_row = self._deaths and num_tokens - self._tokens_at_death < _PROGRESS_TOKENS
+        self._deaths = self._deaths + 1 if in_a_row else 1
+        self._tokens_at_death = num_tokens
+
+    def clear(self) -> None:
+        """It has run a step that others might not have survived, and the engine lives."""
+        self.on_trial = False
+        self._deaths = 0
 
     def end(self) -> bool:
         """Aborts the sequences that have not ended. Returns whether there were any."""

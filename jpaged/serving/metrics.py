@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from jpaged.engine.stats import STEP_TOKENS_BOUNDS, EngineStats
-from jpaged.processes.request_metrics import HISTOGRAMS, RequestMetrics
+from jpaged.processes.request_metrics import COUNTERS, HISTOGRAMS, RequestMetrics
 
 _ENGINE_METRICS = {  # by field of EngineStats
     "num_running": ("num_requests_running", "gauge", "Requests that run."),
@@ -56,6 +56,8 @@ def exposition(metrics: RequestMetrics, prefix: str, model: str, stats: Mapping[
         for reason, count in sorted(metrics.finished(replica).items())
     ]
     add("request_success", "counter", "Requests that ended, by reason.", reasons)
+    for name, what in COUNTERS.items():
+        add(name, "counter", what, [(labels[replica], metrics.counted(name, replica)) for replica in replicas])
     for name, (what, bounds) in HISTOGRAMS.items():
         add(name, "histogram", what, [])
         for replica in replicas:
