@@ -1,5 +1,6 @@
 """`LLM`: completes a list of prompts with a model, in one call. For offline use."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -12,7 +13,14 @@ from tqdm import tqdm
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError, shown
+from jpaged.api.errors import (
+    NOT_FINITE,
+    InvalidParameterError,
+    InvalidPromptError,
+    JPagedError,
+    OutOfMemoryError,
+    shown,
+)
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.engine.sequences.request import Request
@@ -22,6 +30,8 @@ from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.host.interrupt import Interruptible
 from jpaged.processes.replicas import ReplicatedEngine
 from jpaged.text.tokenizer import Tokenizer
+
+log = logging.getLogger("jpaged.engine")
 
 
 class LLM:
@@ -302,6 +312,8 @@ class LLM:
                     raise KeyboardInterrupt
                 for output in outputs:
                     finished[output.request_id] = output
+                    if any(completion.finish_reason == "error" for completion in output.outputs):
+                        log.error("A request ended with finish_reason 'error'. %s", NOT_FINITE)
                     tokens_in += len(output.prompt_token_ids)
                     tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
                     elapsed = time.perf_counter() - begun

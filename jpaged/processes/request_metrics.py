@@ -37,7 +37,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_params_max_tokens": ("The max_tokens of a request.", _TOKENS),
 }
 """What each measures, and the upper bounds of its buckets."""
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort", "error")
 COUNTERS = {
     "engine_restarts": "Times that the engine process was started again.",
     "requests_resumed": "Requests that went on in another engine process after theirs had ended.",

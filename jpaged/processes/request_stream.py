@@ -8,7 +8,7 @@ News only gather and wake the consumer; text is made when it looks, so one that 
 import asyncio
 import time
 
-from jpaged.api.errors import JPagedError
+from jpaged.api.errors import JPagedError, NonFiniteLogitsError
 from jpaged.api.outputs import RequestOutput
 from jpaged.engine.scheduler.scheduler import RequestUpdate
 from jpaged.engine.sequences.group import SequenceGroup
@@ -157,6 +157,9 @@ class RequestStream:
         if self._error is not None:
             self.closed = True
             raise self._error
+        if any(member.finish_reason == "error" for member in self.group.members):
+            self.closed = True
+            raise NonFiniteLogitsError
         group, changed = self.group, self._changed
         updates = []
         for i, new_token_ids in enumerate(self.pending):

@@ -11,6 +11,7 @@ from jpaged.api.errors import (
     InvalidParameterError,
     InvalidPromptError,
     JPagedError,
+    NonFiniteLogitsError,
     OutOfMemoryError,
     SuspectRequestError,
     UnsupportedParameterError,
@@ -76,6 +77,8 @@ def api_error(error: Exception, fields: Collection[str] = (), prompt_field: str 
         return ApiError(503, message, code="restarting", headers={"retry-after": "1"})
     if isinstance(error, SuspectRequestError):
         return ApiError(500, message, code="engine_ended")
+    if isinstance(error, NonFiniteLogitsError):
+        return ApiError(500, message, code="logits_not_finite")
     if isinstance(error, JPagedError):
         return ApiError(500, message)
     return ApiError(500, "The server met an internal error; its log says more.", code="internal_error")

@@ -14,6 +14,7 @@ _ENGINE_METRICS = {  # by field of EngineStats
     "num_running": ("num_requests_running", "gauge", "Requests that run."),
     "num_waiting": ("num_requests_waiting", "gauge", "Requests that wait to run."),
     "kv_cache_usage": ("kv_cache_usage_perc", "gauge", "Fraction of the KV pool's blocks in use."),
+    "num_not_finite": ("requests_not_finite", "counter", "Requests that ended because their logits were not finite."),
     "num_preemptions": ("num_preemptions", "counter", "Requests preempted."),
     "prompt_tokens": ("prompt_tokens", "counter", "Tokens of admitted prompts."),
     "generated_tokens": ("generation_tokens", "counter", "Tokens generated."),

@@ -28,6 +28,7 @@ LIMITS = (
     *("--max-body-bytes", "100000", "--max-n", "4", "--max-prompts", "50", "--max-stop-strings", "3"),
     *("--header-timeout", "1", "--body-timeout", "1", "--template-timeout", "0.5", "--trust-request-chat-template"),
     *("--allowed-origins", "https://example.org"),
+    *("--max-restarts", "0"),
 )
 
 
@@ -458,7 +459,7 @@ def test_the_engine_has_no_tokenizer_and_no_library_for_one(server):
     assert "tokenizers" not in loaded
 
 
-def test_an_engine_that_is_killed_turns_health_to_503_and_ends_streams_with_an_error(server):
+def test_an_engine_that_is_killed_and_not_started_again_ends_streams_with_an_error_and_the_server_with_1(server):
     """Last of those that share the server."""
     body = TEXT | {"max_tokens": 900, "ignore_eos": True, "stream": True}
     with server.client.stream("POST", "/v1/completions", json=body) as response:
@@ -467,8 +468,8 @@ def test_an_engine_that_is_killed_turns_health_to_503_and_ends_streams_with_an_e
         os.kill(server.engine_pid, signal.SIGKILL)
         last = [item for item in stream if "error" in item]
     assert last[0]["error"]["code"] == "engine_dead"
-    assert server.client.get("/health").status_code == 503
-    assert server.client.post("/v1/completions", json=TEXT).status_code == 503
+    assert server.process.wait(60) == 1
+    assert "ERROR The engine process was killed by SIGKILL; start it anew" in server.log.read_text()
 
 
 def test_a_killed_server_leaves_no_engine(tmp_path):

@@ -142,15 +142,7 @@ class Scheduler:
         group = self._tenants.groups.get(request_id)
         if group is None:
             return None
-        for _ in group.waiting():
-            self._waiting.count_out()
-        for member in group.members:
-            if member.swap is not None:
-                self.swap_space.discard(member.swap)
-            if member.status == RequestStatus.RUNNING:
-                self._tenants.give_up(member)
-            if not member.finished:
-                self._tenants.end(member, "abort", None)
+        self._tenants.end_all(group, "abort")
         return group.leader
 
     def finish(
