@@ -10,6 +10,8 @@ must read (weights and the KV cache of its tokens) over the card's read bandwidt
 
 With `--tensor-parallel-size`, floor, busy and kernels are those of one device, the mean over all.
 
+`--replay FILE` measures nothing: it prints the last steps of an engine process that ended (`recorded_steps.py`).
+
 While it records, the profiler makes XLA launch kernel by kernel instead of as CUDA graphs, so `wall` comes from
 steps that it does not see.
 """
@@ -28,6 +30,7 @@ import numpy as np
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.bench import recorded_steps
 from jpaged.bench.arguments import add_kernel_backend_option, bench_parser, check_least
 from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.engine_options import (
@@ -67,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
         "--read-gb-per-s", type=float, default=4424.0, help="the card's read bandwidth in GB/s, for the floor"
     )
     result.add_argument("--top", type=int, default=12, help="kernels to print")
+    result.add_argument("--replay", type=Path, metavar="FILE", help="print the recorded steps of an engine that ended")
     result.add_argument("--trace", type=Path, help="keep the profiler's trace here (it opens in Perfetto)")
     return result
 
@@ -74,6 +78,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_least(args, batch=1, context=1, steps=STEPS_A_GROUP, top=0)
+    if args.replay is not None:
+        recorded = recorded_steps.load(args.replay)
+        print("\n".join(recorded_steps.report(recorded)))
+        if args.json:
+            write_report(args.json, "steps", vars(args), recorded["steps"])
+        return 0
     engine = LLMEngine(EngineArgs(**engine_options(args)))
     figures = []
     for batch in batch_sizes(engine, args.batch):

@@ -20,7 +20,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs, RestartOptions
@@ -58,7 +58,7 @@ _LAST_WORDS_S = 0.5
 """After its socket has closed, we wait this long for its exit code, so that the error can name it."""
 
 _T = TypeVar("_T")
-_AnswerT = TypeVar("_AnswerT", wire.Stats, wire.Pool, wire.Changed, wire.Intact)
+_AnswerT = TypeVar("_AnswerT", wire.Stats, wire.Pool, wire.Requests, wire.Changed, wire.Intact)
 
 
 def load_tokenizer(args: EngineArgs) -> Tokenizer | None:
@@ -310,6 +310,26 @@ class AsyncLLMEngine:
         answers = await self._ask(wire.GetPool(), wire.Pool)
         return {replica: (answer.stats, answer.view) for replica, answer in answers.items()}
 
+    async def get_requests(self, most: int = 1000) -> list[dict[str, Any]]:
+        """Unfinished requests, a dictionary for each sequence: those that an engine process has, with the fields of
+        `wire.RequestView`, the replica and, if they were made here, the request id; and those of this process that wait
+        for one. No prompts, no tokens. most: of each replica. Raises EngineDeadError.
+        """
+        answers = await self._ask(wire.GetRequests(most), wire.Requests)
+        found = []
+        for index, answer in sorted(answers.items()):
+            for view in answer.requests:
+                fields = {name: getattr(view, name) for name in view.__struct_fields__}
+                stream = self._streams.get(view.handle)
+                found.append({"replica": index, "request_id": stream and stream.request.request_id} | fields)
+        now = time.monotonic()
+        for stream in itertools.islice((one for one in self._streams.values() if one.held), most):
+            request = stream.request
+            fields = {"handle": stream.handle, "prompt_tokens": request.prompt_len, "is_suspect": stream.is_suspect}
+            fields["age_s"] = now - request.stats.arrival_time
+            found.append({"replica": None, "request_id": request.request_id, "status": "held"} | fields)
+        return found
+
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. A replica that is running requests does nothing; then this returns False."""
         answers = await self._ask(wire.ResetPrefixCache(), wire.Changed)
@@ -491,6 +511,9 @@ class AsyncLLMEngine:
     def _rejoin(self, replica: AsyncLink) -> None:
         """A replica's new process serves: it takes the requests that wait for it."""
         assert self._ready is not None
+        assert replica.ready is not None
+        if self.keeper is not None:
+            self.keeper.serves(replica.index, replica.ready.startup_s)
         self._ready.limits = RequestLimits.least(one.ready.limits for one in self._replicas if one.ready is not None)
         self._processor.limits = self._ready.limits
         self._hand_on(replica)
@@ -500,7 +523,7 @@ class AsyncLLMEngine:
         that has nothing else to lose. fresh: it has just begun.
         """
         num_resumed: dict[int, int] = {}
-        for stream in list(self._streams.values()):
+        for stream in sorted(self._streams.values(), key=lambda one: (one.is_suspect, one.failed_trials)):
             if not stream.held or stream.closed or stream.group.finished:
                 continue
             if stream.is_suspect and fresh is None:
@@ -532,8 +555,7 @@ class AsyncLLMEngine:
             self._board.add(gauge, before, -amount)
             self._board.add(gauge, replica.index, amount)
         stream.replica, stream.held = replica, False
-        resumed = wire.Resumed.of(request)
-        replica.send(wire.Add.of(stream.handle, request, resumed=resumed, on_trial=stream.is_suspect))
+        replica.send(wire.Add.of(stream.handle, request, again=not stream.queued, on_trial=stream.is_suspect))
 
     def _suspect(self, stream: RequestStream) -> None:
         """Refuses a request that ends engine processes."""
@@ -552,6 +574,7 @@ class AsyncLLMEngine:
             stream = streams.get(handle)
             if stream is not None:
                 self._started(stream)
+                stream.running = True
         intervals = []
         for update in step.updates:  # first: those who wait for their first token should not wait for all the others
             stream = streams.get(update.handle)
@@ -581,9 +604,9 @@ class AsyncLLMEngine:
             if stream.replica is not replica or stream.held:
                 continue
             stream.held = True
-            if not stream.queued:
-                stream.count_death()
-            if stream.on_trial:
+            if stream.running:
+                stream.count_death(self.args.pipeline_depth + 1)
+            if stream.is_convicted:
                 self._suspect(stream)
         self._hand_on()
 

@@ -4,11 +4,13 @@ StepRequests     "steps"     EngineCore.step()  -> a Step a client:    token ids
 OutputRequests   "outputs"   LLMEngine.step()   -> Outputs a client:   whole outputs, text included
 """
 
+import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 
@@ -17,7 +19,10 @@ from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.frontend.inputs import ProcessedInput
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.processes.connection import Connection
-from jpaged.processes.wire import Finish, FromEngine, Output, Outputs, Reports, Resumed, Step, Update
+from jpaged.processes.wire import Finish, FromEngine, Output, Outputs, Reports, RequestView, Resumed, Step, Update
+
+_BEFORE_START = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+"""The states of a request that has not run here; one that goes on here begins as preempted."""
 
 
 @dataclass(slots=True)
@@ -80,17 +85,45 @@ class ClientRequests(ABC):
     def finish(self, request_id: str, message: Finish) -> None:
         """A client has found a stop string."""
 
-    def num_known(self, request_id: str) -> int | None:
-        """Tokens that are known of a request's sequences together; None of one that has ended, or of an unknown id."""
+    def views(self, most: int) -> list[RequestView]:
+        """The sequences of unfinished requests, at most so many, oldest first."""
+        views: list[RequestView] = []
+        slots, now = self._engine.core.scheduler.slots, time.monotonic()
+        for entry in self._requests.values():
+            for member in entry.request.group.members:
+                if len(views) == most:
+                    return views
+                has_slot = member.status == RequestStatus.RUNNING and slots.holds_tokens(member.slot)
+                known = int(slots.num_known[member.slot]) if has_slot else len(member.known_token_ids())
+                views.append(
+                    RequestView(
+                        handle=entry.handle,
+                        index=member.index,
+                        status=member.status.name.lower(),
+                        slot=member.slot,
+                        prompt_tokens=member.prompt_len,
+                        known=known,
+                        computed=int(slots.num_computed[member.slot]) if has_slot else 0,
+                        blocks=len(slots.blocks(member.slot)) if has_slot else 0,
+                        num_cached_tokens=member.num_cached_tokens,
+                        num_preemptions=member.stats.num_preemptions,
+                        age_s=now - member.stats.arrival_time,
+                    )
+                )
+        return views
+
+    def num_generated(self, request_id: str) -> float | None:
+        """Tokens that have been read of a request, in the mean over its sequences; None of one that has ended, or of an
+        unknown id.
+        """
         entry = self._requests.get(request_id)
         if entry is None or entry.request.group.finished:
             return None
         slots, members = self._engine.core.scheduler.slots, entry.request.group.members
-        return sum(
-            int(slots.num_known[member.slot]) - member.prompt_len
-            if member.status == RequestStatus.RUNNING and slots.holds_tokens(member.slot)
-            else len(member.output_token_ids)
-            for member in members
+        has_slot = [m.status == RequestStatus.RUNNING and slots.holds_tokens(m.slot) for m in members]
+        return fmean(
+            int(slots.num_known[member.slot]) - member.prompt_len if has else len(member.output_token_ids)
+            for member, has in zip(members, has_slot, strict=True)
         )
 
     @abstractmethod
@@ -199,11 +232,11 @@ class StepRequests(ClientRequests):
         """Requests started since the last call: the first in the queue, or any of them where some have priority."""
         waiting, started = self._not_started, []
         if self._engine.args.scheduling_policy == "priority":
-            started = [entry for entry in waiting if entry.request.status != RequestStatus.WAITING]
+            started = [entry for entry in waiting if entry.request.status not in _BEFORE_START]
             if started:
-                self._not_started = deque(t for t in waiting if t.request.status == RequestStatus.WAITING)
+                self._not_started = deque(t for t in waiting if t.request.status in _BEFORE_START)
             return started
-        while waiting and waiting[0].request.status != RequestStatus.WAITING:
+        while waiting and waiting[0].request.status not in _BEFORE_START:
             started.append(waiting.popleft())
         return started
 

@@ -30,6 +30,7 @@ from jpaged.host.parent import end_with_parent
 from jpaged.processes import handover, wire
 from jpaged.processes.client_requests import ClientRequests, make_client_requests
 from jpaged.processes.connection import RECEIVE_BYTES, Connection, ConnectionClosedError
+from jpaged.processes.flight_recorder import FlightRecorder
 from jpaged.processes.pool_view import PoolView, view_pool
 from jpaged.processes.pulse import IDLE_BEAT_S, Pulse
 from jpaged.processes.trials import Trials
@@ -60,7 +61,7 @@ class EngineProcess:
         self._pulse = pulse
         self._control = control
         self._ready = ready
-        self._trials = Trials(requests, self._start)
+        self._trials = Trials(requests, self._start, engine.args.pipeline_depth + 2)
         self._shutdown = False
         self._poll = select.poll()
         for connection in connections:
@@ -79,7 +80,6 @@ class EngineProcess:
             if requests.has_unfinished() and requests.spare_s() < _SHORTEST_WAIT_S:
                 for connection, message in requests.step().items():
                     connection.send(message)
-                self._pulse.count_step()
                 self._trials.advance()
 
     def _receive(self, wait_s: float) -> None:
@@ -158,8 +158,10 @@ class EngineProcess:
         except JPagedError as error:
             return wire.Answer(call.call_id, wire.Error(type(error).__name__, str(error)))
 
-    def _reply(self, question: wire.Question) -> wire.Stats | wire.Pool | wire.Changed | wire.Intact:
+    def _reply(self, question: wire.Question) -> wire.Reply:
         engine = self._engine
+        if isinstance(question, wire.GetRequests):
+            return wire.Requests(self._requests.views(question.most))
         if isinstance(question, wire.GetStats):
             return wire.Stats(engine.get_metrics())
         if isinstance(question, wire.GetPool):
@@ -222,6 +224,8 @@ def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket
     )
     for connection in connections:
         connection.send(ready)
+    if start.reports == "steps":  # else nobody starts the process again
+        engine.core.observer = FlightRecorder(pulse, engine.core.scheduler.slots)
     process = EngineProcess(engine, connections, make_client_requests(engine, start.reports), pulse, control, ready)
     try:
         process.run()

@@ -14,11 +14,13 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict
 
 from jpaged.api.config import RestartOptions
 from jpaged.api.errors import EngineDeadError
 from jpaged.processes import handover
+from jpaged.processes.flight_recorder import write_last_steps
 from jpaged.processes.launch import EngineProcesses, ended_how
 
 log = logging.getLogger("jpaged.engine")
@@ -87,6 +89,9 @@ class EngineKeeper:
         self._on_given_up = on_given_up
         self._limits = [RestartLimit(options.max_restarts) for _ in range(processes.num_replicas)]
         self._hung: set[int] = set()
+        self._num_written = 0
+        self._ended_at: dict[int, float] = {}
+        self._started_at: dict[int, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._given_up: dict[int, EngineDeadError] = {}
         self._stopped = False
@@ -114,6 +119,15 @@ class EngineKeeper:
         for replica, error in self._given_up.items():
             handover.send(channel, handover.GivenUp(replica, type(error).__name__, str(error)))
 
+    def serves(self, replica: int, startup_s: Mapping[str, float]) -> None:
+        """A process that was started again serves. startup_s: seconds of its start, by phase."""
+        ended, started, now = self._ended_at[replica], self._started_at[replica], time.monotonic()
+        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in startup_s.items())
+        log.warning(
+            "replica %d serves again %.2f s after its process ended: %.2f s until the next was started, %.2f s for its "
+            "start (%s)", replica, now - ended, started - ended, now - started, phases
+        )  # fmt: skip
+
     def kill(self, replica: int) -> None:
         """Ends a replica's process that is of no more use."""
         self._processes.send_signal(replica, signal.SIGKILL)
@@ -122,6 +136,7 @@ class EngineKeeper:
         control = self._processes.controls[replica]
 
         def ended() -> None:
+            self._ended_at[replica] = time.monotonic()
             asyncio.get_running_loop().remove_reader(control)
             self._run(self._recover(replica))
 
@@ -153,6 +168,12 @@ class EngineKeeper:
             self._hung.discard(replica)
         if words := self.last_words.pop(replica, ""):
             what += f": {words.rstrip('.')}"
+        path = await asyncio.to_thread(
+            write_last_steps, processes.pulses[replica], what, asdict(processes.args), self._num_written
+        )
+        if path is not None:
+            self._num_written += 1
+            log.error("the last steps of replica %d are in %s (jpaged bench steps --replay)", replica, path)
         wait_s = limit.wait_s(processes.pulses[replica].num_steps > 0)
         if wait_s is None:
             self._give_up(replica, EngineDeadError(f"{what}; start it anew."))
@@ -160,6 +181,7 @@ class EngineKeeper:
         log.error("%s; starting it again%s (%s)", what, f" in {wait_s:g} s" if wait_s else "", limit)
         if wait_s:
             await asyncio.sleep(wait_s)
+        self._started_at[replica] = time.monotonic()
         sockets = processes.restart(replica)
         self._watch(replica)
         self._on_replaced(replica, sockets[0])

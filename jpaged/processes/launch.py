@@ -50,6 +50,7 @@ class EngineProcesses:
         process's links are to be inherited, by `pass_fds`. reports: what the clients are told of each step.
 
     Attributes:
+        args: as given.
         links: for each client.
         controls: for each replica the channel by which it gets further clients; it is readable when its process ends.
         pulses: for each replica the sign of life of its process.
@@ -60,7 +61,7 @@ class EngineProcesses:
     """
 
     def __init__(self, args: EngineArgs, num_clients: int = 1, reports: Reports = "steps") -> None:
-        self._args, self._reports = args, reports
+        self.args, self._reports = args, reports
         self._processes: list[subprocess.Popen[bytes]] = []
         num_replicas = args.data_parallel_size
         self._environments: list[dict[str, str]] = [package_environment(os.environ)]
@@ -153,7 +154,7 @@ class EngineProcesses:
         for end in (its_control, *theirs):
             end.close()
         sockets = [pair[0] for pair in pairs]
-        own = replace(self._args, verbose=self._args.verbose and replica == 0)
+        own = replace(self.args, verbose=self.args.verbose and replica == 0)
         sockets[0].sendall(frame(Start(own, self._reports)))
         return process, control, pulse, sockets
 

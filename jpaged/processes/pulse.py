@@ -15,7 +15,8 @@ import numpy as np
 IDLE_BEAT_S = 1.0
 """An idle engine process comes round this often."""
 
-_BYTES = mmap.PAGESIZE
+PULSE_BYTES = mmap.PAGESIZE
+"""Of the memory; what follows is the flight recorder's (`flight_recorder.py`)."""
 
 
 class Pulse:
@@ -23,13 +24,13 @@ class Pulse:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._cells = np.frombuffer(mmap.mmap(fd, _BYTES), np.float64)
+        self._cells = np.frombuffer(mmap.mmap(fd, PULSE_BYTES), np.float64, 2)
 
     @classmethod
     def create(cls) -> Self:
         """Allocates zeroed memory, whose descriptor a child process inherits."""
         fd = os.memfd_create("jpaged-pulse")
-        os.ftruncate(fd, _BYTES)
+        os.ftruncate(fd, PULSE_BYTES)
         return cls(fd)
 
     def beat(self) -> None:

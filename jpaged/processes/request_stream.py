@@ -19,9 +19,9 @@ from jpaged.processes.links import AsyncLink
 from jpaged.processes.wire import Finish, Update
 from jpaged.text.tokenizer import Tokenizer
 
-_PROGRESS_TOKENS = 16
-"""A request that has got fewer than this between two ends of the engine may be what ended it: steps that are under way
-bring it a few tokens before the one that does.
+_TRIALS = 2
+"""A request is refused when the engine has ended so often while it was the one on trial. Once may be chance: a process
+can be killed from outside.
 """
 
 
@@ -32,13 +32,14 @@ class RequestStream:
     replica: where it runs.
     pending: by sequence, tokens that came since the consumer last looked; empty also where only other news came.
     queued: it has not run yet. closed: nothing more will come. is_counted: its end belongs in the metrics.
-    held: no engine process has it at the moment. on_trial: one runs it on trial.
+    held: no engine process has it at the moment. running: the process that has it has started it. on_trial: on trial.
     """
 
     __slots__ = (
         "_changed",
         "_deaths",
         "_error",
+        "_failed_trials",
         "_news",
         "_outputs",
         "_tokens_at_death",
@@ -54,6 +55,7 @@ class RequestStream:
         "queued",
         "replica",
         "request",
+        "running",
     )
 
     def __init__(
@@ -74,10 +76,12 @@ class RequestStream:
         self.closed = False
         self.is_counted = True
         self.held = False
+        self.running = False
         self.on_trial = False
         self.last_token_time = 0.0
         self._deaths = 0
-        self._tokens_at_death = 0
+        self._failed_trials = 0
+        self._tokens_at_death = [0] * len(group.members)
         self._news = False
         self._error: JPagedError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -118,17 +122,34 @@ class RequestStream:
         """Whether two engine processes in a row ended while it ran, and it got next to nothing between."""
         return self._deaths > 1
 
-    def count_death(self) -> None:
-        """The engine process has ended while it ran."""
-        num_tokens = sum(len(member.output_token_ids) for member in self.group.members)
-        in_a_row = self._deaths and num_tokens - self._tokens_at_death < _PROGRESS_TOKENS
-        self._deaths = self._deaths + 1 if in_a_row else 1
+    @property
+    def failed_trials(self) -> int:
+        """How often an engine process ended while this request was on trial. One that has passed begins anew."""
+        return self._failed_trials
+
+    @property
+    def is_convicted(self) -> bool:
+        """Whether it is not to be tried again."""
+        return self._failed_trials >= _TRIALS
+
+    def count_death(self, most_under_way: int) -> None:
+        """The engine process has ended while it ran.
+
+        most_under_way: tokens of a sequence that may have been computed, but not told of, when the one before ended.
+        """
+        num_tokens = [len(member.output_token_ids) for member in self.group.members]
+        gained = max(now - before for now, before in zip(num_tokens, self._tokens_at_death, strict=True))
+        self._deaths = self._deaths + 1 if self._deaths and gained <= most_under_way else 1
         self._tokens_at_death = num_tokens
+        self.running = False
+        if self.on_trial:
+            self.on_trial = False
+            self._failed_trials += 1
 
     def clear(self) -> None:
         """It has run a step that others might not have survived, and the engine lives."""
         self.on_trial = False
-        self._deaths = 0
+        self._deaths = self._failed_trials = 0
 
     def end(self) -> bool:
         """Aborts the sequences that have not ended. Returns whether there were any."""

@@ -1,11 +1,13 @@
 """Finds the request that ends the engine process, by letting those that may be it run one after another.
 
 A request that was running when the engine process ended twice in a row, with next to nothing done between, is added on
-trial. Requests on trial start one by one: the next starts when the one before has brought a token, or is over. If the
-process ends meanwhile, its client knows which it was. What comes after them waits behind them.
+trial. Requests on trial start one by one: the next starts when the one before has brought some tokens, or is over. If
+the process ends meanwhile, its client knows which it was. What comes after them waits behind them.
 
     held      B*  C*  d  e            * on trial
-    running   A*                      until it has brought a token
+    running   A*                      until it has brought as many tokens as can be under way, and one more
+
+With fewer, a step that is to break the engine may be under way while the tokens of those before it are read.
 """
 
 from collections import deque
@@ -21,14 +23,15 @@ Start = Callable[[Connection, Add], None]
 class Trials:
     """Requests that wait for a trial, or behind one.
 
-    requests: those that have started. start: starts one.
+    requests: those that have started. start: starts one. num_tokens: that a request brings to pass.
     """
 
-    def __init__(self, requests: ClientRequests, start: Start) -> None:
+    def __init__(self, requests: ClientRequests, start: Start, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
         self._requests = requests
         self._start = start
         self._held: deque[tuple[Connection, Add]] = deque()
-        self._running: tuple[Connection, int, str, int] | None = None  # handle, request id, tokens known at its start
+        self._running: tuple[Connection, int, str, float] | None = None  # handle, request id, tokens that it must have
 
     def add(self, connection: Connection, message: Add) -> None:
         """Starts a request, now or when those before it have passed."""
@@ -41,9 +44,9 @@ class Trials:
     def advance(self) -> None:
         """Called after each step: starts what need wait no longer."""
         if self._running is not None:
-            connection, handle, request_id, before = self._running
-            known = self._requests.num_known(request_id)
-            if known is not None and known <= before:
+            connection, handle, request_id, wanted = self._running
+            generated = self._requests.num_generated(request_id)
+            if generated is not None and generated < wanted:
                 return
             self._running = None
             connection.send(Trial(handle, passed=True))
@@ -54,11 +57,11 @@ class Trials:
             self._start(connection, message)
             if message.on_trial:
                 request_id = connection.request_id(message.handle)
-                known = self._requests.num_known(request_id)
-                if known is None:  # it was refused
+                generated = self._requests.num_generated(request_id)
+                if generated is None:  # it was refused
                     connection.send(Trial(message.handle, passed=True))
                 else:
-                    self._running = connection, message.handle, request_id, known
+                    self._running = connection, message.handle, request_id, generated + self._num_tokens
 
     def abort(self, connection: Connection, handles: Iterable[int]) -> None:
         """Nobody waits for these any more, whether they are held or not."""

@@ -87,8 +87,9 @@ class Add(_Message):
     """A request that has passed the checks of `InputProcessor`.
 
     prompt, score_targets: int32 token ids as bytes.
-    resumed: of one that goes on; None for one that begins. on_trial: it may be what the last engine processes ended of,
-    so it runs a step before others that may be (`trials.py`).
+    again: it ran in an engine process that has ended, so every token of it is reported from here on: should this
+    process end, too, none is lost. resumed: how far it had come; None for one that begins. on_trial: it may be what
+    the last engine processes ended of, so it runs some steps before others that may be (`trials.py`).
     """
 
     handle: int
@@ -100,12 +101,13 @@ class Add(_Message):
     cache_salt: str | None
     arrival_time: float
     score_targets: bytes | None = None
+    again: bool = False
     resumed: Resumed | None = None
     on_trial: bool = False
 
     @classmethod
-    def of(cls, handle: int, request: Request, *, resumed: Resumed | None = None, on_trial: bool = False) -> "Add":
-        """The message that asks for `request`."""
+    def of(cls, handle: int, request: Request, *, again: bool = False, on_trial: bool = False) -> "Add":
+        """The message that asks for `request`. again, on_trial: as the fields."""
         return cls(
             handle=handle,
             prompt=request.prompt_token_ids.tobytes(),
@@ -116,7 +118,8 @@ class Add(_Message):
             cache_salt=request.cache_salt,
             arrival_time=request.stats.arrival_time,
             score_targets=None if request.score_targets is None else request.score_targets.tobytes(),
-            resumed=resumed,
+            again=again,
+            resumed=Resumed.of(request) if again else None,
             on_trial=on_trial,
         )
 
@@ -134,6 +137,8 @@ class Add(_Message):
             beam=self.beam,
             score_targets=None if self.score_targets is None else np.frombuffer(self.score_targets, np.int32),
         )
+        if self.again and self.beam is None:
+            request.reports_each_token = True
         if self.resumed is not None:
             request.num_cached_tokens, request.stats = self.resumed.num_cached_tokens, self.resumed.stats
             if self.resumed.has_prompt_logprobs:
@@ -163,6 +168,12 @@ class GetPool(_Message):
     """Answered by Pool."""
 
 
+class GetRequests(_Message):
+    """Answered by Requests, of at most so many."""
+
+    most: int
+
+
 class ResetPrefixCache(_Message):
     """Answered by Changed: whether it was reset."""
 
@@ -185,7 +196,7 @@ class CheckIntegrity(_Message):
     """Answered by Intact, or Error."""
 
 
-Question = GetStats | GetPool | ResetPrefixCache | PinPrefix | UnpinPrefix | CheckIntegrity
+Question = GetStats | GetPool | GetRequests | ResetPrefixCache | PinPrefix | UnpinPrefix | CheckIntegrity
 
 
 class Call(_Message):
@@ -317,7 +328,7 @@ class Refused(_Message):
 
 
 class Trial(_Message):
-    """A request that was added `on_trial` runs now. passed: it has run a step, and the engine lives."""
+    """A request that was added `on_trial` runs now. passed: it has run some steps, and the engine lives."""
 
     handle: int
     passed: bool
@@ -334,6 +345,33 @@ class Pool(_Message):
 
     stats: EngineStats
     view: PoolView
+
+
+class RequestView(_Message):
+    """A sequence of an unfinished request.
+
+    handle: the client's. status: "waiting", "running", "preempted" or "finished". slot: -1 without one.
+    known: tokens of prompt and answer that the host knows; computed: of these and those in flight, those that are
+    computed. blocks: that it holds, shared ones included. age_s: since the request arrived.
+    """
+
+    handle: int
+    index: int
+    status: str
+    slot: int
+    prompt_tokens: int
+    known: int
+    computed: int
+    blocks: int
+    num_cached_tokens: int
+    num_preemptions: int
+    age_s: float
+
+
+class Requests(_Message):
+    """Unfinished requests, oldest first."""
+
+    requests: list[RequestView]
 
 
 class Changed(_Message):
@@ -354,11 +392,14 @@ class Error(_Message):
     message: str
 
 
+Reply = Stats | Pool | Requests | Changed | Intact
+
+
 class Answer(_Message):
     """The answer to the Call of the same call_id."""
 
     call_id: int
-    value: Stats | Pool | Changed | Intact | Error
+    value: Reply | Error
 
 
 ToEngine = Start | Add | Finish | Abort | Call | Shutdown

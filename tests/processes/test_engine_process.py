@@ -58,7 +58,7 @@ def test_time_without_requests_is_no_part_of_the_hosts_turns():
     config, clock = make_config(pipeline_depth=2), Clock()
     pace = Pace(clock)
     core = EngineCore(Scheduler(config, 0), FakeExecutor(config), pace)
-    args = SimpleNamespace(scheduling_policy="fcfs")
+    args = SimpleNamespace(scheduling_policy="fcfs", pipeline_depth=2)
     engine = SimpleNamespace(core=core, eos_token_ids=(), args=args, get_metrics=core.stats)
     ours, theirs = socket.socketpair()
     theirs.settimeout(60)

@@ -38,8 +38,12 @@ def _fragile(token: int, length: int, how: str) -> None:
     EngineCore.step = breaking  # type: ignore[method-assign]
 
 
+def make_fragile(value: str) -> None:
+    """value: as of JPAGED_FRAGILE."""
+    token, length, how = value.split(":")
+    _fragile(int(token), int(length), how)
+
+
 if __name__ == "__main__":
-    if VARIABLE in os.environ:
-        token, length, how = os.environ[VARIABLE].split(":")
-        _fragile(int(token), int(length), how)
+    make_fragile(os.environ[VARIABLE])
     sys.exit(engine_process.main(sys.argv[1:]))
