@@ -49,7 +49,9 @@ STEPS_A_GROUP = 8
 
 def parser() -> argparse.ArgumentParser:
     result = bench_parser("steps", __doc__, "--model qwen3-0.6b --load-format dummy --batch 1 --batch 256")
-    add_model_options(result)
+    either = result.add_mutually_exclusive_group(required=True)
+    either.add_argument("--replay", type=Path, metavar="FILE", help="print the recorded steps of an engine that ended")
+    add_model_options(result, either)
     result.add_argument(
         "--batch",
         action="append",
@@ -70,7 +72,6 @@ def parser() -> argparse.ArgumentParser:
         "--read-gb-per-s", type=float, default=4424.0, help="the card's read bandwidth in GB/s, for the floor"
     )
     result.add_argument("--top", type=int, default=12, help="kernels to print")
-    result.add_argument("--replay", type=Path, metavar="FILE", help="print the recorded steps of an engine that ended")
     result.add_argument("--trace", type=Path, help="keep the profiler's trace here (it opens in Perfetto)")
     return result
 

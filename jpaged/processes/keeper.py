@@ -167,7 +167,7 @@ class EngineKeeper:
             what += " was killed"
             self._hung.discard(replica)
         if words := self.last_words.pop(replica, ""):
-            what += f": {words.rstrip('.')}"
+            what = f"{which} has ended. {words.rstrip('.')}"
         path = await asyncio.to_thread(
             write_last_steps, processes.pulses[replica], what, asdict(processes.args), self._num_written
         )
