@@ -1,5 +1,6 @@
 """`LLM`: completes a list of prompts with a model, in one call. For offline use."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from tqdm import tqdm
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import (
+    NOT_FINITE,
     InvalidParameterError,
     InvalidPromptError,
     JPagedError,
@@ -33,6 +35,8 @@ from jpaged.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("jpaged.engine")
 
 
 class LLM:
@@ -321,6 +325,8 @@ class LLM:
                     raise KeyboardInterrupt
                 for output in outputs:
                     finished[output.request_id] = output
+                    if any(completion.finish_reason == "error" for completion in output.outputs):
+                        log.error("A request ended with finish_reason 'error'. %s", NOT_FINITE)
                     tokens_in += len(output.prompt_token_ids)
                     tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
                     elapsed = time.perf_counter() - begun

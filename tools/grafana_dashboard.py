@@ -152,6 +152,26 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
             ("Tokens a step", "short", "Of prompts computed, and new ones.", [mean("iteration_tokens_total")]),
         ],
     ),
+    (
+        "Failures",
+        [
+            (
+                "Engine restarts",
+                "short",
+                "Engine processes started again after they ended or hung, a second, and requests that went on then.",
+                [(rate("engine_restarts_total"), "restarts"), (rate("requests_resumed_total"), "requests resumed")],
+            ),
+            (
+                "Requests refused",
+                "short",
+                "Requests a second whose logits were not finite, and those that ended engine processes.",
+                [
+                    (rate("requests_not_finite_total"), "logits not finite"),
+                    (rate("requests_suspected_total"), "ended the engine"),
+                ],
+            ),
+        ],
+    ),
 ]
 
 

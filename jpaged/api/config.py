@@ -202,6 +202,29 @@ class EngineArgs(SchedulingOptions):
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class RestartOptions:
+    """When an engine process counts as hung, and how often one that ended is started again.
+
+    Args:
+        step_timeout_s: an engine process whose loop has not come round for so long hangs, and is killed.
+        max_restarts: within ten minutes, of one engine process; 0: it stays down the first time.
+
+    Raises:
+        InvalidParameterError: a value of the wrong type or out of range.
+    """
+
+    step_timeout_s: float = 300.0
+    max_restarts: int = 10
+
+    def __post_init__(self) -> None:
+        if not is_number(self.step_timeout_s) or not 0 < self.step_timeout_s < math.inf:
+            raise InvalidParameterError(
+                f"step_timeout must be a number of seconds above 0, got {shown(self.step_timeout_s)}."
+            )
+        check_integer("max_restarts", self.max_restarts, 0, 2**31)
+
+
 def host_memory() -> int:
     """Bytes of memory that this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

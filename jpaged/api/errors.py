@@ -81,6 +81,29 @@ class EngineDeadError(JPagedError, RuntimeError):
     """The engine met an internal error and cannot go on; the original exception is its `__cause__`."""
 
 
+class NonFiniteLogitsError(JPagedError, ArithmeticError):
+    """The model's logits for a request are not finite (NaN or infinite), so no token can be taken from them. Mostly the
+    checkpoint has such weights, or its values exceed what the dtype holds.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message or NOT_FINITE)
+
+
+NOT_FINITE = (
+    "The model's logits are not finite (NaN or infinite), so there is no next token. Check the checkpoint's weights; "
+    "with dtype='float16' try 'bfloat16' or 'float32'."
+)
+
+
+class EngineRestartingError(JPagedError, RuntimeError):
+    """The engine process has ended and is being started again; requests wait for it meanwhile."""
+
+
+class SuspectRequestError(JPagedError, RuntimeError):
+    """A request that was running each time the engine process ended, and is not tried again."""
+
+
 def error_of(kind: str, message: str) -> JPagedError:
     """An error that another process reported, as an exception of this one.
 

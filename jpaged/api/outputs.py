@@ -48,7 +48,8 @@ class CompletionOutput:
         sequences are ranked by it (`best_of`, beam search).
     logprobs: a dict for each token, None unless asked for.
     score: of a sequence that a beam search found: its cumulative log-probability divided by the length penalty.
-    finish_reason: "stop" (a stop token or string, or the end of sequence), "length", "abort", or None while running.
+    finish_reason: "stop" (a stop token or string, or the end of sequence), "length", "abort", "error" (the model's
+        logits were not finite, see `NonFiniteLogitsError`), or None while running.
     stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
     """
 

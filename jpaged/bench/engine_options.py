@@ -45,9 +45,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Which model, of a benchmark that has no default for it."""
-    parser.add_argument("--model", required=True, help=f"a directory, a hub id, or one of {', '.join(CONFIGS)}")
+def add_model_options(
+    parser: argparse.ArgumentParser, instead: "argparse._MutuallyExclusiveGroup | None" = None
+) -> None:
+    """Which model, of a benchmark that has no default for it. instead: options of which one may be given for it."""
+    what = f"a directory, a hub id, or one of {', '.join(CONFIGS)}"
+    if instead is None:
+        parser.add_argument("--model", required=True, help=what)
+    else:
+        instead.add_argument("--model", help=what)
     add_load_format(parser)
 
 

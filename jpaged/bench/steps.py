@@ -10,6 +10,8 @@ must read (weights and the KV cache of its tokens) over the card's read bandwidt
 
 With `--tensor-parallel-size`, floor, busy and kernels are those of one device, the mean over all.
 
+`--replay FILE` measures nothing: it prints the last steps of an engine process that ended (`recorded_steps.py`).
+
 While it records, the profiler makes XLA launch kernel by kernel instead of as CUDA graphs, so `wall` comes from
 steps that it does not see.
 """
@@ -28,6 +30,7 @@ import numpy as np
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.bench import recorded_steps
 from jpaged.bench.arguments import add_kernel_backend_option, bench_parser, check_least
 from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.engine_options import (
@@ -46,7 +49,9 @@ STEPS_A_GROUP = 8
 
 def parser() -> argparse.ArgumentParser:
     result = bench_parser("steps", __doc__, "--model qwen3-0.6b --load-format dummy --batch 1 --batch 256")
-    add_model_options(result)
+    either = result.add_mutually_exclusive_group(required=True)
+    either.add_argument("--replay", type=Path, metavar="FILE", help="print the recorded steps of an engine that ended")
+    add_model_options(result, either)
     result.add_argument(
         "--batch",
         action="append",
@@ -74,6 +79,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_least(args, batch=1, context=1, steps=STEPS_A_GROUP, top=0)
+    if args.replay is not None:
+        recorded = recorded_steps.load(args.replay)
+        print("\n".join(recorded_steps.report(recorded)))
+        if args.json:
+            write_report(args.json, "steps", vars(args), recorded["steps"])
+        return 0
     engine = LLMEngine(EngineArgs(**engine_options(args)))
     figures = []
     for batch in batch_sizes(engine, args.batch):

@@ -7,7 +7,7 @@ from importlib import import_module
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
-from jpaged.api.errors import InvalidPromptError
+from jpaged.api.errors import InvalidPromptError, NonFiniteLogitsError
 from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.cli.options import add_generation_options, generation_options, sampling_params
 from jpaged.cli.terminal import Screen
@@ -177,6 +177,9 @@ class Chat:
                 for output in engine.step():
                     parts.append(output.outputs[0].text)
                     finish_reason = output.outputs[0].finish_reason
+                    if finish_reason == "error":
+                        self._screen.end_line()
+                        raise NonFiniteLogitsError
                     self._screen.write(parts[-1])
             if interrupt.requested:
                 engine.abort_request(request_id)

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any, TextIO
 
-from jpaged.api.errors import InvalidParameterError, InvalidPromptError, JPagedError
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError, JPagedError, NonFiniteLogitsError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.cli.options import add_generation_options, generation_options, sampling_params
@@ -114,6 +114,9 @@ def _stream(llm: "LLM", text: str, args: argparse.Namespace, screen: Screen) -> 
             for output in llm.engine.step():
                 screen.write(output.outputs[0].text)
                 num_tokens += len(output.outputs[0].token_ids)
+                if output.outputs[0].finish_reason == "error":
+                    screen.end_line()
+                    raise NonFiniteLogitsError
     screen.end_line()
     if interrupt.requested:
         llm.engine.abort_request("0")
@@ -151,7 +154,9 @@ def _answer_all(llm: "LLM", prompts: list[tuple[int, str]], args: argparse.Names
             if not llm.engine.has_unfinished_requests():
                 raise JPagedError(f"The answer to line {prompts[written][0]} never came.")
             for output in llm.engine.step():
-                waiting[output.request_id] = output
+                is_wrong = output.outputs[0].finish_reason == "error"
+                waiting[output.request_id] = str(NonFiniteLogitsError()) if is_wrong else output
+                failed += is_wrong
     return 1 if failed else 0
 
 

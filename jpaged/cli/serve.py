@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from textwrap import dedent
 from typing import get_args
 
-from jpaged.api.config import EngineArgs, Policy
+from jpaged.api.config import EngineArgs, Policy, RestartOptions
 from jpaged.api.errors import InvalidParameterError
 from jpaged.cli.options import add_model_options, engine_options
 from jpaged.cli.terminal import Screen
@@ -117,6 +117,20 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="processes that speak HTTP (default: one for every four cores, at most 4; with several replicas 1)",
     )
     group.add_argument(
+        "--step-timeout",
+        type=float,
+        default=RestartOptions.step_timeout_s,
+        metavar="S",
+        help="seconds without a step after which an engine process counts as hung and is killed (default: 300)",
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        default=RestartOptions.max_restarts,
+        metavar="N",
+        help="how often within ten minutes an engine or API process that ended is started again (default: 10)",
+    )
+    group.add_argument(
         "--metrics-prefix", default="jpaged", metavar="NAME", help="what names of metrics begin with (default: jpaged)"
     )
     group.add_argument("--no-access-log", action="store_true", help="write no line for each request")
@@ -185,6 +199,7 @@ def run(args: argparse.Namespace) -> int:
         root_path=args.root_path,
         shutdown_timeout_s=args.shutdown_timeout,
         api_workers=api_workers,
+        restarts=RestartOptions(step_timeout_s=args.step_timeout, max_restarts=args.max_restarts),
     )
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     if not args.quiet:

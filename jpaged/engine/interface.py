@@ -48,6 +48,7 @@ class FinishCode(IntEnum):
     RUNNING = 0
     STOP = 1  # sampled one of the slot's stop tokens
     LENGTH = 2  # reached `SlotStart.max_len` tokens
+    NOT_FINITE = 3  # its logits are not finite, so the row's token means nothing
 
 
 @dataclass(frozen=True, slots=True)

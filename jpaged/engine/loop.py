@@ -22,7 +22,8 @@ before the next turn. What runs together then depends on time; without it, only 
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -34,23 +35,40 @@ from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
 
 
+class StepObserver(Protocol):
+    """Hears of each step."""
+
+    def planned(self, plan: StepPlan) -> None:
+        """It is about to be dispatched."""
+        ...
+
+    def read(self, plan: StepPlan) -> None:
+        """Its results have come."""
+        ...
+
+
 class EngineCore:
-    """Joins a scheduler and an executor. Not thread-safe: one thread calls it."""
+    """Joins a scheduler and an executor. Not thread-safe: one thread calls it.
+
+    Attributes:
+        observer: hears of each step; None: nobody does.
+    """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, pace: Pace | None = None) -> None:
         self.scheduler = scheduler
+        self.observer: StepObserver | None = None
         self._executor = executor
         self._pace = pace or Pace()
         self._depth = scheduler.config.pipeline_depth
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
 
-    def add_request(self, request: Request) -> None:
-        """Queues a request.
+    def add_request(self, request: Request, generated: Sequence[Sequence[int] | None] | None = None) -> None:
+        """Queues a request. generated: as of `Scheduler.add`.
 
         Raises:
             InvalidPromptError, OutOfMemoryError, InvalidParameterError: as `Scheduler.add`.
         """
-        self.scheduler.add(request)
+        self.scheduler.add(request, generated)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends requests, whatever their state, with finish_reason "abort" and the tokens read so far.
@@ -79,6 +97,8 @@ class EngineCore:
         self._pace.begins()
         plan = self.scheduler.schedule()
         if isinstance(plan, StepPlan):
+            if self.observer is not None:
+                self.observer.planned(plan)
             handle = self._executor.execute(plan)
             was_late = bool(self._in_flight) and self._in_flight[-1][1].is_ready()
             self._in_flight.append((plan, handle))
@@ -135,4 +155,6 @@ class EngineCore:
         had_ended = handle.is_ready()
         result = handle.result()
         self._pace.read(had_ended)
+        if self.observer is not None:
+            self.observer.read(plan)
         return self.scheduler.update(plan, result)

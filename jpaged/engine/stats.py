@@ -18,6 +18,7 @@ class Counters:
     num_preemptions: int = 0
     num_swap_preemptions: int = 0
     num_finished: int = 0
+    num_not_finite: int = 0
     prompt_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
@@ -36,6 +37,7 @@ class EngineStats:
 
     num_running, num_waiting: sequences now; preempted ones wait, and those that wait together count once.
     num_steps, num_preemptions, num_finished: totals; aborted requests count as finished.
+    num_not_finite: requests that ended because their logits were not finite.
     num_swap_preemptions: of the preemptions, those whose blocks went to host memory.
     num_shared_prefix_steps: those of the steps that read a prefix once for all sequences that share it.
     prompt_tokens: of requests admitted, prefix hits included. generated_tokens: those the host has read.
@@ -59,6 +61,7 @@ class EngineStats:
     num_preemptions: int
     num_swap_preemptions: int
     num_finished: int
+    num_not_finite: int
     prompt_tokens: int
     prefilled_tokens: int
     generated_tokens: int

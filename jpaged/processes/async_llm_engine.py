@@ -6,21 +6,33 @@
 
 Tokenizing, detokenizing and stop strings are done in this process. This module knows which request runs where, and
 what is open; `request_stream.py` makes a request's outputs, `tokenizing.py` tokenizes, `links.py` sends and receives.
+
+An engine process may end at any time, and no request is lost with it: this process has the prompts, the seeds and all
+tokens that came. `keeper.py` starts another process, to which every open request is added again with its tokens so far;
+other replicas take them over at once. Noise is keyed by seed and position, so the tokens are the same.
 """
 
 import asyncio
 import itertools
 import math
 import os
+import socket
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from jpaged.api.beam_search_params import BeamSearchParams
-from jpaged.api.config import EngineArgs
-from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError, error_of
+from jpaged.api.config import EngineArgs, RestartOptions
+from jpaged.api.errors import (
+    EngineDeadError,
+    EngineRestartingError,
+    InvalidParameterError,
+    JPagedError,
+    SuspectRequestError,
+    error_of,
+)
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.limits import RequestLimits
@@ -30,8 +42,9 @@ from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.host.hub import model_directory
-from jpaged.processes import wire
-from jpaged.processes.launch import EngineProcesses, Link
+from jpaged.processes import handover, wire
+from jpaged.processes.keeper import EngineKeeper
+from jpaged.processes.launch import EngineProcesses, Link, ended_how
 from jpaged.processes.links import AsyncLink
 from jpaged.processes.pool_view import PoolView
 from jpaged.processes.request_metrics import RequestMetrics
@@ -46,7 +59,7 @@ _LAST_WORDS_S = 0.5
 """After its socket has closed, we wait this long for its exit code, so that the error can name it."""
 
 _T = TypeVar("_T")
-_AnswerT = TypeVar("_AnswerT", wire.Stats, wire.Pool, wire.Changed, wire.Intact)
+_AnswerT = TypeVar("_AnswerT", wire.Stats, wire.Pool, wire.Requests, wire.Changed, wire.Intact)
 
 
 def load_tokenizer(args: EngineArgs) -> Tokenizer | None:
@@ -70,8 +83,12 @@ class AsyncLLMEngine:
     methods are called from one event loop. With `data_parallel_size` there are as many, and each request goes to the
     one that has least to do before it is done; a request's tokens do not depend on which that is.
 
+    A process that ends by itself, or hangs, is started again; requests wait meanwhile and then go on, with the tokens
+    that they would have had. A request that was running each time it ended is refused.
+
     Args:
         args: what to run and how; or a model alone: a directory or a hub id.
+        restarts: when a process counts as hung, and how often it is started again.
         processes: started by the caller, instead of by the constructor; `shutdown` ends them.
         link: to processes that another process has started and will end.
 
@@ -79,6 +96,7 @@ class AsyncLLMEngine:
         args: as given.
         tokenizer: None with skip_tokenizer_init.
         metrics: what it counts and times.
+        keeper: of the processes; None with `link`.
 
     Raises:
         ModelNotFoundError, CheckpointError: there is no such model or tokenizer. What else may be wrong with the model
@@ -89,6 +107,7 @@ class AsyncLLMEngine:
         self,
         args: EngineArgs | str | os.PathLike[str],
         *,
+        restarts: RestartOptions | None = None,
         processes: EngineProcesses | None = None,
         link: Link | None = None,
     ) -> None:
@@ -107,6 +126,10 @@ class AsyncLLMEngine:
                 processes.kill()
                 processes.wait(SHUTDOWN_S)
             raise
+        self.keeper: EngineKeeper | None = None
+        if processes is not None:
+            self.keeper = EngineKeeper(processes, restarts or RestartOptions(), self._replaced, self._given_up)
+        self._handover = link.handover
         self._board = link.board
         self.metrics = RequestMetrics(link.board.metrics, link.board.worker)
         self._replicas = [AsyncLink(index, sock) for index, sock in enumerate(link.sockets)]
@@ -115,11 +138,13 @@ class AsyncLLMEngine:
         self._ready: wire.Ready | None = None
         self._inputs: InputProcessor | None = None
         self._failure: JPagedError | None = None
+        self._failed = asyncio.Event()
+        self._closing = False
+        self._connecting: set[asyncio.Task[None]] = set()
         self._streams: dict[int, RequestStream] = {}
         self._request_ids: set[str] = set()
-        self._handles = itertools.count(1 + link.board.worker, link.board.num_workers)
         self._call_ids = itertools.count(1)
-        self._calls: dict[int, tuple[AsyncLink, asyncio.Future[wire.Answer]]] = {}
+        self._calls: dict[int, tuple[AsyncLink, asyncio.Future[wire.Answer | None]]] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
 
     @classmethod
@@ -147,7 +172,10 @@ class AsyncLLMEngine:
         if self._is_ready is None:
             loop = asyncio.get_running_loop()
             self._is_ready = loop.create_future()
-            for replica in self._replicas:
+            if self._handover is not None:
+                self._handover.setblocking(False)
+                loop.add_reader(self._handover, self._take_over)
+            for replica in list(self._replicas):
                 await replica.connect(self._take, self._end)
         return await asyncio.shield(self._is_ready)
 
@@ -159,6 +187,17 @@ class AsyncLLMEngine:
     @property
     def failure(self) -> JPagedError | None:
         """Why it is not alive."""
+        return self._failure
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether some replica's process is being started again."""
+        return self._ready is not None and any(one.ready is None and one.failure is None for one in self._replicas)
+
+    async def failed(self) -> JPagedError:
+        """Waits until no replica serves or will serve again; returns why."""
+        await self._failed.wait()
+        assert self._failure is not None
         return self._failure
 
     @property
@@ -202,16 +241,17 @@ class AsyncLLMEngine:
             cache_salt: prefixes are shared only among requests of equal salt.
         Raises:
             InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served.
-            EngineDeadError: the engine process has ended.
+            EngineDeadError: the engine process has ended, and is not started again.
+            SuspectRequestError: it has ended each time that this request was running.
         """
         arrival_time = time.monotonic()
         ready = await self.ready()
         params = ready.default_sampling_params if sampling_params is None else sampling_params
         checked = prompt if isinstance(prompt, ProcessedInput) else await self.process(prompt, params)
         self._check_alive()
-        handle = next(self._handles)
-        if len(self._replicas) > 1 and isinstance(params, SamplingParams) and params.seed is None:
-            # Arrivals are counted here: each replica would begin with the same seed.
+        handle = 1 + self._board.worker + self._board.num_workers * self._board.next_number()
+        if isinstance(params, SamplingParams) and params.seed is None:
+            # Chosen here, not by an engine process: another one may have to go on with the request.
             params = replace(params, seed=default_seed(self.args.seed, handle - 1))
         request, checked = self._processor.request(
             f"request-{handle}" if request_id is None else request_id,
@@ -224,7 +264,7 @@ class AsyncLLMEngine:
         if request.request_id in self._request_ids:
             raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
         group = SequenceGroup.form(request)
-        replica = self._replica_for(handle, request, len(group.members))
+        replica = self._replica_for(handle, request)
         stream = RequestStream(self.tokenizer, handle, group, checked, replica)
         try:
             self._open(stream)
@@ -291,6 +331,26 @@ class AsyncLLMEngine:
         answers = await self._ask(wire.GetPool(), wire.Pool)
         return {replica: (answer.stats, answer.view) for replica, answer in answers.items()}
 
+    async def get_requests(self, most: int = 1000) -> list[dict[str, Any]]:
+        """Unfinished requests, a dictionary for each sequence: those that an engine process has, with the fields of
+        `wire.RequestView`, the replica and, if they were made here, the request id; and those of this process that wait
+        for one. No prompts, no tokens. most: of each replica. Raises EngineDeadError.
+        """
+        answers = await self._ask(wire.GetRequests(most), wire.Requests)
+        found = []
+        for index, answer in sorted(answers.items()):
+            for view in answer.requests:
+                fields = {name: getattr(view, name) for name in view.__struct_fields__}
+                stream = self._streams.get(view.handle)
+                found.append({"replica": index, "request_id": stream and stream.request.request_id} | fields)
+        now = time.monotonic()
+        for stream in itertools.islice((one for one in self._streams.values() if one.held), most):
+            request = stream.request
+            fields = {"handle": stream.handle, "prompt_tokens": request.prompt_len, "is_suspect": stream.is_suspect}
+            fields["age_s"] = now - request.stats.arrival_time
+            found.append({"replica": None, "request_id": request.request_id, "status": "held"} | fields)
+        return found
+
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. A replica that is running requests does nothing; then this returns False."""
         answers = await self._ask(wire.ResetPrefixCache(), wire.Changed)
@@ -300,11 +360,15 @@ class AsyncLLMEngine:
         return done
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if an engine process has failed or ended."""
+        """Raises EngineDeadError if an engine process has ended for good, EngineRestartingError if requests have to
+        wait until one has been started again.
+        """
         self._check_alive()
         for replica in self._replicas:
             if replica.failure is not None:
                 raise EngineDeadError(str(replica.failure)) from replica.failure
+        if self._ready is not None and not self._serving():
+            raise EngineRestartingError("The engine process is being started again; requests wait meanwhile.")
 
     async def check_integrity(self) -> None:
         """Checks that blocks, tables, slots and queue agree. Slow: it reads all of them. Raises EngineDeadError."""
@@ -312,8 +376,14 @@ class AsyncLLMEngine:
 
     async def shutdown(self) -> None:
         """Ends all requests, and the engine processes if this process started them. A second call does nothing."""
-        if self._processes is not None:
-            if self._ready is not None:
+        self._closing = True
+        if self._handover is not None and self._is_ready is not None:
+            asyncio.get_running_loop().remove_reader(self._handover)
+        for task in self._connecting:
+            task.cancel()
+        if self._processes is not None and self.keeper is not None:
+            self.keeper.stop()
+            if self._ready is not None and not self.is_restarting:
                 for replica in self._replicas:
                     replica.send(wire.Shutdown())
             else:
@@ -335,16 +405,21 @@ class AsyncLLMEngine:
         if self._failure is not None:
             raise EngineDeadError(str(self._failure)) from self._failure
 
-    def _replica_for(self, handle: int, request: Request, num_sequences: int) -> AsyncLink:
-        """Picks the replica that a request will run on, and counts the request there."""
+    def _serving(self) -> list[AsyncLink]:
+        return [replica for replica in self._replicas if replica.ready is not None]
+
+    def _replica_for(self, handle: int, request: Request, only: AsyncLink | None = None) -> AsyncLink:
+        """Picks the replica that a request will run on, or wait for if none serves, and counts the request there."""
         if len(self._replicas) == 1:
             return self._replicas[0]
         assert self._ready is not None
         room = self._ready.limits.max_model_len - request.prompt_len
         most = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
         own, owed = self._router.outstanding, self._board.by_replica("owed_tokens")
-        elsewhere = [math.inf if r.failure else owed[r.index] - own[r.index] for r in self._replicas]
-        new_tokens, prompt = most * num_sequences, request.prompt_token_ids.tolist()
+        takers = self._serving() or [replica for replica in self._replicas if replica.failure is None]
+        takers = takers if only is None else [only]
+        elsewhere = [owed[r.index] - own[r.index] if r in takers else math.inf for r in self._replicas]
+        new_tokens, prompt = most * request.num_sequences, request.prompt_token_ids.tolist()
         index = self._router.route(str(handle), prompt, new_tokens, request.cache_salt, elsewhere)
         self._board.set("owed_tokens", index, own[index])
         return self._replicas[index]
@@ -353,15 +428,14 @@ class AsyncLLMEngine:
         """Asks every replica that serves; returns the answers by replica number. kind: the type of the answers."""
         await self.ready()
         self._check_alive()
-        futures: dict[int, asyncio.Future[wire.Answer]] = {}
-        for replica in self._replicas:
-            if replica.failure is not None:
-                continue
+        futures: dict[int, asyncio.Future[wire.Answer | None]] = {}
+        for replica in self._serving():
             call_id = next(self._call_ids)
             futures[replica.index] = asyncio.get_running_loop().create_future()
             self._calls[call_id] = replica, futures[replica.index]
             replica.send(wire.Call(call_id, question))
-        answers = dict(zip(futures, await asyncio.gather(*futures.values()), strict=True))
+        came = zip(futures, await asyncio.gather(*futures.values()), strict=True)
+        answers = {index: answer for index, answer in came if answer is not None}  # the others have ended meanwhile
         for answer in answers.values():
             if isinstance(answer.value, wire.Error):
                 raise EngineDeadError(answer.value.message)
@@ -375,7 +449,10 @@ class AsyncLLMEngine:
         self._board.add("unfinished", replica.index, 1)
         self._board.add("queued", replica.index, 1)
         self._board.add("queued_tokens", replica.index, request.prompt_len)
-        replica.send(wire.Add.of(stream.handle, request))
+        if replica.ready is None:
+            stream.held = True
+        else:
+            replica.send(wire.Add.of(stream.handle, request))
 
     def _close(self, stream: RequestStream) -> None:
         """Forgets a stream; one whose request has not ended is aborted."""
@@ -418,22 +495,101 @@ class AsyncLLMEngine:
             if stream is not None:
                 stream.is_counted = False  # it has not run, nor waited
                 stream.fail(error_of(message.kind, message.message))
+        elif isinstance(message, wire.Trial):
+            stream = self._streams.get(message.handle)
+            if stream is not None:
+                stream.on_trial = True
+                if message.passed:
+                    stream.clear()
         elif isinstance(message, wire.Ready):
             replica.ready = message
-            if all(one.ready is not None for one in self._replicas):
-                self._take_ready([one.ready for one in self._replicas if one.ready is not None])
+            if self._ready is None:
+                self._take_ready()
+            else:
+                self._rejoin(replica)
         elif isinstance(message, wire.Failed):
-            self._die(replica, error_of(message.kind, message.message))
+            error = error_of(message.kind, message.message)
+            if self._ready is not None and self.keeper is not None:
+                self.keeper.last_words[replica.index] = str(error)
+            elif self._handover is None:  # else: whoever started the process meets the same error
+                self._die(replica, error)
 
-    def _take_ready(self, ready: list[wire.Ready]) -> None:
-        """All replicas serve. A request must keep to the limits of each, since any may get it."""
+    def _take_ready(self) -> None:
+        """Begins when all replicas serve, or at least those that ever will. A request must keep to the limits of each,
+        since any may get it.
+        """
+        ready = [one.ready for one in self._replicas if one.ready is not None]
+        if len(ready) < sum(one.failure is None for one in self._replicas):
+            return
         first = ready[0]
         first.limits = RequestLimits.least(one.limits for one in ready)
         self._ready = first
         self._inputs = InputProcessor(self.tokenizer, first.vocab_size, first.limits, first.eos_token_ids)
+        if self.keeper is not None:
+            self.keeper.start()
         assert self._is_ready is not None
         if not self._is_ready.done():
             self._is_ready.set_result(first)
+
+    def _rejoin(self, replica: AsyncLink) -> None:
+        """A replica's new process serves: it takes the requests that wait for it."""
+        assert self._ready is not None
+        assert replica.ready is not None
+        if self.keeper is not None:
+            self.keeper.serves(replica.index, replica.ready.startup_s)
+        self._ready.limits = RequestLimits.least(one.ready.limits for one in self._replicas if one.ready is not None)
+        self._processor.limits = self._ready.limits
+        self._hand_on(replica)
+
+    def _hand_on(self, fresh: AsyncLink | None = None) -> None:
+        """Adds the requests that no process has to those that serve. Those that may be what ended a process go to one
+        that has nothing else to lose. fresh: it has just begun.
+        """
+        num_resumed: dict[int, int] = {}
+        for stream in sorted(self._streams.values(), key=lambda one: (one.is_suspect, one.failed_trials)):
+            if not stream.held or stream.closed or stream.group.finished:
+                continue
+            if stream.is_suspect and fresh is None:
+                if all(one.ready is not None or one.failure is not None for one in self._replicas):
+                    self._suspect(stream)
+                continue
+            if not self._serving():
+                return
+            replica = fresh if fresh is not None and stream.is_suspect else None
+            self._move(stream, replica)
+            if not stream.queued:
+                num_resumed[stream.replica.index] = num_resumed.get(stream.replica.index, 0) + 1
+        for index, number in num_resumed.items():
+            self.metrics.count("requests_resumed", index, number)
+
+    def _move(self, stream: RequestStream, replica: AsyncLink | None) -> None:
+        """Adds a request to this replica, or to the best, with what has come of it."""
+        request, before = stream.request, stream.replica.index
+        if len(self._replicas) > 1:
+            self._router.finish(str(stream.handle))
+            self._board.set("owed_tokens", before, self._router.outstanding[before])
+            picked = self._replica_for(stream.handle, request)
+            replica = replica or picked
+        replica = replica or self._replicas[0]
+        gauges = {"unfinished": 1.0}
+        if stream.queued:
+            gauges |= {"queued": 1.0, "queued_tokens": float(request.prompt_len)}
+        for gauge, amount in gauges.items():
+            self._board.add(gauge, before, -amount)
+            self._board.add(gauge, replica.index, amount)
+        stream.replica, stream.held = replica, False
+        replica.send(wire.Add.of(stream.handle, request, again=not stream.queued, on_trial=stream.is_suspect))
+
+    def _suspect(self, stream: RequestStream) -> None:
+        """Refuses a request that ends engine processes."""
+        stream.held = False
+        self.metrics.count("requests_suspected", stream.replica.index)
+        stream.fail(
+            SuspectRequestError(
+                "The engine process ended each time that this request was running, so it is not tried again; the "
+                "server's log says how the process ended."
+            )
+        )
 
     def _take_step(self, replica: AsyncLink, step: wire.Step) -> None:
         streams, now = self._streams, time.monotonic()
@@ -441,6 +597,7 @@ class AsyncLLMEngine:
             stream = streams.get(handle)
             if stream is not None:
                 self._started(stream)
+                stream.running = True
         intervals = []
         for update in step.updates:  # first: those who wait for their first token should not wait for all the others
             stream = streams.get(update.handle)
@@ -455,33 +612,104 @@ class AsyncLLMEngine:
                 stream.add_token(token_id, now)
         self.metrics.count_intervals(replica.index, intervals)
 
+    def _lose(self, replica: AsyncLink) -> None:
+        """A replica's process has ended. Its requests wait for another one, or move to other replicas at once."""
+        if replica.lost or replica.failure is not None:
+            return
+        replica.lost, replica.ready = True, None
+        replica.close()
+        self._router.forget_replica(replica.index)
+        for asked, future in self._calls.values():
+            if asked is replica and not future.done():
+                future.set_result(None)
+        self._calls = {call_id: call for call_id, call in self._calls.items() if call[0] is not replica}
+        for stream in list(self._streams.values()):
+            if stream.replica is not replica or stream.held:
+                continue
+            stream.held = True
+            if stream.running:
+                stream.count_death(self.args.pipeline_depth + 1)
+            if stream.is_convicted:
+                self._suspect(stream)
+        self._hand_on()
+
+    def _replaced(self, index: int, sock: socket.socket) -> None:
+        """A replica's process was started again."""
+        self._lose(self._replicas[index])
+        replica = self._replicas[index] = AsyncLink(index, sock)
+        if self.keeper is not None:
+            self.metrics.count("engine_restarts", index)
+        task = asyncio.ensure_future(replica.connect(self._take, self._end))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    def _given_up(self, index: int, error: EngineDeadError) -> None:
+        """A replica's process is not started again."""
+        replica = self._replicas[index]
+        self._lose(replica)
+        if self._ready is None and any(one.failure is None for one in self._replicas if one is not replica):
+            replica.failure = error
+            self._take_ready()
+        else:
+            self._die(replica, error)
+
+    def _take_over(self) -> None:
+        """Reads what the process that started the engine processes says of them."""
+        assert self._handover is not None
+        while True:
+            try:
+                packet, sock = handover.receive(self._handover)
+            except BlockingIOError:
+                return
+            except EOFError:  # that process has ended, and this one is about to
+                asyncio.get_running_loop().remove_reader(self._handover)
+                return
+            if isinstance(packet, handover.Replaced) and sock is not None:
+                self._replaced(packet.replica, sock)
+            elif isinstance(packet, handover.GivenUp):
+                self._given_up(packet.replica, EngineDeadError(packet.message))
+
     def _die(self, replica: AsyncLink, error: JPagedError) -> None:
-        """Gives up on a replica: its requests and the questions to it fail with `error`."""
+        """Gives up on a replica. Its requests move to others, or fail with `error` where there are none; questions to
+        it fail.
+        """
         if replica.failure is not None:
             return
-        replica.failure = error
+        replica.failure, replica.ready = error, None
         if self._ready is None or all(one.failure is not None for one in self._replicas):
             self._failure = self._failure or error
-        if self._is_ready is not None and not self._is_ready.done():
+            self._failed.set()
+        if self._ready is None and self._is_ready is not None and not self._is_ready.done():
             self._is_ready.set_exception(error)
             self._is_ready.exception()  # retrieved: nobody may be waiting for it
         for stream in self._streams.values():
             if stream.replica is replica:
+                stream.held = True
+            if stream.held and (self._closing or self._failure is not None):
                 stream.fail(EngineDeadError(str(error)))
         for asked, future in self._calls.values():
             if asked is replica and not future.done():
                 future.set_exception(EngineDeadError(str(error)))
         self._calls = {call_id: call for call_id, call in self._calls.items() if call[0] is not replica}
+        if not self._closing and self._failure is None:
+            self._hand_on()
 
     def _end(self, replica: AsyncLink, error: EngineDeadError | None) -> None:
         """A connection is of no more use. error: None if the engine process has ended, or is about to."""
-        if replica.failure is not None:
+        if replica.failure is not None or replica.lost:
+            return
+        if self.keeper is not None and self._ready is not None and not self._closing:
+            self._lose(replica)
+            if error is not None:
+                self.keeper.last_words[replica.index] = str(error)
+                self.keeper.kill(replica.index)
+            return
+        if self._handover is not None and error is None:
+            self._lose(replica)
             return
         if error is None:
             code = None if self._processes is None else self._processes.exit_code(replica.index, _LAST_WORDS_S)
-            how = "closed its socket" if code is None else f"ended ({code})"
-            if code is not None and code < 0:
-                how = f"ended with signal {-code}"
+            how = "closed its socket" if code is None else ended_how(code)
             which = "" if len(self._replicas) == 1 else f" of replica {replica.index}"
             error = EngineDeadError(f"The engine process{which} {how}; start it anew.")
         self._die(replica, error)

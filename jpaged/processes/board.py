@@ -1,7 +1,7 @@
 """Numbers that the API processes of a server share: what each has open, and what it has measured.
 
     cells, float64 [workers, replicas, columns], in shared memory
-                                   | queued | queued tokens | unfinished | owed tokens | metrics ... |
+                                   | queued | queued tokens | unfinished | owed tokens | arrived | metrics ... |
     worker 0   requests to replica 0
                requests to replica 1
     worker 1   ...
@@ -17,6 +17,9 @@ import os
 import numpy as np
 
 GAUGES = ("queued", "queued_tokens", "unfinished", "owed_tokens")
+_ARRIVED = "arrived"
+"""Requests that a worker has numbered; they stand in its first replica's cell and outlive the worker."""
+_COLUMNS = (*GAUGES, _ARRIVED)
 
 
 class Board:
@@ -27,7 +30,7 @@ class Board:
     """
 
     def __init__(self, num_workers: int, num_replicas: int, num_columns: int, worker: int = 0, fd: int = -1) -> None:
-        shape = (num_workers, num_replicas, len(GAUGES) + num_columns)
+        shape = (num_workers, num_replicas, len(_COLUMNS) + num_columns)
         memory = mmap.mmap(fd, _num_bytes(*shape))
         self.cells = np.frombuffer(memory, np.float64).reshape(shape)
         self.worker = worker
@@ -39,30 +42,41 @@ class Board:
     @property
     def metrics(self) -> np.ndarray:
         """float64 [workers, replicas, columns]: the columns after the gauges."""
-        return self.cells[:, :, len(GAUGES) :]
+        return self.cells[:, :, len(_COLUMNS) :]
 
     def add(self, gauge: str, replica: int, amount: float) -> None:
         """Adds to this worker's gauge."""
-        self.cells[self.worker, replica, GAUGES.index(gauge)] += amount
+        self.cells[self.worker, replica, _COLUMNS.index(gauge)] += amount
 
     def set(self, gauge: str, replica: int, value: float) -> None:
         """Sets this worker's gauge."""
-        self.cells[self.worker, replica, GAUGES.index(gauge)] = value
+        self.cells[self.worker, replica, _COLUMNS.index(gauge)] = value
+
+    def next_number(self) -> int:
+        """Numbers a request: 0, 1, 2, ... for this worker, and on from there for one that takes its place."""
+        cell = self.cells[self.worker, 0]
+        number = int(cell[_COLUMNS.index(_ARRIVED)])
+        cell[_COLUMNS.index(_ARRIVED)] = number + 1
+        return number
+
+    def clear_gauges(self, worker: int) -> None:
+        """A worker has ended, and what it had open with it."""
+        self.cells[worker, :, : len(GAUGES)] = 0.0
 
     def total(self, gauge: str) -> int:
         """The sum over all workers and replicas."""
-        return int(self.cells[:, :, GAUGES.index(gauge)].sum())
+        return int(self.cells[:, :, _COLUMNS.index(gauge)].sum())
 
     def by_replica(self, gauge: str) -> list[float]:
         """For each replica, the sum over all workers."""
-        by_replica: list[float] = self.cells[:, :, GAUGES.index(gauge)].sum(axis=0).tolist()
+        by_replica: list[float] = self.cells[:, :, _COLUMNS.index(gauge)].sum(axis=0).tolist()
         return by_replica
 
 
 def shared_memory(num_workers: int, num_replicas: int, num_columns: int) -> int:
     """Allocates zeroed memory for a board. Returns its file descriptor, which child processes inherit."""
     fd = os.memfd_create("jpaged-board")
-    os.ftruncate(fd, _num_bytes(num_workers, num_replicas, len(GAUGES) + num_columns))
+    os.ftruncate(fd, _num_bytes(num_workers, num_replicas, len(_COLUMNS) + num_columns))
     return fd
 
 

@@ -4,11 +4,13 @@ StepRequests     "steps"     EngineCore.step()  -> a Step a client:    token ids
 OutputRequests   "outputs"   LLMEngine.step()   -> Outputs a client:   whole outputs, text included
 """
 
+import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 
@@ -17,7 +19,10 @@ from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.frontend.inputs import ProcessedInput
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.processes.connection import Connection
-from jpaged.processes.wire import Finish, FromEngine, Output, Outputs, Reports, Step, Update
+from jpaged.processes.wire import Finish, FromEngine, Output, Outputs, Reports, RequestView, Resumed, Step, Update
+
+_BEFORE_START = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+"""The states of a request that has not run here; one that goes on here begins as preempted."""
 
 
 @dataclass(slots=True)
@@ -37,9 +42,12 @@ class ClientRequests(ABC):
         self._engine = engine
         self._requests: dict[str, ClientRequest] = {}
 
-    def add(self, request: Request, connection: Connection, handle: int) -> None:
-        """Queues a request. Raises what the scheduler raises; then nothing is left behind."""
-        self._queue(request)
+    def add(self, request: Request, connection: Connection, handle: int, resumed: Resumed | None = None) -> None:
+        """Queues a request. Raises what the scheduler raises; then nothing is left behind.
+
+        resumed: of one that goes on.
+        """
+        self._queue(request, None if resumed is None else resumed.token_ids())
         self._requests[request.request_id] = ClientRequest(request, connection, handle)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -81,8 +89,49 @@ class ClientRequests(ABC):
     def finish(self, request_id: str, message: Finish) -> None:
         """A client has found a stop string."""
 
+    def views(self, most: int) -> list[RequestView]:
+        """The sequences of unfinished requests, at most so many, oldest first."""
+        views: list[RequestView] = []
+        slots, now = self._engine.core.scheduler.slots, time.monotonic()
+        for entry in self._requests.values():
+            for member in entry.request.group.members:
+                if len(views) == most:
+                    return views
+                has_slot = member.status == RequestStatus.RUNNING and slots.holds_tokens(member.slot)
+                known = int(slots.num_known[member.slot]) if has_slot else len(member.known_token_ids())
+                views.append(
+                    RequestView(
+                        handle=entry.handle,
+                        index=member.index,
+                        status=member.status.name.lower(),
+                        slot=member.slot,
+                        prompt_tokens=member.prompt_len,
+                        known=known,
+                        computed=int(slots.num_computed[member.slot]) if has_slot else 0,
+                        blocks=len(slots.blocks(member.slot)) if has_slot else 0,
+                        num_cached_tokens=member.num_cached_tokens,
+                        num_preemptions=member.stats.num_preemptions,
+                        age_s=now - member.stats.arrival_time,
+                    )
+                )
+        return views
+
+    def num_generated(self, request_id: str) -> float | None:
+        """Tokens that have been read of a request, in the mean over its sequences; None of one that has ended, or of an
+        unknown id.
+        """
+        entry = self._requests.get(request_id)
+        if entry is None or entry.request.group.finished:
+            return None
+        slots, members = self._engine.core.scheduler.slots, entry.request.group.members
+        has_slot = [m.status == RequestStatus.RUNNING and slots.holds_tokens(m.slot) for m in members]
+        return fmean(
+            int(slots.num_known[member.slot]) - member.prompt_len if has else len(member.output_token_ids)
+            for member, has in zip(members, has_slot, strict=True)
+        )
+
     @abstractmethod
-    def _queue(self, request: Request) -> None: ...
+    def _queue(self, request: Request, generated: list[list[int] | None] | None) -> None: ...
 
 
 def make_client_requests(engine: LLMEngine, reports: Reports) -> ClientRequests:
@@ -116,7 +165,9 @@ class OutputRequests(ClientRequests):
     def finish(self, request_id: str, message: Finish) -> None:
         raise TypeError("Finish is for clients that look for stop strings; this engine process does.")
 
-    def _queue(self, request: Request) -> None:
+    def _queue(self, request: Request, generated: list[list[int] | None] | None) -> None:
+        if generated is not None:
+            raise TypeError("Requests go on in another engine process only where clients get steps.")
         self._engine.queue(request, ProcessedInput(None, request.prompt_token_ids.tolist(), ()))
 
 
@@ -128,8 +179,8 @@ class StepRequests(ClientRequests):
         self._core = engine.core
         self._not_started: deque[ClientRequest] = deque()
 
-    def add(self, request: Request, connection: Connection, handle: int) -> None:
-        super().add(request, connection, handle)
+    def add(self, request: Request, connection: Connection, handle: int, resumed: Resumed | None = None) -> None:
+        super().add(request, connection, handle, resumed)
         self._not_started.append(self._requests[request.request_id])
 
     def has_unfinished(self) -> bool:
@@ -161,8 +212,8 @@ class StepRequests(ClientRequests):
         if entry is not None and entry.request.group.finished:
             del self._requests[request_id]
 
-    def _queue(self, request: Request) -> None:
-        self._core.add_request(request)
+    def _queue(self, request: Request, generated: list[list[int] | None] | None) -> None:
+        self._core.add_request(request, generated)
 
     def _report(self, updates: list[RequestUpdate]) -> dict[Connection, FromEngine]:
         news: dict[Connection, tuple[array, array, list[Update], array]] = {}
@@ -194,11 +245,11 @@ class StepRequests(ClientRequests):
         """Requests started since the last call: the first in the queue, or any of them where some have priority."""
         waiting, started = self._not_started, []
         if self._engine.args.scheduling_policy == "priority":
-            started = [entry for entry in waiting if entry.request.status != RequestStatus.WAITING]
+            started = [entry for entry in waiting if entry.request.status not in _BEFORE_START]
             if started:
-                self._not_started = deque(t for t in waiting if t.request.status == RequestStatus.WAITING)
+                self._not_started = deque(t for t in waiting if t.request.status in _BEFORE_START)
             return started
-        while waiting and waiting[0].request.status != RequestStatus.WAITING:
+        while waiting and waiting[0].request.status not in _BEFORE_START:
             started.append(waiting.popleft())
         return started
 

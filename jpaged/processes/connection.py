@@ -25,6 +25,10 @@ class Connection:
         self._reader = FrameReader(ToEngine)
         self._unsent = bytearray()
 
+    def request_id(self, handle: int) -> str:
+        """What a request of this client is called in the engine."""
+        return f"{self.sock.fileno()}:{handle}"
+
     def receive(self) -> Iterator[ToEngine]:
         """What has come, up to 256 KiB. Raises ConnectionClosedError when the other end is gone."""
         for _ in range(_MOST_RECEIVES):

@@ -1,4 +1,4 @@
-"""The engine process: `python -m jpaged.processes.engine_process FD [FD ...]`, started by `EngineProcesses`.
+"""The engine process: `python -m jpaged.processes.engine_process PULSE CONTROL FD [FD ...]`.
 
     clients                                        engine process
     -------                                        --------------
@@ -6,11 +6,14 @@
                                                    one engine step
     hand on              <-- Step | Outputs ---    one message a step, never waiting for the reader
 
-Each FD is one end of a socket pair; a client holds the other: an API process of a server, or a program with replicas.
-Prompts come as token ids. The process ends when it is told to, when the last client is gone (its sockets are closed by
-the kernel, however it ended), or when its parent is another than it was.
+`EngineProcesses` starts it. Each FD is one end of a socket pair; a client holds the other: an API process of a server,
+or a program with replicas. The first client is the process that started this one; it sends further clients over CONTROL
+(`handover.py`) and finds in PULSE whether the loop comes round (`pulse.py`). Prompts come as token ids. The process
+ends when it is told to, when the first client is gone (its sockets are closed by the kernel, however it ended), or when
+its parent is another than it was.
 """
 
+import faulthandler
 import os
 import select
 import signal
@@ -24,40 +27,64 @@ import numpy as np
 from jpaged.api.errors import EngineDeadError, JPagedError
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.host.parent import end_with_parent
-from jpaged.processes import wire
+from jpaged.processes import handover, wire
 from jpaged.processes.client_requests import ClientRequests, make_client_requests
 from jpaged.processes.connection import RECEIVE_BYTES, Connection, ConnectionClosedError
+from jpaged.processes.flight_recorder import FlightRecorder
 from jpaged.processes.pool_view import PoolView, view_pool
+from jpaged.processes.pulse import IDLE_BEAT_S, Pulse
+from jpaged.processes.trials import Trials
 
 _SHORTEST_WAIT_S = 0.001
 """`poll` takes whole milliseconds, so a shorter wait is no wait."""
 
 
 class EngineProcess:
-    """The step loop and its connections."""
+    """The step loop and its connections.
 
-    def __init__(self, engine: LLMEngine, connections: list[Connection], requests: ClientRequests) -> None:
+    pulse: shared with whoever watches that the loop comes round. control: where further clients come from; None: there
+    will be none. ready: what each is told first.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        connections: list[Connection],
+        requests: ClientRequests,
+        pulse: Pulse,
+        control: socket.socket | None = None,
+        ready: wire.Ready | None = None,
+    ) -> None:
         self._engine = engine
         self._connections = connections
         self._requests = requests
+        self._pulse = pulse
+        self._control = control
+        self._ready = ready
+        self._trials = Trials(requests, self._start, engine.args.pipeline_depth + 2)
         self._shutdown = False
         self._poll = select.poll()
         for connection in connections:
             self._poll.register(connection.sock, select.POLLIN)
+        if control is not None:
+            control.setblocking(False)
+            self._poll.register(control, select.POLLIN)
 
     def run(self) -> None:
         """Serves until told to end or until no client is left."""
         requests = self._requests
         while self._connections and not self._shutdown:
+            self._pulse.beat()
             spare_s = requests.spare_s()  # in any case: the host's part of a turn ends with it
-            self._receive(spare_s if requests.has_unfinished() else None)
+            self._receive(spare_s if requests.has_unfinished() else IDLE_BEAT_S)
             if requests.has_unfinished() and requests.spare_s() < _SHORTEST_WAIT_S:
                 for connection, message in requests.step().items():
                     connection.send(message)
+                self._trials.advance()
 
-    def _receive(self, wait_s: float | None) -> None:
-        """Takes the messages that have come. Without any, waits for some, at most `wait_s` (None: for ever)."""
-        wait_ms = None if wait_s is None else max(0, int(wait_s * 1000))
+    def _receive(self, wait_s: float) -> None:
+        """Takes the messages that have come. Without any, waits for some, at most `wait_s`."""
+        wait_ms = max(0, int(wait_s * 1000))
         unsent = False
         for connection in self._connections:
             connection.flush()
@@ -66,8 +93,11 @@ class EngineProcess:
             mask = select.POLLIN | (select.POLLOUT if unsent else 0)
             for connection in self._connections:
                 self._poll.modify(connection.sock, mask)
-        if not self._poll.poll(wait_ms):
+        events = self._poll.poll(wait_ms)
+        if not events:
             return
+        if self._control is not None and any(fd == self._control.fileno() for fd, _ in events):
+            self._welcome()
         for connection in list(self._connections):
             try:
                 for message in connection.receive():
@@ -75,33 +105,54 @@ class EngineProcess:
             except ConnectionClosedError:
                 self._drop(connection)
 
+    def _welcome(self) -> None:
+        """Takes the clients that have come since the start."""
+        while self._control is not None:
+            try:
+                _, sock = handover.receive(self._control)
+            except BlockingIOError:
+                return
+            except EOFError:  # who sent them is gone
+                self._poll.unregister(self._control)
+                self._control = None
+                return
+            assert sock is not None
+            connection = Connection(sock)
+            self._connections.append(connection)
+            self._poll.register(sock, select.POLLIN)
+            if self._ready is not None:
+                connection.send(self._ready)
+
     def _drop(self, connection: Connection) -> None:
         """A client is gone: aborts its requests."""
         self._poll.unregister(connection.sock)
         connection.sock.close()
         self._connections.remove(connection)
+        self._trials.drop(connection)
         self._requests.abort(self._requests.of(connection))
 
     def _take(self, connection: Connection, message: wire.ToEngine) -> None:
         if isinstance(message, wire.Add):
-            self._add(connection, message)
+            self._trials.add(connection, message)
         elif isinstance(message, wire.Abort):
-            ids = [_request_id(connection, handle) for handle in message.handles]
+            self._trials.abort(connection, message.handles)
+            ids = [connection.request_id(handle) for handle in message.handles]
             if not message.reports:
                 self._requests.abort(ids)
             elif (last := self._requests.abort_reporting(ids)) is not None:
                 connection.send(last)
         elif isinstance(message, wire.Finish):
-            self._requests.finish(_request_id(connection, message.handle), message)
+            self._trials.finish(connection, message)
+            self._requests.finish(connection.request_id(message.handle), message)
         elif isinstance(message, wire.Call):
             connection.send(self._answer(message))
         elif isinstance(message, wire.Shutdown):
             self._shutdown = True
 
-    def _add(self, connection: Connection, message: wire.Add) -> None:
+    def _start(self, connection: Connection, message: wire.Add) -> None:
         try:
-            request = message.request(_request_id(connection, message.handle), self._engine.eos_token_ids)
-            self._requests.add(request, connection, message.handle)
+            request = message.request(connection.request_id(message.handle), self._engine.eos_token_ids)
+            self._requests.add(request, connection, message.handle, message.resumed)
         except JPagedError as error:
             connection.send(wire.Refused(message.handle, type(error).__name__, str(error)))
 
@@ -111,8 +162,10 @@ class EngineProcess:
         except JPagedError as error:
             return wire.Answer(call.call_id, wire.Error(type(error).__name__, str(error)))
 
-    def _reply(self, question: wire.Question) -> wire.Stats | wire.Pool | wire.Changed | wire.Intact:
+    def _reply(self, question: wire.Question) -> wire.Reply:
         engine = self._engine
+        if isinstance(question, wire.GetRequests):
+            return wire.Requests(self._requests.views(question.most))
         if isinstance(question, wire.GetStats):
             return wire.Stats(engine.get_metrics())
         if isinstance(question, wire.GetPool):
@@ -131,23 +184,23 @@ class EngineProcess:
         return view_pool(*scheduler.pool.occupancy(), self._requests.tables(), scheduler.config.block_size)
 
 
-def _request_id(connection: Connection, handle: int) -> str:
-    return f"{connection.sock.fileno()}:{handle}"
-
-
 def main(argv: list[str]) -> int:
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C and a service manager's SIGTERM reach every
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process; the client decides when this one ends
-    fds = [int(fd) for fd in argv]
-    end_with_parent(parent, fds)
-    if not serve([socket.socket(fileno=fd) for fd in fds]):
+    faulthandler.register(signal.SIGUSR1)  # whoever finds this process hanging asks where, before it kills it
+    pulse, control, *fds = (int(fd) for fd in argv)
+    end_with_parent(parent, fds[:1])
+    sockets = [socket.socket(fileno=fd) for fd in fds]
+    if not serve(sockets, Pulse(pulse), socket.socket(fileno=control)):
         return 1
     os._exit(0)  # nothing is left to save, and taking JAX down in order lasts seconds
 
 
-def serve(sockets: Sequence[socket.socket]) -> bool:
+def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket | None = None) -> bool:
     """Starts the engine that the first client asks for and serves all until they are gone, or one ends it.
+
+    pulse, control: as of `EngineProcess`.
 
     Returns: False where the engine could not start; the clients have been told why.
     """
@@ -175,7 +228,9 @@ def serve(sockets: Sequence[socket.socket]) -> bool:
     )
     for connection in connections:
         connection.send(ready)
-    process = EngineProcess(engine, connections, make_client_requests(engine, start.reports))
+    if start.reports == "steps":  # else nobody starts the process again
+        engine.core.observer = FlightRecorder(pulse, engine.core.scheduler.slots)
+    process = EngineProcess(engine, connections, make_client_requests(engine, start.reports), pulse, control, ready)
     try:
         process.run()
     except Exception as error:  # a defect: it is raised again, for the traceback

@@ -52,16 +52,17 @@ class SyncLink:
 class AsyncLink:
     """An engine process, as a program on asyncio knows it.
 
-    index: the replica's number. sock: the end of its socket pair.
+    index: the replica's number. sock: the end of its socket pair; None where no process runs.
 
     Attributes:
-        ready: what it is like, once it serves.
-        failure: why it does not any more.
+        ready: what it is like, while it serves.
+        lost: its process has ended. failure: and will not be started again; why.
     """
 
-    def __init__(self, index: int, sock: socket.socket) -> None:
+    def __init__(self, index: int, sock: socket.socket | None) -> None:
         self.index = index
         self.ready: Ready | None = None
+        self.lost = sock is None
         self.failure: JPagedError | None = None
         self._socket = sock
         self._transport: asyncio.WriteTransport | None = None
@@ -71,8 +72,10 @@ class AsyncLink:
         on_message: "Callable[[AsyncLink, FromEngine], None]",
         on_end: "Callable[[AsyncLink, EngineDeadError | None], None]",
     ) -> None:
-        """Begins to read. on_end: called with an error if a frame is wrong, which closes the link; called with None
-        once it is closed."""
+        """Begins to read, unless no process runs. on_end: called with an error if a frame is wrong, which closes the link;
+        called with None once it is closed."""
+        if self._socket is None:
+            return
 
         def protocol() -> asyncio.Protocol:
             return _Frames(lambda message: on_message(self, message), lambda error: on_end(self, error))
@@ -88,7 +91,7 @@ class AsyncLink:
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
-        else:
+        elif self._socket is not None:
             self._socket.close()
 
 

@@ -16,7 +16,6 @@ outputs and refusals are kept for `step`.
 import itertools
 import os
 import select
-import signal
 import sys
 import time
 import uuid
@@ -44,7 +43,7 @@ from jpaged.frontend.intake import RequestIntake
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.hub import model_directory
 from jpaged.processes import wire
-from jpaged.processes.launch import EngineProcesses
+from jpaged.processes.launch import EngineProcesses, ended_how
 from jpaged.processes.links import SyncLink
 from jpaged.processes.router import Router
 from jpaged.text.tokenizer import Tokenizer
@@ -110,7 +109,9 @@ class ReplicatedEngine(RequestIntake):
         self._handles, self._call_ids = itertools.count(1), itertools.count(1)
         begun = time.perf_counter()
         self._processes = EngineProcesses(replace(args, model=str(directory)), reports="outputs")
-        links = [SyncLink(index, sock) for index, sock in enumerate(self._processes.links[0].sockets)]
+        links = [
+            SyncLink(index, sock) for index, sock in enumerate(self._processes.links[0].sockets) if sock is not None
+        ]
         self._finalizer = weakref.finalize(self, _stop, links, self._processes)
         _engines.add(self)
         self._replicas = [_Replica(link) for link in links]
@@ -370,8 +371,7 @@ class ReplicatedEngine(RequestIntake):
         code = self._processes.exit_code(index, _STOP_S)
         if code is None:
             return EngineDeadError(f"Replica {index} closed its socket.")
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return EngineDeadError(f"Replica {index} {how}; what it wrote to stderr may say why.")
+        return EngineDeadError(f"Replica {index} {ended_how(code)}; what it wrote to stderr may say why.")
 
     def _check_ready(self) -> None:
         self._check_alive()

@@ -37,7 +37,13 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_params_max_tokens": ("The max_tokens of a request.", _TOKENS),
 }
 """What each measures, and the upper bounds of its buckets."""
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort", "error")
+COUNTERS = {
+    "engine_restarts": "Times that the engine process was started again.",
+    "requests_resumed": "Requests that went on in another engine process after theirs had ended.",
+    "requests_suspected": "Requests refused because they ran each time the engine process ended.",
+}
+"""What each counts."""
 
 
 class Histogram:
@@ -70,7 +76,7 @@ class Histogram:
         return counts, total
 
 
-NUM_COLUMNS = len(FINISH_REASONS) + sum(len(bounds) + 2 for _, bounds in HISTOGRAMS.values())
+NUM_COLUMNS = len(FINISH_REASONS) + len(COUNTERS) + sum(len(bounds) + 2 for _, bounds in HISTOGRAMS.values())
 """Numbers that `RequestMetrics` keeps for each worker and replica."""
 
 
@@ -86,8 +92,10 @@ class RequestMetrics:
     def __init__(self, cells: np.ndarray, worker: int) -> None:
         self._finished = cells[:, :, : len(FINISH_REASONS)]
         self._own_finished = self._finished[worker]
+        start = len(FINISH_REASONS) + len(COUNTERS)
+        self._counters = cells[:, :, len(FINISH_REASONS) : start]
+        self._own_counters = self._counters[worker]
         self.histograms: dict[str, Histogram] = {}
-        start = len(FINISH_REASONS)
         for name, (_, bounds) in HISTOGRAMS.items():
             end = start + len(bounds) + 2
             self.histograms[name] = Histogram(bounds, cells[:, :, start:end], worker)
@@ -131,6 +139,14 @@ class RequestMetrics:
         num_intervals = num_tokens - len(lengths)
         if num_intervals > 0 and not request.reports_each_token:  # when each token came is not known: their mean
             observe("inter_token_latency_seconds", decode / (max(lengths) - 1), num_intervals)
+
+    def count(self, counter: str, replica: int, amount: int = 1) -> None:
+        """Adds to one of `COUNTERS`."""
+        self._own_counters[replica, list(COUNTERS).index(counter)] += amount
+
+    def counted(self, counter: str, replica: int) -> float:
+        """One of `COUNTERS`, over all workers."""
+        return float(self._counters[:, replica, list(COUNTERS).index(counter)].sum())
 
     @property
     def num_replicas(self) -> int:

@@ -8,7 +8,7 @@ News only gather and wake the consumer; text is made when it looks, so one that 
 import asyncio
 import time
 
-from jpaged.api.errors import JPagedError
+from jpaged.api.errors import JPagedError, NonFiniteLogitsError
 from jpaged.api.outputs import RequestOutput
 from jpaged.engine.scheduler.scheduler import RequestUpdate
 from jpaged.engine.sequences.group import SequenceGroup
@@ -19,6 +19,11 @@ from jpaged.processes.links import AsyncLink
 from jpaged.processes.wire import Finish, Update
 from jpaged.text.tokenizer import Tokenizer
 
+_TRIALS = 2
+"""A request is refused when the engine has ended so often while it was the one on trial. Once may be chance: a process
+can be killed from outside.
+"""
+
 
 class RequestStream:
     """A request, and the news of it that its consumer has not taken yet.
@@ -27,23 +32,30 @@ class RequestStream:
     replica: where it runs.
     pending: by sequence, tokens that came since the consumer last looked; empty also where only other news came.
     queued: it has not run yet. closed: nothing more will come. is_counted: its end belongs in the metrics.
+    held: no engine process has it at the moment. running: the process that has it has started it. on_trial: on trial.
     """
 
     __slots__ = (
         "_changed",
+        "_deaths",
         "_error",
+        "_failed_trials",
         "_news",
         "_outputs",
+        "_tokens_at_death",
         "_waiter",
         "closed",
         "group",
         "handle",
+        "held",
         "is_counted",
         "last_token_time",
+        "on_trial",
         "pending",
         "queued",
         "replica",
         "request",
+        "running",
     )
 
     def __init__(
@@ -63,7 +75,13 @@ class RequestStream:
         self.queued = True
         self.closed = False
         self.is_counted = True
+        self.held = False
+        self.running = False
+        self.on_trial = False
         self.last_token_time = 0.0
+        self._deaths = 0
+        self._failed_trials = 0
+        self._tokens_at_death = [0] * len(group.members)
         self._news = False
         self._error: JPagedError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -99,6 +117,40 @@ class RequestStream:
         self._changed.add(update.index)
         self.wake()
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether two engine processes in a row ended while it ran, and it got next to nothing between."""
+        return self._deaths > 1
+
+    @property
+    def failed_trials(self) -> int:
+        """How often an engine process ended while this request was on trial. One that has passed begins anew."""
+        return self._failed_trials
+
+    @property
+    def is_convicted(self) -> bool:
+        """Whether it is not to be tried again."""
+        return self._failed_trials >= _TRIALS
+
+    def count_death(self, most_under_way: int) -> None:
+        """The engine process has ended while it ran.
+
+        most_under_way: tokens of a sequence that may have been computed, but not told of, when the one before ended.
+        """
+        num_tokens = [len(member.output_token_ids) for member in self.group.members]
+        gained = max(now - before for now, before in zip(num_tokens, self._tokens_at_death, strict=True))
+        self._deaths = self._deaths + 1 if self._deaths and gained <= most_under_way else 1
+        self._tokens_at_death = num_tokens
+        self.running = False
+        if self.on_trial:
+            self.on_trial = False
+            self._failed_trials += 1
+
+    def clear(self) -> None:
+        """It has run a step that others might not have survived, and the engine lives."""
+        self.on_trial = False
+        self._deaths = self._failed_trials = 0
+
     def end(self) -> bool:
         """Aborts the sequences that have not ended. Returns whether there were any."""
         members = [member for member in self.group.members if not member.finished]
@@ -126,6 +178,9 @@ class RequestStream:
         if self._error is not None:
             self.closed = True
             raise self._error
+        if any(member.finish_reason == "error" for member in self.group.members):
+            self.closed = True
+            raise NonFiniteLogitsError
         group, changed = self.group, self._changed
         updates = []
         for i, new_token_ids in enumerate(self.pending):

@@ -81,6 +81,11 @@ class Router:
         """The replicas' prefix caches were reset."""
         self._seen.clear()
 
+    def forget_replica(self, replica: int) -> None:
+        """A replica's prefix cache is gone."""
+        for beginning in self._seen:
+            self._seen[beginning] &= ~(1 << replica)
+
     def _count(self, request_id: str, replica: int, beginnings: Sequence[int], tokens: int) -> None:
         self.outstanding[replica] += tokens
         self._requests[request_id] = replica, tokens

@@ -2,11 +2,11 @@
 
     frame     | length, 4 bytes little-endian | msgpack array, its first element the message's name |
 
-    to the engine   Start            once, then
+    to the engine   Start            once, by the first client, then
                     Add, Finish, Abort, Call, Shutdown
     from it         Ready | Failed   once, then
                     Step | Outputs   for each engine step that has news, for all requests of the client together
-                    Refused, Answer, Failed
+                    Refused, Answer, Trial, Failed
 
 A client is an API process (`AsyncLLMEngine`) or a program with replicas (`ReplicatedEngine`). `Start.reports` says
 which reports it wants:
@@ -54,10 +54,42 @@ class Start(_Message):
     reports: Reports
 
 
+class Resumed(_Message):
+    """How far a request had come in an engine process that has ended.
+
+    generated: by sequence, what the client has of it: int32 token ids as bytes; None: it has ended.
+    has_prompt_logprobs: the client has those of the prompt.
+    num_cached_tokens, stats: as the engine that began the request reported them.
+    """
+
+    generated: list[bytes | None]
+    has_prompt_logprobs: bool
+    num_cached_tokens: int
+    stats: RequestStateStats
+
+    @classmethod
+    def of(cls, request: Request) -> "Resumed | None":
+        """What a client knows of a request; None where nothing has come, so that it begins anew."""
+        members = request.group.members
+        if not any(member.output_token_ids or member.finished for member in members):
+            return None
+        generated = [
+            None if member.finished else np.array(member.output_token_ids, np.int32).tobytes() for member in members
+        ]
+        return cls(generated, not request.wants_prompt_logprobs, request.num_cached_tokens, request.stats)
+
+    def token_ids(self) -> list[list[int] | None]:
+        """By sequence, as `Scheduler.add` takes them."""
+        return [None if one is None else np.frombuffer(one, np.int32).tolist() for one in self.generated]
+
+
 class Add(_Message):
     """A request that has passed the checks of `InputProcessor`.
 
     prompt, score_targets: int32 token ids as bytes.
+    again: it ran in an engine process that has ended, so every token of it is reported from here on: should this
+    process end, too, none is lost. resumed: how far it had come; None for one that begins. on_trial: it may be what
+    the last engine processes ended of, so it runs some steps before others that may be (`trials.py`).
     """
 
     handle: int
@@ -69,10 +101,13 @@ class Add(_Message):
     cache_salt: str | None
     arrival_time: float
     score_targets: bytes | None = None
+    again: bool = False
+    resumed: Resumed | None = None
+    on_trial: bool = False
 
     @classmethod
-    def of(cls, handle: int, request: Request) -> "Add":
-        """The message that asks for `request`."""
+    def of(cls, handle: int, request: Request, *, again: bool = False, on_trial: bool = False) -> "Add":
+        """The message that asks for `request`. again, on_trial: as the fields."""
         return cls(
             handle=handle,
             prompt=request.prompt_token_ids.tobytes(),
@@ -83,11 +118,14 @@ class Add(_Message):
             cache_salt=request.cache_salt,
             arrival_time=request.stats.arrival_time,
             score_targets=None if request.score_targets is None else request.score_targets.tobytes(),
+            again=again,
+            resumed=Resumed.of(request) if again else None,
+            on_trial=on_trial,
         )
 
     def request(self, request_id: str, eos_token_ids: tuple[int, ...]) -> Request:
         """The request, as the engine's scheduler takes it. Raises what `Request` raises."""
-        return Request(
+        request = Request(
             request_id,
             np.frombuffer(self.prompt, np.int32),
             self.sampling,
@@ -99,6 +137,13 @@ class Add(_Message):
             beam=self.beam,
             score_targets=None if self.score_targets is None else np.frombuffer(self.score_targets, np.int32),
         )
+        if self.again and self.beam is None:
+            request.reports_each_token = True
+        if self.resumed is not None:
+            request.num_cached_tokens, request.stats = self.resumed.num_cached_tokens, self.resumed.stats
+            if self.resumed.has_prompt_logprobs:
+                request.prompt_logprobs = None
+        return request
 
 
 class Finish(_Message):
@@ -124,6 +169,12 @@ class GetPool(_Message):
     """Answered by Pool."""
 
 
+class GetRequests(_Message):
+    """Answered by Requests, of at most so many."""
+
+    most: int
+
+
 class ResetPrefixCache(_Message):
     """Answered by Changed: whether it was reset."""
 
@@ -146,7 +197,7 @@ class CheckIntegrity(_Message):
     """Answered by Intact, or Error."""
 
 
-Question = GetStats | GetPool | ResetPrefixCache | PinPrefix | UnpinPrefix | CheckIntegrity
+Question = GetStats | GetPool | GetRequests | ResetPrefixCache | PinPrefix | UnpinPrefix | CheckIntegrity
 
 
 class Call(_Message):
@@ -277,6 +328,13 @@ class Refused(_Message):
     message: str
 
 
+class Trial(_Message):
+    """A request that was added `on_trial` runs now. passed: it has run some steps, and the engine lives."""
+
+    handle: int
+    passed: bool
+
+
 class Stats(_Message):
     """Counters and occupancy."""
 
@@ -288,6 +346,33 @@ class Pool(_Message):
 
     stats: EngineStats
     view: PoolView
+
+
+class RequestView(_Message):
+    """A sequence of an unfinished request.
+
+    handle: the client's. status: "waiting", "running", "preempted" or "finished". slot: -1 without one.
+    known: tokens of prompt and answer that the host knows; computed: of these and those in flight, those that are
+    computed. blocks: that it holds, shared ones included. age_s: since the request arrived.
+    """
+
+    handle: int
+    index: int
+    status: str
+    slot: int
+    prompt_tokens: int
+    known: int
+    computed: int
+    blocks: int
+    num_cached_tokens: int
+    num_preemptions: int
+    age_s: float
+
+
+class Requests(_Message):
+    """Unfinished requests, oldest first."""
+
+    requests: list[RequestView]
 
 
 class Changed(_Message):
@@ -308,15 +393,18 @@ class Error(_Message):
     message: str
 
 
+Reply = Stats | Pool | Requests | Changed | Intact
+
+
 class Answer(_Message):
     """The answer to the Call of the same call_id."""
 
     call_id: int
-    value: Stats | Pool | Changed | Intact | Error
+    value: Reply | Error
 
 
 ToEngine = Start | Add | Finish | Abort | Call | Shutdown
-FromEngine = Ready | Failed | Step | Outputs | Refused | Answer
+FromEngine = Ready | Failed | Step | Outputs | Refused | Answer | Trial
 
 _encoder = msgspec.msgpack.Encoder()
 

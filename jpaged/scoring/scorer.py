@@ -16,7 +16,7 @@ import numpy as np
 
 from jpaged.api.checks import check_bool
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import InvalidParameterError, MalformedRowError, shown
+from jpaged.api.errors import NOT_FINITE, InvalidParameterError, MalformedRowError, shown
 from jpaged.frontend.for_scoring import for_scoring
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.host.interrupt import Interruptible
@@ -149,7 +149,8 @@ class Scorer:
             complete = tuple(one for one in found if one is not None)
             if len(complete) == len(found):
                 del open_rows[position]
-                results[position] = RowScore(rows[position], complete)
+                is_finite = all(np.isfinite(one.logprobs).all() for one in complete)
+                results[position] = RowScore(rows[position], complete) if is_finite else MalformedRowError(NOT_FINITE)
                 progress(1, 0)
         return [result for result in results if result is not None]
 

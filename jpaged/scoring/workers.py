@@ -10,6 +10,7 @@ stdin does, so it does not outlive the coordinator. Which worker does which shar
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import signal
@@ -28,6 +29,8 @@ from jpaged.host.devices import device_shares
 from jpaged.scoring.inputs import Record
 from jpaged.scoring.progress import Progress
 from jpaged.scoring.shards import Entry
+
+log = logging.getLogger("jpaged.scoring")
 
 SHARDS_AHEAD = 2
 """Shards a worker has at once."""
@@ -148,18 +151,18 @@ class WorkerPool:
 
 
 class WorkerProcess:
-    """The coordinator's end of a worker."""
+    """The coordinator's end of a worker. A worker that ends by itself, or whose engine fails, is started again with the
+    shards that it had, if it has finished one since it was last started: so it gets on, and a shard that ends it each
+    time ends the work.
+    """
 
     def __init__(self, number: int, work: Work, environment: dict[str, str]) -> None:
         self._number = number
-        program = _PROGRAM.format(module=work.processor.__module__, name=work.processor.__name__)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | environment,
-        )
-        self._send({"options": work.options, "directory": str(work.directory)})
+        self._work = work
+        self._environment = environment
+        self._lock = threading.Lock()
+        self._killed = False
+        self._process = self._start()
 
     def serve(self, next_shard: Callable[[], Shard | None], done: Done, progress: Progress) -> None:
         """Gives the worker shards until there are no more and all of its own are done.
@@ -167,29 +170,63 @@ class WorkerProcess:
         Raises:
             EngineDeadError: it ended before that. JPagedError: it said what went wrong.
         """
-        open_shards = 0
-        more = True
+        open_shards: dict[int, Shard] = {}
+        more, of_use = True, False
         while more or open_shards:
-            while more and open_shards < SHARDS_AHEAD:
+            while more and len(open_shards) < SHARDS_AHEAD:
                 shard = next_shard()
                 if shard is None:
                     more = False
                 else:
                     self._send(asdict(shard))
-                    open_shards += 1
+                    open_shards[shard.number] = shard
             if not open_shards:
                 break
-            message = self._receive()
+            try:
+                message = self._receive()
+                if "error" in message:
+                    raise error_of(message["error"], message["text"])
+            except EngineDeadError as error:
+                if not of_use or not self._start_again():
+                    raise
+                log.error("%s Worker %d is started again.", error, self._number)
+                of_use = False
+                for shard in open_shards.values():
+                    self._send(asdict(shard))
+                continue
             if "progress" in message:
                 progress(*message["progress"])
-            elif "entry" in message:
-                open_shards -= 1
-                done(message["entry"])
             else:
-                raise error_of(message["error"], message["text"])
+                of_use = True
+                del open_shards[message["entry"]["shard"]]
+                done(message["entry"])
 
     def kill(self) -> None:
-        """Kills the worker. A shard that it has not reported is not finished."""
+        """Kills the worker for good. A shard that it has not reported is not finished."""
+        with self._lock:
+            self._killed = True
+            self._end()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        program = _PROGRAM.format(module=self._work.processor.__module__, name=self._work.processor.__name__)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | self._environment,
+        )
+        _send(process, {"options": self._work.options, "directory": str(self._work.directory)})
+        return process
+
+    def _start_again(self) -> bool:
+        """Returns whether it was: not one that was killed for good."""
+        with self._lock:
+            if not self._killed:
+                self._end()
+                self._process = self._start()
+            return not self._killed
+
+    def _end(self) -> None:
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -198,11 +235,7 @@ class WorkerProcess:
                     stream.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended; `_receive` says so
-            stdin.write(json.dumps(message).encode() + b"\n")
-            stdin.flush()
+        _send(self._process, message)
 
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -214,6 +247,13 @@ class WorkerProcess:
                 f"Worker {self._number} {how} before its shards were done. Finished ones are kept; run the same again."
             )
         return json.loads(line)
+
+
+def _send(process: "subprocess.Popen[bytes]", message: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it ended; `_receive` says so
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+        process.stdin.flush()
 
 
 def main(processor: Callable[[], type[ShardProcessor]]) -> int:

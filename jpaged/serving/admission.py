@@ -40,6 +40,7 @@ class ClientCounts:
         memory = mmap.mmap(fd, 4 * num_workers * _CELLS)
         self._cells = np.frombuffer(memory, np.int32).reshape(num_workers, _CELLS)
         self._own = self._cells[worker]
+        self._own[:] = 0  # a process that has ended had this row
 
     @staticmethod
     def shared(num_workers: int) -> int:

@@ -33,11 +33,11 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     for name, level in start.log_levels.items():
         logging.getLogger(name).setLevel(level)
-    replicas = [socket.socket(fileno=fd) for fd in start.engine_fds]
+    replicas = [None if fd is None else socket.socket(fileno=fd) for fd in start.engine_fds]
     board = Board(start.num_workers, len(replicas), NUM_COLUMNS, start.worker, start.board_fd)
     listener = socket.socket(fileno=start.listen_fd)
     try:
-        engine = AsyncLLMEngine(start.args, link=Link(replicas, board))
+        engine = AsyncLLMEngine(start.args, link=Link(replicas, board, socket.socket(fileno=start.handover_fd)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             clients = ClientCounts(start.num_workers, start.worker, start.clients_fd)
             runner.run(run(engine, start.app_options, start.server_options, listener, (signal.SIGTERM,), clients))

@@ -16,7 +16,7 @@ from typing import Any
 
 from jpaged.api.checks import check_bool, check_integer
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import InvalidParameterError, InvalidPromptError, OutOfMemoryError
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError, NonFiniteLogitsError, OutOfMemoryError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.llm_engine import LLMEngine
@@ -171,7 +171,11 @@ class BatchShards:
         if line.answer is None:
             if line.request is None or len(outputs) < len(line.outputs):
                 return
-            line.answer = response_line(line.request, self._model, outputs, self._tokenizer)
+            if any(completion.finish_reason == "error" for output in outputs for completion in output.outputs):
+                error = BadRequest(line.request.custom_id, NonFiniteLogitsError(), type(line.request.body))
+                line.answer = error.response
+            else:
+                line.answer = response_line(line.request, self._model, outputs, self._tokenizer)
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
         tokens += sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         progress(1, tokens)

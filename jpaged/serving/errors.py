@@ -7,11 +7,14 @@ import msgspec
 
 from jpaged.api.errors import (
     EngineDeadError,
+    EngineRestartingError,
     InvalidParameterError,
     InvalidPromptError,
     JPagedError,
+    NonFiniteLogitsError,
     OutOfMemoryError,
     PromptTooLongError,
+    SuspectRequestError,
     UnsupportedParameterError,
 )
 
@@ -73,6 +76,12 @@ def api_error(error: Exception, fields: Collection[str] = (), prompt_field: str 
         return ApiError(400, message, param=_blamed_field(message, fields))
     if isinstance(error, EngineDeadError):
         return ApiError(503, message, code="engine_dead")
+    if isinstance(error, EngineRestartingError):
+        return ApiError(503, message, code="restarting", headers={"retry-after": "1"})
+    if isinstance(error, SuspectRequestError):
+        return ApiError(500, message, code="engine_ended")
+    if isinstance(error, NonFiniteLogitsError):
+        return ApiError(500, message, code="logits_not_finite")
     if isinstance(error, JPagedError):
         return ApiError(500, message)
     return ApiError(500, "The server met an internal error; its log says more.", code="internal_error")

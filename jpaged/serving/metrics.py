@@ -9,12 +9,13 @@ from itertools import accumulate
 from typing import Any
 
 from jpaged.engine.stats import STEP_TOKENS_BOUNDS, EngineStats
-from jpaged.processes.request_metrics import HISTOGRAMS, RequestMetrics
+from jpaged.processes.request_metrics import COUNTERS, HISTOGRAMS, RequestMetrics
 
 _ENGINE_METRICS = {  # by field of EngineStats
     "num_running": ("num_requests_running", "gauge", "Requests that run."),
     "num_waiting": ("num_requests_waiting", "gauge", "Requests that wait to run."),
     "kv_cache_usage": ("kv_cache_usage_perc", "gauge", "Fraction of the KV pool's blocks in use."),
+    "num_not_finite": ("requests_not_finite", "counter", "Requests that ended because their logits were not finite."),
     "num_preemptions": ("num_preemptions", "counter", "Requests preempted."),
     "prompt_tokens": ("prompt_tokens", "counter", "Tokens of admitted prompts."),
     "generated_tokens": ("generation_tokens", "counter", "Tokens generated."),
@@ -64,6 +65,8 @@ def exposition(
         for reason, count in sorted(metrics.finished(replica).items())
     ]
     add("request_success", "counter", "Requests that ended, by reason.", reasons)
+    for name, what in COUNTERS.items():
+        add(name, "counter", what, [(labels[replica], metrics.counted(name, replica)) for replica in replicas])
     for name, (what, bounds) in HISTOGRAMS.items():
         add(name, "histogram", what, [])
         for replica in replicas:

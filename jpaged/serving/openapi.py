@@ -31,6 +31,7 @@ _GETS: dict[str, tuple[str, Any]] = {
     "/health": ("200 while requests can be served, else 503.", None),
     "/ping": ("As /health.", None),
     "/version": ("The version of the server.", dict[str, str]),
+    "/debug/requests": ("Unfinished requests: what runs, waits and is held, without prompts.", dict[str, list]),
     "/load": ("Requests that wait or run.", dict[str, int]),
     "/metrics": ("Metrics in Prometheus' text format.", None),
 }

@@ -24,6 +24,7 @@ def operational_routes(engine: AsyncLLMEngine, options: AppOptions, live: LiveVi
         Route("/ping", guarded(server.health), methods=["GET", "POST"]),
         Route("/version", guarded(server.version), methods=["GET"]),
         Route("/load", guarded(server.load), methods=["GET"]),
+        Route("/debug/requests", guarded(server.requests), methods=["GET"]),
         Route("/metrics", guarded(server.metrics), methods=["GET"]),
         Route("/reset_prefix_cache", guarded(server.reset_prefix_cache), methods=["POST"]),
         Route("/openapi.json", guarded(server.openapi), methods=["GET"]),
@@ -47,6 +48,9 @@ class _Handlers:
 
     async def load(self, request: Request) -> Response:
         return json_response({"server_load": self._engine.num_unfinished})
+
+    async def requests(self, request: Request) -> Response:
+        return json_response({"requests": await self._engine.get_requests()})
 
     async def metrics(self, request: Request) -> Response:
         stats = await self._engine.get_replica_metrics()

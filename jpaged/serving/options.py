@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jpaged.api.checks import check_integer
+from jpaged.api.config import RestartOptions
 from jpaged.api.errors import InvalidParameterError
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.listeners import Listeners
@@ -86,6 +87,7 @@ class ServerOptions:
         root_path: under which a proxy shows the server.
         shutdown_timeout_s: for running requests to end after SIGTERM; then they are aborted.
         api_workers: processes that tokenize, detokenize and speak HTTP; one engine serves them all.
+        restarts: when an engine process counts as hung, and how often it, or an API process, is started again.
 
     Raises:
         InvalidParameterError: a value out of range, or files that are not there.
@@ -100,6 +102,7 @@ class ServerOptions:
     root_path: str = ""
     shutdown_timeout_s: float = 30.0
     api_workers: int = 1
+    restarts: RestartOptions = field(default_factory=RestartOptions)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -14,6 +14,7 @@ Serve places, starts, watches and replaces replicas, and picks one for each requ
 streams, is `jpaged.serving.app`'s.
 """
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import InvalidParameterError, MissingPackageError
+from jpaged.api.errors import EngineRestartingError, InvalidParameterError, MissingPackageError
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.options import AppOptions, public_name
 
@@ -82,8 +83,9 @@ class Replica:
         return build_app(self._engine, self._options)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError when the engine has ended."""
-        await self._engine.check_health()
+        """Raises EngineDeadError when the engine has ended for good."""
+        with contextlib.suppress(EngineRestartingError):
+            await self._engine.check_health()
 
     async def __del__(self) -> None:
         """Called by Serve when running requests have ended, or their time is up. It gives no sign before that, by which

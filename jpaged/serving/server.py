@@ -14,7 +14,7 @@ from types import ModuleType
 import uvicorn
 
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import JPagedError
+from jpaged.api.errors import EngineDeadError, JPagedError
 from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
@@ -64,7 +64,8 @@ def serve(args: EngineArgs, app_options: AppOptions, options: ServerOptions) -> 
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run(AsyncLLMEngine(args), app_options, options, listeners.sockets[0]))
+            engine = AsyncLLMEngine(args, restarts=options.restarts)
+            runner.run(run(engine, app_options, options, listeners.sockets[0]))
 
 
 def _guarded(app_options: AppOptions, host: str, sock: socket.socket) -> AppOptions:
@@ -87,6 +88,9 @@ async def run(
     """Serves an engine in this process until one of `signals`, then drains and shuts the engine down.
 
     sock: to listen on; taken by `ServerOptions.listen`. clients: counts that several processes share.
+
+    Raises:
+        EngineDeadError: the engine has ended and is not started again.
     """
     set_objects_apart()
     async with engine:
@@ -110,7 +114,19 @@ async def run(
             timeout_graceful_shutdown=math.ceil(options.shutdown_timeout_s + LAST_WORDS_S),
         )
         server = _Server(config, engine, options, signals, app.state.live)
-        await server.serve(sockets=[sock])
+        end = asyncio.ensure_future(_end_with(engine, server))
+        try:
+            await server.serve(sockets=[sock])
+        finally:
+            end.cancel()
+        if engine.failure is not None:
+            raise EngineDeadError(str(engine.failure)) from engine.failure
+
+
+async def _end_with(engine: AsyncLLMEngine, server: uvicorn.Server) -> None:
+    """Ends the server when the engine has failed for good: whoever started it may start it anew, whole."""
+    await engine.failed()
+    server.should_exit = True
 
 
 def _log_engine(name: str, ready: Ready) -> None:

@@ -6,8 +6,9 @@
                 ...
 
 It takes part in no request. SIGTERM reaches every API process through it, and when they have drained it ends the
-engine. An API process that ends by itself takes its clients' streams with it; the others drain, and then all is over:
-whoever started the server starts it anew, whole.
+engine. An engine process that ends is started again, and so is an API process: its clients' streams break off, those of
+the others go on. What ends too often is not started again. Then all drain, and whoever started the server starts it
+anew, whole.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +27,9 @@ import msgspec
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError
 from jpaged.host.devices import package_environment
+from jpaged.processes import handover
 from jpaged.processes.async_llm_engine import AsyncLLMEngine, load_tokenizer
+from jpaged.processes.keeper import RestartLimit
 from jpaged.processes.launch import EngineProcesses, Link, python_command
 from jpaged.serving.admission import ClientCounts
 from jpaged.serving.options import LAST_WORDS_S, SIGNALS, AppOptions, ServerOptions
@@ -35,6 +39,8 @@ log = logging.getLogger("jpaged.server")
 _LOGGERS = ("jpaged.server", "jpaged.access")
 _END_S = 5.0
 """A drained API process gets this long to end, then it is killed."""
+_OF_USE_S = 10.0
+"""An API process that ended before that had not served for long; the next one has to wait."""
 
 
 class WorkerStart(msgspec.Struct):
@@ -42,7 +48,8 @@ class WorkerStart(msgspec.Struct):
 
     parent: the pid of the supervisor. worker, num_workers: its row of the board, and how many there are.
     board_fd, clients_fd: shared memory (`Board`, `ClientCounts`).
-    engine_fds: sockets to the replicas. log_levels: by name of the logger.
+    engine_fds: sockets to the replicas, None where no process runs; handover_fd: where those to later ones come from.
+    log_levels: by name of the logger.
     """
 
     args: EngineArgs
@@ -52,10 +59,64 @@ class WorkerStart(msgspec.Struct):
     worker: int
     num_workers: int
     board_fd: int
-    engine_fds: list[int]
     clients_fd: int
+    engine_fds: list[int | None]
+    handover_fd: int
     listen_fd: int
     log_levels: dict[str, int]
+
+
+class _Worker:
+    """An API process, and the one that takes its place when it ends.
+
+    number: of the client. start: what it is told, but for the sockets to the replicas. most_restarts: within ten
+    minutes. Its listening socket stays open here, so that clients who connect while no process runs wait for the next.
+    """
+
+    def __init__(self, number: int, start: WorkerStart, most_restarts: int) -> None:
+        self.number = number
+        self.process: Process | None = None
+        self._start = start
+        self._limit = RestartLimit(most_restarts)
+
+    async def begin(self, engine: AsyncLLMEngine, sockets: Sequence[socket.socket | None]) -> None:
+        """Starts the process. sockets: to the replicas."""
+        ours, theirs = handover.socket_pair()
+        assert engine.keeper is not None
+        engine.keeper.add_client(self.number, ours)
+        start = self._start
+        start.engine_fds = [None if sock is None else sock.fileno() for sock in sockets]
+        start.handover_fd = theirs.fileno()
+        fds = (*start.engine_fds, start.handover_fd, start.board_fd, start.clients_fd, start.listen_fd)
+        self.process = await asyncio.create_subprocess_exec(
+            *python_command("jpaged.serving.api_process"),
+            stdin=PIPE,
+            pass_fds=[fd for fd in fds if fd is not None],
+            env=package_environment(os.environ),
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(start))
+        self.process.stdin.close()
+        for sock in (theirs, *sockets):
+            if sock is not None:
+                sock.close()
+
+    async def keep(self, engine: AsyncLLMEngine, processes: EngineProcesses) -> None:
+        """Starts the process again whenever it ends. Raises EngineDeadError when that is too often."""
+        while True:
+            assert self.process is not None
+            begun = time.monotonic()
+            code = await self.process.wait()
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            what = f"API process {self.process.pid} ended with {how}"
+            processes.links[0].board.clear_gauges(self.number)
+            wait_s = self._limit.wait_s(time.monotonic() - begun > _OF_USE_S)
+            if wait_s is None:
+                log.error("%s; the others drain", what)  # which may take a while
+                raise EngineDeadError(f"{what}; start the server anew.")
+            log.error("%s; starting it again%s (%s)", what, f" in {wait_s:g} s" if wait_s else "", self._limit)
+            await asyncio.sleep(wait_s)
+            await self.begin(engine, processes.new_client())
 
 
 async def supervise(
@@ -64,13 +125,13 @@ async def supervise(
     """Serves with one API process for each listener until SIGTERM or SIGINT, and drains.
 
     Raises:
-        EngineDeadError: an API process ended by itself. What else `AsyncLLMEngine.ready` raises.
+        EngineDeadError: an API process or the engine ended too often. What else `AsyncLLMEngine.ready` raises.
     """
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     load_tokenizer(args)  # each API process will; what is wrong with it is better said here, and at once
     processes = EngineProcesses(args, num_clients=1 + len(listeners))
-    engine = AsyncLLMEngine(replace(args, skip_tokenizer_init=True), processes=processes)
-    workers: list[Process] = []
+    engine = AsyncLLMEngine(replace(args, skip_tokenizer_init=True), processes=processes, restarts=options.restarts)
+    workers: list[_Worker] = []
     clients_fd = ClientCounts.shared(1 + len(listeners))
     for number in SIGNALS:
         loop.add_signal_handler(number, stopped.set)
@@ -80,37 +141,43 @@ async def supervise(
             start = _worker_start(args, app_options, options, fds, link, listener)
             if workers:  # the first says for all that they serve, and that they drain
                 start.log_levels[log.name] = max(log.level, logging.WARNING)
-            workers.append(await _start(start))
-            for sock in link.sockets:
-                sock.close()
+            worker = _Worker(link.board.worker, start, options.restarts.max_restarts)
+            workers.append(worker)
+            await worker.begin(engine, link.sockets)
+        await _until_told(engine, processes, workers, stopped)
+    finally:
         for listener in listeners:
             listener.close()
-        await _until_told(engine, workers, stopped)
-    finally:
         os.close(clients_fd)
-        await _end(workers, options.shutdown_timeout_s + LAST_WORDS_S + _END_S)
+        running = [worker.process for worker in workers if worker.process is not None]
+        await _end(running, options.shutdown_timeout_s + LAST_WORDS_S + _END_S)
         await engine.shutdown()
 
 
-async def _until_told(engine: AsyncLLMEngine, workers: Sequence[Process], stopped: asyncio.Event) -> None:
-    """Returns when a signal came; raises when something went wrong."""
+async def _until_told(
+    engine: AsyncLLMEngine, processes: EngineProcesses, workers: Sequence[_Worker], stopped: asyncio.Event
+) -> None:
+    """Returns when a signal came; raises when something went wrong for good."""
     ready, stop = asyncio.ensure_future(engine.ready()), asyncio.ensure_future(stopped.wait())
-    ends = [asyncio.ensure_future(worker.wait()) for worker in workers]
+    failed = asyncio.ensure_future(engine.failed())
+    kept = [asyncio.ensure_future(worker.keep(engine, processes)) for worker in workers]
     try:
-        await asyncio.wait((ready, stop, *ends), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((ready, stop, failed, *kept), return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
-            await asyncio.wait((stop, *ends), return_when=asyncio.FIRST_COMPLETED)
-        for worker in workers:
-            if worker.returncode is not None and not stop.done():
-                how = f"signal {-worker.returncode}" if worker.returncode < 0 else f"exit code {worker.returncode}"
-                what = f"API process {worker.pid} ended with {how}"
-                log.error("%s; the others drain", what)  # which may take a while
-                raise EngineDeadError(f"{what}; start the server anew.")
+            await asyncio.wait((stop, failed, *kept), return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            return
+        if failed.done():
+            raise failed.result()
+        for task in kept:
+            if task.done():
+                task.result()
     finally:
-        for task in (ready, stop, *ends):
-            task.cancel()
-        await asyncio.gather(ready, stop, *ends, return_exceptions=True)
+        all_tasks = (ready, stop, failed, *kept)
+        for one in all_tasks:
+            one.cancel()
+        await asyncio.gather(*all_tasks, return_exceptions=True)
 
 
 async def _end(workers: Sequence[Process], timeout_s: float) -> None:
@@ -149,20 +216,8 @@ def _worker_start(
         num_workers=link.board.num_workers,
         board_fd=fds[0],
         clients_fd=fds[1],
-        engine_fds=[sock.fileno() for sock in link.sockets],
+        engine_fds=[],
+        handover_fd=-1,
         listen_fd=listener.fileno(),
         log_levels={name: logging.getLogger(name).level for name in _LOGGERS},
     )
-
-
-async def _start(start: WorkerStart) -> Process:
-    process = await asyncio.create_subprocess_exec(
-        *python_command("jpaged.serving.api_process"),
-        stdin=PIPE,
-        pass_fds=(*start.engine_fds, start.board_fd, start.clients_fd, start.listen_fd),
-        env=package_environment(os.environ),
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(start))
-    process.stdin.close()
-    return process

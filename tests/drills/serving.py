@@ -10,8 +10,8 @@ streams   Stream i has seed i. All must complete with the tokens that `LLM` give
           later rounds the server's processes together may not grow by more than 2 %.
 cancel    All are cancelled after 0.5 s, while some run and some wait. The KV pool must be empty 1 s later, and the next
           request be answered within 5 s. The model has random weights and takes sequences this long.
-kill      SIGKILL to the server: the engine must be gone within 2 s. SIGKILL to the engine: a stream must end with an
-          error event, and `/health` answer 503.
+kill      SIGKILL to the server: the engine must be gone within 2 s. SIGKILL to an engine that is not started again: a
+          stream must end with an error event, and the server with exit code 1. (`survival.py` kills those that are.)
 
 Prints a line of JSON for each round or step.
 """
@@ -159,7 +159,7 @@ def drill_kill(args: argparse.Namespace) -> bool:
         gone_s = time.monotonic() - begin
         print(json.dumps({"killed": "server", "all_gone_s": round(gone_s, 3)}), flush=True)
         good &= gone_s < ENGINE_GONE_S
-    with serving(args.serve_options) as server:
+    with serving(["--max-restarts", "0", *args.serve_options]) as server:
         body = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60, trust_env=False) as response:
             lines = (line for line in response.iter_lines() if line)
@@ -170,10 +170,10 @@ def drill_kill(args: argparse.Namespace) -> bool:
             last = list(lines)[-1]
             ended_s = time.monotonic() - begin
         ends_with_error = "error" in json.loads(last.removeprefix("data: "))
-        health = server.get("/health").status_code
+        code = server.process.wait(60)
         report = {"killed": "engine", "stream_ended_s": round(ended_s, 3), "error_event": ends_with_error}
-        print(json.dumps(report | {"health": health}), flush=True)
-        good &= ends_with_error and health == 503
+        print(json.dumps(report | {"exit_code": code}), flush=True)
+        good &= ends_with_error and code == 1
     return good
 
 

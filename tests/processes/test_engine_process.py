@@ -13,6 +13,7 @@ from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.processes.client_requests import StepRequests
 from jpaged.processes.connection import Connection
 from jpaged.processes.engine_process import EngineProcess
+from jpaged.processes.pulse import Pulse
 from jpaged.processes.wire import Add, Answer, Call, FrameReader, FromEngine, GetStats, Shutdown, Stats, Step, frame
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.helpers import make_config
@@ -57,11 +58,11 @@ def test_time_without_requests_is_no_part_of_the_hosts_turns():
     config, clock = make_config(pipeline_depth=2), Clock()
     pace = Pace(clock)
     core = EngineCore(Scheduler(config, 0), FakeExecutor(config), pace)
-    args = SimpleNamespace(scheduling_policy="fcfs")
+    args = SimpleNamespace(scheduling_policy="fcfs", pipeline_depth=2)
     engine = SimpleNamespace(core=core, eos_token_ids=(), args=args, get_metrics=core.stats)
     ours, theirs = socket.socketpair()
     theirs.settimeout(60)
-    process = EngineProcess(engine, [Connection(ours)], StepRequests(engine))
+    process = EngineProcess(engine, [Connection(ours)], StepRequests(engine), Pulse.create())
     thread = threading.Thread(target=process.run, daemon=True)
     thread.start()
     client = Client(theirs)

@@ -26,6 +26,7 @@ from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import ProcessedInput
 from jpaged.processes import engine_process, launch
+from jpaged.processes.pulse import Pulse
 from jpaged.processes.replicas import ReplicatedEngine
 
 REFUSED_TOKEN = 99
@@ -124,7 +125,7 @@ class ReplicaThread:
 
     def _run(self, sock: socket.socket) -> None:
         try:
-            engine_process.serve([sock])
+            engine_process.serve([sock], Pulse.create())
         except EngineDeadError:
             pass  # its client has been told
         finally:
@@ -145,7 +146,7 @@ def ended(monkeypatch) -> Iterator[list[int]]:
     codes: list[int] = []
     started: list[ReplicaThread] = []
 
-    def start(sockets: list[socket.socket], environment: Any) -> ReplicaThread:
+    def start(sockets: list[socket.socket], *rest: Any) -> ReplicaThread:
         started.append(ReplicaThread(sockets[0], codes))
         return started[-1]
 

@@ -326,6 +326,40 @@ def processes_of_session(session: int) -> list[int]:
     return found
 
 
+@pytest.mark.xdist_group("scoring-llama-gqa-d64-tied")
+def test_a_worker_that_is_killed_at_work_is_started_again_and_nothing_is_lost_or_doubled(tmp_path, monkeypatch):
+    rows = random_rows(0, 60)
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    model = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path / "model", use_torch=False)
+    options = {
+        "model": str(model),
+        "max_model_len": 48,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": 256,
+        "skip_tokenizer_init": True,
+        "verbose": False,
+        "shard_size": 600,
+        "on_error": "skip",
+        "use_tqdm": False,
+    }
+    score_files(source, tmp_path / "whole.jsonl", **options)
+    killed = []
+    receive = WorkerProcess._receive
+
+    def receive_and_kill(self):
+        message = receive(self)
+        if "entry" in message and not killed:
+            killed.append(self._process.pid)
+            self._process.kill()
+        return message
+
+    monkeypatch.setattr(WorkerProcess, "_receive", receive_and_kill)
+    score_files(source, tmp_path / "out.jsonl", data_parallel_size=2, **options)
+    assert killed
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
 def test_a_worker_that_dies_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
     source = write_rows(tmp_path / "in.jsonl", ROWS)
     started = WorkerProcess.__init__

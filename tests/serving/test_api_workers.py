@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from tests.tiny_models import DEMO_ENGINE
 pytestmark = pytest.mark.xdist_group("server")
 
 PROMPTS = [f"{beginning} {animal}" for beginning in ("Once upon a time a", "The") for animal in ("snail", "fox", "owl")]
+SEEDED = {"seed": 3, "max_tokens": 400}
 LONG = {"prompt": "A", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 
@@ -146,19 +148,35 @@ def test_the_queue_is_full_for_every_api_process_at_once(server):
     assert {response.status_code for response in ask_at_once(server, [("POST", "/v1/completions", short)] * 8)} == {200}
 
 
-def test_a_replica_that_is_killed_fails_its_own_streams_and_health_but_not_the_others(server):
-    streams = [server.client.stream("POST", "/v1/completions", json=LONG) for _ in range(2)]
+def test_streams_of_a_replica_that_is_killed_go_on_in_the_other(server):
+    calm = [events_of(response) for response in ask_at_once(server, [("POST", "/v1/completions", LONG | SEEDED)] * 2)]
+    streams = [server.client.stream("POST", "/v1/completions", json=LONG | SEEDED) for _ in range(2)]
     seen = [events(stream.__enter__()) for stream in streams]
-    for stream in seen:
-        next(stream)
-    os.kill(server.children("engine_process")[1], signal.SIGKILL)
-    last = [list(stream)[-1] for stream in seen]
+    firsts = [next(stream) for stream in seen]
+    killed = server.children("engine_process")[1]
+    os.kill(killed, signal.SIGKILL)
+    texts = [text_of([first, *stream]) for first, stream in zip(firsts, seen, strict=True)]
     for stream in streams:
         stream.__exit__(None, None, None)
-    assert [("error" in event) for event in sorted(last, key=lambda event: "error" in event)] == [False, True]
-    assert {page.status_code for page in ask_at_once(server, [("GET", "/health", None)] * 8)} == {503}
+    assert texts == [text_of(one) for one in calm]
+    server.log_with("The engine process of replica 1 was killed by SIGKILL; starting it again")
+    assert {page.status_code for page in ask_at_once(server, [("GET", "/health", None)] * 8)} == {200}
     answers = ask_at_once(server, [("POST", "/v1/completions", {"prompt": p, "max_tokens": 3}) for p in PROMPTS])
     assert {answer.status_code for answer in answers} == {200}
+    end = time.monotonic() + 120
+    while server.metric("engine_restarts_total") != 1 or len(server.children("engine_process")) != 2:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert killed not in server.children("engine_process")
+
+
+def events_of(response):
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+
+
+def text_of(stream):
+    assert all("error" not in event for event in stream)
+    return "".join(event["choices"][0]["text"] for event in stream if event["choices"])
 
 
 def test_no_process_that_tokenizes_has_loaded_pytorch(server):
@@ -167,8 +185,36 @@ def test_no_process_that_tokenizes_has_loaded_pytorch(server):
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_a_killed_api_process_is_told_of_at_once_and_ends_the_others_and_the_server(server):
-    """Last of those that share the server."""
+def test_a_killed_api_process_is_started_again_and_only_its_own_streams_break_off(server):
+    streams = [server.client.stream("POST", "/v1/completions", json=LONG | {"max_tokens": 300}) for _ in range(10)]
+    seen = [events(stream.__enter__()) for stream in streams]
+    for stream in seen:
+        next(stream)
+    killed, other = server.children("api_process")
+    os.kill(killed, signal.SIGKILL)
+    broken = 0
+    for stream in seen:
+        try:
+            assert list(stream)[-1]["choices"][0]["finish_reason"] == "length"
+        except httpx.RemoteProtocolError:
+            broken += 1
+    for stream in streams:
+        with contextlib.suppress(httpx.HTTPError):
+            stream.__exit__(None, None, None)
+    server.log_with(f"API process {killed} ended with signal 9; starting it again")
+    end = time.monotonic() + 120
+    while len(server.children("api_process")) != 2:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert other in server.children("api_process")
+    bodies = [("POST", "/v1/completions", {"prompt": p, "max_tokens": 3}) for p in PROMPTS * 2]
+    assert {answer.status_code for answer in ask_at_once(server, bodies)} == {200}
+    assert {page.json()["server_load"] for page in ask_at_once(server, [("GET", "/load", None)] * 8)} == {0}
+    assert broken < len(seen)
+
+
+def test_a_killed_api_process_that_is_not_started_again_ends_the_others_and_the_server(tmp_path):
+    server = Server(tmp_path / "log", "--api-workers", "2", "--max-restarts", "0")
     pids = [*server.children("engine_process"), *server.children("api_process")]
     os.kill(pids[-1], signal.SIGKILL)
     assert server.process.wait(60) == 1

@@ -29,6 +29,7 @@ LIMITS = (
     *("--max-body-bytes", "100000", "--max-n", "4", "--max-prompts", "50", "--max-stop-strings", "3"),
     *("--header-timeout", "1", "--body-timeout", "1", "--template-timeout", "0.5", "--trust-request-chat-template"),
     *("--allowed-origins", "https://example.org"),
+    *("--max-restarts", "0"),
 )
 
 
@@ -370,7 +371,7 @@ def test_a_chat_that_cannot_fit_is_refused_before_it_is_tokenized(server):
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic " + KEY, "Bearer " + KEY + "x", "Bearer é"])
 def test_without_a_key_only_the_health_checks_answer(server, header):
     headers = {} if header is None else {"authorization": header.encode("latin-1")}
-    for path in ("/v1/models", "/metrics", "/version", "/load", "/openapi.json", "/nothing"):
+    for path in ("/v1/models", "/metrics", "/version", "/load", "/debug/requests", "/openapi.json", "/nothing"):
         response = httpx.get(server.url + path, headers=headers, trust_env=False)
         assert response.status_code == 401
         assert response.json()["error"]["code"] == "invalid_api_key"
@@ -449,9 +450,25 @@ def test_pages_of_an_allowed_origin_may_ask_without_a_key_for_the_preflight(serv
     assert "access-control-allow-origin" not in httpx.options(server.url + "/v1/models", headers=headers).headers
 
 
+def test_operators_see_what_runs_but_no_prompt(server):
+    body = TEXT | {"max_tokens": 900, "ignore_eos": True, "stream": True, "n": 2, "request_id": "seen-from-outside"}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        next(events(response))
+        found = server.client.get("/debug/requests")
+    sequences = [one for one in found.json()["requests"] if "seen-from-outside" in (one["request_id"] or "")]
+    assert [(one["index"], one["status"], one["replica"]) for one in sequences] == [
+        (0, "running", 0),
+        (1, "running", 0),
+    ]
+    assert all(one["known"] > one["prompt_tokens"] > 0 and one["blocks"] > 0 for one in sequences)
+    assert TEXT["prompt"] not in found.text
+
+
 def test_the_openapi_document_has_every_route(server):
     document = server.client.get("/openapi.json").json()
-    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"} <= set(document["paths"])
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics", "/debug/requests"} <= set(
+        document["paths"]
+    )
     assert "prompt" in document["components"]["schemas"]["CompletionRequest"]["required"]
 
 
@@ -522,7 +539,7 @@ def test_the_log_says_what_runs_and_that_it_is_a_cpu(server):
     assert "WARNING jpaged-demo runs on a CPU" in log
 
 
-def test_an_engine_that_is_killed_turns_health_to_503_and_ends_streams_with_an_error(server):
+def test_an_engine_that_is_killed_and_not_started_again_ends_streams_with_an_error_and_the_server_with_1(server):
     """Last of those that share the server."""
     body = TEXT | {"max_tokens": 900, "ignore_eos": True, "stream": True}
     with server.client.stream("POST", "/v1/completions", json=body) as response:
@@ -531,8 +548,8 @@ def test_an_engine_that_is_killed_turns_health_to_503_and_ends_streams_with_an_e
         os.kill(server.engine_pid, signal.SIGKILL)
         last = [item for item in stream if "error" in item]
     assert last[0]["error"]["code"] == "engine_dead"
-    assert server.client.get("/health").status_code == 503
-    assert server.client.post("/v1/completions", json=TEXT).status_code == 503
+    assert server.process.wait(60) == 1
+    assert "ERROR The engine process was killed by SIGKILL; start it anew" in server.log.read_text()
 
 
 def test_a_killed_server_leaves_no_engine(tmp_path):

@@ -6,9 +6,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -16,16 +16,23 @@ _START_S = 600.0
 
 
 class Server:
-    """`jpaged serve` with these options, without a key, on a free port of this machine."""
+    """`jpaged serve` with these options, without a key, on a free port of this machine.
 
-    def __init__(self, options: Sequence[str]) -> None:
+    log: an open file for what it writes; None: this process's own stderr. environment: further variables.
+    """
+
+    def __init__(
+        self, options: Sequence[str], log: IO[str] | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = [sys.executable, "-m", "jpaged", "serve", "--port", str(port), "--quiet", "--api-workers", "1"]
         self.url = f"http://127.0.0.1:{port}"
-        environment = {name: value for name, value in os.environ.items() if name != "JPAGED_API_KEY"}
-        self.process = subprocess.Popen([*command, *options], env=environment)
+        variables = {name: value for name, value in os.environ.items() if name != "JPAGED_API_KEY"}
+        for name, value in (environment or {}).items():
+            variables[name] = os.pathsep.join(filter(None, [value, variables.get(name)])) if "PATH" in name else value
+        self.process = subprocess.Popen([*command, *options], env=variables, stdout=log, stderr=log)
         end = time.monotonic() + _START_S
         while True:
             with contextlib.suppress(httpx.TransportError):

@@ -375,6 +375,10 @@ class PrefixCache:
         """Drops the names of blocks that are about to hold something else."""
         if self.host is not None:
             self.host.evict(self.named(block_ids))
+        self.drop(block_ids)
+
+    def drop(self, block_ids: np.ndarray) -> None:
+        """Drops the names of blocks whose contents are of no use to anybody. Those without names are passed over."""
         for block_id in block_ids[self._registered[block_ids]].tolist():
             digest = self._digests[block_id]
             if digest is not None:

@@ -27,6 +27,7 @@ class Inspection(SchedulerPart):
             num_running=slots.num_used,
             num_waiting=len(self._waiting),
             num_finished=counters.num_finished,
+            num_not_finite=counters.num_not_finite,
             num_steps=counters.num_steps,
             num_shared_prefix_steps=counters.num_shared_prefix_steps,
             step_tokens=tuple(counters.step_tokens),

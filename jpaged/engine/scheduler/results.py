@@ -51,6 +51,10 @@ class Results(SchedulerPart):
         now, of_chunks = time.monotonic(), owned[len(plan.decode_slots) :]
         self._note_prompts(plan, result, of_chunks, now)
         updates = self._take_scores(plan, result, of_chunks)
+        if (result.finish_codes == FinishCode.NOT_FINITE).any():
+            updates += self._end_not_finite(result, rows_slots, rows)
+            left = self._slots.start_step[rows_slots[rows]] <= plan.step_id
+            rows, counts = rows[left], None if counts is None else counts[left]
         if self._dependents.awaits(plan.step_id):
             rows, ended = self._dependents.take(plan.step_id, rows_slots, rows, result)
             updates += [self._end(one) for one in ended]
@@ -115,6 +119,22 @@ class Results(SchedulerPart):
                 request.store_scores(stop, scores)
             if stop == request.prompt_len:
                 updates.append(self._end(Ended(request, [], "length", None)))
+        return updates
+
+    def _end_not_finite(self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray) -> list[RequestUpdate]:
+        """Ends the requests whose logits in these rows are not finite. Their tokens mean nothing and are dropped."""
+        updates = []
+        for slot in rows_slots[rows[result.finish_codes[rows] == FinishCode.NOT_FINITE]].tolist():
+            request = self._slots.requests[slot]
+            if request is None:  # ended with another row of its group
+                continue
+            open_members = [member for member in request.group.members if not member.finished]
+            self._tenants.end_all(self._tenants.groups[request.request_id], "error")
+            self._counters.num_not_finite += 1
+            updates += [
+                RequestUpdate(member, [] if member.reports_each_token else member.output_token_ids)
+                for member in open_members
+            ]
         return updates
 
     def _take_tokens(

@@ -87,8 +87,11 @@ class Scheduler:
         """Plans whose results have not been given to `update`."""
         return len(self._planner.in_flight)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, generated: Sequence[Sequence[int] | None] | None = None) -> None:
         """Puts a request in the queue. A refused one leaves no trace.
+
+        generated: of a request that ran in another engine: the tokens of each sequence, None for one that has ended. It
+            goes on from them, with the tokens that it would have had there.
 
         Raises:
             InvalidPromptError: its prompt leaves no room for a token within max_model_len.
@@ -103,8 +106,11 @@ class Scheduler:
         request.arrival_number = self._num_arrived
         self._num_arrived += 1
         request.seed = request_seed(request.sampling.seed, self._seed, request.arrival_number)
-        groups[request.request_id] = self._dependents.group_of(request)
-        self._waiting.push(request)
+        group = groups[request.request_id] = self._dependents.group_of(request)
+        if generated is not None:
+            group.resume(generated)
+        for sequence in group.waiting():
+            self._waiting.push(sequence)
 
     def schedule(self) -> StepPlan | NoPlan:
         """Plans the next step and takes it as executed: the caller dispatches plans in the order it gets them.
@@ -135,15 +141,7 @@ class Scheduler:
         group = self._tenants.groups.get(request_id)
         if group is None:
             return None
-        for _ in group.waiting():
-            self._waiting.count_out()
-        for member in group.members:
-            if member.swap is not None:
-                self.swap_space.discard(member.swap)
-            if member.status == RequestStatus.RUNNING:
-                self._tenants.give_up(member)
-            if not member.finished:
-                self._tenants.end(member, "abort", None)
+        self._tenants.end_all(group, "abort")
         return group.leader
 
     def finish(

@@ -78,6 +78,24 @@ class Tenants(SchedulerPart):
         if request in self.prefilling:
             self.prefilling.remove(request)
 
+    def end_all(self, group: SequenceGroup, reason: FinishReason) -> None:
+        """Finishes a request in whatever state, with what its sequences have generated so far, and frees their blocks.
+
+        What an "error" leaves in its blocks is not to be hit by any prefix.
+        """
+        for _ in group.waiting():
+            self._waiting.count_out()
+        for member in group.members:
+            if member.swap is not None:
+                self._swap_space.discard(member.swap)
+            if member.status == RequestStatus.RUNNING:
+                block_ids = self._slots.blocks(member.slot).copy()
+                self.give_up(member)
+                if reason == "error" and self._cache is not None:
+                    self._cache.drop(block_ids)
+            if not member.finished:
+                self.end(member, reason, None)
+
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         """Finishes a sequence that has no slot, or no longer."""
         request.status = RequestStatus.FINISHED

@@ -9,7 +9,7 @@ A group is admitted at once, with a slot for each member, and preempted at once.
 shared, so a group preempted before it goes back as one; afterwards each member keeps its own tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, TypeVar
 
 from jpaged.engine.sequences.request import Request, RequestStatus
@@ -94,6 +94,17 @@ class SequenceGroup:
             member.output_token_ids = []
             member.block_digests = []
             member.num_registered_blocks = 0
+
+    def resume(self, generated: Sequence[Sequence[int] | None]) -> None:
+        """Lets a group that has not begun go on where it stood in another engine, as after a preemption that keeps its
+        tokens only. Not for a group that runs together.
+
+        generated: by member, the tokens that it has generated; None for one that has ended.
+        """
+        self.forked = True
+        for member, token_ids in zip(self.members, generated, strict=True):
+            member.status = RequestStatus.FINISHED if token_ids is None else RequestStatus.PREEMPTED
+            member.output_token_ids = list(token_ids or ())
 
     def running(self) -> list[Request]:
         """The members that have slots."""

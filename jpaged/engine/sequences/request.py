@@ -16,7 +16,7 @@ from jpaged.api.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, Request
 from jpaged.engine.interface import SamplingVariant, TargetScores
 from jpaged.engine.kv.swap_record import SwapRecord
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 _TOKEN_LIMIT = 2**31
 

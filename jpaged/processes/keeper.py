@@ -1,0 +1,208 @@
+"""Keeps engine processes running: starts one that ended, or hangs, again, and hands its clients the new sockets.
+
+    ends (its control channel closes) --.
+    hangs (its pulse is silent) --kill--+--> start again --> this process's `AsyncLLMEngine`, other clients' channels
+                                        '--> give up: too often within ten minutes
+
+A process that served starts again at once; one that ended before its first step, after a wait that doubles.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict
+
+from jpaged.api.config import RestartOptions
+from jpaged.api.errors import EngineDeadError
+from jpaged.processes import handover
+from jpaged.processes.flight_recorder import write_last_steps
+from jpaged.processes.launch import EngineProcesses, ended_how
+
+log = logging.getLogger("jpaged.engine")
+
+WINDOW_S = 600.0
+"""Restarts are limited within so long."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
+_LAST_WORDS_S = 0.5
+"""After its sockets have closed, a process gets this long to end by itself."""
+_TRACEBACK_S = 0.2
+"""A process that hangs gets this long to write where."""
+
+
+class RestartLimit:
+    """How often something may be started again, and after which wait.
+
+    most: within `WINDOW_S`.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._times: deque[float] = deque()
+        self._fruitless = 0
+
+    def wait_s(self, was_of_use: bool) -> float | None:
+        """Counts a restart. Returns the seconds to wait before it; None: it has been too often.
+
+        was_of_use: what has ended had done its work until then.
+        """
+        now = time.monotonic()
+        while self._times and now - self._times[0] > WINDOW_S:
+            self._times.popleft()
+        if len(self._times) >= self._most:
+            return None
+        self._times.append(now)
+        self._fruitless = 0 if was_of_use else self._fruitless + 1
+        return min(_FIRST_WAIT_S * 2 ** (self._fruitless - 1), _LONGEST_WAIT_S) if self._fruitless else 0.0
+
+    def __str__(self) -> str:
+        return f"{len(self._times)} of at most {self._most} in {WINDOW_S / 60:g} minutes"
+
+
+class EngineKeeper:
+    """Watches the engine processes that this process has started. All methods are called from one event loop.
+
+    on_replaced: called with the replica's number and this process's socket to its new process. on_given_up: with its
+    number and why it is not started again.
+
+    Attributes:
+        channels: of the other clients, by their number; they get their sockets over these.
+        last_words: what a replica's process said before it ended, by replica.
+    """
+
+    def __init__(
+        self,
+        processes: EngineProcesses,
+        options: RestartOptions,
+        on_replaced: Callable[[int, socket.socket], None],
+        on_given_up: Callable[[int, EngineDeadError], None],
+    ) -> None:
+        self.channels: dict[int, socket.socket] = {}
+        self.last_words: dict[int, str] = {}
+        self._processes = processes
+        self._options = options
+        self._on_replaced = on_replaced
+        self._on_given_up = on_given_up
+        self._limits = [RestartLimit(options.max_restarts) for _ in range(processes.num_replicas)]
+        self._hung: set[int] = set()
+        self._num_written = 0
+        self._ended_at: dict[int, float] = {}
+        self._started_at: dict[int, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._given_up: dict[int, EngineDeadError] = {}
+        self._stopped = False
+
+    def start(self) -> None:
+        """Begins to watch. All processes serve."""
+        for replica in range(self._processes.num_replicas):
+            self._watch(replica)
+        self._run(self._find_hung())
+
+    def stop(self) -> None:
+        """Lets the processes end as they will."""
+        self._stopped = True
+        for task in self._tasks:
+            task.cancel()
+        for control in self._processes.controls:
+            asyncio.get_running_loop().remove_reader(control)
+
+    def add_client(self, client: int, channel: socket.socket) -> None:
+        """Another process is this client from here on; it is told of what is down for good already."""
+        old = self.channels.get(client)
+        if old is not None:
+            old.close()
+        self.channels[client] = channel
+        for replica, error in self._given_up.items():
+            handover.send(channel, handover.GivenUp(replica, type(error).__name__, str(error)))
+
+    def serves(self, replica: int, startup_s: Mapping[str, float]) -> None:
+        """A process that was started again serves. startup_s: seconds of its start, by phase."""
+        ended, started, now = self._ended_at[replica], self._started_at[replica], time.monotonic()
+        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in startup_s.items())
+        log.warning(
+            "replica %d serves again %.2f s after its process ended: %.2f s until the next was started, %.2f s for its "
+            "start (%s)", replica, now - ended, started - ended, now - started, phases
+        )  # fmt: skip
+
+    def kill(self, replica: int) -> None:
+        """Ends a replica's process that is of no more use."""
+        self._processes.send_signal(replica, signal.SIGKILL)
+
+    def _watch(self, replica: int) -> None:
+        control = self._processes.controls[replica]
+
+        def ended() -> None:
+            self._ended_at[replica] = time.monotonic()
+            asyncio.get_running_loop().remove_reader(control)
+            self._run(self._recover(replica))
+
+        asyncio.get_running_loop().add_reader(control, ended)  # nothing comes over it: it is readable when it closes
+
+    async def _find_hung(self) -> None:
+        """Kills processes that hang."""
+        limit_s = self._options.step_timeout_s
+        while True:
+            await asyncio.sleep(min(limit_s / 4, 1.0))
+            for replica, pulse in enumerate(self._processes.pulses):
+                if replica not in self._hung | self._given_up.keys() and pulse.silence_s() > limit_s:
+                    self._hung.add(replica)
+                    self._processes.send_signal(replica, signal.SIGUSR1)  # it writes where it hangs, if it can
+                    await asyncio.sleep(_TRACEBACK_S)
+                    self.kill(replica)
+
+    async def _recover(self, replica: int) -> None:
+        """Starts a process that has ended again, or gives it up."""
+        processes, limit = self._processes, self._limits[replica]
+        code = await asyncio.to_thread(processes.end, replica, _LAST_WORDS_S)
+        if self._stopped:
+            return
+        which = "The engine process" if processes.num_replicas == 1 else f"The engine process of replica {replica}"
+        what = f"{which} {ended_how(code)}"
+        if replica in self._hung:
+            what = f"{which} did not finish a step within {self._options.step_timeout_s:g} s (--step-timeout) and"
+            what += " was killed"
+            self._hung.discard(replica)
+        if words := self.last_words.pop(replica, ""):
+            what = f"{which} has ended. {words.rstrip('.')}"
+        path = await asyncio.to_thread(
+            write_last_steps, processes.pulses[replica], what, asdict(processes.args), self._num_written
+        )
+        if path is not None:
+            self._num_written += 1
+            log.error("the last steps of replica %d are in %s (jpaged bench steps --replay)", replica, path)
+        wait_s = limit.wait_s(processes.pulses[replica].num_steps > 0)
+        if wait_s is None:
+            self._give_up(replica, EngineDeadError(f"{what}; start it anew."))
+            return
+        log.error("%s; starting it again%s (%s)", what, f" in {wait_s:g} s" if wait_s else "", limit)
+        if wait_s:
+            await asyncio.sleep(wait_s)
+        self._started_at[replica] = time.monotonic()
+        sockets = processes.restart(replica)
+        self._watch(replica)
+        self._on_replaced(replica, sockets[0])
+        for client, channel in self.channels.items():
+            self._tell(channel, handover.Replaced(replica), sockets[client])
+        for sock in sockets[1:]:
+            sock.close()
+
+    def _give_up(self, replica: int, error: EngineDeadError) -> None:
+        log.error("%s", error)
+        self._given_up[replica] = error
+        self._on_given_up(replica, error)
+        for channel in self.channels.values():
+            self._tell(channel, handover.GivenUp(replica, type(error).__name__, str(error)))
+
+    @staticmethod
+    def _tell(channel: socket.socket, packet: handover.Packet, *sockets: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # that client has ended; one that takes its place gets sockets of its own
+            handover.send(channel, packet, *sockets)
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,232 @@
+"""Kills engine processes under open streams: every stream must bring the tokens of an undisturbed run.
+
+    python -m tests.drills.survival kill --kills 20 --streams 200       SIGKILL, again and again
+    python -m tests.drills.survival suspect                             a request that breaks the engine each time
+    ... [drill's options] -- --data-parallel-size 2                     what follows is for `jpaged serve`
+
+kill      Streams are greedy, seeded, for two choices, with log-probabilities, with stop strings. Each kill comes when
+          they have moved since the last one. Prints for each kill the pause until the next token of any stream, and the
+          server's own account of it. --exact no: compare lengths and ends only, for models whose tokens may depend on
+          what shares a step.
+suspect   A request with a certain token kills the engine, raises an error in its step, or makes the step hang. It must
+          be refused, and the streams beside it end as if it had never been.
+
+Prints a line of JSON for each kill and one at the end; exits with 1 if anything was lost.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from tests.support.served import Server
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"seed": 1},
+    {"n": 2, "seed": 2},
+    {"seed": 3, "logprobs": 2},
+    {"seed": 4, "stop": [" the ", "and", "e s"], "min_tokens": 100},
+)
+FATAL_TOKEN = 77
+
+
+class Streams:
+    """Streams of one server. progress: chunks that came, in all; last_at: when the last one did."""
+
+    def __init__(self, client: httpx.AsyncClient, num_tokens: int) -> None:
+        self._client = client
+        self._num_tokens = num_tokens
+        self.progress = 0
+        self.last_at = 0.0
+
+    async def one(self, number: int) -> dict[int, dict[str, Any]]:
+        """What a stream brings, by choice."""
+        body = {"prompt": f"Once upon a time, number {number}", "max_tokens": self._num_tokens, "ignore_eos": True}
+        body |= KINDS[number % len(KINDS)] | {"stream": True, "return_token_ids": True}
+        body |= {"stream_options": {"include_usage": True}}
+        choices: dict[int, dict[str, Any]] = {}
+        ended = False
+        async with self._client.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    ended = True
+                elif line.startswith("data: "):
+                    self._take(msgspec.json.decode(line[6:]), choices)
+        if not ended:
+            raise RuntimeError("The stream ended without [DONE].")
+        return choices
+
+    def _take(self, event: dict[str, Any], choices: dict[int, dict[str, Any]]) -> None:
+        if "error" in event:
+            raise RuntimeError(event["error"]["message"])
+        self.progress, self.last_at = self.progress + 1, time.monotonic()
+        for part in event["choices"]:
+            choice = choices.setdefault(part["index"], {"tokens": [], "text": "", "logprobs": 0, "end": None})
+            choice["tokens"] += part["token_ids"] or []
+            choice["text"] += part["text"]
+            choice["logprobs"] += len((part["logprobs"] or {}).get("tokens", ()))
+            choice["end"] = part["finish_reason"] or choice["end"]
+        if event.get("usage"):
+            choices[-1] = {"usage": event["usage"]["completion_tokens"]}
+
+
+def client_of(server: Server) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=server.url, timeout=1200, limits=limits, trust_env=False)
+
+
+async def undisturbed(server: Server, args: argparse.Namespace) -> list[Any]:
+    async with client_of(server) as client:
+        streams = Streams(client, args.tokens)
+        return await asyncio.gather(*(streams.one(number) for number in range(args.streams)))
+
+
+def shape(answer: Any) -> Any:
+    """What must be equal even where tokens may differ: how many came, and why each choice ended."""
+    return {
+        index: (len(choice["tokens"]), choice["end"]) if "tokens" in choice and choice["end"] != "stop" else None
+        for index, choice in answer.items()
+    }
+
+
+def judged(answers: list[Any], calm: list[Any], exact: bool) -> dict[str, Any]:
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    wrong = 0
+    for answer, expected in zip(answers, calm, strict=True):
+        if not isinstance(answer, BaseException):
+            wrong += answer != expected if exact else shape(answer) != shape(expected)
+    return {"errors": len(errors), "first_error": repr(errors[0]) if errors else None, "wrong": wrong}
+
+
+def drill_kill(args: argparse.Namespace) -> bool:
+    with tempfile.TemporaryFile("w+") as log, logged_server(args, log) as server:
+        calm = asyncio.run(undisturbed(server, args))
+        return asyncio.run(_killed(server, args, calm, log))
+
+
+async def _killed(server: Server, args: argparse.Namespace, calm: list[Any], log: Any) -> bool:
+    async with client_of(server) as client:
+        streams = Streams(client, args.tokens)
+        tasks = [asyncio.create_task(streams.one(number)) for number in range(args.streams)]
+        killed = 0
+        for number in range(1, args.kills + 1):
+            before = streams.progress
+            while streams.progress < before + args.streams and not all(task.done() for task in tasks):
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(random.random() * args.longest_wait)
+            engines = server.engines()
+            if all(task.done() for task in tasks):
+                break
+            begin, before = time.monotonic(), streams.progress
+            for pid in engines:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            killed += len(engines)
+            await asyncio.sleep(0.1)  # what was under way has come by then
+            before = streams.progress
+            while streams.progress == before and not all(task.done() for task in tasks):
+                await asyncio.sleep(0.005)
+            log.seek(0)
+            says = [line.partition("serves again ")[2].strip() for line in log if "serves again" in line]
+            report = {"kill": number, "pause_s": round(time.monotonic() - begin, 2), "server_says": says[-1:]}
+            print(json.dumps(report), flush=True)
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+    report = {"kills": killed, "streams": args.streams} | judged(answers, calm, args.exact == "yes")
+    report |= {name: server.gauge(f"{name}_total") for name in ("engine_restarts", "requests_resumed")}
+    report |= {"open": server.gauge("num_requests_running"), "health": server.get("/health").status_code}
+    print(json.dumps(report), flush=True)
+    whole = not report["errors"] and not report["wrong"] and report["engine_restarts"] == killed
+    return whole and not report["open"] and report["health"] == 200 and killed > 0
+
+
+def drill_suspect(args: argparse.Namespace) -> bool:
+    good = True
+    for how, length in (("kill", 0), ("kill", 40), ("raise", 30), ("hang", 20)):
+        with tempfile.TemporaryDirectory() as directory:
+            _put_fragile_engine(Path(directory), f"{FATAL_TOKEN}:{length}:{how}")
+            environment = {"PYTHONPATH": directory}
+            args.serve_options = [*args.given_options, "--step-timeout", str(args.step_timeout)]
+            with logged_server(args, None, environment) as server:
+                calm = asyncio.run(undisturbed(server, args))
+                good &= asyncio.run(_with_suspect(server, args, calm, f"{how} at {length}"))
+    return good
+
+
+def _put_fragile_engine(directory: Path, value: str) -> None:
+    """A `sitecustomize` that makes engine processes break (tests/support/fragile_engine.py)."""
+    root = Path(__file__).parents[2]
+    (directory / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if any('engine_process' in argument for argument in sys.orig_argv):\n"
+        f"    sys.path.append({str(root)!r})\n"
+        "    from tests.support.fragile_engine import make_fragile\n"
+        f"    make_fragile({value!r})\n"
+    )
+
+
+async def _with_suspect(server: Server, args: argparse.Namespace, calm: list[Any], what: str) -> bool:
+    async with client_of(server) as client:
+        streams = Streams(client, args.tokens)
+        tasks = [asyncio.create_task(streams.one(number)) for number in range(args.streams)]
+        while streams.progress < args.streams:
+            await asyncio.sleep(0.02)
+        begin = time.monotonic()
+        body = {"prompt": [5, 6, FATAL_TOKEN], "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+        refused = await client.post("/v1/completions", json=body)
+        refused_s = time.monotonic() - begin
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+    report = {"suspect": what, "status": refused.status_code, "code": refused.json().get("error", {}).get("code")}
+    report |= {"refused_s": round(refused_s, 1), "restarts": server.gauge("engine_restarts_total")}
+    report |= judged(answers, calm, args.exact == "yes")
+    print(json.dumps(report), flush=True)
+    return report["code"] == "engine_ended" and not report["errors"] and not report["wrong"]
+
+
+@contextlib.contextmanager
+def logged_server(args: argparse.Namespace, log: Any, environment: dict[str, str] | None = None) -> Any:
+    options = ["--max-restarts", "1000", "--max-queued-requests", "100000", *args.serve_options]
+    server = Server(options, log=log, environment=environment)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    kill = commands.add_parser("kill")
+    kill.add_argument("--kills", type=int, default=20)
+    kill.add_argument("--longest-wait", type=float, default=1.0, help="s, before each kill; the wait is random")
+    kill.set_defaults(drill=drill_kill)
+    suspect = commands.add_parser("suspect")
+    suspect.add_argument("--step-timeout", type=float, default=20.0, help="s")
+    suspect.set_defaults(drill=drill_suspect)
+    for command, streams in ((kill, 200), (suspect, 12)):
+        command.add_argument("--streams", type=int, default=streams)
+        command.add_argument("--tokens", type=int, default=400)
+        command.add_argument("--exact", choices=("yes", "no"), default="yes")
+    arguments, serve_options = sys.argv[1:], []
+    if "--" in arguments:
+        at = arguments.index("--")
+        arguments, serve_options = arguments[:at], arguments[at + 1 :]
+    args = parser.parse_args(arguments)
+    args.serve_options = args.given_options = serve_options
+    return 0 if args.drill(args) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

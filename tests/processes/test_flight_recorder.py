@@ -1,0 +1,75 @@
+"""The flight recorder: what it holds after a scheduler's steps, and what `jpaged bench steps --replay` makes of it."""
+
+import json
+import os
+import stat
+import tempfile
+
+import pytest
+
+from jpaged.api.errors import InvalidParameterError
+from jpaged.bench import recorded_steps
+from jpaged.bench.steps import main
+from jpaged.processes import flight_recorder
+from jpaged.processes.flight_recorder import FlightRecorder, last_steps, write_last_steps
+from jpaged.processes.pulse import Pulse
+from tests.engine.helpers import Engine, make_request
+
+
+@pytest.fixture
+def recorded():
+    """An engine with a recorder, after some steps; two more are dispatched and not read."""
+    engine, pulse = Engine(pipeline_depth=2), Pulse.create()
+    engine.core.observer = FlightRecorder(pulse, engine.scheduler.slots)
+    engine.add(make_request("a", 10, 20), make_request("b", 5, 20, n=2))
+    for _ in range(8):
+        engine.step()
+    return engine, pulse
+
+
+def test_records_are_the_plans_and_those_without_a_time_are_in_flight(recorded):
+    engine, pulse = recorded
+    steps = last_steps(pulse)
+    assert [step["step"] for step in steps] == [plan.step_id for plan in engine.plans]
+    for step, plan in zip(steps, engine.plans, strict=True):
+        assert len(step["contexts"]) == len(plan.decode_slots)
+        assert step["chunks"] == [(c.slot, c.start, len(c.token_ids), c.samples) for c in plan.chunks]
+        assert (step["num_starts"], step["num_ends"]) == (len(plan.starts), len(plan.ends))
+        assert step["variant"] == plan.variant.name.lower()
+    assert len(recorded_steps.in_flight(steps)) == engine.scheduler.num_in_flight == 2
+    assert pulse.num_steps == len(steps) - 2
+    assert steps[-1]["dispatched_s"] == 0.0
+    assert steps[-1]["contexts"] == [17, 12, 12]  # prompts and seven tokens
+    assert "token" not in json.dumps(steps)
+
+
+def test_only_the_last_steps_are_kept(monkeypatch, recorded):
+    monkeypatch.setattr(flight_recorder, "NUM_RECORDS", 4)
+    engine, pulse = Engine(), Pulse.create()
+    engine.core.observer = FlightRecorder(pulse, engine.scheduler.slots)
+    engine.add(make_request("a", 10, 12))
+    engine.run()
+    assert [step["step"] for step in last_steps(pulse)] == [plan.step_id for plan in engine.plans][-4:]
+
+
+def test_they_are_written_for_this_user_only_and_printed(monkeypatch, tmp_path, capsys, recorded):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = write_last_steps(recorded[1], "The engine process was killed by SIGKILL", {"model": "m"}, 3)
+    assert path == tmp_path / f"jpaged-steps-{os.getpid()}-3.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert main(["--replay", str(path), "--json", str(tmp_path / "steps.json")]) == 0
+    says = capsys.readouterr().out.splitlines()
+    assert says[0] == "The engine process was killed by SIGKILL"
+    assert says[1] == "8 steps recorded, 2 of them not read"
+    assert "not read" in says[-1]
+    assert len(json.loads((tmp_path / "steps.json").read_text())["results"]) == 8
+    assert write_last_steps(Pulse.create(), "nothing has run", {}, 4) is None
+
+
+@pytest.mark.parametrize("content", [None, "no json", "{}", '{"cause": "x", "steps": []}', "[1]"])
+def test_what_holds_no_steps_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InvalidParameterError, match=rf"--replay {path}"):
+        recorded_steps.load(path)

@@ -1,0 +1,243 @@
+"""Requests outlive the engine process: it is killed, hangs or raises, and all get the tokens of a calm run."""
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.config import EngineArgs, RestartOptions
+from jpaged.api.errors import EngineDeadError, EngineRestartingError, InvalidParameterError, SuspectRequestError
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.processes import launch
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.processes.keeper import RestartLimit
+from tests.support.fragile_engine import VARIABLE
+from tests.tiny_models import DEMO_ENGINE
+
+pytestmark = pytest.mark.xdist_group("survival")
+
+NUM_TOKENS = 160
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"seed": 5},
+    "unseeded": {},
+    "two": {"n": 2, "seed": 6},
+    "two, whole": {"n": 2, "output_kind": RequestOutputKind.FINAL_ONLY},
+    "deltas": {"seed": 7, "output_kind": RequestOutputKind.DELTA},
+    "logprobs": {"seed": 8, "logprobs": 2, "prompt_logprobs": 1},
+    "stop": {"seed": 9, "stop": [" the ", "and"], "include_stop_str_in_output": True, "min_tokens": 60},
+    "penalties": {"seed": 10, "presence_penalty": 1.0, "repetition_penalty": 1.2},
+    "best of": {"seed": 11, "n": 1, "best_of": 3},
+}
+FATAL_TOKEN = 77
+
+
+def engine_args(**changes):
+    return EngineArgs(**(DEMO_ENGINE | {"verbose": False} | changes))
+
+
+async def collected(outputs):
+    """All that a request brought, by sequence: tokens, text, log-probabilities and why it ended."""
+    parts = {}
+    async for output in outputs:
+        is_delta = output.outputs and collected_kind(output) == RequestOutputKind.DELTA
+        for one in output.outputs:
+            token_ids, text, logprobs = parts.get(one.index, ([], "", []))[:3] if is_delta else ([], "", [])
+            found = [list(position) for position in one.logprobs or ()]
+            parts[one.index] = (
+                token_ids + one.token_ids,
+                text + one.text,
+                logprobs + found,
+                one.finish_reason,
+                one.stop_reason,
+            )
+    prompt_logprobs = output.prompt_logprobs and [position and list(position) for position in output.prompt_logprobs]
+    return parts, prompt_logprobs
+
+
+def collected_kind(output):
+    return RequestOutputKind.DELTA if output.request_id.startswith("deltas") else RequestOutputKind.CUMULATIVE
+
+
+def ask(engine, name, number):
+    params = SamplingParams(**({"max_tokens": NUM_TOKENS, "ignore_eos": True} | KINDS[name]))
+    return collected(engine.generate(f"Once upon a time, number {number}", params, f"{name} {number}"))
+
+
+def ask_all(engine, num_each):
+    """A request of each kind, so many times, and a beam search."""
+    asked = [ask(engine, name, number) for number in range(num_each) for name in KINDS]
+    asked.append(collected(engine.generate("The fox", BeamSearchParams(beam_width=3, max_tokens=40), "search")))
+    return [asyncio.ensure_future(one) for one in asked]
+
+
+async def until(condition, seconds=300):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def generated(engine):
+    """Tokens that the open requests have."""
+    streams = engine._streams.values()
+    return sum(len(member.output_token_ids) for stream in streams for member in stream.group.members)
+
+
+async def killed(engine, index=0):
+    """Kills a replica's process once all that serve have moved, and waits until it serves again."""
+    before, pid = generated(engine), engine._processes.pids[index]
+    await until(lambda: generated(engine) >= before + 40 or not engine._streams)
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: engine._processes.pids[index] != pid and not engine.is_restarting)
+
+
+def run(scene, **options):
+    async def all_of_it():
+        async with AsyncLLMEngine(engine_args(), **options) as engine:
+            await scene(engine)
+
+    asyncio.run(all_of_it())
+
+
+@pytest.fixture(scope="module")
+def calm():
+    """What the requests bring when nothing happens."""
+
+    async def undisturbed():
+        async with AsyncLLMEngine(engine_args()) as engine:
+            return await asyncio.gather(*ask_all(engine, 2))
+
+    return asyncio.run(undisturbed())
+
+
+def test_killed_twice_every_request_brings_what_it_would_have_brought(calm):
+    async def scene(engine):
+        asked = ask_all(engine, 2)
+        for _ in range(2):
+            await killed(engine)
+        assert await asyncio.gather(*asked) == calm
+        assert engine.metrics.counted("engine_restarts", 0) == 2
+        assert engine.metrics.counted("requests_resumed", 0) > 0
+        assert engine.metrics.counted("requests_suspected", 0) == 0
+        assert (engine.num_unfinished, engine.num_queued, engine.num_queued_tokens) == (0, 0, 0)
+        await engine.check_integrity()
+        assert (await engine.get_metrics()).num_used_blocks == 0
+
+    run(scene)
+
+
+def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not(calm):
+    async def scene(engine):
+        await engine.check_health()
+        os.kill(engine._processes.pids[0], signal.SIGKILL)
+        await until(lambda: engine.is_restarting)
+        asked = ask_all(engine, 2)
+        with pytest.raises(EngineRestartingError, match="being started again"):
+            await engine.check_health()
+        assert engine.is_alive
+        assert await engine.get_replica_metrics() == {}
+        await asyncio.sleep(0)
+        assert engine.num_queued == len(asked)
+        gone = asyncio.ensure_future(ask(engine, "greedy", 99))
+        await until(lambda: engine.num_queued == len(asked) + 1)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        assert engine.num_queued == len(asked)
+        assert await asyncio.gather(*asked) == calm
+        await engine.check_health()
+
+        asked = ask_all(engine, 1)
+        await until(lambda: generated(engine) > 100)
+        os.kill(engine._processes.pids[0], signal.SIGKILL)
+        assert "was killed by SIGKILL" in str(await engine.failed())
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert any(isinstance(answer, EngineDeadError) for answer in answers)
+        assert all(isinstance(answer, EngineDeadError | tuple) for answer in answers)
+        with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
+            await ask(engine, "greedy", 1)
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+
+    run(scene, restarts=RestartOptions(max_restarts=1))
+
+
+@pytest.fixture
+def fragile(monkeypatch):
+    """Engine processes break at requests whose prompt ends with FATAL_TOKEN, as `how` says, at so many tokens."""
+
+    def break_at(length, how):
+        def command(module, *arguments):
+            module = module.replace("jpaged.processes.engine_process", "tests.support.fragile_engine")
+            return real(module, *arguments)
+
+        real = launch.python_command
+        monkeypatch.setattr(launch, "python_command", command)
+        monkeypatch.setenv(VARIABLE, f"{FATAL_TOKEN}:{length}:{how}")
+        monkeypatch.setenv("PYTHONPATH", os.getcwd())
+
+    return break_at
+
+
+def test_a_request_that_breaks_the_engine_each_time_is_refused_and_the_others_go_on(calm, fragile):
+    fragile(30, "raise")
+
+    async def scene(engine):
+        asked = ask_all(engine, 2)
+        await until(lambda: generated(engine) > 100)
+        params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+        fatal = asyncio.ensure_future(collected(engine.generate([5, 6, FATAL_TOKEN], params)))
+        with pytest.raises(SuspectRequestError, match="each time that this request was running"):
+            await fatal
+        assert await asyncio.gather(*asked) == calm
+        assert engine.metrics.counted("requests_suspected", 0) == 1
+        assert engine.metrics.counted("engine_restarts", 0) == 4  # all together twice, then on trial twice
+
+    run(scene)
+
+
+def test_a_process_that_stands_still_counts_as_hung(calm):
+    async def scene(engine):
+        asked = ask_all(engine, 2)
+        await until(lambda: generated(engine) > 100)
+        os.kill(engine._processes.pids[0], signal.SIGSTOP)
+        assert await asyncio.gather(*asked) == calm
+        assert engine.metrics.counted("engine_restarts", 0) == 1
+
+    run(scene, restarts=RestartOptions(step_timeout_s=10.0))
+
+
+def test_requests_of_a_dead_replica_move_to_a_living_one_at_once():
+    async def scene():
+        async with AsyncLLMEngine(engine_args(data_parallel_size=2)) as engine:
+            seeded = [name for name, params in KINDS.items() if params.keys() & {"seed", "temperature"}]
+            calm = await asyncio.gather(*(ask(engine, name, 0) for name in seeded))
+            asked = [asyncio.ensure_future(ask(engine, name, 0)) for name in seeded]
+            await until(lambda: generated(engine) > 100)
+            assert {stream.replica.index for stream in engine._streams.values()} == {0, 1}
+            dead = random.randrange(2)
+            os.kill(engine._processes.pids[dead], signal.SIGKILL)
+            await until(lambda: engine.is_restarting)
+            assert {stream.replica.index for stream in engine._streams.values()} == {1 - dead}
+            await engine.check_health()
+            assert await asyncio.gather(*asked) == calm
+            await until(lambda: not engine.is_restarting)
+            assert await asyncio.gather(*(ask(engine, name, 0) for name in seeded)) == calm
+            assert engine._board.by_replica("unfinished") == engine._board.by_replica("owed_tokens") == [0, 0]
+
+    asyncio.run(scene())
+
+
+def test_what_ends_before_it_is_of_use_waits_longer_each_time_and_what_ends_too_often_is_given_up():
+    limit = RestartLimit(6)
+    assert [limit.wait_s(was_of_use) for was_of_use in (True, True, False, False, False)] == [0, 0, 1, 2, 4]
+    assert limit.wait_s(was_of_use=True) == 0
+    assert limit.wait_s(was_of_use=True) is None
+
+
+@pytest.mark.parametrize("options", [{"step_timeout_s": 0}, {"step_timeout_s": float("nan")}, {"max_restarts": -1}])
+def test_restart_options_out_of_range_are_refused_by_name(options):
+    with pytest.raises(InvalidParameterError, match=next(iter(options)).removesuffix("_s")):
+        RestartOptions(**options)

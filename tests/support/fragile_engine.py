@@ -1,0 +1,49 @@
+"""An engine process that ends, or hangs, whenever it is about to run certain requests: `EngineProcesses` starts it in
+place of the real one where a test says so (`fragile`).
+
+    JPAGED_FRAGILE=TOKEN:LENGTH:HOW     requests whose prompt ends with TOKEN, when LENGTH tokens of them are known
+                                        HOW: "kill" (SIGKILL), "raise" (an error in the step) or "hang"
+"""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from jpaged.engine.loop import EngineCore
+from jpaged.processes import engine_process
+
+VARIABLE = "JPAGED_FRAGILE"
+
+
+def _fragile(token: int, length: int, how: str) -> None:
+    """Makes `EngineCore.step` break at such requests."""
+    step = EngineCore.step
+
+    def breaking(self: EngineCore, **options: Any) -> Any:
+        slots = self.scheduler.slots
+        for slot in slots.used().tolist():
+            known = slots.known(slot)
+            request = slots.requests[slot]
+            if request is None or int(request.prompt_token_ids[-1]) != token or len(known) < length:
+                continue
+            if how == "raise":
+                raise ArithmeticError("a step went wrong")
+            while how == "hang":
+                time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, **options)
+
+    EngineCore.step = breaking  # type: ignore[method-assign]
+
+
+def make_fragile(value: str) -> None:
+    """value: as of JPAGED_FRAGILE."""
+    token, length, how = value.split(":")
+    _fragile(int(token), int(length), how)
+
+
+if __name__ == "__main__":
+    make_fragile(os.environ[VARIABLE])
+    sys.exit(engine_process.main(sys.argv[1:]))
