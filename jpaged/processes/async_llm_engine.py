@@ -471,8 +471,9 @@ class AsyncLLMEngine:
             self.metrics.count_finished(replica.index, request)
 
     def _abort(self, stream: RequestStream) -> None:
-        if not stream.request.reports_each_token and stream.replica.failure is None:
-            stream.replica.send(wire.Abort([stream.handle], reports=True))  # only the engine has its tokens
+        if stream.tells_end and stream.running:  # only the engine process has its tokens
+            stream.aborting = True
+            stream.replica.send(wire.Abort([stream.handle], reports=True))
         elif stream.end():
             stream.replica.send(wire.Abort([stream.handle]))
             stream.wake()
@@ -578,7 +579,9 @@ class AsyncLLMEngine:
             self._board.add(gauge, before, -amount)
             self._board.add(gauge, replica.index, amount)
         stream.replica, stream.held = replica, False
-        replica.send(wire.Add.of(stream.handle, request, again=not stream.queued, on_trial=stream.is_suspect))
+        again = not stream.queued
+        stream.tells_end &= not again
+        replica.send(wire.Add.of(stream.handle, request, again=again, on_trial=stream.is_suspect))
 
     def _suspect(self, stream: RequestStream) -> None:
         """Refuses a request that ends engine processes."""
@@ -625,6 +628,10 @@ class AsyncLLMEngine:
         self._calls = {call_id: call for call_id, call in self._calls.items() if call[0] is not replica}
         for stream in list(self._streams.values()):
             if stream.replica is not replica or stream.held:
+                continue
+            if stream.aborting:  # what it had generated ended with the process
+                stream.end()
+                stream.wake()
                 continue
             stream.held = True
             if stream.running:

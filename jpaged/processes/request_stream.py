@@ -33,6 +33,7 @@ class RequestStream:
     pending: by sequence, tokens that came since the consumer last looked; empty also where only other news came.
     queued: it has not run yet. closed: nothing more will come. is_counted: its end belongs in the metrics.
     held: no engine process has it at the moment. running: the process that has it has started it. on_trial: on trial.
+    tells_end: its engine process tells its tokens only when it ends. aborting: what it has generated is on its way.
     """
 
     __slots__ = (
@@ -44,6 +45,7 @@ class RequestStream:
         "_outputs",
         "_tokens_at_death",
         "_waiter",
+        "aborting",
         "closed",
         "group",
         "handle",
@@ -56,6 +58,7 @@ class RequestStream:
         "replica",
         "request",
         "running",
+        "tells_end",
     )
 
     def __init__(
@@ -78,6 +81,8 @@ class RequestStream:
         self.held = False
         self.running = False
         self.on_trial = False
+        self.tells_end = not self.request.reports_each_token
+        self.aborting = False
         self.last_token_time = 0.0
         self._deaths = 0
         self._failed_trials = 0

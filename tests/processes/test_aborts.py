@@ -1,6 +1,8 @@
 """Requests that are aborted return what they have generated, whatever they report while they run."""
 
 import asyncio
+import os
+import signal
 
 import pytest
 
@@ -91,5 +93,29 @@ def test_a_request_that_waits_returns_nothing_generated(run):
         assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
         await engine.abort_all()
         await asyncio.gather(*running)
+
+    run(scene)
+
+
+def test_an_abort_beside_the_end_of_the_engine_process_returns_what_came_of_it_once(run):
+    async def scene(engine):
+        async def kill():
+            pid = engine._processes.pids[0]
+            os.kill(pid, signal.SIGKILL)
+            while engine._processes.pids[0] == pid or engine.is_restarting:
+                await asyncio.sleep(0.01)
+
+        whole = await generate(engine, "whole", max_tokens=300)
+        resumed, aborted = generate(engine, "resumed"), generate(engine, "aborted")
+        await until_tokens(engine, 40)
+        await engine.abort("aborted")
+        await kill()
+        assert (await aborted).outputs[0].finish_reason == "abort"
+        await until_tokens(engine, 40)
+        await engine.abort("resumed")
+        (completion,) = (await resumed).outputs
+        assert completion.finish_reason == "abort"
+        assert len(completion.token_ids) >= 10
+        assert completion.token_ids[:300] == whole.outputs[0].token_ids[: len(completion.token_ids)]
 
     run(scene)
