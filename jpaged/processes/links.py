@@ -72,8 +72,10 @@ class AsyncLink:
         on_message: "Callable[[AsyncLink, FromEngine], None]",
         on_end: "Callable[[AsyncLink, EngineDeadError | None], None]",
     ) -> None:
-        """Begins to read, unless no process runs. on_end: called with an error if a frame is wrong, which closes the link;
-        called with None once it is closed."""
+        """Begins to read, unless no process runs.
+
+        on_end: called with an error if a frame is wrong, which closes the link; called with None once it is closed.
+        """
         if self._socket is None:
             return
 
