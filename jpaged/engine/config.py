@@ -22,6 +22,7 @@ class SchedulerConfig(SchedulingOptions):
     num_swap_chunks: chunks of `SWAP_CHUNK_BLOCKS` blocks in host memory.
     tokens_per_row: the most tokens that a step brings for a decoding sequence, where it has no prompts to compute.
     cache_groups: layers that keep the same of a token, each with block tables of its own (`CacheGroup`); one at least.
+    plans_ahead: say in each plan what the next ones will probably bring (`StepPlan.ahead`).
     """
 
     block_size: int
@@ -33,6 +34,7 @@ class SchedulerConfig(SchedulingOptions):
     num_swap_chunks: int = 0
     tokens_per_row: int = 1
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    plans_ahead: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

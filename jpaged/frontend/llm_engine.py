@@ -90,6 +90,7 @@ class LLMEngine(RequestIntake):
             policy=args.scheduling_policy,
             num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
             cache_groups=self.startup.cache_groups,
+            plans_ahead=self.startup.runner.memory is not None,
             **args.scheduling(),
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)

@@ -20,6 +20,13 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError, shown
 from jpaged.engine.interface import CacheGroup, Executor
 from jpaged.executor.buckets import fine_buckets, geometric_buckets
+from jpaged.executor.cache.spec import kernel_block_bytes
+from jpaged.executor.cache.virtual.arrays import CpuRanges
+from jpaged.executor.cache.virtual.cuda import CudaDriver
+from jpaged.executor.cache.virtual.geometry import Geometry
+from jpaged.executor.cache.virtual.layout import VirtualCache
+from jpaged.executor.cache.virtual.memfd import LEAST_ADOPTED, MemfdDriver
+from jpaged.executor.cache.virtual.memory import VirtualMemory
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh, fewest_anywhere, pick_devices
 from jpaged.executor.start.cache_directories import cache_directory, enable_persistent_cache
@@ -97,6 +104,14 @@ class Startup:
         """The groups of layers that have block tables of their own."""
         return self.setup.cache.groups
 
+    @property
+    def _blocks(self) -> str:
+        """What the pool is made of, in words."""
+        geometry = self.config.geometry
+        if geometry is None:
+            return "blocks"
+        return f"pages of {geometry.page_tokens} tokens ({geometry.page_layout}, {_size(self.memory.block)})"
+
     def close(self) -> None:
         """Frees what the runner holds on the device, and ends the other processes. The second time it does nothing."""
         (self.leader or self.runner).close()
@@ -115,7 +130,7 @@ class Startup:
             ),
             ("device", self.device),
             ("weights", f"{_size(self.memory.weights)} in {np.dtype(self.model.dtype).name}"),
-            ("KV pool", f"{_size(self.memory.pool)}: {self.config.num_blocks:,} blocks, {tokens:,} tokens"),
+            ("KV pool", f"{_size(self.memory.pool)}: {self.config.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
             ("programs", f"{_whence(self.origins)}{reserved}"),
             ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
@@ -141,7 +156,7 @@ def start(args: EngineArgs, directory: Path) -> Startup:
         print(
             "Compiling programs and loading weights; a model's first start takes longest.", file=sys.stderr, flush=True
         )
-    reserve_device_memory(args.gpu_memory_utilization)
+    reserve_device_memory(args.gpu_memory_utilization, at_once=args.kv_cache_layout == "paged")
     enable_persistent_cache()
     mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
     with mesh.as_default(), _without_collections(), KeptInterrupt() as interrupt:
@@ -185,6 +200,8 @@ def _start_on(
     config = executor_config(args, model_config, limit)
     rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
+    if args.kv_cache_layout == "virtual":
+        config = _cut_into_pages(config, args, shard, device)
 
     cores = usable_cores()
     kept_on = _kept_on()
@@ -217,8 +234,12 @@ def _start_on(
             weights = loading.result()
 
     with _timed(seconds, "warm up"):
-        runner = Runner(setup, programs, initial_held(setup, mesh, weights))
+        pages = VirtualMemory(setup.cache, mesh) if isinstance(setup.cache, VirtualCache) else None
+        pools = None if pages is None else pages.pools
+        runner = Runner(setup, programs, initial_held(setup, mesh, weights, pools), pages)
         runner.warm_up()
+        if pages is not None:
+            pages.back_all()
     kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
     _log_costs(programs.values())
     origins = Counter(program.origin for program in programs.values())
@@ -317,11 +338,35 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
     )
 
 
+def _cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, device: jax.Device) -> ExecutorConfig:
+    """The same for the virtual layout, whose blocks are pages of the device."""
+    if jax.process_count() > 1:
+        raise InvalidParameterError(
+            "kv_cache_layout='virtual' is for a model on one host; with num_processes use kv_cache_layout='paged'."
+        )
+    cache = Setup.of(shard, config).cache
+    is_cpu = device.platform == "cpu"
+    geometry = Geometry.fit(
+        args.virtual_page_layout,
+        cache.grouping.num_arrays,
+        args.block_size,
+        kernel_block_bytes(cache.spec[0], args.block_size),
+        MemfdDriver.granularity if is_cpu else CudaDriver(int(device.local_hardware_id or 0)).granularity,
+        spare_bytes=CpuRanges.spare_bytes if is_cpu else 0,
+    )
+    geometry = replace(geometry, least_bytes=LEAST_ADOPTED if is_cpu else 0)
+    return replace(config, geometry=geometry, block_size=geometry.page_tokens)
+
+
 def _fit_to_pool(shard: Model, nominal: ExecutorConfig, num_blocks: int, asked: int | None) -> Setup:
     """With a pool of so many blocks, and sequences no longer than it holds."""
     config = replace(nominal, num_blocks=num_blocks)
     cache = Setup.of(shard, config).cache
     capacity = cache.longest_sequence()
+    if isinstance(cache, VirtualCache) and capacity:
+        fitted = Setup.of(shard, replace(config, max_model_len=capacity)).cache
+        assert isinstance(fitted, VirtualCache)
+        fitted.geometry.check_size(num_blocks, fitted.num_places)
     if not capacity:
         raise OutOfMemoryError(
             f"The KV pool has {num_blocks - 1} blocks of {config.block_size} tokens, but a sequence needs "
