@@ -52,9 +52,6 @@ from jpaged.engine.sequences.request import Request
 _MOST_ABLE_FIRST = tuple(reversed(SamplingVariant))
 _NO_ENDS, _NO_BEAMS, _NO_UPDATES = np.zeros((0,), np.int32), np.zeros((0, 3), np.int32), np.zeros((0, 4), np.int32)
 
-_FIRST_BLOCKS = 8
-"""Blocks that a plan announces for the sequence that comes next (`StepPlan.ahead`)."""
-
 
 class NoPlan(Enum):
     """Why there is no next step."""
@@ -148,23 +145,15 @@ class Planner(SchedulerPart):
         return step
 
     def _ahead(self) -> np.ndarray:
-        """As `StepPlan.ahead`: the blocks that rows will need to decode on, and after these some for the sequence that
-        takes the next slot. It errs where others come first, or where a prompt has its first blocks in the cache.
-        """
+        """As `StepPlan.ahead`: the blocks that rows will need to decode on. It errs where others are served first."""
         slots = self._slots
         rows = slots.decodable()
         growing = rows[slots.num_computed[rows] == slots.capacity[rows]]
         num_groups, n = len(slots.windows), len(growing)
-        next_slot = None if slots.has_windows else slots.next_free
-        num_first = 0 if next_slot is None else min(_FIRST_BLOCKS, slots.block_tables.shape[2])
-        block_ids = self._pool.next_to_allocate(num_groups * n + num_first)
-        ahead = np.zeros((num_groups * n + num_first, 4), np.int32)
-        grown = ahead[: num_groups * n]
-        grown[:, 0], grown[:, 1] = np.tile(growing, num_groups), np.repeat(np.arange(num_groups), n)
-        grown[:, 2] = np.tile(slots.capacity[growing] // self._config.block_size, num_groups)
-        if next_slot is not None:
-            first = ahead[num_groups * n :]
-            first[:, 0], first[:, 2] = next_slot, np.arange(num_first)
+        block_ids = self._pool.next_to_allocate(num_groups * n)
+        ahead = np.empty((num_groups * n, 4), np.int32)
+        ahead[:, 0], ahead[:, 1] = np.tile(growing, num_groups), np.repeat(np.arange(num_groups), n)
+        ahead[:, 2] = np.tile(slots.capacity[growing] // self._config.block_size, num_groups)
         ahead = ahead[: len(block_ids)]
         ahead[:, 3] = block_ids
         return ahead

@@ -91,11 +91,6 @@ class Slots:
         return len(self._free)
 
     @property
-    def next_free(self) -> int | None:
-        """The slot that the next sequence gets; None while there is no free one."""
-        return self._free[0] if self._free else None
-
-    @property
     def num_used(self) -> int:
         return len(self.requests) - len(self._free)
 

@@ -355,7 +355,9 @@ def _cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, devi
         spare_bytes=CpuRanges.spare_bytes if is_cpu else 0,
     )
     geometry = replace(geometry, least_bytes=LEAST_ADOPTED if is_cpu else 0)
-    return replace(config, geometry=geometry, block_size=geometry.page_tokens)
+    longest = geometry.longest(config.num_blocks, len(cache.groups) * config.max_num_seqs)
+    length = config.max_model_len if args.max_model_len is not None else min(config.max_model_len, longest)
+    return replace(config, geometry=geometry, block_size=geometry.page_tokens, max_model_len=length)
 
 
 def _fit_to_pool(shard: Model, nominal: ExecutorConfig, num_blocks: int, asked: int | None) -> Setup:
@@ -363,10 +365,8 @@ def _fit_to_pool(shard: Model, nominal: ExecutorConfig, num_blocks: int, asked: 
     config = replace(nominal, num_blocks=num_blocks)
     cache = Setup.of(shard, config).cache
     capacity = cache.longest_sequence()
-    if isinstance(cache, VirtualCache) and capacity:
-        fitted = Setup.of(shard, replace(config, max_model_len=capacity)).cache
-        assert isinstance(fitted, VirtualCache)
-        fitted.geometry.check_size(num_blocks, fitted.num_places)
+    if isinstance(cache, VirtualCache) and asked is not None:
+        cache.check_length(asked)
     if not capacity:
         raise OutOfMemoryError(
             f"The KV pool has {num_blocks - 1} blocks of {config.block_size} tokens, but a sequence needs "

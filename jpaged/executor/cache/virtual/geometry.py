@@ -70,13 +70,18 @@ class Geometry:
         blocks = unit // gcd(unit, layers)
         return Geometry(page_layout, layers, block_size, blocks, blocks * layers)
 
-    def check_size(self, num_pages: int, num_places: int) -> None:
-        """Raises InvalidParameterError if tokens cannot be counted in 32 bits, as kernels do."""
-        page = self.stride * self.block_size
-        if (num_pages + num_places) * page >= 2**31:
-            most = max(0, 2**31 // page - num_pages) * self.page_tokens
+    def longest(self, num_pages: int, num_tables: int) -> int:
+        """Tokens of the longest sequence for which so many block tables have addresses: kernels count tokens in 32
+        bits.
+        """
+        return max(0, (2**31 - 1) // (self.stride * self.block_size) - num_pages) // num_tables * self.page_tokens
+
+    def check_length(self, num_pages: int, num_tables: int, max_model_len: int) -> None:
+        """Raises InvalidParameterError if there are no addresses for sequences of so many tokens."""
+        longest = self.longest(num_pages, num_tables)
+        if max_model_len > longest:
             raise InvalidParameterError(
-                f"kv_cache_layout='virtual' has addresses for max_num_seqs sequences of max_model_len tokens each, and "
-                f"with virtual_page_layout={self.page_layout!r} there is room for {most:,} tokens of this model: lower "
-                f"max_num_seqs or max_model_len."
+                f"max_model_len={max_model_len} exceeds the {longest:,} tokens that each of max_num_seqs sequences has "
+                f"addresses for in the virtual layout (virtual_page_layout={self.page_layout!r}); lower max_model_len "
+                f"or max_num_seqs."
             )

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS
 from jpaged.executor.cache.groups import Place
-from jpaged.executor.cache.paged import PagedCache, Pools, slot_mapping
+from jpaged.executor.cache.paged import Layers, PagedCache, Pools, slot_mapping
 from jpaged.executor.cache.spec import kernel_block_bytes
 from jpaged.executor.cache.virtual.geometry import Geometry
 
@@ -36,7 +36,20 @@ class VirtualCache(PagedCache):
     @property
     def num_places(self) -> int:
         """Addresses for a page: one for each cache group, slot and index of a block table."""
-        return len(self.groups) * self.config.max_num_seqs * self.config.max_blocks_per_seq
+        return self.num_tables * self.config.max_blocks_per_seq
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables: one for each cache group and slot."""
+        return len(self.groups) * self.config.max_num_seqs
+
+    def longest_sequence(self) -> int:
+        """As `PagedCache.longest_sequence`, as far as there are addresses."""
+        return min(super().longest_sequence(), self.geometry.longest(self.config.num_blocks, self.num_tables))
+
+    def check_length(self, max_model_len: int) -> None:
+        """Raises InvalidParameterError if there are no addresses for sequences of so many tokens."""
+        self.geometry.check_length(self.config.num_blocks, self.num_tables, max_model_len)
 
     @property
     def page_bytes(self) -> int:
@@ -73,6 +86,37 @@ class VirtualCache(PagedCache):
         first = jnp.arange(len(self.groups)) * config.max_num_seqs + slots[:, None]
         places = first[..., None] * config.max_blocks_per_seq + jnp.arange(config.max_blocks_per_seq)
         return jnp.where(tables[slots] != NULL_BLOCK, config.num_blocks + places.astype(jnp.int32), NULL_BLOCK)
+
+    def decode_layers(
+        self,
+        pools: Pools,
+        tables: Int[Array, "rows groups blocks"],
+        positions: Int[Array, " rows"],
+        active: Bool[Array, " rows"],
+        shared: tuple[Int[Array, ""], Int[Array, ""]] | None = None,
+    ) -> Layers:
+        """As `PagedCache.decode_layers`. Of each row it sees no more pages than hold its tokens: a table has entries of
+        former tenants behind these, and below their places pages come and go while a step runs.
+        """
+        tables = self._held(tables, jnp.where(active, positions + 1, 0))
+        return super().decode_layers(pools, tables, positions, active, shared)
+
+    def mixed_layers(
+        self,
+        pools: Pools,
+        tables: Int[Array, "rows groups blocks"],
+        active: Bool[Array, " rows"],
+        kv_lens: Int[Array, " rows"],
+        *of_tokens: Array,
+    ) -> Layers:
+        """As `PagedCache.mixed_layers`, and as `decode_layers` of each row."""
+        return super().mixed_layers(pools, self._held(tables, kv_lens), active, kv_lens, *of_tokens)
+
+    def _held(
+        self, tables: Int[Array, "rows groups blocks"], kv_lens: Int[Array, " rows"]
+    ) -> Int[Array, "rows groups blocks"]:
+        first = jnp.arange(tables.shape[2], dtype=jnp.int32) * self.config.block_size
+        return jnp.where(first < kv_lens[:, None, None], tables, NULL_BLOCK)
 
     def _mapping(
         self,

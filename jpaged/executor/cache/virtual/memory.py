@@ -33,13 +33,16 @@ class VirtualMemory:
     Args:
         cache: what the pools are for.
         mesh: of one process.
+
+    Attributes:
+        maps_ahead: whether to map what plans announce (`StepPlan.ahead`) while they run.
+
     Raises:
         MissingPackageError: there is no cuda-bindings. OutOfMemoryError: the device has not a page left.
     """
 
     def __init__(self, cache: VirtualCache, mesh: DeviceMesh) -> None:
         config = cache.config
-        cache.geometry.check_size(config.num_blocks, cache.num_places)
         self._num_pages, self._page_tokens = config.num_blocks, config.block_size
         self._shape = (len(cache.groups), config.max_num_seqs, config.max_blocks_per_seq)
         self._ranges: list[Ranges] = []
@@ -62,6 +65,7 @@ class VirtualMemory:
         self._tables = np.zeros(self._shape, np.int32)  # the pages of running sequences
         self._last_step = np.full(self._shape[1:2], _NO_STEP, np.int64)  # that had a row of the slot
         self._ended_in = self._last_step.copy()  # the last step of a tenant that the host ended
+        self.maps_ahead = True
         self._num_steps = 0
         self._newest_read = _NO_STEP
         self._ahead: Future[None] | None = None
@@ -128,7 +132,7 @@ class VirtualMemory:
 
     def dispatched(self, plan: StepPlan) -> None:
         """The plan's programs are on their way: begins to map what the next plan will bring."""
-        if len(plan.ahead):
+        if self.maps_ahead and len(plan.ahead):
             slots, groups, indices, pages = plan.ahead.T
             places = self._places(groups, slots, indices)
             is_free = self._tables[groups, slots, indices] == NULL_BLOCK
