@@ -84,7 +84,7 @@ class CudaDriver:
         self._check(self._cuda.cuMemsetD32(address, 0, num_bytes // 4))
 
     def settle(self) -> None:
-        self._check(self._cuda.cuStreamSynchronize(0))
+        self._check(self._cuda.cuStreamSynchronize(self._cuda.CUstream(0)))
 
     def _check(self, result: tuple[Any, ...]) -> Any:
         """The result of a call, less its code.
