@@ -252,10 +252,11 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
     engine = LLMEngine(EngineArgs(**engine_options(args)))
     figures: dict[str, Any] = {"steps": [], "memory": {"startup_s": time.perf_counter() - begun}}
     memory = engine.startup.runner.memory
-    for mapping in ("never",) if memory is None else ("in the step", "ahead"):
-        if memory is not None:
-            memory.maps_ahead = mapping == "ahead"
-            mapped, seconds = memory.counts.num_mapped, memory.counts.seconds
+    mapper = None if memory is None else memory.mapper
+    for mapping in ("never",) if mapper is None else ("in the step", "ahead"):
+        if mapper is not None:
+            mapper.maps_ahead = mapping == "ahead"
+            mapped, seconds = mapper.counts.num_mapped, mapper.counts.seconds
         times, tokens = _decode(engine, args.rows, args.context, args.steps)
         figure: dict[str, Any] = {
             "mapping": mapping,
@@ -263,8 +264,8 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
             "median_ms": 1e3 * float(np.median(times)),
             "p99_ms": 1e3 * float(np.quantile(times, 0.99)),
         }
-        if memory is not None:
-            figure |= {"pages": memory.counts.num_mapped - mapped, "mapping_s": memory.counts.seconds - seconds}
+        if mapper is not None:
+            figure |= {"pages": mapper.counts.num_mapped - mapped, "mapping_s": mapper.counts.seconds - seconds}
         figures["steps"].append(figure)
         figures["tokens"] = tokens
     figures["memory"] |= {"pool_gb": engine.startup.memory.pool / 1e9}

@@ -103,10 +103,10 @@ class Runner:
         self._check(plan)
         if self.memory is None:
             return self._dispatch_plan(plan, self._keep_tokens)
-        self.memory.prepare(plan, self._wait)
-        number = self.memory.num_steps
-        step = self._dispatch_plan(plan, partial(self._keep_tokens, step=number))
-        self.memory.dispatched(plan)
+        mapper = self.memory.mapper
+        mapper.prepare(plan, self._wait)
+        step = self._dispatch_plan(plan, partial(self._keep_tokens, step=mapper.num_steps))
+        mapper.dispatched(plan)
         return step
 
     def _dispatch_plan(self, plan: StepPlan, when_read: Callable[[jax.Array], None]) -> Step:
@@ -331,7 +331,7 @@ class Runner:
     def _keep_tokens(self, tokens_and_codes: jax.Array, step: int | None = None) -> None:
         """step: its number, for the virtual layout."""
         if self.memory is not None and step is not None:
-            self.memory.has_run(step)
+            self.memory.mapper.has_run(step)
         if self.closed:  # a step that outlived it is read
             tokens_and_codes.delete()
             return
