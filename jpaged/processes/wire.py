@@ -141,11 +141,21 @@ class UnpinPrefix(_Message):
     cache_salt: str | None
 
 
+class Sleep(_Message):
+    """Answered by Changed: whether the engine sleeps."""
+
+    level: int
+
+
+class WakeUp(_Message):
+    """Answered by Changed: true."""
+
+
 class CheckIntegrity(_Message):
     """Answered by Intact, or Error."""
 
 
-Question = GetStats | GetPool | ResetPrefixCache | PinPrefix | UnpinPrefix | CheckIntegrity
+Question = GetStats | GetPool | ResetPrefixCache | PinPrefix | UnpinPrefix | Sleep | WakeUp | CheckIntegrity
 
 
 class Call(_Message):
@@ -290,7 +300,7 @@ class Pool(_Message):
 
 
 class Changed(_Message):
-    """The prefix cache was asked to change. value: as the question says. limits: of a request, from then on."""
+    """The prefix cache, or the engine, was asked to change. value: as the question says. limits: of a request, from then on."""
 
     value: int
     limits: RequestLimits

@@ -140,6 +140,37 @@ class Runner:
         self._programs = {}
         self._host_chunks = HostChunks()
 
+    def sleep(self, level: int) -> None:
+        """Gives the memory of the KV pool back, and at level 2 that of the weights. Nothing may be in flight, and
+        nothing is dispatched until `wake_up`.
+        """
+        self._wait()
+        self._host_chunks = HostChunks()
+        if self.memory is not None:
+            self.memory.withdraw_all()
+        else:
+            self._delete("pools")
+        if level == 2:
+            self._delete("weights", "head")
+
+    def wake_up(self, num_blocks: int, pools: Pools | None, weights: tuple[jax.Array, ...] | None) -> None:
+        """Goes on where `sleep` left off. num_blocks: that have memory in the virtual layout. pools: of zeros, in the
+        paged one. weights: if they were given back.
+
+        Raises:
+            OutOfMemoryError: the device has not the memory for the virtual layout's pages.
+        """
+        if self.memory is not None:
+            self.memory.back_first(num_blocks)
+        if pools is not None:
+            self._held["pools"] = pools
+        if weights is not None:
+            self._held |= {"weights": weights, "head": self._setup.model.head_weights(weights)}
+
+    def _delete(self, *names: str) -> None:
+        for array in jax.tree.leaves([self._held.pop(name, ()) for name in names]):
+            array.delete()
+
     def warm_up(self) -> None:
         """Runs every program once on padding, so that modules are loaded and graphs built before the first request.
 
@@ -167,7 +198,7 @@ class Runner:
     def _wait(self) -> None:
         """Until all that was dispatched has run, or failed."""
         with suppress(Exception):
-            jax.block_until_ready((self._held["pools"], self._held["state"]))
+            jax.block_until_ready((self._held.get("pools"), self._held["state"]))
 
     def _check(self, plan: StepPlan) -> None:
         if self.closed:

@@ -35,6 +35,10 @@ class Ranges(Protocol):
         """A new array, and where its first page begins."""
         ...
 
+    def free_bytes(self) -> int:
+        """Memory that pages could have."""
+        ...
+
     def free(self) -> None:
         """Gives the addresses back, below which there is nothing any more and which no program uses. The arrays may be
         freed then.
@@ -63,6 +67,9 @@ class GpuRanges:
         self._reserved.append((address, num_bytes))
         return _view(address, shape, dtype, self.driver.ordinal), address
 
+    def free_bytes(self) -> int:
+        return self.driver.free_bytes()
+
     def free(self) -> None:
         while self._reserved:
             self.driver.give_up(*self._reserved.pop())
@@ -88,6 +95,9 @@ class CpuRanges:
         begin = self.driver.adopt(array.unsafe_buffer_pointer(), prod(shape) * dtype.itemsize)
         self._adopted.append(begin)
         return array, begin
+
+    def free_bytes(self) -> int:
+        return self.driver.free_bytes()
 
     def free(self) -> None:
         while self._adopted:

@@ -74,6 +74,10 @@ class MemfdDriver:
         """Gives the file back. What is mapped keeps its memory until it is unmapped."""
         os.close(self._file)
 
+    def free_bytes(self) -> int:
+        """Memory that `create` can give yet."""
+        return self._limit - self.num_created
+
     def reserve(self, num_bytes: int) -> int:
         """Addresses with nothing below them."""
         return self._mmap(None, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1, 0)

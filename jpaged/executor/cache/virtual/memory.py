@@ -15,6 +15,9 @@ from jpaged.executor.cache.virtual.pages import PageManager
 from jpaged.executor.mesh import DeviceMesh
 
 
+_PAGES_AT_ONCE = 256
+
+
 class VirtualMemory:
     """What is below the pools of a runner.
 
@@ -60,19 +63,39 @@ class VirtualMemory:
         """Memory that pages have, on the first device."""
         return self._managers[0].backed_bytes
 
-    def back_all(self) -> None:
-        """Gives all pages their memory.
+    def back_most(self, reserve_bytes: int) -> int:
+        """Gives pages their memory, the first ones first, as far as each device has more than so much left.
+
+        Returns: how many have memory on every device, the null block included.
+        """
+        for first in range(0, self._num_pages, _PAGES_AT_ONCE):
+            pages = np.arange(first, min(first + _PAGES_AT_ONCE, self._num_pages))
+            for manager, ranges in zip(self._managers, self._ranges, strict=True):
+                try:
+                    if ranges.free_bytes() > reserve_bytes:
+                        manager.back(pages)
+                except OutOfMemoryError:  # others take it at the same time
+                    pass
+        count = min(manager.num_backed for manager in self._managers)
+        for manager in self._managers:
+            manager.withdraw(np.arange(count, self._num_pages))
+        return count
+
+    def back_first(self, count: int) -> None:
+        """Gives the first so many pages their memory.
 
         Raises:
-            OutOfMemoryError: a device has not so much.
+            OutOfMemoryError: a device has not so much; only the null block has memory then.
         """
         for manager in self._managers:
             try:
-                manager.back(np.arange(self._num_pages))
+                manager.back(np.arange(count))
             except OutOfMemoryError as error:
+                num_backed = manager.num_backed
+                self.withdraw_all()
                 raise OutOfMemoryError(
-                    f"Only {manager.num_backed} of the KV cache's {self._num_pages} pages got memory: others use the "
-                    f"device, too. Lower gpu_memory_utilization or num_gpu_blocks_override."
+                    f"The device has memory for {num_backed} of the KV cache's {count} pages; others have the rest. "
+                    f"Let them give it back."
                 ) from error
 
     def withdraw_all(self) -> None:
