@@ -8,8 +8,9 @@ Parts, all of them by default (`--part` names some):
     waste       the share of pages' memory that holds no token, by page layout and length, beside blocks of 16 tokens
     steps       decode steps of an engine in each layout: mean, median and 99th percentile, with pages mapped in the
                 step and ahead of it; whether greedy tokens are the paged layout's; what sleeping and waking takes
+    turns       two engines on one device, each with most of its memory: one sleeps while the other serves
 
-Each engine of `steps` runs in a process of its own: one gives memory back to the device only when it ends.
+Each engine of `steps` and `turns` runs in a process of its own: one gives memory back to the device only when it ends.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.models import ModelConfig
 from jpaged.pallas_kernels import decode_attention
 
-PARTS = ("mapping", "attention", "waste", "steps")
+PARTS = ("mapping", "attention", "waste", "steps", "turns")
 LAYOUTS = ("paged", "sliced", "per-layer")
 PAGE_BYTES = 2 * 2**20
 _ROUNDS = 5
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--context", type=int, default=1024, help="tokens of each")
     result.add_argument("--steps", type=int, default=256, help="decode steps that are timed, mapping each way")
     result.add_argument("--of-one-layout", action="store_true", help=argparse.SUPPRESS)  # a process of `steps`
+    result.add_argument("--takes-turns", action="store_true", help=argparse.SUPPRESS)  # a process of `turns`
     return result
 
 
@@ -65,12 +67,16 @@ def main(argv: list[str] | None = None) -> int:
     if args.of_one_layout:
         args.json.write_text(json.dumps(measure_engine(args)))
         return 0
+    if args.takes_turns:
+        take_turns(args)
+        return 0
     reserve_device_memory(args.gpu_memory_utilization, at_once=False)
     of_part: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "mapping": measure_mapping,
         "attention": partial(measure_attention, args.rows, args.context),
         "waste": partial(waste, args),
         "steps": partial(measure_engines, args),
+        "turns": partial(measure_turns, args),
     }
     figures = []
     for part in args.part or PARTS:
@@ -237,12 +243,21 @@ def _engine_argv(args: argparse.Namespace, layout: str) -> list[str]:
     of_layout = {"kv_cache_layout": "paged" if layout == "paged" else "virtual"}
     if layout != "paged":
         of_layout["virtual_page_layout"] = layout
-    known = {action.dest for action in parser()._actions} - {"part", "layout", "json", "of_one_layout", "help"}
+    known = {action.dest for action in parser()._actions} - {
+        "part",
+        "layout",
+        "json",
+        "of_one_layout",
+        "takes_turns",
+        "help",
+    }
     for name, value in (vars(args) | of_layout).items():
         if name not in known or value is None or value is False:
             continue
         flag = "--" + name.replace("_", "-")
-        argv += [flag] if value is True else [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+        argv += (
+            [flag] if value is True else [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+        )
     return argv
 
 
@@ -268,8 +283,74 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
             figure |= {"pages": mapper.counts.num_mapped - mapped, "mapping_s": mapper.counts.seconds - seconds}
         figures["steps"].append(figure)
         figures["tokens"] = tokens
-    figures["memory"] |= {"pool_gb": engine.startup.memory.pool / 1e9}
+    figures["memory"] |= {"pool_gb": engine.startup.memory.pool / 1e9, "free_gb": free_gb()}
+    begun = time.perf_counter()
+    engine.sleep()
+    slept = time.perf_counter()
+    asleep_gb = free_gb()
+    waking = time.perf_counter()
+    engine.wake_up()
+    woken = time.perf_counter()
+    _, tokens = _decode(engine, args.rows, args.context, 16)
+    figures["memory"] |= {
+        "sleep_s": slept - begun,
+        "free_gb_asleep": asleep_gb,
+        "wake_s": woken - waking,
+        "same_after_wake": tokens == [of_row[: len(tokens[0])] for of_row in figures["tokens"]],
+    }
     return figures
+
+
+def free_gb() -> float | None:
+    """Memory of the GPU that no process has; None on a CPU."""
+    device = jax.devices()[0]
+    return GpuRanges(device).free_bytes() / 1e9 if device.platform == "gpu" else None
+
+
+def measure_turns(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Two engines: the first serves and sleeps, the second starts, serves and sleeps, the first wakes up and serves."""
+    argv = [sys.executable, "-m", "jpaged", "bench", "vattention", *_engine_argv(args, "sliced"), "--takes-turns"]
+    engines, figures = [], []
+    for turn, number in enumerate((0, 1, 0, 1)):
+        if number == len(engines):
+            engines.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        told, said = engines[number].stdin, engines[number].stdout
+        assert told is not None
+        assert said is not None
+        told.write("serve\n")
+        told.flush()
+        answer = next((line for line in said if line.startswith("{")), None)
+        if answer is None:
+            raise RuntimeError(f"Engine {number} ended in turn {turn}.")
+        figures.append({"turn": turn, "engine": number} | json.loads(answer))
+    for engine in engines:
+        engine.communicate()
+    return figures
+
+
+def take_turns(args: argparse.Namespace) -> None:
+    """An engine of `measure_turns`: serves for each line that it is told, and sleeps."""
+    engine: LLMEngine | None = None
+    for _ in sys.stdin:
+        begun = time.perf_counter()
+        if engine is None:
+            engine = LLMEngine(EngineArgs(**engine_options(args)))
+        else:
+            engine.wake_up()
+        awake = time.perf_counter()
+        _, tokens = _decode(engine, args.rows, args.context, args.steps)
+        free_awake = free_gb()
+        asleep = time.perf_counter()
+        engine.sleep()
+        figure = {
+            "start_or_wake_s": awake - begun,
+            "sleep_s": time.perf_counter() - asleep,
+            "pages": engine.startup.num_blocks,
+            "free_gb_awake": free_awake,
+            "free_gb_asleep": free_gb(),
+            "tokens_sum": int(np.sum([sum(of_row) for of_row in tokens])),
+        }
+        print(json.dumps(figure), flush=True)
 
 
 def _decode(engine: LLMEngine, rows: int, context: int, steps: int) -> tuple[list[float], list[list[int]]]:

@@ -66,9 +66,7 @@ def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
     return held
 
 
-def initial_held(
-    setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array], pools: Pools | None = None
-) -> Held:
+def initial_held(setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array], pools: Pools | None = None) -> Held:
     """All that a runner begins with: beside the weights, empty pools and slots.
 
     weights: on the mesh. pools: where they are not to be made here (`VirtualMemory.pools`).

@@ -144,7 +144,9 @@ class PlanMapper:
             before, after = tables[:, slots], tables[:, parents]
             groups, rows, indices = np.nonzero(before != after)
             pages = after[groups, rows, indices]
-            tables[groups, slots[rows], indices] = np.where(pages == NULL_BLOCK, NULL_BLOCK, before[groups, rows, indices])
+            tables[groups, slots[rows], indices] = np.where(
+                pages == NULL_BLOCK, NULL_BLOCK, before[groups, rows, indices]
+            )
             is_page = pages != NULL_BLOCK
             change(slots[rows][is_page], groups[is_page], indices[is_page], pages[is_page])
         if len(plan.table_updates):

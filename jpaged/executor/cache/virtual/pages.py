@@ -48,9 +48,7 @@ class PageManager:
         num_pages, num_places: of addresses; see `geometry.py`.
     """
 
-    def __init__(
-        self, driver: Driver, bases: Sequence[int], page_bytes: int, num_pages: int, num_places: int
-    ) -> None:
+    def __init__(self, driver: Driver, bases: Sequence[int], page_bytes: int, num_pages: int, num_places: int) -> None:
         if page_bytes % driver.granularity:
             raise EngineDeadError(f"Pages of {page_bytes} bytes are not a multiple of {driver.granularity}.")
         self._driver = driver
@@ -145,9 +143,7 @@ class PageManager:
                 for rights in (False, True):
                     for start, stop in _runs(places[read_only == rights]):
                         for base in self._bases:
-                            self._driver.allow(
-                                self._address(base, start), (stop - start) * self._page_bytes, rights
-                            )
+                            self._driver.allow(self._address(base, start), (stop - start) * self._page_bytes, rights)
                 self._page_at[places] = pages
                 self._read_only[places] = read_only
                 self.counts.num_mapped += len(places)
