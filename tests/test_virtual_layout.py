@@ -1,4 +1,4 @@
-"""`kv_cache_layout="virtual"`: whatever is shared, copied, moved, swapped or computed again, the tokens are the same."""
+"""`kv_cache_layout="virtual"`: whatever is shared, copied, swapped or computed again, the tokens are the same."""
 
 from dataclasses import replace
 

@@ -83,9 +83,9 @@ class EngineArgs(SchedulingOptions):
         preemption_mode: what to do with sequences for which there is no room any more. "swap": keep their keys and
             values in the swap space while it lasts; "recompute": compute them again; "auto": swap the sequences of a
             request for several (`n`, beam search), and compute single ones again.
-        kv_cache_layout: "paged": a pool of blocks, found through block tables. "virtual": each sequence's keys and values
-            are contiguous in addresses, below which pages of the device's memory are mapped as it grows
-            (`docs/virtual.md`); its blocks are pages, and num_gpu_blocks_override counts them.
+        kv_cache_layout: "paged": a pool of blocks, found through block tables. "virtual": contiguous addresses for each
+            sequence, below which pages of the device's memory are mapped as it grows (`docs/virtual.md`); its blocks
+            are pages, and num_gpu_blocks_override counts them.
         virtual_page_layout: what a page of the virtual layout holds: tokens of all layers ("sliced": small pages of few
             tokens), or of one layer ("per-layer": hundreds of tokens, of each layer a page).
         decode_buckets, token_buckets: ascending sizes that programs are compiled for.

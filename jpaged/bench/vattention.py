@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +156,7 @@ def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
         return float(np.median(seconds)) / calls
 
     def contiguous(q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-        implementation = "cudnn" if on_gpu else "xla"
+        implementation: Literal["cudnn", "xla"] = "cudnn" if on_gpu else "xla"
         return jax.nn.dot_product_attention(
             q[:, None], keys, values, key_value_seq_lengths=lens, implementation=implementation
         )[:, 0]
@@ -310,7 +310,8 @@ def free_gb() -> float | None:
 def measure_turns(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Two engines: the first serves and sleeps, the second starts, serves and sleeps, the first wakes up and serves."""
     argv = [sys.executable, "-m", "jpaged", "bench", "vattention", *_engine_argv(args, "sliced"), "--takes-turns"]
-    engines, figures = [], []
+    engines: list[subprocess.Popen[str]] = []
+    figures = []
     for turn, number in enumerate((0, 1, 0, 1)):
         if number == len(engines):
             engines.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jpaged.api.config import EngineArgs
 from jpaged.api.checks import check_integer
+from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineAsleepError, EngineDeadError, InvalidParameterError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams

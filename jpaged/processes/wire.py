@@ -300,7 +300,7 @@ class Pool(_Message):
 
 
 class Changed(_Message):
-    """The prefix cache, or the engine, was asked to change. value: as the question says. limits: of a request, from then on."""
+    """The cache or the engine was asked to change. value: as the question says. limits: of a request, from then on."""
 
     value: int
     limits: RequestLimits

@@ -65,7 +65,7 @@ def openapi() -> dict[str, Any]:
     }
     paths["/sleep"] = {
         "post": {
-            "summary": "Give the KV cache's memory back (level 1), and that of the weights (2); 409 while requests run.",
+            "summary": "Give the KV cache's memory back (level 1), and the weights' (2); 409 while requests run.",
             "parameters": [{"name": "level", "in": "query", "schema": {"type": "integer", "enum": [1, 2]}}],
             "responses": {"200": _content("Done.", {"type": "object"})} | errors,
         }

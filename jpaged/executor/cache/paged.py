@@ -280,7 +280,7 @@ class Layers(list[PagedAttention]):
     def __init__(self, pools: Pools, of_layers: Sequence[PagedAttention], arrays: Sequence[int]) -> None:
         """of_layers: the attention of each layer, with any `pool`. arrays: of `pools`, the one that each layer uses."""
         super().__init__(of_layers)
-        self._arrays = arrays
+        self._arrays = list(arrays)
         self._pools = list(pools)
 
     @property

@@ -9,7 +9,7 @@ Both keep their address for ever, since each program that updates them has them 
 
 import ctypes
 from math import prod
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,10 @@ class Ranges(Protocol):
     spare_bytes: that each page needs besides its blocks.
     """
 
-    driver: Driver
-    spare_bytes: int
+    spare_bytes: ClassVar[int]
+
+    @property
+    def driver(self) -> Driver: ...
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[jax.Array, int]:
         """A new array, and where its first page begins."""
@@ -53,7 +55,7 @@ class Ranges(Protocol):
 class GpuRanges:
     """`Ranges` of a GPU."""
 
-    spare_bytes = 0
+    spare_bytes: ClassVar[int] = 0
 
     def __init__(self, device: jax.Device) -> None:
         self._device = device
@@ -83,7 +85,7 @@ class GpuRanges:
 class CpuRanges:
     """`Ranges` of a CPU. num_bytes: memory that pages may have."""
 
-    spare_bytes = 64
+    spare_bytes: ClassVar[int] = 64
 
     def __init__(self, device: jax.Device, num_bytes: int) -> None:
         self._device = device

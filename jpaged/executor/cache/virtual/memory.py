@@ -14,7 +14,6 @@ from jpaged.executor.cache.virtual.mapper import PlanMapper
 from jpaged.executor.cache.virtual.pages import PageManager
 from jpaged.executor.mesh import DeviceMesh
 
-
 _PAGES_AT_ONCE = 256
 
 
