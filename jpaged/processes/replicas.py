@@ -370,7 +370,7 @@ class ReplicatedEngine(RequestIntake):
     def _change(
         self, question: wire.ResetPrefixCache | wire.PinPrefix | wire.UnpinPrefix | wire.Sleep | wire.WakeUp
     ) -> list[int]:
-        """Changes the replicas or their prefix caches, and with them the limits of a request, which pinned blocks lower."""
+        """Changes the replicas or their prefix caches, and with them a request's limits, which pinned blocks lower."""
         answers = self._ask_all(question, wire.Changed)
         self._inputs.limits = RequestLimits.least(answer.limits for answer in answers)
         return [answer.value for answer in answers]
