@@ -149,6 +149,9 @@ class Planner(SchedulerPart):
         slots = self._slots
         rows = slots.decodable()
         growing = rows[slots.num_computed[rows] == slots.capacity[rows]]
+        wanted = slots.wanted(growing, slots.capacity[growing] // self._config.block_size)
+        if wanted is not None:  # what the slot had is mapped already
+            growing = growing[~self._pool.granted(wanted)]
         num_groups, n = len(slots.windows), len(growing)
         block_ids = self._pool.next_to_allocate(num_groups * n)
         ahead = np.empty((num_groups * n, 4), np.int32)

@@ -80,6 +80,7 @@ class PlanMapper:
         places, pages, read_only, is_live = self._changes(plan)
         if len(places):
             missing = self._missing(places, pages, read_only)
+            self.counts.num_kept += int(np.count_nonzero(~missing))
             places, pages, read_only = places[missing], pages[missing], read_only[missing]
             if self._are_read(places, is_live[missing]):
                 wait()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from tests.engine.helpers import Engine, make_request
 from tests.engine.scheduler.test_scheduling_at_random import SchedulingMachine, serve_a_thousand
 from tests.executor.cache.virtual.mapped_executor import MappedExecutor
 
@@ -41,6 +42,21 @@ def test_a_thousand_requests_find_their_own_pages_and_none_leaks(policy, mode, g
     assert counts.num_mapped > 1000
     assert counts.num_created <= executor.config.num_blocks
     assert_nothing_leaks(executor)
+
+
+def test_a_slot_gets_the_pages_again_that_it_had_and_maps_nothing():
+    """Without a prefix cache, which would lose what they hold."""
+    engine = Engine(**CHANGES, num_blocks=64, max_num_seqs=4, enable_prefix_caching=False, pipeline_depth=2)
+    counts = engine.executor.manager.counts
+    for turn in range(5):
+        engine.add(*(make_request(f"{turn}-{i}", 20 + i, 10) for i in range(4)))
+        engine.run()
+        if turn == 0:
+            mapped = counts.num_mapped
+    assert mapped >= 4 * 7
+    assert counts.num_mapped == mapped
+    assert counts.num_kept >= 4 * mapped / 2
+    assert counts.num_unmapped == 0
 
 
 def assert_nothing_leaks(executor: MappedExecutor) -> None:
