@@ -282,6 +282,28 @@ class LLM:
         with self._turn(), self._between_steps:
             return self.engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> bool:
+        """Gives memory back while the engine lives: 1 that of the KV cache, 2 that of the weights, too. Cached prefixes
+        are forgotten, and `generate` raises EngineAsleepError until `wake_up`. With kv_cache_layout="virtual" the
+        cache's memory goes back to the device, for any process; otherwise to JAX, for other arrays of this process.
+
+        Returns: False, and nothing is done, while requests are unfinished.
+
+        Raises:
+            InvalidParameterError: another level, or a model over several hosts.
+        """
+        with self._turn(), self._between_steps:
+            return self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Takes the memory again; weights are read from the checkpoint again, if these were given back.
+
+        Raises:
+            OutOfMemoryError: others have the memory. The engine sleeps on.
+        """
+        with self._turn(), self._between_steps:
+            self.engine.wake_up()
+
     def get_metrics(self) -> EngineStats:
         """Counters and occupancy of the engine. During another thread's call they are read between two of its steps."""
         with Interruptible() as interrupt, self._between_steps:

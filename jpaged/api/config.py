@@ -10,6 +10,8 @@ from jpaged.api.errors import InvalidParameterError, shown
 
 Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
+KVCacheLayout = Literal["paged", "virtual"]
+VirtualPageLayout = Literal["sliced", "per-layer"]
 
 
 _MAX_DEVICES = 4096
@@ -83,6 +85,11 @@ class EngineArgs(SchedulingOptions):
         preemption_mode: what to do with sequences for which there is no room any more. "swap": keep their keys and
             values in the swap space while it lasts; "recompute": compute them again; "auto": swap the sequences of a
             request for several (`n`, beam search), and compute single ones again.
+        kv_cache_layout: "paged": a pool of blocks, found through block tables. "virtual": contiguous addresses for each
+            sequence, below which pages of the device's memory are mapped as it grows (`docs/virtual.md`); its blocks
+            are pages, and num_gpu_blocks_override counts them.
+        virtual_page_layout: what a page of the virtual layout holds: tokens of all layers ("sliced": small pages of few
+            tokens), or of one layer ("per-layer": hundreds of tokens, of each layer a page).
         decode_buckets, token_buckets: ascending sizes that programs are compiled for.
         seed: of sampling, for requests without one, and of random weights.
         kernel_backend: implementation of attention and cache writes: "hopper" (Mosaic kernels for Hopper, also called
@@ -118,6 +125,8 @@ class EngineArgs(SchedulingOptions):
     max_num_batched_tokens: int | None = field(default=None, metadata=_FREE)
     scheduling_policy: Policy = field(default="fcfs", metadata=_FREE)
     swap_space: float = field(default=4.0, metadata=_FREE)
+    kv_cache_layout: KVCacheLayout = "paged"
+    virtual_page_layout: VirtualPageLayout = "sliced"
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
     seed: int = field(default=0, metadata=_FREE)
@@ -151,6 +160,8 @@ class EngineArgs(SchedulingOptions):
         object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
         check_choice("load_format", self.load_format, LoadFormat)
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
+        check_choice("kv_cache_layout", self.kv_cache_layout, KVCacheLayout)
+        check_choice("virtual_page_layout", self.virtual_page_layout, VirtualPageLayout)
         check_integer("block_size", self.block_size, 1)
         for name, least, most in (
             ("max_model_len", 2, 2**30),

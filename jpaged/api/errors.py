@@ -77,6 +77,10 @@ class MissingPackageError(JPagedError, ImportError):
     """A package that an optional part of jpaged needs is not installed; the message says how to install it."""
 
 
+class EngineAsleepError(JPagedError, RuntimeError):
+    """The engine gave its memory back (`sleep`), and serves nothing until `wake_up`."""
+
+
 class EngineDeadError(JPagedError, RuntimeError):
     """The engine met an internal error and cannot go on; the original exception is its `__cause__`."""
 

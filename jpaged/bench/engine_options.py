@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, get_args
 
-from jpaged.api.config import DType, EngineArgs
+from jpaged.api.config import DType, EngineArgs, KVCacheLayout, VirtualPageLayout
 from jpaged.bench.arguments import add_kernel_backend_option
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.llm import LLM
@@ -40,6 +40,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
     add_kernel_backend_option(parser)
+    add_layout_options(parser)
     add_sharding_options(parser)
     parser.add_argument("--data-parallel-size", type=int, default=1, help="replicas, each on devices of its own")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")
@@ -60,6 +61,18 @@ def add_model_options(
 def add_load_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help='"dummy" makes random weights'
+    )
+
+
+def add_layout_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-cache-layout", choices=get_args(KVCacheLayout), default="paged", help="of keys and values"
+    )
+    parser.add_argument(
+        "--virtual-page-layout",
+        choices=get_args(VirtualPageLayout),
+        default="sliced",
+        help="what a page of the virtual layout holds: all layers, or one",
     )
 
 

@@ -36,6 +36,7 @@ from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.engine_options import (
     BLOCK_SIZE,
     PIPELINE_DEPTH,
+    add_layout_options,
     add_model_options,
     add_sampling_options,
     add_sharding_options,
@@ -67,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     add_kernel_backend_option(result)
+    add_layout_options(result)
     add_sharding_options(result)
     result.add_argument(
         "--read-gb-per-s", type=float, default=4424.0, help="the card's read bandwidth in GB/s, for the floor"

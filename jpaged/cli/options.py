@@ -5,7 +5,7 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from jpaged.api.config import DType, EngineArgs, LoadFormat, PreemptionMode
+from jpaged.api.config import DType, EngineArgs, KVCacheLayout, LoadFormat, PreemptionMode, VirtualPageLayout
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -74,6 +74,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--preemption-mode",
         choices=get_args(PreemptionMode),
         help="swap preempted sequences or compute them again (default: auto)",
+    )
+    group.add_argument(
+        "--kv-cache-layout",
+        choices=get_args(KVCacheLayout),
+        help="blocks behind block tables, or contiguous addresses with pages mapped below (default: paged)",
+    )
+    group.add_argument(
+        "--virtual-page-layout",
+        choices=get_args(VirtualPageLayout),
+        help="pages of all layers, or of one layer, in the virtual layout (default: sliced)",
     )
     group.add_argument(
         "--host-prefix-cache",

@@ -22,6 +22,8 @@ class SchedulerConfig(SchedulingOptions):
     num_swap_chunks: chunks of `SWAP_CHUNK_BLOCKS` blocks in host memory.
     tokens_per_row: the most tokens that a step brings for a decoding sequence, where it has no prompts to compute.
     cache_groups: layers that keep the same of a token, each with block tables of its own (`CacheGroup`); one at least.
+    plans_ahead: the executor maps blocks at places of slots: say in each plan what the next ones will probably bring
+        (`StepPlan.ahead`), and give a slot the blocks again that it had, where no prefix is lost by it.
     """
 
     block_size: int
@@ -33,6 +35,7 @@ class SchedulerConfig(SchedulingOptions):
     num_swap_chunks: int = 0
     tokens_per_row: int = 1
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    plans_ahead: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.buckets import bucket_for, doublings, geometric_buckets
+from jpaged.executor.cache.virtual.geometry import Geometry
 from jpaged.pallas_kernels.registry import or_reference
 
 LEAST_SAVED_TOKENS = 16_384
@@ -31,6 +32,7 @@ class ExecutorConfig:
     shared_prefix_attention: have decode programs that read a prefix once for all rows that share it.
     one_shot_rows: bodies of at most this many rows use the one-shot all-reduce; larger ones use XLA's. Equals the size
         of the largest such body (`largest_body`), or 0.
+    geometry: of the virtual layout's arrays, whose pages are the blocks; None for the paged layout.
     """
 
     max_num_seqs: int
@@ -42,6 +44,7 @@ class ExecutorConfig:
     kernel_backend: str | None = None
     shared_prefix_attention: bool = False
     one_shot_rows: int = 0
+    geometry: Geometry | None = None
 
     @property
     def null_slot(self) -> int:

@@ -109,6 +109,17 @@ class DeviceMesh:
             return jnp.full(leaf.shape, value, leaf.dtype)
         return jax.jit(partial(jnp.full, leaf.shape, value, leaf.dtype), out_shardings=leaf.sharding)()
 
+    def joined(self, parts: Sequence[jax.Array], spec: PartitionSpec) -> jax.Array:
+        """One array of parts that lie on the devices, in their order; spec: of the whole. All are in this process."""
+        if self._mesh is None:
+            return parts[0]
+        shape = [
+            size * (self.size if i < len(spec) and spec[i] == MODEL_AXIS else 1)
+            for i, size in enumerate(parts[0].shape)
+        ]
+        sharding = jax.sharding.NamedSharding(self._mesh, spec)
+        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(parts))
+
     def whole(self, tree: Any) -> Any:
         """Arrays, each on every device."""
         if self._mesh is None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jpaged.api.checks import check_integer
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import EngineDeadError, InvalidParameterError
+from jpaged.api.errors import EngineAsleepError, EngineDeadError, InvalidParameterError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.config import SchedulerConfig
@@ -81,7 +82,7 @@ class LLMEngine(RequestIntake):
         chunk_bytes = SWAP_CHUNK_BLOCKS * self.startup.memory.block * args.tensor_parallel_size
         scheduler_config = SchedulerConfig(
             block_size=config.block_size,
-            num_blocks=_at_most("num_gpu_blocks_override", args.num_gpu_blocks_override, config.num_blocks),
+            num_blocks=_at_most("num_gpu_blocks_override", args.num_gpu_blocks_override, self.startup.num_blocks),
             max_num_seqs=_at_most("max_num_seqs", args.max_num_seqs, config.max_num_seqs),
             max_num_batched_tokens=_at_most(
                 "max_num_batched_tokens", args.max_num_batched_tokens, config.token_buckets[-1]
@@ -90,6 +91,7 @@ class LLMEngine(RequestIntake):
             policy=args.scheduling_policy,
             num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
             cache_groups=self.startup.cache_groups,
+            plans_ahead=self.startup.runner.memory is not None,
             **args.scheduling(),
         )
         self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
@@ -184,6 +186,38 @@ class LLMEngine(RequestIntake):
         self._check_open()
         return self._core.unpin_prefix(self._token_array(prompt), checked_salt(cache_salt))
 
+    def sleep(self, level: int = 1) -> bool:
+        """Gives memory back while the engine lives: 1 that of the KV cache, 2 that of the weights, too. Cached prefixes
+        are forgotten, and requests are refused until `wake_up`.
+
+        Returns: False, and nothing is done, while requests are unfinished.
+
+        Raises:
+            InvalidParameterError: another level, or a model over several hosts.
+        """
+        check_integer("level", level, 1, 2)
+        self._check_started()
+        self._core.drain()
+        if self._core.has_unfinished() or not self._core.reset_prefix_cache():
+            return False
+        self.startup.sleep(level)
+        return True
+
+    def wake_up(self) -> None:
+        """Takes the memory again; weights are read from the checkpoint again, if these were given back. Nothing if the
+        engine is awake.
+
+        Raises:
+            OutOfMemoryError: others have the memory. The engine sleeps on.
+        """
+        self._check_started()
+        self.startup.wake_up()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it gave memory back, and serves nothing until `wake_up`."""
+        return self.startup.asleep > 0
+
     def close(self) -> None:
         """Frees what the engine holds on the device: weights, KV pool and state. What ran is given up, and the engine
         is of no more use, as are others on its `startup`. Other processes of its model end. The second time it does
@@ -200,7 +234,16 @@ class LLMEngine(RequestIntake):
         if self._closed:
             raise EngineDeadError("The engine was closed; start another one.")
 
+    def check_awake(self) -> None:
+        """Raises EngineAsleepError while it sleeps."""
+        if self.is_asleep:
+            raise EngineAsleepError("The engine sleeps: it has given its memory back. Call wake_up first.")
+
     def _check_ready(self) -> None:
+        self._check_started()
+        self.check_awake()
+
+    def _check_started(self) -> None:
         self._check_open()
         if self._failure is not None:
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure

@@ -359,6 +359,16 @@ class AsyncLLMEngine:
             self._router.forget_prefixes()
         return done
 
+    async def sleep(self, level: int = 1) -> bool:
+        """As `LLMEngine.sleep`, on every replica; one that has unfinished requests goes on, and this returns False."""
+        answers = await self._ask(wire.Sleep(level), wire.Changed)
+        self._router.forget_prefixes()
+        return all(answer.value for answer in answers.values())
+
+    async def wake_up(self) -> None:
+        """As `LLMEngine.wake_up`, on every replica."""
+        await self._ask(wire.WakeUp(), wire.Changed)
+
     async def check_health(self) -> None:
         """Raises EngineDeadError if an engine process has ended for good, EngineRestartingError if requests have to
         wait until one has been started again.

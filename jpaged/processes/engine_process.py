@@ -151,6 +151,7 @@ class EngineProcess:
 
     def _start(self, connection: Connection, message: wire.Add) -> None:
         try:
+            self._engine.check_awake()
             request = message.request(connection.request_id(message.handle), self._engine.eos_token_ids)
             self._requests.add(request, connection, message.handle, message.resumed)
         except JPagedError as error:
@@ -175,6 +176,11 @@ class EngineProcess:
             return wire.Intact()
         if isinstance(question, wire.ResetPrefixCache):
             return wire.Changed(int(engine.reset_prefix_cache()), engine.request_limits())
+        if isinstance(question, wire.Sleep):
+            return wire.Changed(int(engine.sleep(question.level)), engine.request_limits())
+        if isinstance(question, wire.WakeUp):
+            engine.wake_up()
+            return wire.Changed(1, engine.request_limits())
         tokens = np.frombuffer(question.token_ids, np.int32).tolist()
         change = engine.pin_prefix if isinstance(question, wire.PinPrefix) else engine.unpin_prefix
         return wire.Changed(int(change(tokens, question.cache_salt)), engine.request_limits())

@@ -259,6 +259,15 @@ class ReplicatedEngine(RequestIntake):
         tokens = np.array(self._inputs.process(prompt, _COMPUTE_ONLY).prompt_token_ids, np.int32)
         return any(self._change(wire.UnpinPrefix(tokens.tobytes(), checked_salt(cache_salt))))
 
+    def sleep(self, level: int = 1) -> bool:
+        """As `LLMEngine.sleep`, on every replica; one that has unfinished requests goes on, and this returns False."""
+        self._router.forget_prefixes()
+        return all(self._change(wire.Sleep(level)))
+
+    def wake_up(self) -> None:
+        """As `LLMEngine.wake_up`, on every replica."""
+        self._change(wire.WakeUp())
+
     def close(self) -> None:
         """Ends the replicas; the engine is of no more use. Called when it is collected, too. The second time it does
         nothing."""
@@ -359,8 +368,10 @@ class ReplicatedEngine(RequestIntake):
                 raise error_of(value.kind, value.message)
         return [value for value in values if isinstance(value, kind)]
 
-    def _change(self, question: wire.ResetPrefixCache | wire.PinPrefix | wire.UnpinPrefix) -> list[int]:
-        """Changes the replicas' prefix caches; with them change the limits of a request, which pinned blocks lower."""
+    def _change(
+        self, question: wire.ResetPrefixCache | wire.PinPrefix | wire.UnpinPrefix | wire.Sleep | wire.WakeUp
+    ) -> list[int]:
+        """Changes the replicas or their prefix caches, and with them a request's limits, which pinned blocks lower."""
         answers = self._ask_all(question, wire.Changed)
         self._inputs.limits = RequestLimits.least(answer.limits for answer in answers)
         return [answer.value for answer in answers]

@@ -193,11 +193,23 @@ class UnpinPrefix(_Message):
     cache_salt: str | None
 
 
+class Sleep(_Message):
+    """Answered by Changed: whether the engine sleeps."""
+
+    level: int
+
+
+class WakeUp(_Message):
+    """Answered by Changed: true."""
+
+
 class CheckIntegrity(_Message):
     """Answered by Intact, or Error."""
 
 
-Question = GetStats | GetPool | GetRequests | ResetPrefixCache | PinPrefix | UnpinPrefix | CheckIntegrity
+Question = (
+    GetStats | GetPool | GetRequests | ResetPrefixCache | PinPrefix | UnpinPrefix | Sleep | WakeUp | CheckIntegrity
+)
 
 
 class Call(_Message):
@@ -376,7 +388,7 @@ class Requests(_Message):
 
 
 class Changed(_Message):
-    """The prefix cache was asked to change. value: as the question says. limits: of a request, from then on."""
+    """The cache or the engine was asked to change. value: as the question says. limits: of a request, from then on."""
 
     value: int
     limits: RequestLimits

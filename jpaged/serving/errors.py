@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from jpaged.api.errors import (
+    EngineAsleepError,
     EngineDeadError,
     EngineRestartingError,
     InvalidParameterError,
@@ -74,6 +75,8 @@ def api_error(error: Exception, fields: Collection[str] = (), prompt_field: str 
         return ApiError(400, message, param=prompt_field)
     if isinstance(error, InvalidParameterError | UnsupportedParameterError):
         return ApiError(400, message, param=_blamed_field(message, fields))
+    if isinstance(error, EngineAsleepError):
+        return ApiError(503, message, code="asleep")
     if isinstance(error, EngineDeadError):
         return ApiError(503, message, code="engine_dead")
     if isinstance(error, EngineRestartingError):

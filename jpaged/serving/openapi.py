@@ -64,6 +64,19 @@ def openapi() -> dict[str, Any]:
             "responses": {"200": _content("Done.", {"type": "object"})} | errors,
         }
     }
+    paths["/sleep"] = {
+        "post": {
+            "summary": "Give the KV cache's memory back (level 1), and the weights' (2); 409 while requests run.",
+            "parameters": [{"name": "level", "in": "query", "schema": {"type": "integer", "enum": [1, 2]}}],
+            "responses": {"200": _content("Done.", {"type": "object"})} | errors,
+        }
+    }
+    paths["/wake_up"] = {
+        "post": {
+            "summary": "Take the memory again.",
+            "responses": {"200": _content("Done.", {"type": "object"})} | errors,
+        }
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "jpaged", "version": __version__},

@@ -4,6 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jpaged.api.errors import shown
 from jpaged.api.version import __version__
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import ApiError
@@ -27,6 +28,8 @@ def operational_routes(engine: AsyncLLMEngine, options: AppOptions, live: LiveVi
         Route("/debug/requests", guarded(server.requests), methods=["GET"]),
         Route("/metrics", guarded(server.metrics), methods=["GET"]),
         Route("/reset_prefix_cache", guarded(server.reset_prefix_cache), methods=["POST"]),
+        Route("/sleep", guarded(server.sleep), methods=["POST"]),
+        Route("/wake_up", guarded(server.wake_up), methods=["POST"]),
         Route("/openapi.json", guarded(server.openapi), methods=["GET"]),
     ]
 
@@ -71,6 +74,18 @@ class _Handlers:
         if not await self._engine.reset_prefix_cache():
             raise ApiError(409, "Requests are running; the prefix cache can be reset when there are none.", code="busy")
         return json_response({"reset": True})
+
+    async def sleep(self, request: Request) -> Response:
+        level = request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            raise ApiError(400, f"level must be 1 or 2, got {shown(level)}.", param="level")
+        if not await self._engine.sleep(int(level)):
+            raise ApiError(409, "Requests are running; the engine can sleep when there are none.", code="busy")
+        return json_response({"asleep": int(level)})
+
+    async def wake_up(self, request: Request) -> Response:
+        await self._engine.wake_up()
+        return json_response({"asleep": 0})
 
     async def live(self, request: Request) -> Response:
         return LiveStream(self._live)

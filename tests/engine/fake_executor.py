@@ -251,8 +251,13 @@ class FakeExecutor:
             assert all(other is state or other.num_computed > state.num_computed for other in sharers), (
                 "a shared block is written to where others have yet to write or count on something else"
             )
-            self._content[block_id, offset] = content_of(state.prints[state.num_computed], group)
+            row = self._row(state, group, index)
+            self._content[row, offset] = content_of(state.prints[state.num_computed], group)
         state.num_computed += 1
+
+    def _row(self, state: _Slot, group: int, index: int) -> int:
+        """Where the sequence's block at this index is, among all contents."""
+        return state.tables[group][index]
 
     def _sees(self, state: _Slot, block_id: int) -> bool:
         """Whether a sequence has the block where its queries see it; what a window has passed is of no interest."""
@@ -340,7 +345,8 @@ class FakeExecutor:
             first = 0 if of_group.window is None else max(0, state.first_query - of_group.window + 1)
             blocks = table[: -(-n // size)]
             assert NULL_BLOCK not in blocks[first // size :], f"slot {state.start.slot} has no block for what it reads"
-            held = self._content[blocks].reshape(-1)[first:n]
+            rows = [self._row(state, group, index) for index in range(len(blocks))]
+            held = self._content[rows].reshape(-1)[first:n]
             wrong = np.flatnonzero(held != np.array([content_of(p, group) for p in state.prints[first:n]], np.int64))
             assert not len(wrong), f"position {first + wrong[0]} of slot {state.start.slot} reads what is not its own"
 

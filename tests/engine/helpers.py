@@ -57,10 +57,12 @@ def make_search(
 class Engine:
     """A core with a fake executor, that collects what is reported and looks for damage after each step."""
 
-    def __init__(self, *, seed: int = 0, rank=None, num_brought=None, kinds=(Searches,), **changes) -> None:
+    def __init__(
+        self, *, seed: int = 0, rank=None, num_brought=None, kinds=(Searches,), executor=FakeExecutor, **changes
+    ) -> None:
         self.config = make_config(**changes)
         self.scheduler = Scheduler(self.config, seed, kinds=kinds)
-        self.executor = FakeExecutor(self.config, rank=rank, num_brought=num_brought)
+        self.executor = executor(self.config, rank=rank, num_brought=num_brought)
         self.core = EngineCore(self.scheduler, self.executor)
         self.reported: dict[str, list[int]] = {}
 

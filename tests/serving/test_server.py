@@ -169,6 +169,18 @@ def test_a_repeated_prompt_reports_its_cached_tokens(server):
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_an_engine_that_sleeps_refuses_requests_until_it_wakes_up(server):
+    body = TEXT | {"max_tokens": 4, "temperature": 0}
+    before = server.client.post("/v1/completions", json=body).json()
+    assert server.client.post("/sleep", params={"level": "3"}).json()["error"]["param"] == "level"
+    assert server.client.post("/sleep").json() == {"asleep": 1}
+    refused = server.client.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "asleep")
+    assert server.client.post("/wake_up").json() == {"asleep": 0}
+    after = server.client.post("/v1/completions", json=body).json()
+    assert after["choices"][0]["text"] == before["choices"][0]["text"]
+
+
 def test_clients_that_go_away_free_their_blocks_long_before_their_answers_would_have_ended(server):
     """Some run and some wait when they go."""
     body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}

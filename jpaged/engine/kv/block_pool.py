@@ -154,8 +154,11 @@ class BlockPool:
         """How many of these blocks are on the free list, so that sharing them uses up free blocks."""
         return int(np.count_nonzero(self._ref_counts[block_ids] == 0)) if len(block_ids) else 0
 
-    def allocate(self, n: int) -> np.ndarray:
+    def allocate(self, n: int, wanted: np.ndarray | None = None) -> np.ndarray:
         """Hands out the n least recently used free blocks with one reference each.
+
+        wanted: int32 [n]; blocks to have instead where that costs nothing: those that are free, and that no prefix
+            could hit. The null block for places without a wish.
 
         Returns: int32 [n].
 
@@ -164,11 +167,28 @@ class BlockPool:
         """
         if n > self.num_free:
             raise OutOfMemoryError(f"{n} blocks wanted, {self.num_free} of {self.capacity} are free.")
-        block_ids = self._free_list.pop(n)
+        granted = None if wanted is None else self.granted(wanted)
+        if wanted is None or granted is None or not granted.any():
+            block_ids = self._free_list.pop(n)
+        else:
+            block_ids = wanted.astype(np.int32)
+            self._free_list.remove(block_ids[granted])
+            block_ids[~granted] = self._free_list.pop(n - int(np.count_nonzero(granted)))
         self._ref_counts[block_ids] = 1
         if self.cache is not None:
             self.cache.forget(block_ids)
         return block_ids
+
+    def granted(self, wanted: np.ndarray) -> np.ndarray:
+        """Which of the wishes `allocate` would fulfil now: bool [n]. A block that is wished for twice is given once."""
+        granted = (self._ref_counts[wanted] == 0) & (wanted != NULL_BLOCK)
+        if self.cache is not None:
+            granted &= ~self.cache.are_named(wanted)
+        candidates = np.flatnonzero(granted)
+        if len(candidates) > 1:
+            first = np.unique(wanted[candidates], return_index=True)[1]
+            granted[np.delete(candidates, first)] = False
+        return granted
 
     def next_to_allocate(self, n: int) -> np.ndarray:
         """At most n of the free blocks that `allocate` hands out next, in order; those it skips over count, too."""

@@ -146,6 +146,11 @@ class PrefixCache:
         """Blocks that can be hit."""
         return len(self._block_of)
 
+    def are_named(self, block_ids: np.ndarray) -> np.ndarray:
+        """Which of these blocks a prefix could hit, bool [n]."""
+        named: np.ndarray = self._registered[block_ids]
+        return named
+
     def registered(self) -> np.ndarray:
         """Which blocks a prefix could hit, bool [num_blocks]: a copy."""
         return self._registered.copy()

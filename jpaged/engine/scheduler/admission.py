@@ -186,7 +186,8 @@ class Admission(SchedulerPart):
             self._pool.share(hits[hits > NULL_BLOCK])
         cache = self._pool.cache
         if not self._num_windowed and (cache is None or cache.host is None):
-            own = self._pool.allocate(self._num_full * (num_entries - num_hits)).reshape(self._num_full, -1)
+            wanted = self._slots.wanted(self._slots.next_free, np.arange(num_hits, num_entries))
+            own = self._pool.allocate(self._num_full * (num_entries - num_hits), wanted).reshape(self._num_full, -1)
             return np.concatenate([hits, own], axis=1) if num_hits else own
         groups, on_host = np.nonzero(hits == ON_HOST)
         block_ids = self._pool.allocate(len(on_host) + self._num_full * (num_entries - num_hits))

@@ -49,7 +49,7 @@ from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.scheduler.waiting_requests import WaitingRequests
 
 _MOST_ABLE_FIRST = tuple(reversed(SamplingVariant))
-_NO_ENDS, _NO_BEAMS = np.zeros((0,), np.int32), np.zeros((0, 3), np.int32)
+_NO_ENDS, _NO_BEAMS, _NO_UPDATES = np.zeros((0,), np.int32), np.zeros((0, 3), np.int32), np.zeros((0, 4), np.int32)
 
 
 class NoPlan(Enum):
@@ -137,10 +137,28 @@ class Planner(SchedulerPart):
             shared_len=shared_blocks * self._config.block_size,
             chunks=tuple(plan.chunks),
             tokens_per_row=num_tokens,
+            ahead=self._ahead() if self._config.plans_ahead else _NO_UPDATES,
         )
         self._next_step_id += 1
         self.in_flight.append(step)
         return step
+
+    def _ahead(self) -> np.ndarray:
+        """As `StepPlan.ahead`: the blocks that rows will need to decode on. It errs where others are served first."""
+        slots = self._slots
+        rows = slots.decodable()
+        growing = rows[slots.num_computed[rows] == slots.capacity[rows]]
+        wanted = slots.wanted(growing, slots.capacity[growing] // self._config.block_size)
+        if wanted is not None:  # what the slot had is mapped already
+            growing = growing[~self._pool.granted(wanted)]
+        num_groups, n = len(slots.windows), len(growing)
+        block_ids = self._pool.next_to_allocate(num_groups * n)
+        ahead = np.empty((num_groups * n, 4), np.int32)
+        ahead[:, 0], ahead[:, 1] = np.tile(growing, num_groups), np.repeat(np.arange(num_groups), n)
+        ahead[:, 2] = np.tile(slots.capacity[growing] // self._config.block_size, num_groups)
+        ahead = ahead[: len(block_ids)]
+        ahead[:, 3] = block_ids
+        return ahead
 
     def _growth_that_fits(self) -> Growth | None:
         """The slots that decode in this step and what they need, after preempting where more blocks are needed than

@@ -73,6 +73,7 @@ class Slots:
         self.block_tables = np.zeros((len(self.windows), n, config.max_blocks_per_seq), np.int32)
         self._tables = list(self.block_tables)  # views, one a group
         self.first_held = np.zeros((len(self.windows), n), np.int32)
+        self._wants_same_blocks = config.plans_ahead and self.windows == (None,)
         self.token_ids = np.zeros((n, config.max_model_len), np.int32)
         self.shared_prefixes: SharedPrefixes | None = None
         if config.shared_prefix_attention and None in self.windows:
@@ -89,6 +90,17 @@ class Slots:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def wanted(self, slots: np.ndarray | int, indices: np.ndarray) -> np.ndarray | None:
+        """The blocks that these slots' tables had at these indices when a former tenant ended, for a sequence that gets
+        there now: int32 [n]. None where that is of no use: see `SchedulerConfig.plans_ahead`.
+        """
+        return self._tables[0][slots, indices] if self._wants_same_blocks else None
+
+    @property
+    def next_free(self) -> int:
+        """The slot that `acquire` gives; there is a free one."""
+        return self._free[0]
 
     @property
     def num_used(self) -> int:

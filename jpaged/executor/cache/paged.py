@@ -9,7 +9,7 @@ a block's bytes, the mesh for how arrays are split, swaps and copies for the blo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any, ClassVar, SupportsIndex
 
@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.engine.footprint import Footprint
 from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS, CacheGroup
-from jpaged.executor.cache.groups import Grouping, group_layers
+from jpaged.executor.cache.groups import Grouping, Place, group_layers
 from jpaged.executor.cache.spec import CacheSpec
 from jpaged.executor.config import ExecutorConfig
 from jpaged.models.sharding import MODEL_AXIS
@@ -111,12 +111,12 @@ class PagedCache:
     ) -> "Layers":
         """The attention of each layer in a step where each row has one query.
 
+        tables: of the rows (`row_tables`).
         positions: of the queries. active: rows that are not write to the null block and see nothing.
         shared: (num_sharing, shared_len) of `StepPlan`, where what rows share is to be read once for all of them.
         """
-        rows = jnp.arange(positions.shape[0])
-        mappings = self._mappings(tables, rows, positions, active)
-        return self._layers(pools, mappings, tables, jnp.where(active, positions + 1, 0), None, shared)
+        written = tables, jnp.arange(positions.shape[0]), positions, active
+        return self._layers(pools, tables, written, jnp.where(active, positions + 1, 0), None, shared)
 
     def mixed_layers(
         self,
@@ -132,40 +132,75 @@ class PagedCache:
     ) -> "Layers":
         """The attention of each layer in a step where rows have any number of queries.
 
+        tables: of the rows (`row_tables`).
         active, kv_lens: of the rows; tokens that each has when the step is done.
         rows, positions, valid: of the tokens. One that is not valid goes to the null block.
         query_starts, num_decodes: as of `mixed_attention`.
         """
-        mappings = self._mappings(tables, rows, positions, valid)
+        written = tables, rows, positions, valid
         tables = jnp.where(active[:, None, None], tables, NULL_BLOCK)  # a row that stopped reads what it wrote there
-        return self._layers(pools, mappings, tables, kv_lens, (query_starts, num_decodes), None)
+        return self._layers(pools, tables, written, kv_lens, (query_starts, num_decodes), None)
 
-    def _mappings(
-        self,
-        tables: Int[Array, "rows groups blocks"],
-        rows: Int[Array, " tokens"],
-        positions: Int[Array, " tokens"],
-        valid: Bool[Array, " tokens"],
-    ) -> list[Int[Array, " tokens"]]:
-        """Where each group writes the tokens."""
-        size, groups = self.config.block_size, range(len(self.groups))
-        return [slot_mapping(tables[:, group], rows, positions, valid, size) for group in groups]
+    def row_tables(
+        self, tables: Int[Array, "slots groups blocks"], slots: Int[Array, " rows"]
+    ) -> Int[Array, "rows groups blocks"]:
+        """Block tables of these slots, as `decode_layers` and `mixed_layers` take them."""
+        return tables[slots]
 
     def _layers(
         self,
         pools: Pools,
-        mappings: list[Int[Array, " tokens"]],
         tables: Int[Array, "rows groups blocks"],
+        written: tuple[Array, Int[Array, " tokens"], Int[Array, " tokens"], Bool[Array, " tokens"]],
         kv_lens: Int[Array, " rows"],
         mixed: tuple[Array, Array] | None,
         shared: tuple[Array, Array] | None,
     ) -> "Layers":
+        """tables: that are read through. written: the tables through which tokens are written, and the tokens' rows,
+        positions and validity.
+        """
         backend = self.config.kernel_backend
-        of_groups = [
-            PagedAttention(pools[0], mapping, tables[:, i], kv_lens, mixed, shared, group.window, backend)
-            for i, (group, mapping) in enumerate(zip(self.groups, mappings, strict=True))
-        ]
-        return Layers(pools, of_groups, self.grouping)
+
+        @cache  # layers that keep their tokens alike share what is computed for it
+        def attention(group: int, layer: int) -> PagedAttention:
+            place = Place(group, layer)
+            return PagedAttention(
+                pools[0],
+                self._mapping(place, *written),
+                self._kernel_table(place, tables),
+                kv_lens,
+                mixed,
+                shared,
+                self.groups[group].window,
+                backend,
+            )
+
+        places = self.grouping.places
+        of_layers = [attention(place.group, self._layer(place)) for place in places]
+        return Layers(pools, of_layers, [self._array(place) for place in places])
+
+    def _mapping(
+        self,
+        place: Place,
+        tables: Int[Array, "rows groups blocks"],
+        rows: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        valid: Bool[Array, " tokens"],
+    ) -> Int[Array, " tokens"]:
+        """Where a layer writes the tokens."""
+        return slot_mapping(tables[:, place.group], rows, positions, valid, self.config.block_size)
+
+    def _kernel_table(self, place: Place, tables: Int[Array, "rows groups blocks"]) -> Int[Array, "rows blocks"]:
+        """A layer's blocks, as kernels number them."""
+        return tables[:, place.group]
+
+    def _array(self, place: Place) -> int:
+        """Which array a layer uses."""
+        return place.array
+
+    def _layer(self, place: Place) -> int:
+        """Which layer of its array it is."""
+        return 0
 
     def copy(self, pools: Pools, source: Int[Array, " n"], target: Int[Array, " n"]) -> Pools:
         """Copies whole blocks, source[i] to target[i]; pairs of null blocks are padding."""
@@ -242,10 +277,10 @@ class Layers(list[PagedAttention]):
         pools: the arrays, as of the last layer that was put back.
     """
 
-    def __init__(self, pools: Pools, of_groups: Sequence[PagedAttention], grouping: Grouping) -> None:
-        """of_groups: the attention of each group's layers, with any `pool`."""
-        super().__init__(of_groups[place.group] for place in grouping.places)
-        self._arrays = [place.array for place in grouping.places]
+    def __init__(self, pools: Pools, of_layers: Sequence[PagedAttention], arrays: Sequence[int]) -> None:
+        """of_layers: the attention of each layer, with any `pool`. arrays: of `pools`, the one that each layer uses."""
+        super().__init__(of_layers)
+        self._arrays = list(arrays)
         self._pools = list(pools)
 
     @property

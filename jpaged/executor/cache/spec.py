@@ -36,3 +36,8 @@ def cache_spec(model: Model) -> CacheSpec:
         LayerCache(config.num_kv_heads, config.head_dim, np.dtype(model.dtype), window)
         for window in config.layer_windows
     )
+
+
+def kernel_block_bytes(layer: LayerCache, block_size: int) -> int:
+    """Bytes of the keys and values of so many tokens in one layer."""
+    return 2 * layer.kv_heads * block_size * layer.head_dim * layer.dtype.itemsize

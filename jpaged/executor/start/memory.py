@@ -40,9 +40,18 @@ class MemoryPlan:
 _FRACTION_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
-def reserve_device_memory(utilization: float) -> None:
-    """Lets JAX take this fraction of a GPU. It has effect only before JAX first touches the device."""
+_AT_ONCE_VARIABLE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+
+
+def reserve_device_memory(utilization: float, at_once: bool = True) -> None:
+    """Lets JAX take this fraction of a GPU. It has effect only before JAX first touches the device.
+
+    at_once: take it all at once; else bit by bit, as arrays are made, which leaves the rest to pages of the virtual
+        layout.
+    """
     os.environ.setdefault(_FRACTION_VARIABLE, f"{utilization:.3f}")
+    if not at_once:
+        os.environ[_AT_ONCE_VARIABLE] = "false"
 
 
 def tree_bytes(tree: Any) -> int:

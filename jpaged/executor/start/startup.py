@@ -6,9 +6,10 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import ReferenceType
@@ -20,6 +21,13 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError, shown
 from jpaged.engine.interface import CacheGroup, Executor
 from jpaged.executor.buckets import fine_buckets, geometric_buckets
+from jpaged.executor.cache.spec import kernel_block_bytes
+from jpaged.executor.cache.virtual.arrays import CpuRanges
+from jpaged.executor.cache.virtual.cuda import CudaDriver
+from jpaged.executor.cache.virtual.geometry import Geometry
+from jpaged.executor.cache.virtual.layout import VirtualCache
+from jpaged.executor.cache.virtual.memfd import LEAST_ADOPTED, MemfdDriver
+from jpaged.executor.cache.virtual.memory import VirtualMemory
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh, fewest_anywhere, pick_devices
 from jpaged.executor.start.cache_directories import cache_directory, enable_persistent_cache
@@ -43,7 +51,7 @@ from jpaged.executor.start.memory import (
 from jpaged.executor.start.one_shot import one_shot_rows
 from jpaged.executor.start.worker_threads import WorkerThreads
 from jpaged.executor.step.compiled import CompiledProgram, Origin
-from jpaged.executor.step.held import initial_held
+from jpaged.executor.step.held import empty_pools, initial_held
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
 from jpaged.host.cores import usable_cores
@@ -54,6 +62,9 @@ from jpaged.models.sharding import load_sharded
 from jpaged.pallas_kernels import registry
 
 log = logging.getLogger("jpaged.startup")
+
+_LEFT_FREE = 2**29
+"""Bytes of a GPU that no page takes, for what CUDA and JAX allocate yet."""
 
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
@@ -72,8 +83,10 @@ class Startup:
 
     setup: what its programs were made for.
     memory: of each device. seconds: by phase; loading and compiling overlap. origins: how many programs of each.
+    mesh: what it runs on. load_weights: reads the checkpoint again.
     leader: what runs plans here and in all other processes, where there are several.
     user: the engine whose keys and values the pool holds: the last one that ran on it.
+    asleep: the level of `sleep`; 0 while awake.
     """
 
     args: EngineArgs
@@ -83,9 +96,12 @@ class Startup:
     memory: MemoryPlan
     origins: Mapping[Origin, int]
     device: str
+    mesh: DeviceMesh
+    load_weights: Callable[[], Weights]
     seconds: dict[str, float] = field(default_factory=dict)
     leader: Leader | None = None
     user: ReferenceType[Any] | None = None
+    asleep: int = 0
 
     @property
     def config(self) -> ExecutorConfig:
@@ -97,13 +113,57 @@ class Startup:
         """The groups of layers that have block tables of their own."""
         return self.setup.cache.groups
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool that have memory, the null block included."""
+        return self.memory.num_blocks
+
+    @property
+    def _blocks(self) -> str:
+        """What the pool is made of, in words."""
+        geometry = self.config.geometry
+        if geometry is None:
+            return "blocks"
+        return f"pages of {geometry.page_tokens} tokens ({geometry.page_layout}, {_size(self.memory.block)})"
+
     def close(self) -> None:
         """Frees what the runner holds on the device, and ends the other processes. The second time it does nothing."""
         (self.leader or self.runner).close()
 
+    def sleep(self, level: int) -> None:
+        """Gives memory back: 1 that of the KV pool, 2 that of the weights, too. Nothing runs, and what is in the pool
+        is lost.
+
+        Raises:
+            InvalidParameterError: the model spans several hosts.
+        """
+        if self.leader is not None:
+            raise InvalidParameterError("sleep is for a model on one host; this one spans several processes.")
+        if level > self.asleep:
+            self.runner.sleep(level)
+            self.asleep = level
+
+    def wake_up(self) -> None:
+        """Takes the memory again that `sleep` gave back; weights are read from the checkpoint. Nothing if awake.
+
+        Raises:
+            OutOfMemoryError: others have it. The engine sleeps on.
+        """
+        if not self.asleep:
+            return
+        with self.mesh.as_default():
+            weights = self.load_weights() if self.asleep == 2 else None
+            try:
+                pools = empty_pools(self.setup, self.mesh) if self.runner.memory is None else None
+                jax.block_until_ready(pools)
+            except jax.errors.JaxRuntimeError as error:
+                raise OutOfMemoryError(f"There is no room for the KV pool of {_size(self.memory.pool)}.") from error
+            self.runner.wake_up(self.num_blocks, pools, weights)
+        self.asleep = 0
+
     def table(self, name: str) -> str:
         """What a user wants to know at start, in a few lines."""
-        num_blocks, length = self.config.num_blocks - 1, self.config.max_model_len
+        num_blocks, length = self.num_blocks - 1, self.config.max_model_len
         concurrency = num_blocks / self.setup.cache.sequence_blocks(length)
         tokens = num_blocks * self.config.block_size // len(self.cache_groups)
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
@@ -116,7 +176,7 @@ class Startup:
             ("device", self.device),
             ("kernels", self.args.kernel_backend or registry.preferred_here()),
             ("weights", f"{_size(self.memory.weights)} in {np.dtype(self.model.dtype).name}"),
-            ("KV pool", f"{_size(self.memory.pool)}: {self.config.num_blocks:,} blocks, {tokens:,} tokens"),
+            ("KV pool", f"{_size(self.memory.pool)}: {self.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
             ("programs", f"{_whence(self.origins)}{reserved}"),
             ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
@@ -143,7 +203,7 @@ def start(args: EngineArgs, directory: Path) -> Startup:
         print(
             "Compiling programs and loading weights; a model's first start takes longest.", file=sys.stderr, flush=True
         )
-    reserve_device_memory(args.gpu_memory_utilization)
+    reserve_device_memory(args.gpu_memory_utilization, at_once=args.kv_cache_layout == "paged")
     enable_persistent_cache()
     mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
     _check_backend(args.kernel_backend)
@@ -203,6 +263,8 @@ def _start_on(
     config = executor_config(args, model_config, limit)
     rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
+    if args.kv_cache_layout == "virtual":
+        config = _cut_into_pages(config, args, shard, device)
 
     cores = usable_cores()
     kept_on = _kept_on()
@@ -235,12 +297,17 @@ def _start_on(
             weights = loading.result()
 
     with _timed(seconds, "warm up"):
-        runner = Runner(setup, programs, initial_held(setup, mesh, weights))
+        pages = VirtualMemory(setup.cache, mesh) if isinstance(setup.cache, VirtualCache) else None
+        pools = None if pages is None else pages.pools
+        runner = Runner(setup, programs, initial_held(setup, mesh, weights, pools), pages)
         runner.warm_up()
+        if pages is not None:
+            memory = replace(memory, num_blocks=_back_pages(pages, setup, memory.num_blocks, args))
     kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
     _log_costs(programs.values())
     origins = Counter(program.origin for program in programs.values())
-    return Startup(args, runner, model, setup, memory, origins, kind, seconds)
+    load_again = partial(_load, mesh, model, shard, directory, args, False)
+    return Startup(args, runner, model, setup, memory, origins, kind, mesh, load_again, seconds)
 
 
 def _log_costs(programs: Collection[CompiledProgram]) -> None:
@@ -336,11 +403,53 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
     )
 
 
+def _cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, device: jax.Device) -> ExecutorConfig:
+    """The same for the virtual layout, whose blocks are pages of the device."""
+    if jax.process_count() > 1:
+        raise InvalidParameterError(
+            "kv_cache_layout='virtual' is for a model on one host; with num_processes use kv_cache_layout='paged'."
+        )
+    cache = Setup.of(shard, config).cache
+    is_cpu = device.platform == "cpu"
+    geometry = Geometry.fit(
+        args.virtual_page_layout,
+        cache.grouping.num_arrays,
+        args.block_size,
+        kernel_block_bytes(cache.spec[0], args.block_size),
+        MemfdDriver.granularity if is_cpu else CudaDriver(int(device.local_hardware_id or 0)).granularity,
+        spare_bytes=CpuRanges.spare_bytes if is_cpu else 0,
+    )
+    geometry = replace(geometry, least_bytes=LEAST_ADOPTED if is_cpu else 0)
+    longest = geometry.longest(config.num_blocks, len(cache.groups) * config.max_num_seqs)
+    length = config.max_model_len if args.max_model_len is not None else min(config.max_model_len, longest)
+    return replace(config, geometry=geometry, block_size=geometry.page_tokens, max_model_len=length)
+
+
+def _back_pages(pages: VirtualMemory, setup: Setup, planned: int, args: EngineArgs) -> int:
+    """Gives pages their memory. Returns how many: JAX takes more than its arrays need, and others use the device, too.
+
+    Raises:
+        OutOfMemoryError: not as many as the user asked for, or as the longest sequence needs.
+    """
+    count = pages.back_most(_LEFT_FREE if jax.default_backend() == "gpu" else 0)
+    needed = setup.cache.sequence_blocks(setup.config.max_model_len) + 1
+    if count < (args.num_gpu_blocks_override or needed):
+        raise OutOfMemoryError(
+            f"The device has memory for {count} pages, but {args.num_gpu_blocks_override or needed} are needed; lower "
+            f"num_gpu_blocks_override or max_model_len, or stop what else uses the device."
+        )
+    if count < planned:
+        log.info("%d of %d pages have memory", count, planned)
+    return count
+
+
 def _fit_to_pool(shard: Model, nominal: ExecutorConfig, num_blocks: int, asked: int | None) -> Setup:
     """With a pool of so many blocks, and sequences no longer than it holds."""
     config = replace(nominal, num_blocks=num_blocks)
     cache = Setup.of(shard, config).cache
     capacity = cache.longest_sequence()
+    if isinstance(cache, VirtualCache) and asked is not None:
+        cache.check_length(asked)
     if not capacity:
         raise OutOfMemoryError(
             f"The KV pool has {num_blocks - 1} blocks of {config.block_size} tokens, but a sequence needs "

@@ -131,7 +131,8 @@ class Decode(_Body):
         active = state.active[slots]
         positions = jnp.where(active, state.seq_len[slots], 0)
         shared = (host["num_sharing"], host["shared_len"]) if self.shares_prefix else None
-        layers = setup.cache.decode_layers(pools, state.block_tables[slots], positions, active, shared)
+        tables = setup.cache.row_tables(state.block_tables, slots)
+        layers = setup.cache.decode_layers(pools, tables, positions, active, shared)
 
         after = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)))
         tokens = state.last_token[slots]
@@ -200,7 +201,7 @@ class Mixed(_Body):
         is_decode = (flags & RowFlags.DECODE) != 0  # of the first rows alone
         layers = setup.cache.mixed_layers(
             pools,
-            state.block_tables[slots],
+            setup.cache.row_tables(state.block_tables, slots),
             active,
             computed + query_lens,
             row,

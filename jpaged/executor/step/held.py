@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jpaged.executor.cache.paged import Pools
 from jpaged.executor.mesh import EXCHANGE, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.step.program import Setup
@@ -65,16 +66,16 @@ def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
     return held
 
 
-def initial_held(setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array]) -> Held:
+def initial_held(setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array], pools: Pools | None = None) -> Held:
     """All that a runner begins with: beside the weights, empty pools and slots.
 
-    weights: on the mesh.
+    weights: on the mesh. pools: where they are not to be made here (`VirtualMemory.pools`).
     """
     shapes = held_shapes(setup, mesh)
     held: Held = {
         "weights": tuple(weights),
         "head": setup.model.head_weights(weights),
-        "pools": tuple(mesh.full(pool, 0) for pool in shapes["pools"].shapes),
+        "pools": empty_pools(setup, mesh) if pools is None else pools,
         "state": mesh.whole(initial_slot_state(setup.cache)),
         "sampling": mesh.whole(sampling_state.init_state(setup.config.max_num_seqs)),
     }
@@ -84,3 +85,9 @@ def initial_held(setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array]) -
         state = ExchangeState(mesh.full(inbox, EMPTY), mesh.full(generations, 0))
         held["exchange"] = jax.block_until_ready(state)
     return held
+
+
+def empty_pools(setup: Setup, mesh: DeviceMesh) -> Pools:
+    """Pools of zeros, as the paged layout has them."""
+    spec = setup.cache.pools_spec
+    return tuple(mesh.full(mesh.split(pool, spec), 0) for pool in setup.cache.pools)

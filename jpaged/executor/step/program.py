@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.cache.paged import PagedCache
 from jpaged.executor.cache.spec import cache_spec
+from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import WHOLE, Specs
 from jpaged.executor.sampling import sampler
@@ -59,7 +60,8 @@ class Setup:
 
     @staticmethod
     def of(model: Model, config: ExecutorConfig) -> "Setup":
-        return Setup(model, config, PagedCache(cache_spec(model), config))
+        layout = PagedCache if config.geometry is None else VirtualCache
+        return Setup(model, config, layout(cache_spec(model), config))
 
     def program_variant(self, variant: SamplingVariant) -> SamplingVariant:
         """The variant whose program draws for `variant` (`sampler.program_variant`)."""

@@ -11,8 +11,9 @@ A handle's tokens are on their way to the host. Nothing here waits for the devic
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jpaged.engine.interface import NULL_BLOCK, HostCopy, SamplingVariant, SlotS
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.cache.host_chunks import HostChunks
 from jpaged.executor.cache.paged import Pools
+from jpaged.executor.cache.virtual.memory import VirtualMemory
 from jpaged.executor.sampling import records as sampling_records
 from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs
 from jpaged.executor.step.blocks import CopyBlocks, GatherBlocks, ScatterBlocks
@@ -60,12 +62,19 @@ class Runner:
         programs: all of them, as `Compiler.results` gives them.
         held: what they read and update (`initial_held`); the runner takes it over, and donates to each program what
             it updates.
+        memory: what is below the pools in the virtual layout; None in the paged one.
 
     Attributes:
         closed: whether `close` was called.
     """
 
-    def __init__(self, setup: Setup, programs: Mapping[StepProgram, CompiledProgram], held: Held) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        programs: Mapping[StepProgram, CompiledProgram],
+        held: Held,
+        memory: VirtualMemory | None = None,
+    ) -> None:
         self._setup = setup
         self._config = setup.config
         self._programs = dict(programs)
@@ -76,6 +85,7 @@ class Runner:
         is_split = len(held["pools"][0].sharding.device_set) > 1
         self._dispatch: AbstractContextManager[object] = _IN_ONE_ORDER if is_split else nullcontext()
         self._host_chunks = HostChunks()
+        self.memory = memory
         self.closed = False
 
     @property
@@ -91,6 +101,16 @@ class Runner:
             InvalidParameterError: the plan wants more than one token a row, or speaks of other cache groups.
         """
         self._check(plan)
+        if self.memory is None:
+            return self._dispatch_plan(plan, self._keep_tokens)
+        mapper = self.memory.mapper
+        mapper.prepare(plan, self._wait)
+        step = self._dispatch_plan(plan, partial(self._keep_tokens, step=mapper.num_steps))
+        mapper.dispatched(plan)
+        return step
+
+    def _dispatch_plan(self, plan: StepPlan, when_read: Callable[[jax.Array], None]) -> DispatchedStep:
+        """when_read: as of `DispatchedStep`."""
         for out in plan.swap_outs:
             self._swap_out(out)
         if len(plan.ends) or plan.starts:
@@ -103,7 +123,7 @@ class Runner:
             self._copy_blocks(plan.copies)
         if not plan.num_rows:
             return DispatchedStep(0, None)
-        return self._run_mixed(plan) if plan.chunks else self._run_decode(plan)
+        return self._run_mixed(plan, when_read) if plan.chunks else self._run_decode(plan, when_read)
 
     def close(self) -> None:
         """Frees all that it holds on the device, and in host memory for it. The second time it does nothing."""
@@ -112,11 +132,44 @@ class Runner:
         self.closed = True
         with suppress(Exception):  # of a step that failed: what it was to bring is freed like the rest
             jax.block_until_ready(self._held.get("exchange"))  # peers write to it until their steps are done
+        if self.memory is not None:
+            self.memory.close(self._wait)
         for array in jax.tree.leaves((self._held, list(self._tokens_read.values()))):
             array.delete()
         self._tokens_read.clear()
         self._programs = {}
         self._host_chunks = HostChunks()
+
+    def sleep(self, level: int) -> None:
+        """Gives the memory of the KV pool back, and at level 2 that of the weights. Nothing may be in flight, and
+        nothing is dispatched until `wake_up`.
+        """
+        self._wait()
+        self._host_chunks = HostChunks()
+        if self.memory is not None:
+            self.memory.withdraw_all()
+        else:
+            self._delete("pools")
+        if level == 2:
+            self._delete("weights", "head")
+
+    def wake_up(self, num_blocks: int, pools: Pools | None, weights: tuple[jax.Array, ...] | None) -> None:
+        """Goes on where `sleep` left off. num_blocks: that have memory in the virtual layout. pools: of zeros, in the
+        paged one. weights: if they were given back.
+
+        Raises:
+            OutOfMemoryError: the device has not the memory for the virtual layout's pages.
+        """
+        if self.memory is not None:
+            self.memory.back_first(num_blocks)
+        if pools is not None:
+            self._held["pools"] = pools
+        if weights is not None:
+            self._held |= {"weights": weights, "head": self._setup.model.head_weights(weights)}
+
+    def _delete(self, *names: str) -> None:
+        for array in jax.tree.leaves([self._held.pop(name, ()) for name in names]):
+            array.delete()
 
     def warm_up(self) -> None:
         """Runs every program once on padding, so that modules are loaded and graphs built before the first request.
@@ -141,6 +194,11 @@ class Runner:
             self._swap_in(empty)
         jax.block_until_ready((self._held["pools"], self._held["state"], self._held["full"]))
         del self._held["full"]
+
+    def _wait(self) -> None:
+        """Until all that was dispatched has run, or failed."""
+        with suppress(Exception):
+            jax.block_until_ready((self._held.get("pools"), self._held["state"]))
 
     def _check(self, plan: StepPlan) -> None:
         if self.closed:
@@ -236,7 +294,7 @@ class Runner:
         host["block_ids"][: len(copy.block_ids)] = copy.block_ids
         self._run(_SCATTER, staging=staging, packed=buffer)
 
-    def _run_decode(self, plan: StepPlan) -> DispatchedStep:
+    def _run_decode(self, plan: StepPlan, when_read: Callable[[jax.Array], None]) -> DispatchedStep:
         """A step of decode rows alone."""
         slots, config = plan.decode_slots, self._config
         shared = config.shared_prefix_bucket(len(slots), plan.num_sharing, plan.shared_len)
@@ -248,9 +306,9 @@ class Runner:
         self._fill_table_updates(host["table_updates"], plan.table_updates)
         hidden, rows = self._run(program, packed=buffer)
         sampled = self._run_sample(hidden, rows, plan.variant)
-        return DispatchedStep(len(slots), sampled, read_shared_prefix=shared is not None, when_read=self._keep_tokens)
+        return DispatchedStep(len(slots), sampled, read_shared_prefix=shared is not None, when_read=when_read)
 
-    def _run_mixed(self, plan: StepPlan) -> DispatchedStep:
+    def _run_mixed(self, plan: StepPlan, when_read: Callable[[jax.Array], None]) -> DispatchedStep:
         """A step with chunks of prompts."""
         chunks, num_decodes = plan.chunks, len(plan.decode_slots)
         num_tokens = num_decodes + sum(max(1, len(chunk.token_ids)) for chunk in chunks)  # no more rows than tokens
@@ -273,7 +331,7 @@ class Runner:
         sampled = None
         if num_decodes or any(chunk.samples for chunk in chunks):
             sampled = self._run_sample(hidden, rows, plan.variant)
-        return DispatchedStep(plan.num_rows, sampled, prompt_scores, target_scores, when_read=self._keep_tokens)
+        return DispatchedStep(plan.num_rows, sampled, prompt_scores, target_scores, when_read=when_read)
 
     def _fill_table_updates(self, field: np.ndarray, updates: np.ndarray) -> None:
         """Writes what a step's own buffer can carry; any surplus goes ahead through `update`."""
@@ -301,7 +359,10 @@ class Runner:
         """
         return self._tokens_read[rows].pop() if self._tokens_read[rows] else np.zeros((2, rows), np.int32)
 
-    def _keep_tokens(self, tokens_and_codes: jax.Array) -> None:
+    def _keep_tokens(self, tokens_and_codes: jax.Array, step: int | None = None) -> None:
+        """step: its number, for the virtual layout."""
+        if self.memory is not None and step is not None:
+            self.memory.mapper.has_run(step)
         if self.closed:  # a step that outlived it is read
             tokens_and_codes.delete()
             return

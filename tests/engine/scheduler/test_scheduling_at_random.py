@@ -6,6 +6,7 @@ doubly owned. Here the outputs are compared with what each request must generate
 
 from collections import Counter
 from contextlib import suppress
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -184,10 +185,13 @@ searches = st.fixed_dictionaries(
 
 
 class SchedulingMachine(RuleBasedStateMachine):
+    changes: ClassVar[dict[str, Any]] = {}
+    """Of every configuration, as `Engine` takes them."""
+
     @initialize(config=configs)
     def start(self, config):
         config["host_prefix_cache"] &= config["enable_prefix_caching"] and config["num_swap_chunks"] > 0
-        self.drive = Drive(**config)
+        self.drive = Drive(**config, **self.changes)
         self.pinned: list[list[int]] = []
         limits = self.drive.engine.scheduler.limits
         self.longest = min(config["max_model_len"], limits.pool_tokens) - 1
@@ -278,6 +282,11 @@ TestSchedulingMachine.settings = settings(max_examples=60, stateful_step_count=3
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_thousand_requests_come_and_go(policy, mode, groups, tokens_per_row, depth):
     """Long enough for blocks, slots and the prefix cache to turn over many times."""
+    serve_a_thousand(policy, mode, groups, tokens_per_row, depth)
+
+
+def serve_a_thousand(policy, mode, groups, tokens_per_row, depth, **changes) -> Drive:
+    """changes: as `Engine` takes them."""
     rng = np.random.default_rng(20 + depth)
     drive = Drive(
         num_blocks={"full": 33, "window": 15, "full and window": 45, "windows and full": 56}[groups],
@@ -291,6 +300,7 @@ def test_a_thousand_requests_come_and_go(policy, mode, groups, tokens_per_row, d
         num_swap_chunks=4,
         preemption_mode=mode,
         host_prefix_cache=depth == 2,
+        **changes,
     )
     aborted = stopped = 0
     histories: list[list[int]] = [[]]
@@ -327,6 +337,7 @@ def test_a_thousand_requests_come_and_go(policy, mode, groups, tokens_per_row, d
     assert stats.prefix_cache_hits > 1000
     assert (stats.prefix_cache_host_hits > 100) == (depth == 2)
     assert (stats.num_swapped_in > 0) == (mode != "recompute")
+    return drive
 
 
 @pytest.mark.parametrize(("tiers", "depth"), [(0, 0), (0, 2), (1, 0), (2, 2)])

@@ -1,0 +1,383 @@
+"""`jpaged bench vattention`: what pages mapped below contiguous addresses cost, and what they bring.
+
+Parts, all of them by default (`--part` names some):
+
+    mapping     pages mapped and unmapped a second, by how many at a time, and the growth of 1,000 sequences at once
+    attention   decode attention over one layer's keys and values: cuDNN over contiguous addresses, our kernel over the
+                same by a table that counts up, and over shuffled blocks (`--rows` sequences of `--context` tokens each)
+    waste       the share of pages' memory that holds no token, by page layout and length, beside blocks of 16 tokens
+    steps       decode steps of an engine in each layout: mean, median and 99th percentile, with pages mapped in the
+                step and ahead of it; whether greedy tokens are the paged layout's; what sleeping and waking takes
+    turns       two engines on one device, each with most of its memory: one sleeps while the other serves
+
+Each engine of `steps` and `turns` runs in a process of its own: one gives memory back to the device only when it ends.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.api.config import EngineArgs
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.assets import demo_model_path
+from jpaged.bench.arguments import bench_parser, check_least
+from jpaged.bench.engine_options import add_engine_options, engine_options
+from jpaged.bench.report import write_report
+from jpaged.executor.cache.virtual.arrays import CpuRanges, GpuRanges
+from jpaged.executor.cache.virtual.geometry import Geometry
+from jpaged.executor.cache.virtual.pages import PageManager
+from jpaged.executor.start.memory import reserve_device_memory
+from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.models import ModelConfig
+from jpaged.pallas_kernels import decode_attention
+
+PARTS = ("mapping", "attention", "waste", "steps", "turns")
+LAYOUTS = ("paged", "sliced", "per-layer")
+PAGE_BYTES = 2 * 2**20
+_ROUNDS = 5
+
+
+def parser() -> argparse.ArgumentParser:
+    result = bench_parser("vattention", __doc__, "--model llama-3.1-8b --load-format dummy --max-model-len 4096")
+    add_engine_options(result)
+    result.add_argument("--part", action="append", choices=PARTS, help="may be repeated (default: all)")
+    result.add_argument("--layout", action="append", choices=LAYOUTS, help="of `steps`; may be repeated (default: all)")
+    result.add_argument("--rows", type=int, default=64, help="sequences of `attention` and `steps`")
+    result.add_argument("--context", type=int, default=1024, help="tokens of each")
+    result.add_argument("--steps", type=int, default=256, help="decode steps that are timed, mapping each way")
+    result.add_argument("--of-one-layout", action="store_true", help=argparse.SUPPRESS)  # a process of `steps`
+    result.add_argument("--takes-turns", action="store_true", help=argparse.SUPPRESS)  # a process of `turns`
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    check_least(args, rows=1, context=1, steps=16)
+    if args.of_one_layout:
+        args.json.write_text(json.dumps(measure_engine(args)))
+        return 0
+    if args.takes_turns:
+        take_turns(args)
+        return 0
+    reserve_device_memory(args.gpu_memory_utilization, at_once=False)
+    of_part: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "mapping": measure_mapping,
+        "attention": partial(measure_attention, args.rows, args.context),
+        "waste": partial(waste, args),
+        "steps": partial(measure_engines, args),
+        "turns": partial(measure_turns, args),
+    }
+    figures = []
+    for part in args.part or PARTS:
+        for figure in of_part[part]():
+            print(f"{part}: " + ", ".join(f"{key} {_shown(value)}" for key, value in figure.items()), flush=True)
+            figures.append({"part": part} | figure)
+    if args.json:
+        write_report(args.json, "vattention", vars(args), figures)
+    return 0
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def measure_mapping() -> list[dict[str, Any]]:
+    """Pages of 2 MiB below places that lie apart, as those of sequences that grow do, and side by side."""
+    most = 1024 if jax.default_backend() == "gpu" else 64
+    device = jax.devices()[0]
+    ranges = GpuRanges(device) if device.platform == "gpu" else CpuRanges(device, most * PAGE_BYTES)
+    base = ranges.driver.reserve((1 + 2) * most * PAGE_BYTES)
+    manager = PageManager(ranges.driver, [base], PAGE_BYTES, most, 2 * most)
+    pages = np.arange(most)
+    begun = time.perf_counter()
+    manager.back(pages)
+    back_us = 1e6 * (time.perf_counter() - begun) / most
+    figures = [{"what": "create, map at home, clear", "pages": most, "us_a_page": back_us}]
+    for count in (1, 16, 256, most):
+        if count > most:
+            continue
+        for stride, how in ((1, "side by side"), (2, "apart")):
+            places, writable = stride * np.arange(count), np.zeros((count,), np.bool_)
+            mapped, unmapped = [], []
+            for _ in range(_ROUNDS):
+                begun = time.perf_counter()
+                manager.put(places, pages[:count], writable)
+                middle = time.perf_counter()
+                manager.clear(places)
+                mapped.append(middle - begun)
+                unmapped.append(time.perf_counter() - middle)
+            figures.append(
+                {
+                    "what": how,
+                    "pages": count,
+                    "map_us_a_page": 1e6 * float(np.median(mapped)) / count,
+                    "unmap_us_a_page": 1e6 * float(np.median(unmapped)) / count,
+                    "map_gb_per_s": count * PAGE_BYTES / float(np.median(mapped)) / 1e9,
+                }
+            )
+    manager.close()
+    return figures
+
+
+def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
+    """32 query heads, 8 of keys and values, of 128, in 16 bits: a layer of an 8B model. Microseconds a call."""
+    heads, kv_heads, head_dim, block_size, calls = 32, 8, 128, 16, 16
+    on_gpu = jax.default_backend() == "gpu"
+    dtype = jnp.bfloat16 if on_gpu else jnp.float32
+    tokens, length = rows * context, -(-context // block_size) * block_size
+    kv_bytes = 2 * tokens * kv_heads * head_dim * jnp.dtype(dtype).itemsize
+    lens = jnp.full((rows,), context, jnp.int32)
+    q = jax.random.normal(jax.random.key(0), (rows, heads, head_dim), dtype)
+
+    def timed(call: Callable[..., jax.Array], *arrays: jax.Array) -> float:
+        @jax.jit
+        def program(q: jax.Array, *arrays: jax.Array) -> jax.Array:
+            for _ in range(calls):
+                q = call(q, *arrays).astype(q.dtype)
+            return q
+
+        program(q, *arrays).block_until_ready()
+        seconds = []
+        for _ in range(_ROUNDS):
+            begun = time.perf_counter()
+            program(q, *arrays).block_until_ready()
+            seconds.append(time.perf_counter() - begun)
+        return float(np.median(seconds)) / calls
+
+    def contiguous(q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        implementation: Literal["cudnn", "xla"] = "cudnn" if on_gpu else "xla"
+        return jax.nn.dot_product_attention(
+            q[:, None], keys, values, key_value_seq_lengths=lens, implementation=implementation
+        )[:, 0]
+
+    width = length // block_size
+    num_blocks = rows * width
+    ours = partial(_by_table, kv_lens=lens)
+    key = jax.random.key(1)
+    figures = []
+
+    def figure(what: str, seconds: float) -> None:
+        figures.append({"what": what, "rows": rows, "context": context, "us": 1e6 * seconds} | _rate(kv_bytes, seconds))
+
+    whole = [jax.random.normal(jax.random.key(i), (rows, length, kv_heads, head_dim), dtype) for i in range(2)]
+    figure("cuDNN, contiguous" if on_gpu else "XLA, contiguous", timed(contiguous, *whole))
+    del whole
+    pool = jax.random.normal(key, (num_blocks, 2, kv_heads, block_size, head_dim), dtype)
+    counting = jnp.arange(num_blocks, dtype=jnp.int32).reshape(rows, width)
+    figure("our kernel, a table that counts up", timed(ours, pool, counting))
+    shuffled = jnp.asarray(np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(rows, width))
+    figure("our kernel, shuffled blocks", timed(ours, pool, shuffled))
+    layers = 32
+    if num_blocks * layers * 2 * kv_heads * block_size * head_dim * 2 < 40e9 and on_gpu:
+        del pool
+        slices = jnp.zeros((num_blocks * layers, 2, kv_heads, block_size, head_dim), dtype)
+        figure("our kernel, one layer of sliced pages", timed(ours, slices, counting * layers + 5))
+    return figures
+
+
+def _by_table(q: jax.Array, pool: jax.Array, table: jax.Array, kv_lens: jax.Array) -> jax.Array:
+    out = decode_attention(q, pool, table, kv_lens)
+    assert isinstance(out, jax.Array)
+    return out
+
+
+def _rate(num_bytes: int, seconds: float) -> dict[str, float]:
+    return {"gb_per_s": num_bytes / seconds / 1e9}
+
+
+def waste(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The mean share of a sequence's pages that holds no token, over lengths up to each bound."""
+    model = ModelConfig.from_directory(Path(engine_options(args)["model"] or demo_model_path()))
+    block_bytes = 2 * model.num_kv_heads * args.block_size * model.head_dim * 2
+    pages = {"blocks of 16": 16}
+    for layout in ("sliced", "per-layer"):
+        geometry = Geometry.fit(layout, model.num_layers, args.block_size, block_bytes, PAGE_BYTES)
+        pages[layout] = geometry.page_tokens
+    figures = []
+    for longest in (256, 1024, 4096, 16384):
+        lengths = np.arange(1, longest + 1)
+        for layout, tokens in pages.items():
+            held = -(-lengths // tokens) * tokens
+            figures.append(
+                {
+                    "layout": layout,
+                    "page_tokens": tokens,
+                    "lengths_up_to": longest,
+                    "share": float(1 - lengths.sum() / held.sum()),
+                }
+            )
+    return figures
+
+
+def measure_engines(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """`measure_engine` of each layout, and whether their greedy tokens are the first one's."""
+    figures: list[dict[str, Any]] = []
+    tokens: dict[str, list[list[int]]] = {}
+    for layout in args.layout or LAYOUTS:
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory) / "figures.json"
+            argv = [sys.executable, "-m", "jpaged", "bench", "vattention", *_engine_argv(args, layout)]
+            subprocess.run([*argv, "--of-one-layout", "--json", str(file)], check=True)
+            found = json.loads(file.read_text())
+        tokens[layout] = found.pop("tokens")
+        first = tokens[next(iter(tokens))]
+        same = sum(a == b for a, b in zip(tokens[layout], first, strict=True))
+        figures += [{"layout": layout} | figure for figure in found["steps"]]
+        figures.append({"layout": layout, "sequences_as_first": f"{same} of {len(first)}"} | found["memory"])
+    return figures
+
+
+def _engine_argv(args: argparse.Namespace, layout: str) -> list[str]:
+    argv = []
+    of_layout = {"kv_cache_layout": "paged" if layout == "paged" else "virtual"}
+    if layout != "paged":
+        of_layout["virtual_page_layout"] = layout
+    known = {action.dest for action in parser()._actions} - {
+        "part",
+        "layout",
+        "json",
+        "of_one_layout",
+        "takes_turns",
+        "help",
+    }
+    for name, value in (vars(args) | of_layout).items():
+        if name not in known or value is None or value is False:
+            continue
+        flag = "--" + name.replace("_", "-")
+        argv += (
+            [flag] if value is True else [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+        )
+    return argv
+
+
+def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
+    """Decode steps of `rows` sequences in one layout, by the clock, and the tokens that they bring."""
+    begun = time.perf_counter()
+    engine = LLMEngine(EngineArgs(**engine_options(args)))
+    figures: dict[str, Any] = {"steps": [], "memory": {"startup_s": time.perf_counter() - begun}}
+    memory = engine.startup.runner.memory
+    mapper = None if memory is None else memory.mapper
+    for mapping in ("never",) if mapper is None else ("in the step", "ahead"):
+        if mapper is not None:
+            mapper.maps_ahead = mapping == "ahead"
+            mapped, seconds = mapper.counts.num_mapped, mapper.counts.seconds
+        times, tokens = _decode(engine, args.rows, args.context, args.steps)
+        figure: dict[str, Any] = {
+            "mapping": mapping,
+            "mean_ms": 1e3 * float(np.mean(times)),
+            "median_ms": 1e3 * float(np.median(times)),
+            "p99_ms": 1e3 * float(np.quantile(times, 0.99)),
+        }
+        if mapper is not None:
+            figure |= {"pages": mapper.counts.num_mapped - mapped, "mapping_s": mapper.counts.seconds - seconds}
+        figures["steps"].append(figure)
+        figures["tokens"] = tokens
+    figures["memory"] |= {"pool_gb": engine.startup.memory.pool / 1e9, "free_gb": free_gb()}
+    begun = time.perf_counter()
+    engine.sleep()
+    slept = time.perf_counter()
+    asleep_gb = free_gb()
+    waking = time.perf_counter()
+    engine.wake_up()
+    woken = time.perf_counter()
+    _, tokens = _decode(engine, args.rows, args.context, 16)
+    figures["memory"] |= {
+        "sleep_s": slept - begun,
+        "free_gb_asleep": asleep_gb,
+        "wake_s": woken - waking,
+        "same_after_wake": tokens == [of_row[: len(tokens[0])] for of_row in figures["tokens"]],
+    }
+    return figures
+
+
+def free_gb() -> float | None:
+    """Memory of the GPU that no process has; None on a CPU."""
+    device = jax.devices()[0]
+    return GpuRanges(device).free_bytes() / 1e9 if device.platform == "gpu" else None
+
+
+def measure_turns(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Two engines: the first serves and sleeps, the second starts, serves and sleeps, the first wakes up and serves."""
+    argv = [sys.executable, "-m", "jpaged", "bench", "vattention", *_engine_argv(args, "sliced"), "--takes-turns"]
+    engines: list[subprocess.Popen[str]] = []
+    figures = []
+    for turn, number in enumerate((0, 1, 0, 1)):
+        if number == len(engines):
+            engines.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        told, said = engines[number].stdin, engines[number].stdout
+        assert told is not None
+        assert said is not None
+        told.write("serve\n")
+        told.flush()
+        answer = next((line for line in said if line.startswith("{")), None)
+        if answer is None:
+            raise RuntimeError(f"Engine {number} ended in turn {turn}.")
+        figures.append({"turn": turn, "engine": number} | json.loads(answer))
+    for engine in engines:
+        engine.communicate()
+    return figures
+
+
+def take_turns(args: argparse.Namespace) -> None:
+    """An engine of `measure_turns`: serves for each line that it is told, and sleeps."""
+    engine: LLMEngine | None = None
+    for _ in sys.stdin:
+        begun = time.perf_counter()
+        if engine is None:
+            engine = LLMEngine(EngineArgs(**engine_options(args)))
+        else:
+            engine.wake_up()
+        awake = time.perf_counter()
+        _, tokens = _decode(engine, args.rows, args.context, args.steps)
+        free_awake = free_gb()
+        asleep = time.perf_counter()
+        engine.sleep()
+        figure = {
+            "start_or_wake_s": awake - begun,
+            "sleep_s": time.perf_counter() - asleep,
+            "pages": engine.startup.num_blocks,
+            "free_gb_awake": free_awake,
+            "free_gb_asleep": free_gb(),
+            "tokens_sum": int(np.sum([sum(of_row) for of_row in tokens])),
+        }
+        print(json.dumps(figure), flush=True)
+
+
+def _decode(engine: LLMEngine, rows: int, context: int, steps: int) -> tuple[list[float], list[list[int]]]:
+    """Seconds of each decode step, and all sequences' tokens."""
+    rng, size = np.random.default_rng(0), engine.startup.model.config.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=steps + 64, ignore_eos=True, detokenize=False)
+    engine.reset_prefix_cache()
+    tokens: dict[str, Sequence[int]] = {}
+    decoding: set[str] = set()
+
+    def step() -> None:
+        for output in engine.step():
+            decoding.add(output.request_id)
+            tokens[output.request_id] = output.outputs[0].token_ids
+
+    for i in range(rows):
+        engine.add_request(str(i), {"prompt_token_ids": rng.integers(0, size, context).tolist()}, params)
+    while len(decoding) < rows:
+        step()
+    for _ in range(8):
+        step()
+    times = []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begun)
+    while engine.has_unfinished_requests():
+        step()
+    return times, [list(tokens[str(i)]) for i in range(rows)]

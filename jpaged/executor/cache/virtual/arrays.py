@@ -1,0 +1,165 @@
+"""Arrays whose memory the page manager maps: JAX sees them whole, though only some pages are there.
+
+    a GPU    reserved addresses, imported through DLPack. A program that updates such an array must have it donated:
+             else XLA copies all of it, and faults.
+    a CPU    an array of JAX's own, whose memory is taken away (`memfd.py`)
+
+Both keep their address for ever, since each program that updates them has them donated.
+"""
+
+import ctypes
+from math import prod
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.api.errors import UnsupportedModelError
+from jpaged.executor.cache.virtual.cuda import CudaDriver
+from jpaged.executor.cache.virtual.driver import Driver
+from jpaged.executor.cache.virtual.memfd import MemfdDriver
+from jpaged.executor.cache.virtual.pages import PageManager
+
+
+class Ranges(Protocol):
+    """Addresses of one device, and the driver that maps memory below them.
+
+    spare_bytes: that each page needs besides its blocks.
+    """
+
+    spare_bytes: ClassVar[int]
+
+    @property
+    def driver(self) -> Driver: ...
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[jax.Array, int]:
+        """A new array, and where its first page begins."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that pages could have."""
+        ...
+
+    def free(self) -> None:
+        """Gives the addresses back, below which there is nothing any more and which no program uses. The arrays may be
+        freed then.
+        """
+        ...
+
+    def forget(self, manager: PageManager) -> None:
+        """What is to be done when the arrays were freed or forgotten; manager: of what is below them."""
+        ...
+
+
+class GpuRanges:
+    """`Ranges` of a GPU."""
+
+    spare_bytes: ClassVar[int] = 0
+
+    def __init__(self, device: jax.Device) -> None:
+        self._device = device
+        self.driver = CudaDriver(int(device.local_hardware_id or 0))
+        self._reserved: list[tuple[int, int]] = []
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[jax.Array, int]:
+        unit = self.driver.granularity
+        num_bytes = -(-prod(shape) * dtype.itemsize // unit) * unit
+        address = self.driver.reserve(num_bytes)
+        self._reserved.append((address, num_bytes))
+        return _view(address, shape, dtype, self.driver.ordinal), address
+
+    def free_bytes(self) -> int:
+        return self.driver.free_bytes()
+
+    def free(self) -> None:
+        while self._reserved:
+            self.driver.give_up(*self._reserved.pop())
+
+    def forget(self, manager: PageManager) -> None:
+        self.driver.synchronize()
+        manager.close()
+        self.free()
+
+
+class CpuRanges:
+    """`Ranges` of a CPU. num_bytes: memory that pages may have."""
+
+    spare_bytes: ClassVar[int] = 64
+
+    def __init__(self, device: jax.Device, num_bytes: int) -> None:
+        self._device = device
+        self.driver = MemfdDriver(num_bytes)
+        self._adopted: list[int] = []
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[jax.Array, int]:
+        array = jax.device_put(jnp.zeros(shape, dtype), self._device).block_until_ready()
+        begin = self.driver.adopt(array.unsafe_buffer_pointer(), prod(shape) * dtype.itemsize)
+        self._adopted.append(begin)
+        return array, begin
+
+    def free_bytes(self) -> int:
+        return self.driver.free_bytes()
+
+    def free(self) -> None:
+        while self._adopted:
+            self.driver.abandon(self._adopted.pop())
+
+    def forget(self, manager: PageManager) -> None:
+        """Arrays that were freed have taken what was below them along."""
+        self.driver.close()
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _ManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_CUDA = 2
+_CODES = {"bfloat16": 4, "float16": 2, "float32": 2}
+_NAME = b"dltensor"
+_KEPT: list[Any] = []  # XLA may call a deleter at any time, whoever else is gone
+_DO_NOTHING = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value  # a deleter that needs no interpreter lock
+
+
+class _Export:
+    """Addresses of a GPU, as DLPack wants them."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], ordinal: int) -> None:
+        if dtype.name not in _CODES:
+            raise UnsupportedModelError(
+                f"kv_cache_layout='virtual' holds {', '.join(_CODES)}, not {dtype.name}; use kv_cache_layout='paged'."
+            )
+        extent = (ctypes.c_int64 * len(shape))(*shape)
+        tensor = _Tensor(
+            address, _CUDA, ordinal, len(shape), _CODES[dtype.name], 8 * dtype.itemsize, 1, extent, None, 0
+        )
+        self._managed = _ManagedTensor(tensor, None, _DO_NOTHING)
+        self._device = (_CUDA, ordinal)
+        _KEPT.append((extent, self._managed))
+
+    def __dlpack__(self, **_: Any) -> Any:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self._managed), _NAME, None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+
+def _view(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], ordinal: int) -> jax.Array:
+    return jax.dlpack.from_dlpack(_Export(address, shape, dtype, ordinal), copy=False)

@@ -1,0 +1,161 @@
+"""The virtual layout behind `CacheSpec`: programs as in the paged layout, over tables that count up.
+
+A slot's block table holds the pages of its sequence, as the control plane hands them out, and programs turn each entry
+into the place of that slot and index, at which the runner has mapped the page (`memory.py`):
+
+    table of slot 3    [ 7 ][ 2 ][ 9 ][ - ]         pages: for the control plane, copies and swaps
+    read through       [ P+3M ][ P+3M+1 ][ P+3M+2 ][ 0 ]     places: contiguous addresses
+
+So nothing of the control plane, and no kernel, knows of the layout.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS
+from jpaged.executor.cache.groups import Place
+from jpaged.executor.cache.paged import Layers, PagedCache, Pools, slot_mapping
+from jpaged.executor.cache.spec import kernel_block_bytes
+from jpaged.executor.cache.virtual.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class VirtualCache(PagedCache):
+    """`PagedCache` whose blocks are pages (`geometry.py`). `config.block_size` is a page's tokens, `config.num_blocks`
+    the number of pages, and `config.geometry` says how they are cut.
+    """
+
+    @property
+    def geometry(self) -> Geometry:
+        assert self.config.geometry is not None
+        return self.config.geometry
+
+    @property
+    def num_places(self) -> int:
+        """Addresses for a page: one for each cache group, slot and index of a block table."""
+        return self.num_tables * self.config.max_blocks_per_seq
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables: one for each cache group and slot."""
+        return len(self.groups) * self.config.max_num_seqs
+
+    def longest_sequence(self) -> int:
+        """As `PagedCache.longest_sequence`, as far as there are addresses."""
+        return min(super().longest_sequence(), self.geometry.longest(self.config.num_blocks, self.num_tables))
+
+    def check_length(self, max_model_len: int) -> None:
+        """Raises InvalidParameterError if there are no addresses for sequences of so many tokens."""
+        self.geometry.check_length(self.config.num_blocks, self.num_tables, max_model_len)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page in one array."""
+        return self.geometry.stride * kernel_block_bytes(self.spec[0], self.geometry.block_size)
+
+    @property
+    def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        geometry, layer = self.geometry, self.spec[0]
+        block = (2, layer.kv_heads, geometry.block_size, layer.head_dim)
+        num_blocks = (self.config.num_blocks + self.num_places) * geometry.stride
+        num_blocks = max(num_blocks, -(-geometry.least_bytes // kernel_block_bytes(layer, geometry.block_size)))
+        num_arrays = self.grouping.num_arrays // geometry.layers
+        return (jax.ShapeDtypeStruct((num_blocks, *block), layer.dtype),) * num_arrays
+
+    @property
+    def staging(self) -> jax.ShapeDtypeStruct:
+        """As `PagedCache.staging`, a page being several blocks: [arrays, SWAP_CHUNK_BLOCKS * blocks of a page, 2,
+        kv_heads, block_size, head_dim].
+        """
+        pools = self.pools
+        num_blocks = SWAP_CHUNK_BLOCKS * self.geometry.blocks_of_page
+        return jax.ShapeDtypeStruct((len(pools), num_blocks, *pools[0].shape[1:]), pools[0].dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.page_bytes * (self.grouping.num_arrays // self.geometry.layers)
+
+    def row_tables(
+        self, tables: Int[Array, "slots groups blocks"], slots: Int[Array, " rows"]
+    ) -> Int[Array, "rows groups blocks"]:
+        """Where these slots have pages, the places of these."""
+        config = self.config
+        first = jnp.arange(len(self.groups)) * config.max_num_seqs + slots[:, None]
+        places = first[..., None] * config.max_blocks_per_seq + jnp.arange(config.max_blocks_per_seq)
+        return jnp.where(tables[slots] != NULL_BLOCK, config.num_blocks + places.astype(jnp.int32), NULL_BLOCK)
+
+    def decode_layers(
+        self,
+        pools: Pools,
+        tables: Int[Array, "rows groups blocks"],
+        positions: Int[Array, " rows"],
+        active: Bool[Array, " rows"],
+        shared: tuple[Int[Array, ""], Int[Array, ""]] | None = None,
+    ) -> Layers:
+        """As `PagedCache.decode_layers`. Of each row it sees no more pages than hold its tokens: a table has entries of
+        former tenants behind these, and below their places pages come and go while a step runs.
+        """
+        tables = self._held(tables, jnp.where(active, positions + 1, 0))
+        return super().decode_layers(pools, tables, positions, active, shared)
+
+    def mixed_layers(
+        self,
+        pools: Pools,
+        tables: Int[Array, "rows groups blocks"],
+        active: Bool[Array, " rows"],
+        kv_lens: Int[Array, " rows"],
+        *of_tokens: Array,
+    ) -> Layers:
+        """As `PagedCache.mixed_layers`, and as `decode_layers` of each row."""
+        return super().mixed_layers(pools, self._held(tables, kv_lens), active, kv_lens, *of_tokens)
+
+    def _held(
+        self, tables: Int[Array, "rows groups blocks"], kv_lens: Int[Array, " rows"]
+    ) -> Int[Array, "rows groups blocks"]:
+        first = jnp.arange(tables.shape[2], dtype=jnp.int32) * self.config.block_size
+        return jnp.where(first < kv_lens[:, None, None], tables, NULL_BLOCK)
+
+    def _mapping(
+        self,
+        place: Place,
+        tables: Int[Array, "rows groups blocks"],
+        rows: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        valid: Bool[Array, " tokens"],
+    ) -> Int[Array, " tokens"]:
+        table = self._kernel_table(place, tables)
+        return slot_mapping(table, rows, positions, valid, self.geometry.block_size)
+
+    def _kernel_table(self, place: Place, tables: Int[Array, "rows groups blocks"]) -> Int[Array, "rows blocks"]:
+        """In kernels' blocks; the null block's are those of page 0."""
+        blocks = self._blocks_of(tables[:, place.group], self._layer(place), self.geometry.blocks_of_layer)
+        return blocks.reshape(len(tables), -1)
+
+    def _array(self, place: Place) -> int:
+        return place.array // self.geometry.layers
+
+    def _layer(self, place: Place) -> int:
+        """Which layer of its array it is."""
+        return place.array % self.geometry.layers
+
+    def _blocks_of(self, pages: Int[Array, "*n"], layer: int, count: int) -> Int[Array, "*n count"]:
+        """So many kernels' blocks of these pages, from those of a layer on."""
+        geometry = self.geometry
+        first = pages * geometry.stride + layer * geometry.blocks_of_layer
+        return first[..., None] + jnp.arange(count, dtype=jnp.int32)
+
+    def _whole(self, pages: Int[Array, " n"]) -> Int[Array, " n*blocks"]:
+        """All kernels' blocks of these pages."""
+        return self._blocks_of(pages, 0, self.geometry.blocks_of_page).reshape(-1)
+
+    def copy(self, pools: Pools, source: Int[Array, " n"], target: Int[Array, " n"]) -> Pools:
+        return super().copy(pools, self._whole(source), self._whole(target))
+
+    def gather(self, pools: Pools, block_ids: Int[Array, " chunk"]) -> jax.Array:
+        return super().gather(pools, self._whole(block_ids))
+
+    def scatter(self, pools: Pools, staging: jax.Array, block_ids: Int[Array, " chunk"]) -> Pools:
+        return super().scatter(pools, staging, self._whole(block_ids))

@@ -1,0 +1,195 @@
+"""Keeps the pages of running sequences below their places: before each step, and ahead of the next.
+
+    plan N:   slots start, grow, copy, move      --prepare-->   what is not mapped yet is mapped; then N is dispatched
+    plan N:   what the next plan will bring      --thread--->   mapped while N runs, so that N + 1 finds it
+
+A place may lose its page only when nobody reads or writes it any more. Steps in flight do so in two cases: a sequence
+that goes on gets another page in the place of one (copy-on-write); or the host ended a sequence, of which the device
+does not know yet. Then what is in flight is waited for. A slot that the device ended itself is not touched by the steps
+after that: they write to the null block and see nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from jpaged.api.errors import EngineDeadError, OutOfMemoryError
+from jpaged.engine.interface import NULL_BLOCK, StepPlan
+from jpaged.executor.cache.virtual.driver import Driver
+from jpaged.executor.cache.virtual.pages import MappingCounts, PageManager
+
+_NO_STEP = -1
+_NO_PLACES, _NO_FLAGS = np.zeros((0,), np.int64), np.zeros((0,), np.bool_)
+
+
+class PlanMapper:
+    """Maps what plans need, on each of the devices alike.
+
+    Args:
+        managers, drivers: of the devices.
+        tables: cache groups, slots and entries of a block table. A place is an index into such an array, flat.
+        page_tokens: tokens that a page holds.
+
+    Attributes:
+        maps_ahead: whether to map what plans announce (`StepPlan.ahead`) while they run.
+    """
+
+    def __init__(
+        self,
+        managers: Sequence[PageManager],
+        drivers: Sequence[Driver],
+        tables: tuple[int, int, int],
+        page_tokens: int,
+    ) -> None:
+        self._managers, self._drivers = tuple(managers), tuple(drivers)
+        self._page_tokens = page_tokens
+        self._shape = tables
+        self._tables = np.zeros(tables, np.int32)  # the pages of running sequences
+        self._last_step = np.full(tables[1:2], _NO_STEP, np.int64)  # that had a row of the slot
+        self._ended_in = self._last_step.copy()  # the last step of a tenant that the host ended
+        self.maps_ahead = True
+        self._num_steps = 0
+        self._newest_read = _NO_STEP
+        self._ahead: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "jpaged-map-ahead", self._begin_thread)
+
+    @property
+    def counts(self) -> MappingCounts:
+        """What was mapped, on the first device."""
+        return self._managers[0].counts
+
+    def forget(self) -> None:
+        """Nothing runs, and what sequences had is gone: no place is anybody's any more."""
+        self.join()
+        self._tables[:] = NULL_BLOCK
+
+    def close(self) -> None:
+        """Ends the thread. The second time it does nothing."""
+        self._thread.shutdown()
+
+    def prepare(self, plan: StepPlan, wait: Callable[[], None]) -> None:
+        """Maps what a plan needs, before any of its programs is dispatched.
+
+        wait: returns when everything dispatched has run.
+        Raises:
+            OutOfMemoryError: a page needs memory, and the device has no more.
+        """
+        self.join()
+        self._ended_in[plan.ends] = self._last_step[plan.ends]
+        places, pages, read_only, is_live = self._changes(plan)
+        if len(places):
+            missing = self._missing(places, pages, read_only)
+            self.counts.num_kept += int(np.count_nonzero(~missing))
+            places, pages, read_only = places[missing], pages[missing], read_only[missing]
+            if self._are_read(places, is_live[missing]):
+                wait()
+                self._newest_read = self._num_steps - 1
+            for manager in self._managers:
+                manager.put(places, pages, read_only)
+        self._last_step[plan.decode_slots] = self._num_steps
+        for chunk in plan.chunks:
+            self._last_step[chunk.slot] = self._num_steps
+
+    @property
+    def num_steps(self) -> int:
+        """That were dispatched; the number of the next one, for `has_run`."""
+        return self._num_steps
+
+    def dispatched(self, plan: StepPlan) -> None:
+        """The plan's programs are on their way: begins to map what the next plan will bring."""
+        if self.maps_ahead and len(plan.ahead):
+            slots, groups, indices, pages = plan.ahead.T
+            places = self._places(groups, slots, indices)
+            is_free = self._tables[groups, slots, indices] == NULL_BLOCK
+            writable = np.zeros(places.shape, np.bool_)
+            missing = self._missing(places, pages, writable) & is_free & (self._ended_in[slots] <= self._newest_read)
+            if missing.any():
+                self._ahead = self._thread.submit(self._put_ahead, places[missing], pages[missing], writable[missing])
+        self._num_steps += 1
+
+    def has_run(self, step: int) -> None:
+        """A step's result was read, so it and those before it are done."""
+        self._newest_read = max(self._newest_read, step)
+
+    def check_integrity(self) -> None:
+        """Raises EngineDeadError unless what running sequences have is mapped where they look for it."""
+        self.join()
+        places = np.flatnonzero(self._tables.reshape(-1) != NULL_BLOCK)
+        pages = self._tables.reshape(-1)[places]
+        for manager in self._managers:
+            manager.check_integrity()
+            wrong = places[manager.pages_at(places) != pages]
+            if len(wrong):
+                raise EngineDeadError(f"Places {wrong[:16].tolist()} do not have the pages of their block tables.")
+
+    def _changes(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The places that have other pages after the plan's changes than before, their pages, which of them the slot
+        only reads, and at which a sequence that goes on had another page before.
+        """
+        tables, parts, live = self._tables, list[np.ndarray](), list[np.ndarray]()
+        computed = np.zeros(self._shape[1:2], np.int64)  # pages whose tokens all are, when a slot starts
+
+        def change(slots: np.ndarray, groups: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> None:
+            parts.append(np.stack([slots, groups, indices, pages]))
+            live.append(tables[groups, slots, indices] != NULL_BLOCK)
+            tables[groups, slots, indices] = pages
+
+        for start in plan.starts:
+            tables[:, start.slot] = NULL_BLOCK
+            groups, indices = np.nonzero(start.block_ids != NULL_BLOCK)
+            change(np.full(groups.shape, start.slot), groups, indices, start.block_ids[groups, indices])
+            computed[start.slot] = start.num_computed_tokens // self._page_tokens
+        if len(plan.beams):
+            slots, parents = plan.beams[:, 0], plan.beams[:, 1]
+            before, after = tables[:, slots], tables[:, parents]
+            groups, rows, indices = np.nonzero(before != after)
+            pages = after[groups, rows, indices]
+            tables[groups, slots[rows], indices] = np.where(
+                pages == NULL_BLOCK, NULL_BLOCK, before[groups, rows, indices]
+            )
+            is_page = pages != NULL_BLOCK
+            change(slots[rows][is_page], groups[is_page], indices[is_page], pages[is_page])
+        if len(plan.table_updates):
+            slots, groups, indices, pages = plan.table_updates.T
+            change(slots, groups, indices, pages)
+        if not parts:
+            return _NO_PLACES, _NO_PLACES, _NO_FLAGS, _NO_FLAGS
+        slots, groups, indices, pages = np.concatenate(parts, axis=1)
+        is_live, places = np.concatenate(live), self._places(groups, slots, indices)
+        if len(parts) > 1:  # of a place that changes twice the last page counts
+            last = len(places) - 1 - np.unique(places[::-1], return_index=True)[1]
+            slots, indices, pages, places, is_live = (x[last] for x in (slots, indices, pages, places, is_live))
+        return places, pages, indices < computed[slots], is_live
+
+    def _are_read(self, places: np.ndarray, is_live: np.ndarray) -> bool:
+        """Whether steps in flight may touch a page that these places have."""
+        slots = places // self._shape[2] % self._shape[1]
+        until = np.where(is_live, self._last_step[slots], self._ended_in[slots])
+        has_page = self._managers[0].pages_at(places) >= 0
+        return bool((has_page & (until > self._newest_read)).any())
+
+    def _missing(self, places: np.ndarray, pages: np.ndarray, read_only: np.ndarray) -> np.ndarray:
+        return self._managers[0].missing(places, pages, read_only)
+
+    def _places(self, groups: np.ndarray, slots: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        _, num_slots, width = self._shape
+        places: np.ndarray = (groups.astype(np.int64) * num_slots + slots) * width + indices
+        return places
+
+    def _put_ahead(self, places: np.ndarray, pages: np.ndarray, read_only: np.ndarray) -> None:
+        for manager in self._managers:
+            try:
+                manager.put(places, pages, read_only)
+            except OutOfMemoryError:  # whoever needs them will hear of it
+                return
+
+    def join(self) -> None:
+        """Waits for what is being mapped ahead."""
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
+
+    def _begin_thread(self) -> None:
+        for driver in self._drivers:
+            driver.begin_thread()

@@ -1,0 +1,125 @@
+"""The memory of a runner in the virtual layout: its arrays, the pages below them, and what maps them for each plan."""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jpaged.api.errors import OutOfMemoryError
+from jpaged.engine.interface import NULL_BLOCK
+from jpaged.executor.cache.virtual.arrays import CpuRanges, GpuRanges, Ranges
+from jpaged.executor.cache.virtual.layout import VirtualCache
+from jpaged.executor.cache.virtual.mapper import PlanMapper
+from jpaged.executor.cache.virtual.pages import PageManager
+from jpaged.executor.mesh import DeviceMesh
+
+_PAGES_AT_ONCE = 256
+
+
+class VirtualMemory:
+    """What is below the pools of a runner.
+
+    Args:
+        cache: what the pools are for.
+        mesh: of one process.
+
+    Attributes:
+        pools: the arrays, over the mesh; the null block has memory, the other pages none yet.
+        mapper: keeps pages below the places of running sequences.
+
+    Raises:
+        MissingPackageError: there is no cuda-bindings. OutOfMemoryError: the device has not a page left.
+    """
+
+    def __init__(self, cache: VirtualCache, mesh: DeviceMesh) -> None:
+        config = cache.config
+        self._num_pages = config.num_blocks
+        self._ranges: list[Ranges] = []
+        self._managers: list[PageManager] = []
+        shards: list[list[jax.Array]] = []
+        for device in mesh.devices:
+            ranges: Ranges
+            if device.platform == "cpu":
+                ranges = CpuRanges(device, config.num_blocks * cache.block_bytes)
+            else:
+                ranges = GpuRanges(device)
+            self._ranges.append(ranges)
+            arrays = [ranges.array(pool.shape, np.dtype(pool.dtype)) for pool in cache.pools]
+            shards.append([array for array, _ in arrays])
+            bases = [base for _, base in arrays]
+            manager = PageManager(ranges.driver, bases, cache.page_bytes, config.num_blocks, cache.num_places)
+            self._managers.append(manager)
+            manager.back(np.array([NULL_BLOCK]))
+        self.pools = tuple(mesh.joined(parts, cache.pools_spec) for parts in zip(*shards, strict=True))
+        tables = (len(cache.groups), config.max_num_seqs, config.max_blocks_per_seq)
+        drivers = [ranges.driver for ranges in self._ranges]
+        self.mapper = PlanMapper(self._managers, drivers, tables, config.block_size)
+        self._finalizer = weakref.finalize(self, _give_back, self._managers, self._ranges, self.mapper)
+
+    @property
+    def backed_bytes(self) -> int:
+        """Memory that pages have, on the first device."""
+        return self._managers[0].backed_bytes
+
+    def back_most(self, reserve_bytes: int) -> int:
+        """Gives pages their memory, the first ones first, as far as each device has more than so much left.
+
+        Returns: how many have memory on every device, the null block included.
+        """
+        for first in range(0, self._num_pages, _PAGES_AT_ONCE):
+            pages = np.arange(first, min(first + _PAGES_AT_ONCE, self._num_pages))
+            for manager, ranges in zip(self._managers, self._ranges, strict=True):
+                try:
+                    if ranges.free_bytes() > reserve_bytes:
+                        manager.back(pages)
+                except OutOfMemoryError:  # others take it at the same time
+                    pass
+        count = min(manager.num_backed for manager in self._managers)
+        for manager in self._managers:
+            manager.withdraw(np.arange(count, self._num_pages))
+        return count
+
+    def back_first(self, count: int) -> None:
+        """Gives the first so many pages their memory.
+
+        Raises:
+            OutOfMemoryError: a device has not so much; only the null block has memory then.
+        """
+        for manager in self._managers:
+            try:
+                manager.back(np.arange(count))
+            except OutOfMemoryError as error:
+                num_backed = manager.num_backed
+                self.withdraw_all()
+                raise OutOfMemoryError(
+                    f"The device has memory for {num_backed} of the KV cache's {count} pages; others have the rest. "
+                    f"Let them give it back."
+                ) from error
+
+    def withdraw_all(self) -> None:
+        """Gives all memory back but the null block's. Nothing runs, and contents are lost."""
+        self.mapper.forget()
+        for manager in self._managers:
+            manager.withdraw(np.arange(1, self._num_pages))
+
+    def close(self, wait: Callable[[], None]) -> None:
+        """Gives memory and addresses back, once everything dispatched has run (`wait`); the arrays may be freed then.
+        The second time it does nothing.
+        """
+        if not self._finalizer.alive:
+            return
+        self.mapper.join()
+        wait()
+        for manager in self._managers:
+            manager.close()
+        for ranges in self._ranges:
+            ranges.free()
+        self._finalizer()
+
+
+def _give_back(managers: Sequence[PageManager], ranges: Sequence[Ranges], mapper: PlanMapper) -> None:
+    """What is left to do when a runner is closed, or forgotten without: on a CPU the arrays' memory goes with them."""
+    mapper.close()
+    for manager, of_device in zip(managers, ranges, strict=True):
+        of_device.forget(manager)

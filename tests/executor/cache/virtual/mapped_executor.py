@@ -1,0 +1,64 @@
+"""The fake executor over pages of real memory: rows read and write where the virtual layout would have them.
+
+What the fake executor says of contents holds here through addresses: a place that has another page than its sequence's
+shows as wrong contents, and one without a page, or with one that may only be read, ends the process.
+"""
+
+import ctypes
+
+import numpy as np
+
+from jpaged.engine.config import SchedulerConfig
+from jpaged.engine.interface import NULL_BLOCK, StepPlan, StepResult
+from jpaged.executor.cache.virtual.mapper import PlanMapper
+from jpaged.executor.cache.virtual.memfd import MemfdDriver
+from jpaged.executor.cache.virtual.pages import PageManager
+from tests.engine.fake_executor import FakeExecutor, FakeHandle, _Slot
+
+PAGE_BYTES = MemfdDriver.granularity
+
+
+class MappedHandle(FakeHandle):
+    """number: of the step, among those that were dispatched."""
+
+    number: int
+
+    def result(self) -> StepResult:
+        result = super().result()
+        self._executor.mapper.has_run(self.number)
+        return result
+
+
+class MappedExecutor(FakeExecutor):
+    """As `FakeExecutor`; its blocks' contents are at their homes, and rows use the places of their slots."""
+
+    def __init__(self, config: SchedulerConfig, **options) -> None:
+        super().__init__(config, **options)
+        self._tables = (len(config.cache_groups), config.max_num_seqs, config.max_blocks_per_seq)
+        num_places = int(np.prod(self._tables))
+        rows = config.num_blocks + num_places
+        self.driver = MemfdDriver(config.num_blocks * PAGE_BYTES)
+        base = self.driver.reserve(rows * PAGE_BYTES)
+        self.manager = PageManager(self.driver, [base], PAGE_BYTES, config.num_blocks, num_places)
+        self.manager.back(np.array([NULL_BLOCK]))
+        self.mapper = PlanMapper([self.manager], [self.driver], self._tables, config.block_size)
+        memory = (ctypes.c_byte * (rows * PAGE_BYTES)).from_address(base)
+        self._content = np.frombuffer(memory, np.int64).reshape(rows, -1)[:, : config.block_size]
+
+    def execute(self, plan: StepPlan) -> MappedHandle:
+        self.mapper.prepare(plan, self._run_all)
+        handle = super().execute(plan)
+        handle.__class__ = MappedHandle
+        handle.number = self.mapper.num_steps
+        self.mapper.dispatched(plan)
+        return handle
+
+    def _run_all(self) -> None:
+        if self._queue:
+            self.run_until(self._queue[-1])
+
+    def _row(self, state: _Slot, group: int, index: int) -> int:
+        if state.tables[group][index] == NULL_BLOCK:
+            return NULL_BLOCK
+        _, slots, width = self._tables
+        return self.config.num_blocks + (group * slots + state.start.slot) * width + index

@@ -1,0 +1,171 @@
+"""`kv_cache_layout="virtual"`: whatever is shared, copied, swapped or computed again, the tokens are the same."""
+
+from dataclasses import replace
+
+import pytest
+
+from jpaged import LLM, EngineArgs, LLMEngine, SamplingParams
+from jpaged.api.errors import InvalidParameterError
+from tests import test_generation, test_pressure
+from tests.test_generation import assert_greedy, mixed_prompts, run
+from tests.tiny_models import TINY_ENGINE, tiny_model, tiny_models, torch_model, write_tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((i, case), marks=pytest.mark.xdist_group(f"virtual {case.name}"), id=case.name)
+        for i, case in enumerate(tiny_models())
+    ],
+)
+def started(request, tmp_path_factory):
+    """A tiny model of the family in one of the page layouts, and the same in transformers."""
+    pytest.importorskip("torch")
+    i, case = request.param
+    directory = write_tiny_model(case, tmp_path_factory.mktemp(case.name))
+    layout = ("sliced", "per-layer")[i % 2]
+    args = EngineArgs(**TINY_ENGINE, model=str(directory), kv_cache_layout="virtual", virtual_page_layout=layout)
+    return args, LLMEngine(args).startup, torch_model(case)
+
+
+def test_greedy_tokens_are_those_of_transformers(started):
+    args, startup, reference = started
+    engine = LLMEngine(args, startup)
+    prompts = mixed_prompts(0)
+    assert_greedy(reference, prompts, run(engine, prompts))
+    startup.runner.memory.mapper.check_integrity()
+    assert startup.runner.memory.mapper.counts.num_mapped > 100
+
+
+def test_preempted_requests_give_the_same_tokens(started):
+    args, startup, reference = started
+    groups, page_tokens = len(startup.cache_groups), startup.config.block_size
+    num_pages = groups * -(-4 * test_generation.FEW_BLOCKS // page_tokens) + 1
+    engine = LLMEngine(replace(args, num_gpu_blocks_override=num_pages, watermark=0.0), startup)
+    prompts = [prompt if i % 2 else prompt[:3] for i, prompt in enumerate(mixed_prompts(2))]
+    assert_greedy(reference, prompts, run(engine, prompts))
+    assert engine.get_metrics().num_preemptions > 0
+
+
+def test_prefix_cache_hits_give_the_same_tokens(started):
+    args, startup, reference = started
+    engine = LLMEngine(args, startup)
+    shared = mixed_prompts(3)[5][:40]
+    prompts = [shared + prompt[:20] for prompt in mixed_prompts(3)]
+    run(engine, [shared])
+    assert_greedy(reference, prompts, run(engine, prompts))
+    page_tokens = startup.config.block_size
+    assert engine.get_metrics().prefix_cache_hits >= len(prompts) * (len(shared) // page_tokens * page_tokens)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    case = tiny_model("llama-gqa-d64-tied")
+    return str(write_tiny_model(case, tmp_path_factory.mktemp("model"), use_torch=False))
+
+
+PRESSURE = {
+    "dtype": "float32",
+    "block_size": 4,
+    "max_model_len": 64,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 128,
+    "decode_buckets": (64,),
+    "token_buckets": (128,),
+    "skip_tokenizer_init": True,
+    "verbose": False,
+}
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """What mixed requests get in the paged layout, with room for all."""
+    engine = LLMEngine(EngineArgs(**PRESSURE, model=model, num_gpu_blocks_override=2048))
+    return test_pressure.run(engine, 200)[0]
+
+
+@pytest.mark.xdist_group("virtual under pressure")
+@pytest.mark.parametrize("layout", ["sliced", "per-layer"])
+def test_beams_samples_swaps_and_copies_give_the_paged_layouts_tokens(model, expected, layout):
+    args = EngineArgs(
+        **PRESSURE, model=model, num_gpu_blocks_override=512, kv_cache_layout="virtual", virtual_page_layout=layout
+    )
+    startup = LLMEngine(args).startup
+    mapper = startup.runner.memory.mapper
+    for mode, host_prefix_cache, num_pages in (("auto", False, 512), ("swap", True, 70), ("recompute", True, 70)):
+        few = replace(
+            args,
+            num_gpu_blocks_override=num_pages,
+            preemption_mode=mode,
+            host_prefix_cache=host_prefix_cache,
+            watermark=0.0,
+        )
+        engine = LLMEngine(few, startup)
+        found, peak = test_pressure.run(engine, 200)
+        assert found == expected
+        assert peak < num_pages
+        mapper.check_integrity()
+        metrics = engine.get_metrics()
+        assert (metrics.num_preemptions > 10) == (num_pages == 70)
+        assert (metrics.num_swapped_in > 0) == (mode == "swap")
+    startup.close()
+    assert startup.runner.memory.backed_bytes == 0
+
+
+@pytest.mark.xdist_group("virtual under pressure")
+@pytest.mark.parametrize("layout", ["paged", "virtual"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_slept_goes_on_as_before(model, layout, level):
+    with LLM(model, **PRESSURE, num_gpu_blocks_override=512, kv_cache_layout=layout) as llm:
+        prompts = [{"prompt_token_ids": prompt[:40]} for prompt in mixed_prompts(5)[:8]]
+        before = llm.generate(prompts, GREEDY, use_tqdm=False)
+        startup = llm.engine.startup
+        assert llm.sleep(level)
+        assert llm.engine.is_asleep
+        assert llm.sleep(1)  # less deep: it sleeps on as it does
+        if layout == "virtual":
+            assert startup.runner.memory.backed_bytes == startup.memory.block  # the null block's
+        with pytest.raises(Exception, match="wake_up"):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        llm.wake_up()
+        llm.wake_up()
+        after = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in after] == [output.outputs[0].token_ids for output in before]
+        assert llm.get_metrics().num_used_blocks == 0
+
+
+@pytest.mark.xdist_group("virtual under pressure")
+def test_an_engine_with_requests_does_not_sleep(model):
+    args = EngineArgs(**PRESSURE, model=model, num_gpu_blocks_override=512, kv_cache_layout="virtual")
+    engine = LLMEngine(args)
+    engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, GREEDY)
+    assert not engine.sleep()
+    engine.step()
+    assert not engine.sleep()
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.sleep()
+    engine.close()
+
+
+@pytest.mark.xdist_group("virtual under pressure")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_cache_layout": "contiguous"}, "kv_cache_layout must be one of"),
+        ({"virtual_page_layout": "wide"}, "virtual_page_layout must be one of"),
+    ],
+)
+def test_a_layout_that_does_not_exist_is_refused_by_name(model, options, said):
+    with pytest.raises(InvalidParameterError, match=said):
+        EngineArgs(model=model, **options)
+
+
+@pytest.mark.xdist_group("virtual under pressure")
+@pytest.mark.parametrize("level", [0, 3, True])
+def test_a_level_that_does_not_exist_is_refused_by_name(model, level):
+    engine = LLMEngine(EngineArgs(**PRESSURE, model=model, num_gpu_blocks_override=512))
+    with pytest.raises(InvalidParameterError, match="level must be"):
+        engine.sleep(level)
