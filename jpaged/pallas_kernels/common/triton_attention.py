@@ -43,14 +43,20 @@ def score_constants(features: Features, alibi_slopes: jax.Array | None) -> dict[
 
 
 @triton.jit
-def scores(products, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Scores of products of queries and keys: scaled, capped, and in base 2. CAP: in base 2 too, or None."""
-    x = products * SCALE
-    if CAP is not None:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)); e is the exponential in base 2
-        e = tl.exp2(x * (2 * 1.4426950408889634 / CAP))
-        x = CAP - (2 * CAP) / (1.0 + e)
-    return x
+def scores(products, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Scores of products of queries and keys, and the factor (positive) that `add_keys` has yet to multiply them by to
+    have them scaled, capped (CAP: in base 2 too, or None) and in base 2."""
+    if CAP is None and not ALIBI and SCALE > 0:
+        x = products
+        FACTOR: tl.constexpr = SCALE
+    else:
+        FACTOR: tl.constexpr = 1.0
+        x = products * SCALE
+        if CAP is not None:
+            # tanh(x) = 1 - 2 / (1 + exp(2 x)); e is the exponential in base 2
+            e = tl.exp2(x * (2 * 1.4426950408889634 / CAP))
+            x = CAP - (2 * CAP) / (1.0 + e)
+    return x, FACTOR
 
 
 @triton.jit
@@ -63,10 +69,10 @@ def no_state(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def add_keys(acc, top, total, x, v):
-    """The state, with scores [ROWS, keys] and values [keys, DIM] added."""
-    new_top = tl.maximum(top, tl.max(x, 1))
-    p = tl.exp2(x - new_top[:, None])
+def add_keys(acc, top, total, x, v, FACTOR: tl.constexpr):
+    """The state, with scores x * FACTOR [ROWS, keys] and values [keys, DIM] added."""
+    new_top = tl.maximum(top, tl.max(x, 1) * FACTOR)
+    p = tl.exp2(x * FACTOR - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, new_top, total * shrink + tl.sum(p, 1)

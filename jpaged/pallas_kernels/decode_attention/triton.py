@@ -95,13 +95,14 @@ def default_config(head_dim: int, rows: int, itemsize: int) -> Config:
 _LARGE = {
     (64, 2): Config(tile=128, warps=2, stages=3, ctas=4),
     (128, 2): Config(tile=64, warps=2, stages=3, ctas=4),
-    (256, 2): Config(tile=32, warps=4, stages=3, ctas=3),
-    (64, 4): Config(tile=32, warps=4, stages=3, ctas=3),
+    (256, 2): Config(tile=32, warps=4, stages=3, ctas=2),
+    (64, 4): Config(tile=16, warps=4, stages=3, ctas=3),
     (128, 4): Config(tile=16, warps=4, stages=3, ctas=3),
 }
 _SMALL = {size: replace(config, ctas=2) for size, config in _LARGE.items()}  # there is shared memory for fewer
 _CONFIGS = {80: _LARGE, 86: _SMALL, 90: _LARGE, 100: _LARGE, 120: _SMALL}
-"""By family of GPUs; padded head_dim, and bytes of a number. Measured on an H200."""
+"""By family of GPUs; padded head_dim, and bytes of a number. Those of head_dim 128 in 16 bits are
+the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
 
 
 @partial(jax.jit, static_argnames=("features", "config"))
@@ -197,16 +198,21 @@ def _decode(
                 acc, top, total = no_state(ROWS, DIM)
             position = begin + j * TILE + t
             seen = (position < end) & (position >= first_seen)
-            block = tl.load(tables + row * TABLE + position // BLOCK, mask=seen, other=0).to(tl.int64)
-            key = (block * (2 * KV_HEADS) + kv_head) * (BLOCK * HEAD_DIM) + (position % BLOCK) * HEAD_DIM
-            k_at, is_in = pool + (key[:, None] + d[None, :]), seen[:, None] & is_dim[None, :]
-            k = tl.load(k_at, mask=is_in, other=0.0)
-            v = tl.load(k_at + KV_HEADS * BLOCK * HEAD_DIM, mask=is_in, other=0.0)
-            x = scores(tl.dot(queries, tl.trans(k), input_precision="ieee"), SCALE, CAP)
+            # In place of keys that are not seen, which may be NaN, one that is.
+            nearest = tl.maximum(tl.minimum(position, end - 1), first_seen)
+            block = tl.load(tables + row * TABLE + nearest // BLOCK).to(tl.int64)
+            key = (block * (2 * KV_HEADS) + kv_head) * (BLOCK * HEAD_DIM) + (nearest % BLOCK) * HEAD_DIM
+            k_at = pool + (key[:, None] + d[None, :])
+            v_at = k_at + KV_HEADS * BLOCK * HEAD_DIM
+            if DIM == HEAD_DIM:
+                k, v = tl.load(k_at), tl.load(v_at)
+            else:
+                k, v = tl.load(k_at, mask=is_dim[None, :], other=0.0), tl.load(v_at, mask=is_dim[None, :], other=0.0)
+            x, FACTOR = scores(tl.dot(queries, tl.trans(k), input_precision="ieee"), SCALE, CAP, ALIBI)
             if ALIBI:
                 x += slope[:, None] * (position - (length - 1)).to(tl.float32)[None, :]
             x = tl.where(seen[None, :], x, float("-inf"))
-            acc, top, total = add_keys(acc, top, total, x, v)
+            acc, top, total = add_keys(acc, top, total, x, v, FACTOR)
         acc, top, total = fold(sum_acc, sum_top, sum_total, acc, top, total)
 
         # A unit that is a leaf hands its state to the one that finishes the chunk's last leaf.

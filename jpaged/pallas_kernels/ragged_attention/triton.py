@@ -8,7 +8,6 @@
 
     steps, block_kv keys each:   lo .. lo_full | lo_full .. hi_full | hi_full .. hi
                                  masked        | no mask            | masked
-    in one loop, so that loads stay in flight from one kind to the next
 
 Source: FlashAttention-2 (arXiv:2307.08691).
 """
@@ -82,8 +81,9 @@ _HOPPER = _AMPERE | {
     (64, 2): Config(rows=128, block_kv=64, warps=8, stages=3, registers=128),
     (128, 2): Config(rows=128, block_kv=64, warps=8, stages=3, registers=128),
 }
-_CONFIGS = {80: _AMPERE, 86: _AMPERE, 90: _HOPPER, 100: _HOPPER, 120: _AMPERE}
-"""By family of GPUs; padded head_dim, and bytes of a number. Measured on an H200."""
+_CONFIGS = {80: _AMPERE, 86: _AMPERE, 90: _HOPPER, 100: _AMPERE, 120: _AMPERE}
+"""By family of GPUs; padded head_dim, and bytes of a number. Hopper's of head_dim 128 in 16 bits is
+the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
 
 
 def default_config(head_dim: int, itemsize: int, plain: bool) -> Config:
@@ -180,7 +180,7 @@ def _attend(
     hi_full, hi = tl.load(work + _HI_FULL), tl.load(work + _HI)
     if not live:  # behind the loads, which it need not delay
         return
-    r, d, t = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, KEYS)
+    r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     token, in_unit = start + r // PLACES, r % PLACES
     head = unit * TILE_HEADS + in_unit
     kv_head = unit * TILE_HEADS // (HEADS // KV_HEADS)
@@ -193,29 +193,59 @@ def _attend(
     # Below this no query of the tile sees a key.
     first_seen = 0 if WINDOW is None else (first + shift if CAUSAL else kv_len - 1) - WINDOW + 1
 
-    pool += kv_head * (BLOCK * HEAD_DIM)
+    keys = pool + kv_head * (BLOCK * HEAD_DIM)
     tables += row * TABLE
     acc, top, total = no_state(ROWS, DIM)
-    for step in range(lo, hi):
-        key = step * KEYS + t
-        owned = key < kv_len
-        if WINDOW is not None:
-            owned &= key >= first_seen
-        block = tl.load(tables + key // BLOCK, mask=owned, other=0).to(tl.int64)
-        key_at = block * (2 * KV_HEADS * BLOCK * HEAD_DIM) + (key % BLOCK) * HEAD_DIM
-        k_at = pool + (key_at[:, None] + d[None, :])
-        is_in = owned[:, None] if DIM == HEAD_DIM else owned[:, None] & is_dim[None, :]
-        k = tl.load(k_at, mask=is_in, other=0.0)
-        v = tl.load(k_at + KV_HEADS * BLOCK * HEAD_DIM, mask=is_in, other=0.0)
-        x = scores(tl.dot(queries, tl.trans(k), input_precision="ieee"), SCALE, CAP)
-        if ALIBI:
-            x += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
-        if (step < lo_full) | (step >= hi_full):
-            seen = key[None, :] <= position[:, None]
-            if WINDOW is not None:
-                seen &= key[None, :] > position[:, None] - WINDOW
-            x = tl.where(seen, x, float("-inf"))
-        acc, top, total = add_keys(acc, top, total, x, v)
+    if WINDOW is not None:
+        acc, top, total = _add_steps(
+            acc, top, total, lo, lo_full, queries, keys, tables, position, slope, first_seen, kv_len, True,
+            KV_HEADS, KEYS, HEAD_DIM, DIM, BLOCK, SCALE, CAP, ALIBI, WINDOW,
+        )  # fmt: skip
+    acc, top, total = _add_steps(
+        acc, top, total, lo_full, hi_full, queries, keys, tables, position, slope, first_seen, kv_len, False,
+        KV_HEADS, KEYS, HEAD_DIM, DIM, BLOCK, SCALE, CAP, ALIBI, WINDOW,
+    )  # fmt: skip
+    acc, top, total = _add_steps(
+        acc, top, total, hi_full, hi, queries, keys, tables, position, slope, first_seen, kv_len, True,
+        KV_HEADS, KEYS, HEAD_DIM, DIM, BLOCK, SCALE, CAP, ALIBI, WINDOW,
+    )  # fmt: skip
     o, s = result(acc, top, total)
     tl.store(out + at, o.to(out.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
     tl.store(lse + token * HEADS + head, s, mask=is_query)
+
+
+@triton.jit
+def _add_steps(
+    acc, top, total, begin, end, queries, pool, tables, position, slope, first_seen, kv_len, MASKED: tl.constexpr,
+    KV_HEADS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The state of a tile's softmax, with steps `begin` to `end` of keys added."""
+    d, t = tl.arange(0, DIM), tl.arange(0, KEYS)
+    is_dim = d < HEAD_DIM
+    for step in range(begin, end):
+        key = step * KEYS + t
+        if MASKED:  # in place of keys that nobody sees, which may be NaN, one that somebody sees
+            key = tl.minimum(key, kv_len - 1)
+            if WINDOW is not None:
+                key = tl.maximum(key, first_seen)
+        block = tl.load(tables + key // BLOCK).to(tl.int64)
+        at = block * (2 * KV_HEADS * BLOCK * HEAD_DIM) + (key % BLOCK) * HEAD_DIM
+        k_at = pool + (at[:, None] + d[None, :])
+        v_at = k_at + KV_HEADS * BLOCK * HEAD_DIM
+        if DIM == HEAD_DIM:
+            k, v = tl.load(k_at), tl.load(v_at)
+        else:
+            k, v = tl.load(k_at, mask=is_dim[None, :], other=0.0), tl.load(v_at, mask=is_dim[None, :], other=0.0)
+        products = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        x, FACTOR = scores(products, SCALE, CAP, ALIBI)
+        room = (position - step * KEYS)[:, None] - t[None, :]
+        if ALIBI:
+            x -= slope[:, None] * room.to(tl.float32)
+        if MASKED:
+            seen = room >= 0
+            if WINDOW is not None:
+                seen &= room < WINDOW
+            x = tl.where(seen, x, float("-inf"))
+        acc, top, total = add_keys(acc, top, total, x, v, FACTOR)
+    return acc, top, total
