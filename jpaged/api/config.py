@@ -147,8 +147,8 @@ class EngineArgs(SchedulingOptions):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         for name, what in (
-            ("model", "a directory or a hub id, as a string"),
-            ("tokenizer", "a directory or a hub id, as a string"),
+            ("model", "a directory or a hub id"),
+            ("tokenizer", "a directory or a hub id"),
             ("revision", "a branch, tag or commit, as a string"),
             ("kernel_backend", "the name of a backend, as a string"),
             ("coordinator_address", '"host:port"'),

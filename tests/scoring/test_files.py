@@ -213,7 +213,7 @@ def test_a_full_disk_is_a_typed_error_and_loses_nothing(tmp_path, fake):
         ({"inputs": ["in.jsonl", 5]}, "An input must be a path, got 5"),
         ({"output": 5}, "output must be a path, got 5"),
         ({"output": "\0.jsonl"}, "output must be a path"),
-        ({"model": Path("m")}, "model must be a directory or a hub id, as a string"),
+        ({"model": 5}, "model must be a directory or a hub id, got 5"),
         ({"window": "8"}, "window must be an integer, got '8'"),
         ({"window": 8.5}, "window must be an integer"),
         ({"stride": 10**5000}, "stride must be at most"),
