@@ -94,12 +94,18 @@ async def undisturbed(server: Server, args: argparse.Namespace) -> list[Any]:
         return await asyncio.gather(*(streams.one(number) for number in range(args.streams)))
 
 
-def shape(answer: Any) -> Any:
-    """What must be equal even where tokens may differ: how many came, and why each choice ended."""
-    return {
-        index: (len(choice["tokens"]), choice["end"]) if "tokens" in choice and choice["end"] != "stop" else None
-        for index, choice in answer.items()
-    }
+def is_alike(answer: Any, expected: Any) -> bool:
+    """Whether each choice has as many tokens, where the tokens may differ. One that a stop string ended may have any
+    number.
+    """
+    ends = [
+        {index: (choice["end"], len(choice["tokens"])) for index, choice in one.items() if "tokens" in choice}
+        for one in (answer, expected)
+    ]
+    if ends[0].keys() != ends[1].keys():
+        return False
+    pairs = [(ends[0][index], ends[1][index]) for index in ends[0]]
+    return all(a == b or (None not in (a[0], b[0]) and "stop" in (a[0], b[0])) for a, b in pairs)
 
 
 def judged(answers: list[Any], calm: list[Any], exact: bool) -> dict[str, Any]:
@@ -107,7 +113,7 @@ def judged(answers: list[Any], calm: list[Any], exact: bool) -> dict[str, Any]:
     wrong = 0
     for answer, expected in zip(answers, calm, strict=True):
         if not isinstance(answer, BaseException):
-            wrong += answer != expected if exact else shape(answer) != shape(expected)
+            wrong += answer != expected if exact else not is_alike(answer, expected)
     return {"errors": len(errors), "first_error": repr(errors[0]) if errors else None, "wrong": wrong}
 
 
