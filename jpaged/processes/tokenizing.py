@@ -2,6 +2,7 @@
 
     short text, token ids   at once, 1.6 ms for the longest
     long text               in a thread; refused before that if no number of its tokens can fit the model
+    new constraints         in threads of their own, which wait for the processes that check them
 
 While a thread encodes, short text goes to a thread too: the tokenizer is one, and the loop would wait for it.
 """
@@ -20,6 +21,7 @@ from jpaged.text.tokenizer import Tokenizer
 INLINE_CHARACTERS = 4096
 """Longer text is long."""
 _THREADS = 2
+_CHECKS = 4
 
 _T = TypeVar("_T")
 
@@ -33,6 +35,7 @@ class AsyncTokenizer:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jpaged-tokenize")
+        self._checks = ThreadPoolExecutor(_CHECKS, thread_name_prefix="jpaged-check")
 
     async def process(
         self, prompt: Prompt, params: SamplingParams | BeamSearchParams, inputs: InputProcessor
@@ -43,6 +46,10 @@ class AsyncTokenizer:
             text = None if "prompt_token_ids" in prompt else prompt.get("prompt")
         else:
             text = prompt
+        if inputs.takes_long(params):
+            return await asyncio.get_running_loop().run_in_executor(
+                self._checks, lambda: inputs.process(prompt, params)
+            )
         encodes = isinstance(text, str) or (isinstance(params, SamplingParams) and bool(params.bad_words))
         if isinstance(text, str):
             self._check_length(text, inputs.limits.max_model_len)
@@ -70,6 +77,7 @@ class AsyncTokenizer:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
+        self._checks.shutdown(wait=False)
 
     def _takes_long(self, text: Any) -> bool:
         is_long = isinstance(text, str) and len(text) > INLINE_CHARACTERS
