@@ -32,8 +32,8 @@ class StructuredOutputsParams:
             {...}, "end": "</function>"}]}. Every `begin` starts with one of the triggers.
         disable_any_whitespace: of JSON: no white space but a space after each colon and comma.
         whitespace_pattern: of JSON: a regular expression for the white space that may stand between its tokens. By
-            default a space, or a newline with up to 64 characters of indentation: where they may, models tend to go on
-            with white space for ever.
+            default a space, or a newline and up to 24 spaces or 8 tabs: where they may, models tend to go on with white
+            space for ever.
 
     Raises:
         InvalidParameterError: not exactly one constraint, or one that is malformed, too long or too deep.

@@ -39,7 +39,7 @@ _MOST_VERDICTS, _MOST_COMPILED = 4096, 256
 _COMPILER_THREADS = 4
 _COMPILER_STACK_BYTES = 4 * grammar_check.STACK_BYTES
 """Of virtual memory; what the checking process could compile can be compiled here."""
-_WHITESPACE = r" |\n[ \t]{0,64}"
+_WHITESPACE = r" |\n {0,24}|\n\t{0,8}"
 """What may stand between JSON's tokens."""
 _TOKENIZER_FILE, _TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
