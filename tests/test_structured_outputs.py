@@ -1,4 +1,4 @@
-"""Answers under constraints, with the embedded model: each is what its constraint says, and every feature goes with it."""
+"""Answers under constraints, with the embedded model: each is what its constraint says, beside every other feature."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def llm():
 
 
 def sampling(constraint: Structured, **changes) -> SamplingParams:
-    return SamplingParams(**({"temperature": 1.0, "max_tokens": 100, "structured_outputs": constraint} | changes))
+    return SamplingParams(**({"temperature": 1.0, "max_tokens": 300, "structured_outputs": constraint} | changes))
 
 
 def answers(llm, params) -> list:
@@ -68,19 +68,16 @@ def test_answers_validate_against_random_schemas_at_every_temperature(llm):
     assert sum(answer.finish_reason == "stop" for answer in found) > 40
 
 
-@pytest.mark.parametrize(
-    "expression", ["[a-c]{3,8}x", "(yes|no), [0-9]{1,4}!", "\\w+@\\w+\\.(com|org)", "(é|ß|狐){2,5}"]
-)
+EXPRESSIONS = ["[a-c]{3,8}x", "(yes|no), [0-9]{1,4}!", r"[a-z]{1,9}@[a-z]{1,9}\.(com|org)", "(é|ß|狐){2,5}"]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_match_regular_expressions_in_full(llm, expression, temperature):
-    for answer in answers(
-        llm, [sampling(Structured(regex=expression), temperature=temperature, seed=i) for i in (1, 2)]
-    ):
-        if answer.finish_reason == "stop":
-            assert re.fullmatch(expression, answer.text)
-        else:
-            assert answer.finish_reason == "length"
-            assert "@" not in expression or re.match(r"[\w@.]+", answer.text)
+    params = [sampling(Structured(regex=expression), temperature=temperature, seed=seed) for seed in range(3)]
+    for answer in answers(llm, params):
+        assert answer.finish_reason == "stop"
+        assert re.fullmatch(expression, answer.text)
 
 
 ARITHMETIC = 'start: sum\nsum: product ("+" product){0,2}\nproduct: atom ("*" atom){0,1}\natom: /[0-9]{1,3}/\n'
@@ -211,7 +208,7 @@ def test_a_cached_prompt_changes_nothing(llm):
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preempted_answers_are_those_of_a_large_pool(llm, mode):
-    params = [sampling(Structured(json=SCHEMA), seed=i) for i in range(8)]
+    params = [sampling(Structured(json=SCHEMA), seed=i, max_tokens=100) for i in range(8)]
     expected = [answer.token_ids for answer in answers(llm, params)]
     args = EngineArgs(**DEMO_ENGINE | {"num_gpu_blocks_override": 12}, preemption_mode=mode, verbose=False)
     engine = LLMEngine(args, llm.engine.startup)
