@@ -14,12 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -292,7 +291,8 @@ class GrammarCompiler:
         for token in eos_token_ids:
             self._not_eos[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token % 32))
         self._compiled: OrderedDict[StructuredOutputsParams, Future[CompiledGrammar]] = OrderedDict()
-        self._work: SimpleQueue[tuple[StructuredOutputsParams, Future[CompiledGrammar]]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._work: deque[tuple[StructuredOutputsParams, Future[CompiledGrammar]]] = deque()
         self._num_threads = 0
         self._executor: Any = None
 
@@ -306,9 +306,11 @@ class GrammarCompiler:
         self._compiled[params] = future
         while len(self._compiled) > _MOST_COMPILED:
             self._compiled.popitem(last=False)
-        self._work.put((params, future))
-        if self._num_threads < _COMPILER_THREADS:
-            self._num_threads += 1
+        with self._lock:
+            self._work.append((params, future))
+            needs_thread = self._num_threads < _COMPILER_THREADS
+            self._num_threads += needs_thread
+        if needs_thread:
             before = threading.stack_size(_COMPILER_STACK_BYTES)
             try:
                 threading.Thread(target=self._compile_all, name="jpaged-grammars", daemon=True).start()
@@ -349,9 +351,13 @@ class GrammarCompiler:
         ]
 
     def _compile_all(self) -> None:
-        """In a thread."""
+        """In a thread, until nothing is left to compile."""
         while True:
-            params, future = self._work.get()
+            with self._lock:
+                if not self._work:
+                    self._num_threads -= 1
+                    return
+                params, future = self._work.popleft()
             try:
                 future.set_result(self._compile(params))
             except JPagedError as error:

@@ -22,6 +22,7 @@ the other half are made.
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -181,6 +182,7 @@ class ConstrainedRows(DependentRows):
                 )
                 self._sequences[member] = sequence
             self._by_slot[member.slot] = sequence
+            self._has_failed |= bool(sequence.failure)
             self._set_mask(member.slot, sequence)
 
     def begins(self, group: Group, slots: Sequence[int]) -> None:
@@ -371,17 +373,25 @@ class ConstrainedRows(DependentRows):
             self._is_sent[slot] = False
 
     def _start_maker(self) -> None:
+        """The thread knows nothing of this object, so that it ends with it."""
         if self._maker is None:
-            self._maker = threading.Thread(target=self._make, name="jpaged-masks", daemon=True)
+            arguments = (self._grammars, self._jobs, self._results, self._news)
+            self._maker = threading.Thread(target=_make, args=arguments, name="jpaged-masks", daemon=True)
             self._maker.start()
+            weakref.finalize(self, self._jobs.put, None)
 
-    def _make(self) -> None:
-        """In a thread: makes masks in the order in which they are asked for."""
-        while (job := self._jobs.get()) is not None:
-            masks = np.empty((len(job.slots), self._grammars.num_words), np.uint32)
-            try:
-                forced = self._grammars.advance(job.guides, job.token_ids, masks)
-                self._results.put(_Made(job.slots, forced, masks))
-            except BaseException as error:
-                self._results.put(error)
-            self._news.set()
+
+def _make(
+    grammars: Grammars,
+    jobs: "queue.SimpleQueue[_Job | None]",
+    results: "queue.SimpleQueue[_Made | BaseException]",
+    news: threading.Event,
+) -> None:
+    """In a thread: makes masks in the order in which they are asked for, until there is no job but None."""
+    while (job := jobs.get()) is not None:
+        masks = np.empty((len(job.slots), grammars.num_words), np.uint32)
+        try:
+            results.put(_Made(job.slots, grammars.advance(job.guides, job.token_ids, masks), masks))
+        except BaseException as error:  # raised again where the results are read
+            results.put(error)
+        news.set()
