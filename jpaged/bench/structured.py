@@ -48,16 +48,18 @@ def measure_structured(llm: LLM, requests: list[BenchRequest], workload: Workloa
     """
     is_constrained = [int((i + 1) * share) > int(i * share) for i in range(len(requests))]
     params = [_params(*one, workload) for one in zip(requests, is_constrained, strict=True)]
-    prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+    prompts = [request.prompt_token_ids for request in requests]
     begun = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     first_s = time.perf_counter() - begun
-    timed = []
+    timed: list[dict[str, Any]] = []
+    rates = []
     for _ in range(runs):
         llm.reset_prefix_cache()
         begun, begun_clock = time.perf_counter(), time.monotonic()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begun
+        rates.append(_tokens(outputs) / seconds)
         with_schema = [output for output, yes in zip(outputs, is_constrained, strict=True) if yes]
         without = [output for output, yes in zip(outputs, is_constrained, strict=True) if not yes]
         timed.append(
@@ -76,7 +78,6 @@ def measure_structured(llm: LLM, requests: list[BenchRequest], workload: Workloa
         begun_clock = time.monotonic()
         outputs = llm.generate([prompt for prompt, _ in pairs], [one for _, one in pairs], use_tqdm=False)
         alone = _until_the_last(outputs, begun_clock)
-    rates = [run["output_tokens"] / run["seconds"] for run in timed]
     return {
         "num_prompts": len(requests),
         "num_constrained": sum(is_constrained),
