@@ -85,14 +85,15 @@ class _Job(NamedTuple):
     slots: list[int]
     guides: list[Any]
     token_ids: list[int]
+    before: list[np.ndarray]  # the last mask of each
 
 
 class _Made(NamedTuple):
-    """forced: as `Grammars.advance` returns it. masks: uint32 [n, words]."""
+    """forced: as `Grammars.advance` returns it. masks: uint32 [words] each; the array of before where it is equal."""
 
     slots: list[int]
     forced: "Sequence[tuple[int, ...] | str]"
-    masks: np.ndarray
+    masks: list[np.ndarray]
 
 
 @dataclass(slots=True, eq=False)
@@ -127,8 +128,8 @@ class ConstrainedRows(DependentRows):
         self._compiled: dict[str, Grammar] = {}
         self._sequences: dict[Request, _Sequence] = {}
         self._by_slot: list[_Sequence | None] = [None] * num_slots
-        self._masks = np.zeros((0, 0), np.uint32)  # [slots, words]; made with the first request
-        self._is_sent = np.zeros((num_slots,), np.bool_)  # whether the device has the slot's mask
+        self._masks: list[np.ndarray | None] = [None] * num_slots  # what each slot's next token must keep to
+        self._sent: list[np.ndarray | None] = [None] * num_slots  # what the device has
         self._is_catching_up = np.zeros((num_slots,), np.bool_)  # forced tokens are being computed
         self._in_making: set[int] = set()
         self._come: list[int] = []  # slots whose masks have come, but which are not ready yet
@@ -144,8 +145,6 @@ class ConstrainedRows(DependentRows):
         constraint = request.sampling.structured_outputs
         if constraint is None:
             return None
-        if not len(self._masks):
-            self._masks = np.zeros((len(self._slots.requests), self._grammars.num_words), np.uint32)
         future = self._grammars.compile(constraint)
         self._compiling[request.request_id] = future
         future.add_done_callback(lambda _: self._news.set())
@@ -199,7 +198,8 @@ class ConstrainedRows(DependentRows):
         if slot in self._come:
             self._come.remove(slot)
         self._by_slot[slot] = None
-        self._is_catching_up[slot] = self._is_sent[slot] = False
+        self._is_catching_up[slot] = False
+        self._masks[slot] = self._sent[slot] = None
 
     def forgotten(self, group: Group) -> None:
         """All sequences of a request have ended."""
@@ -247,11 +247,13 @@ class ConstrainedRows(DependentRows):
         """Adds the masks that the device does not have yet, of the rows that sample in this plan."""
         rows, self._planned = self._planned, self._planned[:0]
         chunks = [c.slot for c in plan.chunks if c.samples and self._by_slot[c.slot] is not None]
-        slots = np.concatenate([rows, np.array(chunks, np.int64)])
-        slots = slots[~self._is_sent[slots]]
-        if len(slots):
-            plan.mask_slots, plan.masks = slots.astype(np.int32), self._masks[slots]
-            self._is_sent[slots] = True
+        changed: dict[int, np.ndarray] = {}
+        for slot in (*rows.tolist(), *chunks):
+            mask = self._masks[slot]
+            if mask is not None and mask is not self._sent[slot]:
+                changed[slot] = self._sent[slot] = mask
+        if changed:
+            plan.mask_slots, plan.masks = np.array(list(changed), np.int32), np.stack(list(changed.values()))
 
     def variant(self, others: SamplingVariant) -> SamplingVariant:
         """A program that applies masks."""
@@ -260,7 +262,7 @@ class ConstrainedRows(DependentRows):
     def take(self, step_id: int, slots: np.ndarray, rows: np.ndarray, result: StepResult) -> Taken:
         """Hands the tokens of sequences that go on to the maker."""
         before: dict[int, list[int]] = {}
-        job = _Job([], [], [])
+        job = _Job([], [], [], [])
         running = result.finish_codes[rows] == FinishCode.RUNNING
         tokens = result.token_ids[rows, 0]
         for slot, goes_on, token in zip(slots[rows].tolist(), running.tolist(), tokens.tolist(), strict=True):
@@ -277,6 +279,7 @@ class ConstrainedRows(DependentRows):
                 job.slots.append(slot)
                 job.guides.append(sequence.guide)
                 job.token_ids.append(token)
+                job.before.append(sequence.mask)
         if job.slots:
             self._in_making.update(job.slots)
             self._start_maker()
@@ -363,14 +366,11 @@ class ConstrainedRows(DependentRows):
         return True
 
     def _set_mask(self, slot: int, sequence: _Sequence) -> None:
+        mask = sequence.mask
         if sequence.forced:
-            mask = np.zeros((self._masks.shape[1],), np.uint32)
+            mask = np.zeros_like(mask)
             mask[sequence.forced[0] // 32] = np.uint32(1 << sequence.forced[0] % 32)
-        else:
-            mask = sequence.mask
-        if not self._is_sent[slot] or not np.array_equal(self._masks[slot], mask):
-            self._masks[slot] = mask
-            self._is_sent[slot] = False
+        self._masks[slot] = mask
 
     def _start_maker(self) -> None:
         """The thread knows nothing of this object, so that it ends with it."""
@@ -391,7 +391,12 @@ def _make(
     while (job := jobs.get()) is not None:
         masks = np.empty((len(job.slots), grammars.num_words), np.uint32)
         try:
-            results.put(_Made(job.slots, grammars.advance(job.guides, job.token_ids, masks), masks))
+            forced = grammars.advance(job.guides, job.token_ids, masks)
+            kept = [
+                before if np.array_equal(before, mask) else mask.copy()
+                for before, mask in zip(job.before, masks, strict=True)
+            ]
+            results.put(_Made(job.slots, forced, kept))
         except BaseException as error:  # raised again where the results are read
             results.put(error)
         news.set()
