@@ -12,6 +12,7 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
 from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.api.version import __version__
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from jpaged.api.checks import LARGEST_FLOAT32, check_bool, is_integer, is_number
 from jpaged.api.errors import InvalidParameterError, shown
+from jpaged.api.structured_outputs import StructuredOutputsParams, structured_outputs
 
 MAX_LOGPROBS = 20
 """The most alternatives `logprobs` and `prompt_logprobs` can ask for."""
@@ -66,6 +67,10 @@ class SamplingParams:
         allowed_token_ids: only these tokens may be sampled; where bad_words and min_tokens leave none of them, they
             give way.
         bad_words: words that may not be generated.
+        structured_outputs: what the text must look like (`StructuredOutputsParams`). A token that it does not allow is
+            never sampled, whatever the other parameters say. The sequence stops where the constraint is fulfilled, by
+            an end-of-sequence token; with `ignore_eos` only where it allows nothing else. It may be incomplete when
+            `max_tokens` is reached or a stop string occurs.
         detokenize: produce text. Without it only token ids come back, and `stop` cannot be used.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
@@ -95,6 +100,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -184,6 +190,7 @@ class SamplingParams:
         own["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids) or ()
         own["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
         own["logit_bias"] = _logit_bias(self.logit_bias)
+        own["structured_outputs"] = structured_outputs(self.structured_outputs)
         try:
             own["output_kind"] = RequestOutputKind(self.output_kind)
         except ValueError:

@@ -5,6 +5,9 @@ held over token slots of referenced blocks, added up over the steps. The prefix 
 figures are the median of the timed runs, their least and their most. A workload is named (`--workload`, as in the
 README's table), read from a file of conversations (`--dataset-path`), or put together from the other options.
 
+`--structured` measures each workload a second time with a JSON schema: objects with bounded strings and arrays. An
+answer then ends where the schema is fulfilled, at the latest with the workload's length, and what it has is counted.
+
 `--profile` adds a run under JAX's profiler. Its *.trace.json.gz opens in https://ui.perfetto.dev. The report then has
 the share of the time in which no kernel ran. This is an upper bound: under the profiler XLA launches kernel by kernel
 instead of CUDA graphs.
@@ -27,6 +30,7 @@ from jpaged.bench.engine_options import add_engine_options, add_sampling_options
 from jpaged.bench.models import CONFIGS
 from jpaged.bench.report import write_report
 from jpaged.bench.sharegpt import read_turns, sharegpt_requests
+from jpaged.bench.structured import make_structured_llm, measure_structured, structured_row
 from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, make_requests
 from jpaged.llm import LLM
 from jpaged.text.tokenizer import Tokenizer
@@ -50,12 +54,20 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--dataset-path", type=Path, help="a ShareGPT JSON file to draw conversations from, instead of --dataset"
     )
-    result.add_argument("--tokenizer", help="for --dataset-path, a directory or hub id (default: the model's)")
+    result.add_argument(
+        "--tokenizer", help="for --dataset-path and --structured, a directory or hub id (default: the model's)"
+    )
     result.add_argument("--num-prompts", type=int, default=256, help="requests")
     result.add_argument("--input-len", type=int, default=512, help="tokens of a prompt, for random and shared-prefix")
     result.add_argument("--output-len", type=int, default=256, help="tokens of an answer, for random and shared-prefix")
     result.add_argument("--prefix-len", type=int, default=2048, help="tokens that all prompts share, for shared-prefix")
     add_sampling_options(result)
+    result.add_argument(
+        "--structured",
+        choices=("all", "half"),
+        help="measure each workload without a constraint, and then with a JSON schema for all requests or every second"
+        " one; needs --tokenizer where the model has none",
+    )
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
     result.add_argument(
         "--profile",
@@ -72,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         raise InvalidParameterError("--profile sees this process only; use --data-parallel-size 1.")
     conversations = None if args.dataset_path is None else _Conversations(args)
     begun = time.perf_counter()
-    llm = make_llm(args)
+    llm = make_llm(args) if args.structured is None else make_structured_llm(args)
     startup_s = time.perf_counter() - begun
     figures = []
     for name, workload in _workloads(args).items():
@@ -82,6 +94,14 @@ def main(argv: list[str] | None = None) -> int:
             figure["device_idle"] = profile(llm, requests, workload, args.profile / name)
         print(_row(figure), flush=True)
         figures.append(figure)
+        if args.structured is not None:
+            share = 1.0 if args.structured == "all" else 0.5
+            constrained = {
+                "name": f"{name} structured",
+                **measure_structured(llm, requests, workload, args.runs, share),
+            }
+            print(structured_row(constrained, figure["output_tokens_per_s"]), flush=True)
+            figures.append(constrained)
     end_replicas(llm)
     if args.json:
         write_report(args.json, "throughput", vars(args) | {"startup_s": startup_s}, figures)

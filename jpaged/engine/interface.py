@@ -38,8 +38,9 @@ class SamplingVariant(IntEnum):
     GREEDY = 0  # every row is greedy: an argmax
     SAMPLING = 1  # temperature and seeds
     TRUNCATED = 2  # top_k, top_p, min_p
-    FULL = 3  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs
-    BEAM = 4  # every row is greedy or a beam: an argmax, and logprobs
+    MASKED = 3  # masks of `StepPlan.masks`
+    FULL = 4  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs
+    BEAM = 5  # every row is greedy or a beam: an argmax, and logprobs
 
 
 class FinishCode(IntEnum):
@@ -126,8 +127,14 @@ class HostCopy:
     keep: bool = False
 
 
-def _no_rows() -> np.ndarray:
+def no_rows() -> np.ndarray:
+    """No slots."""
     return np.zeros((0,), np.int32)
+
+
+def no_masks() -> np.ndarray:
+    """The masks of no rows."""
+    return np.zeros((0, 0), np.uint32)
 
 
 def _no_pairs() -> np.ndarray:
@@ -144,8 +151,8 @@ def _no_table_updates() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. The executor applies ends, swap-outs, starts, beams, swap-ins, copies and table updates in this
-    order, then runs the rows.
+    """One iteration. The executor applies ends, swap-outs, starts, beams, masks, swap-ins, copies and table updates in
+    this order, then runs the rows.
 
     ends: int32 [e]; slots to deactivate because the host says so (abort, stop string, preemption). A slot the
         device stopped itself needs no entry. A slot may end and start anew in one plan.
@@ -157,6 +164,9 @@ class StepPlan:
     table_updates: int32 [u, 4]; (slot, group, index, block id): block-table entries that running sequences get at
         their end, or in place of a shared block. Blocks that a group gives back are not among them: no later query
         reads them, and steps run in order.
+    mask_slots, masks: int32 [m], uint32 [m, ceil(vocabulary / 32)]; the tokens that these slots may sample from now on:
+        bit v % 32 of word v // 32 is set for token v. Only slots whose `SamplingParams` have structured_outputs, and
+        these only when their masks have changed.
     decode_slots: int32 [d]; slots that compute their last token and sample the next.
     num_sharing, shared_len: the first `num_sharing` of them begin with the same `shared_len` computed tokens, full
         blocks of the first one's table in the first group without a window, which an executor may read once for all.
@@ -169,14 +179,16 @@ class StepPlan:
 
     step_id: int
     variant: SamplingVariant
-    ends: np.ndarray = field(default_factory=_no_rows)
+    ends: np.ndarray = field(default_factory=no_rows)
     starts: tuple[SlotStart, ...] = ()
     swap_outs: tuple[HostCopy, ...] = ()
     swap_ins: tuple[HostCopy, ...] = ()
     beams: np.ndarray = field(default_factory=_no_triples)
     copies: np.ndarray = field(default_factory=_no_pairs)
     table_updates: np.ndarray = field(default_factory=_no_table_updates)
-    decode_slots: np.ndarray = field(default_factory=_no_rows)
+    mask_slots: np.ndarray = field(default_factory=no_rows)
+    masks: np.ndarray = field(default_factory=no_masks)
+    decode_slots: np.ndarray = field(default_factory=no_rows)
     num_sharing: int = 0
     shared_len: int = 0
     chunks: tuple[Chunk, ...] = ()

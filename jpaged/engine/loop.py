@@ -96,6 +96,10 @@ class EngineCore:
             return self._read_oldest()
         self._pace.begins()
         plan = self.scheduler.schedule()
+        while plan is NoPlan.BLOCKED and not self._in_flight[0][1].is_ready() and self.scheduler.wait_for_news():
+            if self.scheduler.has_news:
+                plan = self.scheduler.schedule()
+        failed = self.scheduler.take_failed()
         if isinstance(plan, StepPlan):
             if self.observer is not None:
                 self.observer.planned(plan)
@@ -103,8 +107,10 @@ class EngineCore:
             was_late = bool(self._in_flight) and self._in_flight[-1][1].is_ready()
             self._in_flight.append((plan, handle))
             self._pace.dispatched(plan, was_late)
-            if not self._has_enough(just_in_time):
-                return []
+            if failed or not self._has_enough(just_in_time):
+                return failed
+        elif failed or plan is NoPlan.WAITING:
+            return failed
         elif plan is NoPlan.IDLE:
             if self.has_unfinished():
                 raise EngineDeadError(f"{self.scheduler.num_unfinished} requests are left, but none can run.")
@@ -119,6 +125,10 @@ class EngineCore:
         """Reads the steps that outlived their requests, which hold slots until then."""
         while self._in_flight and not self.has_unfinished():
             self._read_oldest()
+
+    def close(self) -> None:
+        """Ends what works for the engine in other threads. No step follows."""
+        self.scheduler.close()
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs. Steps that outlived their requests may still be in flight."""

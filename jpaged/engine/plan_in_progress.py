@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jpaged.engine.interface import Chunk, HostCopy, SlotStart
+from jpaged.engine.interface import Chunk, HostCopy, SlotStart, no_masks, no_rows
 from jpaged.engine.sequences.request import Request
 
 NO_BLOCKS = np.zeros((0,), np.int32)
@@ -18,6 +18,7 @@ class PlanInProgress:
     kinds: numbers of the kinds of dependent rows (`constraints/dependent_rows.py`) that have rows in it.
     beams: (slot, parent slot, token) each; for `StepPlan.beams`.
     table_updates: int32 [u, 4] each, as `StepPlan.table_updates`.
+    mask_slots, masks: int32 [m], uint32 [m, words]; as `StepPlan` has them.
     copies: (block, block) each; besides those that decode rows need.
     """
 
@@ -30,6 +31,8 @@ class PlanInProgress:
     copies: list[tuple[int, int]] = field(default_factory=list)
     table_updates: list[np.ndarray] = field(default_factory=list)
     beams: list[tuple[int, int, int]] = field(default_factory=list)
+    mask_slots: np.ndarray = field(default_factory=no_rows)
+    masks: np.ndarray = field(default_factory=no_masks)
 
 
 def slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int) -> SlotStart:

@@ -72,9 +72,14 @@ class ExecutorConfig:
         """
         return geometric_buckets(8, self.max_num_seqs, 8)
 
+    @property
+    def mask_buckets(self) -> tuple[int, ...]:
+        """Sizes that the program for masks exists for; more masks take several calls."""
+        return tuple(sorted({min(size, self.max_num_seqs) for size in (8, 64)}))
+
     def sample_buckets(self, variant: SamplingVariant) -> tuple[int, ...]:
         """Rows that the variant's sampling programs exist for."""
-        is_rare = variant in (SamplingVariant.FULL, SamplingVariant.BEAM)
+        is_rare = variant >= SamplingVariant.MASKED
         return doublings(self.decode_buckets) if is_rare else self.decode_buckets
 
     @property

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.api import sampling_params
+from jpaged.api import sampling_params, structured_outputs
 from jpaged.engine import interface
 
 _TYPES = {
     name: kind
-    for module in (interface, sampling_params)
+    for module in (interface, sampling_params, structured_outputs)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, Enum))
 }

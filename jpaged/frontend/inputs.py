@@ -15,6 +15,7 @@ from jpaged.api.errors import InvalidParameterError, InvalidPromptError, shown
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams, check_token_ids
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.request import Request
+from jpaged.text.grammars import GrammarCheck, GrammarTokenizer
 from jpaged.text.tokenizer import Tokenizer
 
 
@@ -70,6 +71,14 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
+        self._grammars: GrammarCheck | None = None
+        if tokenizer is not None:
+            self._grammars = GrammarCheck(lambda: GrammarTokenizer.of(tokenizer, vocab_size, self._eos_token_ids))
+
+    def takes_long(self, params: SamplingParams | BeamSearchParams) -> bool:
+        """Whether checking these parameters may take longer than tokenizing a prompt: their constraint is new."""
+        constraint = params.structured_outputs if isinstance(params, SamplingParams) else None
+        return constraint is not None and self._grammars is not None and not self._grammars.knows(constraint)
 
     def request(
         self,
@@ -139,8 +148,8 @@ class InputProcessor:
 
         Raises:
             InvalidPromptError: of the wrong type, empty, too long, or with token ids outside the vocabulary.
-            InvalidParameterError: parameters that name unknown tokens, need a tokenizer that is not there, or ask for
-                more sequences than can run.
+            InvalidParameterError: parameters that name unknown tokens, need a tokenizer that is not there, have a
+                constraint that cannot be used, or ask for more sequences than can run.
             OutOfMemoryError: the pool can never hold the prompt, or the beams.
         """
         _check_kind(params)
@@ -244,8 +253,8 @@ class InputProcessor:
                     f"stop_token_ids names token {token}, but the vocabulary has {self._vocab_size} tokens."
                 )
         if self._tokenizer is None:
-            for name, value in (("stop", params.stop), ("bad_words", params.bad_words)):
-                if value:
+            for name in ("stop", "bad_words", "structured_outputs"):
+                if getattr(params, name):
                     raise InvalidParameterError(
                         f"{name} needs a tokenizer, but the engine was started with skip_tokenizer_init=True."
                     )
@@ -253,6 +262,8 @@ class InputProcessor:
         if params.bad_words and self._tokenizer is not None:
             bad_words = tuple(tuple(word) for word in self._tokenizer.encode_bad_words(params.bad_words))
         check_token_ids(params, self._vocab_size, bad_words)
+        if params.structured_outputs is not None and self._grammars is not None:
+            self._grammars.check(params.structured_outputs)
         return bad_words
 
 

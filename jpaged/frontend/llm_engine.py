@@ -6,7 +6,8 @@ add_request --> InputProcessor --> EngineCore (scheduler + executor) --> OutputP
 import os
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from jpaged.api.errors import EngineAsleepError, EngineDeadError, InvalidParamet
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.config import SchedulerConfig
+from jpaged.engine.constraints.grammars import ConstrainedRows
+from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.loop import EngineCore
@@ -31,6 +34,7 @@ from jpaged.frontend.intake import RequestIntake
 from jpaged.frontend.output_processor import OutputProcessor
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.hub import model_directory
+from jpaged.text.grammars import GrammarCompiler, GrammarTokenizer
 from jpaged.text.tokenizer import Tokenizer
 
 
@@ -94,7 +98,10 @@ class LLMEngine(RequestIntake):
             plans_ahead=self.startup.runner.memory is not None,
             **args.scheduling(),
         )
-        self._core = EngineCore(Scheduler(scheduler_config, args.seed), self.startup.leader or self.startup.runner)
+        grammars = GrammarCompiler(self._grammar_tokenizer(directory), model.vocab_size, model.eos_token_ids)
+        kinds = (Searches, partial(ConstrainedRows, grammars=grammars))
+        scheduler = Scheduler(scheduler_config, args.seed, kinds=kinds)
+        self._core = EngineCore(scheduler, self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
         self.vocab_size = model.vocab_size
         self._inputs = InputProcessor(
@@ -225,7 +232,17 @@ class LLMEngine(RequestIntake):
         """
         if not self._closed and os.getpid() == self._pid:  # in a forked process nothing of the device is its own
             self.startup.close()
+            self._core.close()
         self._closed = True
+
+    def _grammar_tokenizer(self, directory: Path) -> Callable[[], GrammarTokenizer]:
+        """Gives the tokenizer for constraints, when it is first asked for."""
+        model, tokenizer, source = self.startup.model.config, self.tokenizer, self.args.tokenizer or directory
+        if tokenizer is not None:
+            return lambda: GrammarTokenizer.of(tokenizer, model.vocab_size, model.eos_token_ids)
+        return lambda: GrammarTokenizer.read(
+            source, lambda: Tokenizer.load(source), model.vocab_size, model.eos_token_ids
+        )
 
     def _token_array(self, prompt: Prompt) -> np.ndarray:
         return np.array(self._inputs.process(prompt, SamplingParams()).prompt_token_ids, np.int32)

@@ -2,6 +2,7 @@
 
     short text, token ids   at once, 1.6 ms for the longest
     long text or list       in a thread; refused before that if it cannot fit the model
+    new constraints         in threads of their own, which wait for the processes that check them
 
 While a thread encodes, short text goes to a thread too: the tokenizer is one, and the loop would wait for it.
 """
@@ -22,6 +23,7 @@ INLINE_CHARACTERS = 4096
 _INLINE_TOKENS = 65536
 """A longer list of token ids is checked in a thread."""
 _THREADS = 2
+_CHECKS = 4
 
 _T = TypeVar("_T")
 
@@ -35,6 +37,7 @@ class AsyncTokenizer:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jpaged-tokenize")
+        self._checks = ThreadPoolExecutor(_CHECKS, thread_name_prefix="jpaged-check")
 
     async def process(
         self, prompt: Prompt, params: SamplingParams | BeamSearchParams, inputs: InputProcessor
@@ -45,6 +48,10 @@ class AsyncTokenizer:
             text = None if "prompt_token_ids" in prompt else prompt.get("prompt")
         else:
             text = prompt
+        if inputs.takes_long(params):
+            return await asyncio.get_running_loop().run_in_executor(
+                self._checks, lambda: inputs.process(prompt, params)
+            )
         encodes = isinstance(text, str) or (isinstance(params, SamplingParams) and bool(params.bad_words))
         if isinstance(text, str):
             self.check_length(text, inputs.limits.max_model_len)
@@ -74,6 +81,7 @@ class AsyncTokenizer:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
+        self._checks.shutdown(wait=False)
 
     def _takes_long(self, text: Any) -> bool:
         is_long = isinstance(text, str) and len(text) > INLINE_CHARACTERS

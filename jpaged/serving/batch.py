@@ -29,6 +29,7 @@ from jpaged.scoring.progress import Progress
 from jpaged.scoring.shards import write_shard
 from jpaged.scoring.workers import Done, Shard
 from jpaged.serving.batch_requests import BadLine, BadRequest, BatchRequest, bad_line, parse_request, response_line
+from jpaged.serving.sampling import in_words_of
 from jpaged.text.tokenizer import Tokenizer
 
 SHARD_SIZE = 64
@@ -152,7 +153,8 @@ class BatchShards:
                     params = replace(params, seed=(self._args.seed + line.record.index + (number << 32)) % 2**63)
                 try:
                     request_id = next(request_ids)
-                    self._engine.add_request(request_id, prompt, params, cache_salt=request.body.cache_salt)
+                    with in_words_of(request.body):
+                        self._engine.add_request(request_id, prompt, params, cache_salt=request.body.cache_salt)
                 except (InvalidParameterError, InvalidPromptError, OutOfMemoryError) as error:
                     raise BadRequest(request.custom_id, error, type(request.body)) from error
                 added.append(request_id)

@@ -103,12 +103,12 @@ class GenerationRequest(Struct, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
 
-    response_format: Unsupported = None
-    structured_outputs: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     logits_processors: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
     kv_transfer_params: Unsupported = None
@@ -182,7 +182,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),

@@ -8,6 +8,7 @@ from typing import Any
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.serving.constraints import constraint_of
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
 
@@ -48,7 +49,11 @@ def in_words_of(request: CompletionRequest | ChatCompletionRequest) -> Iterator[
     try:
         yield
     except (InvalidParameterError, OutOfMemoryError) as error:
-        said = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+        said = str(error)
+        constraint = constraint_of(request)
+        if constraint is not None:
+            said = re.sub(r"^structured_outputs(\.\w+)?", constraint.field, said)
+        said = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), said)
         raise type(error)(said) from error
 
 
@@ -73,6 +78,12 @@ def _sampling_of(
                 fields["max_tokens"] = 1
     if request.logit_bias is not None:
         fields["logit_bias"] = _logit_bias(request.logit_bias)
+    constraint = constraint_of(request)
+    if constraint is not None:
+        if request.use_beam_search:
+            name = constraint.field.partition(".")[0]
+            raise ApiError(400, f"{name} is not supported in a beam search; leave one of them out.", param=name)
+        fields["structured_outputs"] = constraint.params
     if request.use_beam_search:
         return _beam_search(request, fields)
     if request.length_penalty not in (None, 1.0):

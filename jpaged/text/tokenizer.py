@@ -179,6 +179,18 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def to_json(self) -> str:
+        """The tokenizer in the form of the tokenizers library, added tokens included.
+
+        Raises:
+            InvalidParameterError: it is one that this library does not run.
+        """
+        backend = getattr(self.hf, "backend_tokenizer", None)
+        if backend is None:
+            raise InvalidParameterError(f"The tokenizer of {self.source} has no tokenizer.json; convert it to one.")
+        with self._lock:
+            return backend.to_str()
+
     def token_text(self, token_id: int) -> str:
         """One token's text as it stands inside a text, with its space; fragments of characters as U+FFFD."""
         return decode_token(self.hf, token_id)

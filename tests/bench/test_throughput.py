@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.throughput import main
 from jpaged.bench.workloads import DATASETS, make_requests
@@ -72,3 +73,25 @@ def test_named_models_have_the_published_number_of_parameters(name, billions):
     assert name in CONFIGS
     config = ModelConfig.from_directory(model_directory(name))
     assert build(config).num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@small_engine.GROUP
+def test_a_workload_is_measured_with_and_without_a_schema(tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    sizes = ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
+    lengths = ["--num-prompts", "4", "--input-len", "6", "--output-len", "40", "--runs", "1", "--temperature", "1"]
+    assert main([*sizes, *lengths, "--structured", "half", "--json", str(file)]) == 0
+    free, half = json.loads(file.read_text())["results"]
+    assert free["output_tokens"] == 160
+    assert (half["num_prompts"], half["num_constrained"]) == (4, 2)
+    (run,) = half["runs"]
+    assert run["free"]["output_tokens"] == half["free_alone"]["output_tokens"] == 80
+    assert 2 <= run["constrained"]["output_tokens"] <= 80
+    assert run["output_tokens"] == run["constrained"]["output_tokens"] + 80
+    assert half["output_tokens_per_s"] == pytest.approx(run["output_tokens"] / run["seconds"])
+    assert "2 of 4 requests with a schema" in capsys.readouterr().out
+
+
+def test_a_configuration_without_a_tokenizer_needs_one_for_a_schema():
+    with pytest.raises(InvalidParameterError, match="--structured needs --tokenizer"):
+        main(["--model", "qwen3-0.6b", "--load-format", "dummy", "--structured", "all"])

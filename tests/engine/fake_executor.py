@@ -56,6 +56,12 @@ def top_tokens(last_fingerprint: int, n: int) -> list[int]:
     return sorted(range(VOCAB_SIZE), key=lambda token: (-logprob_of(last_fingerprint, token), token))[:n]
 
 
+def allowed_token(token: int, mask: np.ndarray) -> int:
+    """The token that the fake model samples where it would sample `token`, but may only what the mask allows."""
+    allowed = [t for t in range(VOCAB_SIZE) if mask[t // 32] >> (t % 32) & 1]
+    return allowed[token % len(allowed)]
+
+
 def reference_tokens(prompt: Sequence[int], seed: int, max_len: int, stop_token_ids: Sequence[int] = ()) -> list[int]:
     """What a request must generate, whatever happens around it."""
     last = 0
@@ -87,6 +93,7 @@ class _Slot:
     num_computed: int
     first_query: int = 0
     active: bool = True
+    mask: np.ndarray | None = None
 
 
 class FakeHandle:
@@ -155,6 +162,10 @@ class FakeExecutor:
             self._host[out.chunk] = self._content[out.block_ids].copy()
         for start in plan.starts:
             self._start(start)
+        assert len(plan.mask_slots) == len(set(plan.mask_slots.tolist())) == len(plan.masks)
+        for slot, mask in zip(plan.mask_slots.tolist(), plan.masks, strict=True):
+            assert self._slots[slot].start.sampling.structured_outputs is not None
+            self._slots[slot].mask = mask.copy()
         for back in plan.swap_ins:
             held = self._host[back.chunk] if back.keep else self._host.pop(back.chunk)
             wanted = np.flatnonzero(back.block_ids != NULL_BLOCK)
@@ -234,6 +245,10 @@ class FakeExecutor:
     def _write_chunk(self, state: _Slot, start: int, token_ids: list[int]) -> None:
         assert state.active
         assert start == state.num_computed
+        if state.start.sampling.structured_outputs is not None and start >= state.start.prompt_len:
+            for token in token_ids[len(state.tokens) - start :]:  # forced: the host appends them
+                state.tokens.append(token)
+                state.prints.append(fingerprint(state.prints[-1], token))
         assert token_ids == state.tokens[start : start + len(token_ids)]
         state.first_query = start if token_ids else start - 1
         for _ in token_ids:
@@ -293,9 +308,10 @@ class FakeExecutor:
                     continue
                 self._check_reads(state)
                 needed = needed_variant(state.start)
-                assert plan.variant >= needed
+                assert plan.variant >= needed or (needed == SamplingVariant.MASKED and not samples)
                 assert plan.variant < SamplingVariant.BEAM or needed == SamplingVariant.GREEDY
-                assert samples == (state.num_computed == len(state.tokens)) or row in scored
+                ends = state.num_computed == len(state.tokens)
+                assert samples == ends or row in scored or (not samples and needed == SamplingVariant.MASKED)
                 if samples:
                     token_ids[row, again] = self._sample_row(state, logprobs, (row, again))
                     codes[row] = self._code_of(state)
@@ -306,6 +322,9 @@ class FakeExecutor:
 
     def _sample_row(self, state: _Slot, logprobs: Logprobs | None, place: tuple[int, int]) -> int:
         token = next_token(state.prints[-1], state.start.seed, len(state.tokens))
+        if state.start.sampling.structured_outputs is not None:
+            assert state.mask is not None, "a constrained row runs without a mask"
+            token = allowed_token(token, state.mask)
         if logprobs is not None:
             _fill_logprobs(logprobs, place, state.prints[-1], token)
             if self.rank is not None:
@@ -384,6 +403,8 @@ def scores_of(prints: Sequence[int], targets: Sequence[int]) -> TargetScores:
 def needed_variant(start: SlotStart) -> SamplingVariant:
     if start.sampling.needs_full_variant:
         return SamplingVariant.FULL
+    if start.sampling.structured_outputs is not None:
+        return SamplingVariant.MASKED
     if start.sampling.truncates:
         return SamplingVariant.TRUNCATED
     return SamplingVariant.GREEDY if start.sampling.greedy else SamplingVariant.SAMPLING

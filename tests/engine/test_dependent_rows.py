@@ -26,8 +26,7 @@ class Masked(DependentRows):
         self.planned_with: list[tuple[int, ...]] = []
         self.num_waits = 0
 
-    @classmethod
-    def group_of(cls, request):
+    def group_of(self, request):
         return SequenceGroup.form(request) if request.request_id.startswith("masked") else None
 
     def take(self, step_id, slots, rows, result):
@@ -175,8 +174,7 @@ class Drafted(DependentRows):
 
     most_tokens = 4
 
-    @classmethod
-    def group_of(cls, request):
+    def group_of(self, request):
         return SequenceGroup.form(request) if request.request_id.startswith("draft") else None
 
 

@@ -19,7 +19,7 @@ from jpaged.engine.interface import SamplingVariant
 from jpaged.executor import config as executor_config
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.sampling.sampler import sample
-from jpaged.executor.sampling.state import init_state
+from jpaged.executor.sampling.state import init_full_state, init_state
 from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.step.blocks import GatherBlocks, ScatterBlocks
 from jpaged.executor.step.bodies import Decode, Mixed
@@ -33,6 +33,7 @@ from tests.parallel.models import VOCAB_SIZE, eight_heads
 from tests.tiny_models import write_tiny_model
 
 NUM_REQUESTS, NUM_TOKENS = 8, 10
+MASKS = (SamplingVariant.MASKED, SamplingVariant.FULL)
 FEW_BLOCKS = 44
 """Blocks of 4 tokens: the requests need about 90."""
 
@@ -195,6 +196,7 @@ def everything_by_degree(name: str) -> dict[str, Any]:
                 "tokens": {variant: run(engine, prompts(), **params) for variant, params in SAMPLED.items()},
                 "scores": score(engine, [[3, 4, *prompt] for prompt in prompts()]),
                 "odd_rows": {rows: _drawn(rows, degree) for rows in (1, 3, 8)},
+                "masked": {int(variant): _drawn_under_masks(variant, degree) for variant in MASKS},
                 **_forked_and_swapped(engine),
                 **_shared_prefix(engine),
                 **_compiled(engine),
@@ -225,6 +227,35 @@ def _drawn(rows: int, shards: int) -> list[int]:
     columns, whole = PartitionSpec(None, MODEL_AXIS), PartitionSpec()
     split = jax.jit(jax.shard_map(draw, mesh=mesh, in_specs=columns, out_specs=whole, check_vma=False))
     return np.asarray(split(logits)).tolist()
+
+
+def _drawn_under_masks(variant: SamplingVariant, shards: int) -> list[int]:
+    """Tokens of eight rows, every second one under a mask, from logits that are split over shards."""
+    rows, vocab_size = 8, 256
+    rng = np.random.default_rng(5)
+    logits = rng.normal(0, 2, (rows, vocab_size)).astype(np.float32)
+    state = init_state(rows)._replace(
+        temperature=jnp.linspace(0, 1.5, rows + 1),
+        seed=jnp.arange(2 * rows + 2, dtype=jnp.uint32).reshape(-1, 2),
+        uses_mask=jnp.arange(rows + 1) % 2 == 1,
+    )
+    masks = rng.integers(0, 2**32, (rows + 1, vocab_size // 32), np.uint32) & rng.integers(0, 2**32, 8, np.uint32)
+    masks[3] = np.eye(vocab_size // 32, dtype=np.uint32)[6]  # token 192 alone, of the last of four shards
+    numbers = jnp.arange(rows, dtype=jnp.int32)
+    collectives = ALONE if shards == 1 else Collectives(shards, MODEL_AXIS)
+
+    def draw(logits: jax.Array, counts: jax.Array) -> jax.Array:
+        full = init_full_state(rows, vocab_size)._replace(token_counts=counts)
+        options: dict[str, Any] = {"variant": variant, "collectives": collectives}
+        return sample(logits, numbers, numbers, state, full, jnp.asarray(masks), **options).token_ids
+
+    counts = np.zeros((rows + 1, vocab_size), np.int32)
+    if shards == 1:
+        return np.asarray(draw(jnp.asarray(logits), counts)).tolist()
+    mesh = DeviceMesh(jax.devices()[:shards]).mesh
+    columns, whole = PartitionSpec(None, MODEL_AXIS), PartitionSpec()
+    split = jax.jit(jax.shard_map(draw, mesh=mesh, in_specs=columns, out_specs=whole, check_vma=False))
+    return np.asarray(split(logits, counts)).tolist()
 
 
 def _forked_and_swapped(engine: LLMEngine) -> dict[str, Any]:

@@ -46,6 +46,13 @@ def test_any_number_of_truncating_rows_is_dealt_out_to_shards(by_degree):
 
 
 @one_process
+def test_rows_under_masks_draw_the_tokens_of_one_device(by_degree):
+    alone = by_degree["1"]["masked"]
+    assert by_degree["4"]["masked"] == alone
+    assert {tokens[3] for tokens in alone.values()} == {192}
+
+
+@one_process
 def test_truncating_rows_take_one_exchange_of_logits_and_one_of_tokens(by_degree):
     truncated = by_degree["4"]["collectives"][f"sample_8_{int(SamplingVariant.TRUNCATED)}"]
     assert truncated == {"all-to-all": 1, "all-gather": 1}

@@ -7,6 +7,7 @@ from jpaged.api import errors
 from jpaged.api.errors import EngineDeadError, JPagedError, error_of
 from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats, TargetScores
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.engine.sequences.request import Request
 from jpaged.processes.wire import Abort, Add, Finish, FrameReader, FromEngine, Output, Outputs, ToEngine, frame
 
@@ -17,7 +18,10 @@ def sent(message, kind):
 
 
 def test_a_request_arrives_as_it_was_checked():
-    sampling = SamplingParams(temperature=0.5, seed=2**62, stop=["end"], logit_bias={5: 1.5})
+    constraint = StructuredOutputsParams(json={"enum": ["é", 1]}, whitespace_pattern=" ?")
+    sampling = SamplingParams(
+        temperature=0.5, seed=2**62, stop=["end"], logit_bias={5: 1.5}, structured_outputs=constraint
+    )
     request = Request(
         "a",
         np.random.default_rng().integers(0, 1000, 50),

@@ -1,6 +1,7 @@
 """OpenAI batch files through the embedded model."""
 
 import json
+import re
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -41,6 +42,11 @@ BAD = [
     request("roles", CHAT, messages=[{"role": "user"}]),
     request("late", COMPLETIONS, prompt=["fine", "fox " * 200]),
 ]
+CONSTRAINED = [
+    request("regex", COMPLETIONS, prompt="Once", max_tokens=20, structured_outputs={"regex": "[ab]{4}"}),
+    request("schema", CHAT, messages=MESSAGES, response_format={"type": "json_object"}, temperature=0, max_tokens=9),
+    request("broken", COMPLETIONS, prompt="Once", guided_regex="(a"),
+]
 NO_REQUESTS = [{"url": CHAT}, request("where", "/v1/embeddings", input="a"), {**GOOD[0], "body": None}, "text"]
 
 
@@ -50,6 +56,15 @@ def run(path, lines, *options) -> tuple[int, list[dict]]:
     source.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     code = main(["run-batch", "-i", str(source), "-o", str(path / "out.jsonl"), "-q", *ENGINE, *options])
     return code, [json.loads(line) for line in (path / "out.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.xdist_group("scoring-demo")
+def test_lines_may_constrain_their_answers(tmp_path, capsys):
+    code, (regex, schema, broken) = run(tmp_path / "constrained", CONSTRAINED)
+    assert code == 1
+    assert re.fullmatch("[ab]{4}", regex["response"]["body"]["choices"][0]["text"])
+    assert schema["response"]["body"]["choices"][0]["message"]["content"].startswith("{")
+    assert broken["response"]["body"]["error"]["param"] == "guided_regex"
 
 
 @pytest.mark.xdist_group("scoring-demo")

@@ -251,7 +251,7 @@ WRONG = [
     ("completions", TEXT | {"stream_options": {}}, "stream_options"),
     ("completions", TEXT | {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ("completions", TEXT | {"suffix": "x"}, "suffix"),
-    ("completions", TEXT | {"response_format": {"type": "json_object"}}, "response_format"),
+    ("completions", TEXT | {"response_format": {"type": "xml"}}, "response_format"),
     ("completions", TEXT | {"priority": 1}, "priority"),
     ("completions", TEXT | {"cache_salt": ""}, "cache_salt"),
     ("completions", TEXT | {"request_id": ""}, "request_id"),

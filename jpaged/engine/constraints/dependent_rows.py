@@ -10,13 +10,14 @@ go on, which tokens a grammar allows next, how many drafts were right. Other seq
     plan i+3     `contribute`: what the device must know first; then the rows again
 
 A kind of dependent rows is a subclass of `DependentRows`; a scheduler makes one object of each kind that it is given
-(`Scheduler(kinds=...)`). To add one, for example a grammar whose rows wait for a mask:
+(`Scheduler(kinds=...)`). To add one whose rows wait for something made elsewhere, as `grammars.py` waits for masks:
 
     group_of     say which requests are of the kind: `SequenceGroup.form(request)` for them, None for others
+    may_queue    a request that needs something first, such as a compiled grammar, waits for it outside the queue
     take         hand the new tokens to whatever makes the masks; return the rows, whose tokens are then stored,
                  reported and tested for their end like everybody's. Do not call `made_ready` before the mask is there:
                  half of the rows may be planned while the masks of the other half are being made
-    made_ready   call it for slots whose mask has come, at the latest from `wait`
+    prepare      call `made_ready` for slots whose mask has come; return sequences that know further tokens already
     wait         the engine has nothing else to do: wait for a mask
     contribute   put the masks of the planned rows into the plan. That needs a field of PlanInProgress and StepPlan, as
                  beams are one, and a step program that applies it.
@@ -30,7 +31,7 @@ others one by one, like everybody.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -49,7 +50,7 @@ class Ended(NamedTuple):
     request: Request
     token_ids: list[int]
     reason: FinishReason
-    stop_reason: int | None
+    stop_reason: int | str | None
 
 
 class Taken(NamedTuple):
@@ -58,10 +59,12 @@ class Taken(NamedTuple):
     rows: int64 [r]; those whose tokens are stored, reported and tested for their end as every sequence's are. The kind
         has dealt with the others.
     ended: sequences that are over.
+    before: known tokens, by slot, that are to be reported before those of this result.
     """
 
     rows: np.ndarray
     ended: list[Ended]
+    before: dict[int, list[int]] = {}  # noqa: RUF012  # never written to
 
 
 class DependentRows(ABC):
@@ -83,13 +86,21 @@ class DependentRows(ABC):
         self._blocks = blocks
         self._is_ready = np.zeros((len(slots.requests),), np.bool_)
 
-    @classmethod
     @abstractmethod
-    def group_of(cls, request: Request) -> SequenceGroup | None:
+    def group_of(self, request: Request) -> SequenceGroup | None:
         """The group of a request that is of this kind; None for any other."""
 
+    def may_queue(self, request: Request) -> bool:
+        """Whether a new request of this kind may wait for its slots now, or needs something else first. Asked for each
+        plan until it may.
+
+        Raises:
+            JPagedError: what it needs cannot be had; the request ends.
+        """
+        return True
+
     def admitted(self, group: Group) -> None:  # noqa: B027  # most kinds need not know
-        """A group has got its slots. Its prompt, or all that it knows, is now computed in chunks."""
+        """Members of a group have got their slots. Their prompt, or all that they know, is now computed in chunks."""
 
     def begins(self, group: Group, slots: Sequence[int]) -> None:
         """The step being planned computes the last known token of these slots: from here they wait for results.
@@ -102,6 +113,30 @@ class DependentRows(ABC):
     def left(self, request: Request) -> None:
         """A sequence has ended, or lost its slot. It still has its slot's number here."""
         self._is_ready[request.slot] = False
+
+    def forgotten(self, group: Group) -> None:  # noqa: B027  # most kinds keep nothing
+        """All sequences of a request of this kind have ended."""
+
+    def prepare(self) -> list[Request]:
+        """A plan is about to be made. Returns sequences of this kind that have come to know tokens without sampling
+        them; these are computed in chunks, after which `begins` is called for them again. The kind has made sure that
+        their blocks have room.
+        """
+        return []
+
+    def failed(self) -> list[tuple[Ended, list[int]]]:
+        """Sequences that cannot go on, since the last call, and the last tokens of each that have not been reported."""
+        return []
+
+    @property
+    def awaits(self) -> bool:
+        """Whether something is made elsewhere that will make rows ready."""
+        return False
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `prepare` or `may_queue` would find what they did not find before."""
+        return False
 
     @property
     def num_due(self) -> int:
@@ -140,17 +175,25 @@ class DependentRows(ABC):
         self._is_ready[slots] = True
 
     def wait(self) -> bool:
-        """Nothing can run and no result is awaited: waits until a row becomes ready. False: none will by itself."""
+        """Waits until a row becomes ready or a request may queue, or for a moment. False: none will by itself."""
         return False
+
+    def close(self) -> None:  # noqa: B027  # most kinds hold nothing
+        """Nothing will be planned any more."""
+
+
+MakeRows = Callable[[int, Slots, BlockManager], DependentRows]
+"""Makes a scheduler's object of a kind: the kind itself, or what gives it further arguments."""
 
 
 class Dependents:
     """The kinds of dependent rows that a scheduler has, as one."""
 
-    def __init__(self, kinds: Sequence[type[DependentRows]], slots: Slots, blocks: BlockManager) -> None:
+    def __init__(self, kinds: Sequence[MakeRows], slots: Slots, blocks: BlockManager) -> None:
         self._slots = slots
         self._kinds = {number: kind(number, slots, blocks) for number, kind in enumerate(kinds, start=1)}
-        self.counts_vary = any(kind.most_tokens > 1 for kind in kinds)  # whether a row may bring no token at all
+        # Whether a row may bring no token at all.
+        self.counts_vary = any(kind.most_tokens > 1 for kind in self._kinds.values())
         self._kind_of: dict[str, DependentRows] = {}  # by request id, while the request is unfinished
         self._awaited: dict[int, set[int]] = {}  # kinds that have rows in a step, by step
 
@@ -173,7 +216,37 @@ class Dependents:
 
     def forget(self, request: Request) -> None:
         """The request has finished."""
-        self._kind_of.pop(request.request_id, None)
+        kind = self._kind_of.pop(request.request_id, None)
+        if kind is not None:
+            kind.forgotten(request.group)
+
+    def may_queue(self, request: Request) -> bool:
+        """As `DependentRows.may_queue`; an ordinary request always may."""
+        kind = self._kind_of.get(request.request_id)
+        return kind is None or kind.may_queue(request)
+
+    def prepare(self) -> list[Request]:
+        """As `DependentRows.prepare`."""
+        return [request for kind in self._kinds.values() for request in kind.prepare()] if self._kind_of else []
+
+    @property
+    def awaits_news(self) -> bool:
+        """As `DependentRows.awaits`."""
+        return bool(self._kind_of) and any(kind.awaits for kind in self._kinds.values())
+
+    def failed(self) -> list[tuple[Ended, list[int]]]:
+        """As `DependentRows.failed`."""
+        return [ended for kind in self._kinds.values() for ended in kind.failed()] if self._kind_of else []
+
+    @property
+    def has_news(self) -> bool:
+        """As `DependentRows.has_news`."""
+        return bool(self._kind_of) and any(kind.has_news for kind in self._kinds.values())
+
+    def close(self) -> None:
+        """As `DependentRows.close`."""
+        for kind in self._kinds.values():
+            kind.close()
 
     def rows(self) -> dict[int, np.ndarray]:
         """The slots that can be planned now, int64 [r] each, by the kind's number; kinds without are left out."""
@@ -220,11 +293,13 @@ class Dependents:
         awaited = self._awaited.pop(step_id)
         kind_of_row = self._slots.kind[slots[rows]]
         ordinary, ended = [rows[~np.isin(kind_of_row, list(awaited))]], []
+        before: dict[int, list[int]] = {}
         for number in sorted(awaited):
             taken = self._kinds[number].take(step_id, slots, rows[kind_of_row == number], result)
             ordinary.append(taken.rows)
             ended += taken.ended
-        return Taken(np.concatenate(ordinary), ended)
+            before |= taken.before
+        return Taken(np.concatenate(ordinary), ended, before)
 
     def wait(self) -> bool:
         """As `DependentRows.wait`, of the first kind that will have rows."""

@@ -30,8 +30,7 @@ class Searches(DependentRows):
         self._groups: list[BeamGroup] = []
         self._step_in_flight: int | None = None
 
-    @classmethod
-    def group_of(cls, request: Request) -> BeamGroup | None:
+    def group_of(self, request: Request) -> BeamGroup | None:
         """The group of a request for a beam search."""
         return None if request.beam is None else BeamGroup.form(request)
 

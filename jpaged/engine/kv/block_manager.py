@@ -118,6 +118,10 @@ class BlockManager:
                 del self._forked[slot]
         return updates, copies
 
+    def owns_last_block(self, slot: int) -> bool:
+        """Whether nobody else has the block that the slot's sequence writes to next, so that it need not be copied."""
+        return slot not in self._forked
+
     def free(self, slot: int) -> None:
         """Gives the slot's references back; its table is no longer to be read."""
         self._pool.free(self._slots.blocks(slot))

@@ -56,6 +56,7 @@ class NoPlan(Enum):
     """Why there is no next step."""
 
     BLOCKED = "nothing can run before a result in flight is read"
+    WAITING = "nothing is in flight, and what can run waits for something that is made elsewhere"
     IDLE = "nothing is in flight, and nothing can run"
 
 
@@ -86,7 +87,7 @@ class Planner(SchedulerPart):
             if self.in_flight:
                 return NoPlan.BLOCKED
             if self._dependents.wait():
-                continue
+                return NoPlan.WAITING
             if not self._tenants.prefilling:
                 return NoPlan.IDLE
             next(self._preemption.one_by_one())  # prompts wait for blocks that other prompts hold
@@ -130,6 +131,8 @@ class Planner(SchedulerPart):
             swap_outs=self._swap_space.end_plan(),
             swap_ins=tuple(plan.swap_ins),
             beams=np.array(plan.beams, np.int32) if plan.beams else _NO_BEAMS,
+            mask_slots=plan.mask_slots,
+            masks=plan.masks,
             copies=copies,
             table_updates=table_updates,
             decode_slots=rows.astype(np.int32),

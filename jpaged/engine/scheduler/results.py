@@ -50,17 +50,18 @@ class Results(SchedulerPart):
         self._counters.count_step(len(rows) if counts is None else int(counts.sum()), num_prefilled)
         now, of_chunks = time.monotonic(), owned[len(plan.decode_slots) :]
         self._note_prompts(plan, result, of_chunks, now)
-        updates = self._take_scores(plan, result, of_chunks)
+        updates, before = self._take_scores(plan, result, of_chunks), None
         if (result.finish_codes == FinishCode.NOT_FINITE).any():
             updates += self._end_not_finite(result, rows_slots, rows)
             left = self._slots.start_step[rows_slots[rows]] <= plan.step_id
             rows, counts = rows[left], None if counts is None else counts[left]
         if self._dependents.awaits(plan.step_id):
-            rows, ended = self._dependents.take(plan.step_id, rows_slots, rows, result)
-            updates += [self._end(one) for one in ended]
+            rows, ended, before = self._dependents.take(plan.step_id, rows_slots, rows, result)
+            updates += [self.end(one) for one in ended]
+            self._counters.generated_tokens += sum(map(len, before.values()))
         if counts is not None:
             counts = np.count_nonzero(result.token_ids[rows] != NO_TOKEN, axis=1)
-        return updates + self._take_tokens(result, rows_slots, rows, counts, now)
+        return updates + self._take_tokens(result, rows_slots, rows, counts, now, before or {})
 
     def _sampled_rows(
         self, plan: StepPlan, result: StepResult
@@ -118,7 +119,7 @@ class Results(SchedulerPart):
             if scores is not None:
                 request.store_scores(stop, scores)
             if stop == request.prompt_len:
-                updates.append(self._end(Ended(request, [], "length", None)))
+                updates.append(self.end(Ended(request, [], "length", None)))
         return updates
 
     def _end_not_finite(self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray) -> list[RequestUpdate]:
@@ -138,11 +139,17 @@ class Results(SchedulerPart):
         return updates
 
     def _take_tokens(
-        self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray, counts: np.ndarray | None, now: float
+        self,
+        result: StepResult,
+        rows_slots: np.ndarray,
+        rows: np.ndarray,
+        counts: np.ndarray | None,
+        now: float,
+        before: dict[int, list[int]],
     ) -> list[RequestUpdate]:
         """Takes in the tokens of these rows, ends the sequences whose last they are, and tells of those that report.
 
-        counts: int64 [rows]; how many tokens each brought, None for one each.
+        counts: int64 [rows]; how many tokens each brought, None for one each. before: as in `Taken`.
         """
         slots, codes = self._slots, result.finish_codes
         live, tokens = rows_slots[rows], result.token_ids
@@ -176,6 +183,8 @@ class Results(SchedulerPart):
                     self._tenants.end(request, "stop", request.stop_reason_of(token_ids[-1]))
                 else:
                     self._tenants.end(request, "length", None)
+            if before:
+                token_ids = [*before.get(slot, ()), *token_ids]
             updates.append(RequestUpdate(request, token_ids if reports else request.output_token_ids))
         return updates
 
@@ -189,7 +198,7 @@ class Results(SchedulerPart):
                 if request is not None and token_id != NO_TOKEN:
                     store_logprobs(request, token_id, logprobs, (row, k))
 
-    def _end(self, ended: Ended) -> RequestUpdate:
+    def end(self, ended: Ended) -> RequestUpdate:
         """Ends a sequence for which the host knows that it is over."""
         request = ended.request
         self._tenants.give_up(request)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpaged.api.errors import EngineDeadError, InvalidParameterError
+from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError
 from jpaged.engine.config import SchedulerConfig
-from jpaged.engine.constraints.dependent_rows import DependentRows, Dependents
+from jpaged.engine.constraints.dependent_rows import Dependents, MakeRows
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import StepPlan, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
@@ -52,7 +52,7 @@ class Scheduler:
         config: SchedulerConfig,
         seed: int = 0,
         pool: BlockPool | None = None,
-        kinds: Sequence[type[DependentRows]] = (Searches,),
+        kinds: Sequence[MakeRows] = (Searches,),
     ) -> None:
         self.config = config
         self.pool = pool or BlockPool(
@@ -68,6 +68,8 @@ class Scheduler:
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
         self._blocks = BlockManager(self.pool, self.slots)
         self._dependents = Dependents(kinds, self.slots, self._blocks)
+        self._on_hold: list[Request] = []  # they need something before they may wait for slots
+        self._failed: list[RequestUpdate] = []
         state = SchedulerState(
             config, self.pool, self.slots, self._blocks, self.swap_space, self._waiting, self._dependents, Counters()
         )
@@ -110,15 +112,67 @@ class Scheduler:
         if generated is not None:
             group.resume(generated)
         for sequence in group.waiting():
-            self._waiting.push(sequence)
+            if self._dependents:
+                self._waiting.hold(sequence)
+                self._on_hold.append(sequence)
+            else:
+                self._waiting.push(sequence)
+        if self._dependents:
+            self._release()
 
     def schedule(self) -> StepPlan | NoPlan:
         """Plans the next step and takes it as executed: the caller dispatches plans in the order it gets them.
 
-        Returns: the plan; `NoPlan.BLOCKED` when nothing can run before a result is read; `NoPlan.IDLE` when no result
-            is awaited, either, so that only a new request makes a difference.
+        Returns: the plan; `NoPlan.BLOCKED` when nothing can run before a result is read; `NoPlan.WAITING` when no
+            result is awaited, but something that is made elsewhere; `NoPlan.IDLE` when only a new request makes a
+            difference.
         """
+        if self._on_hold:
+            self._release()
+        if self._dependents:
+            self._tenants.prefilling[:0] = self._dependents.prepare()
+            for ended, unreported in self._dependents.failed():
+                update = self._results.end(ended)
+                self._failed.append(
+                    update._replace(new_token_ids=unreported) if update.request.reports_each_token else update
+                )
         return self._planner.plan()
+
+    def take_failed(self) -> list[RequestUpdate]:
+        """Sequences that ended by themselves since the last call, because they cannot go on."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `schedule` may find rows to plan that it did not find before, with no result read since."""
+        return self._dependents.has_news
+
+    def wait_for_news(self) -> bool:
+        """Waits for something that is made elsewhere, for a moment. False: nothing is."""
+        return self._dependents.awaits_news and self._dependents.wait()
+
+    def close(self) -> None:
+        """Ends what works for the scheduler in other threads."""
+        self._dependents.close()
+
+    def _release(self) -> None:
+        """Lets those requests wait for slots that have what they needed before."""
+        on_hold, self._on_hold = self._on_hold, []
+        for request in on_hold:
+            try:
+                if request.finished:
+                    continue
+                if self._dependents.may_queue(request):
+                    self._waiting.release(request)
+                else:
+                    self._on_hold.append(request)
+            except JPagedError as error:
+                for _ in request.group.waiting():
+                    self._waiting.count_out()
+                for member in request.group.members:
+                    self._tenants.end(member, "abort", str(error))
+                    self._failed.append(RequestUpdate(member, []))
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Takes in what a step found. Plans come back in the order in which they were made.

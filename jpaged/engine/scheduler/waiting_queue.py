@@ -25,6 +25,15 @@ class WaitingQueue:
         heapq.heappush(self._heap, (rank, request.arrival_number, request.index, request))
         self._size += 1
 
+    def hold(self, request: Request) -> None:
+        """As `push`, but its turn cannot come before `release`."""
+        self._size += 1
+
+    def release(self, request: Request) -> None:
+        """The turn of a request on hold can come."""
+        self._size -= 1
+        self.push(request)
+
     def peek(self) -> Request | None:
         """The sequence whose turn it is; None if none waits."""
         while self._heap and self._heap[0][-1].status == RequestStatus.FINISHED:

@@ -121,7 +121,9 @@ class Request:
         self.beam = beam
         self.priority = _checked_priority(priority)
         self.cache_salt = checked_salt(cache_salt)
-        self._eos_token_ids = () if sampling.ignore_eos else tuple(dict.fromkeys(eos_token_ids))
+        # A constraint allows the end of sequence where it is fulfilled; with ignore_eos only where nothing can follow.
+        ignores_eos = sampling.ignore_eos and sampling.structured_outputs is None
+        self._eos_token_ids = () if ignores_eos else tuple(dict.fromkeys(eos_token_ids))
         self.stop_token_ids = tuple(dict.fromkeys((*self._eos_token_ids, *(sampling.stop_token_ids or ()))))
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidParameterError(

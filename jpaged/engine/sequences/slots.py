@@ -209,6 +209,12 @@ class Slots:
         self.token_ids[slots, known] = token_ids
         self.num_known[slots] = known + 1
 
+    def append_forced(self, slot: int, token_ids: Sequence[int]) -> None:
+        """The slot's sequence goes on with these tokens, which nobody samples."""
+        known = int(self.num_known[slot])
+        self.token_ids[slot, known : known + len(token_ids)] = token_ids
+        self.num_known[slot] = known + len(token_ids)
+
     def append_several(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
         """The host learns of several tokens of each of these distinct slots. Those that wait for their results have
         computed all that is known but the last token, however many were planned.

@@ -20,7 +20,10 @@ from jpaged.api.sampling_params import (
 )
 from jpaged.engine.interface import NO_TOKEN
 
-CORE_FIELDS = ("temperature", "top_p", "min_p", "top_k", "seed_low", "seed_high", "min_len", "max_len", "uses_extras")
+CORE_FIELDS = (
+    *("temperature", "top_p", "min_p", "top_k", "seed_low", "seed_high", "min_len", "max_len"),
+    *("uses_extras", "uses_mask"),
+)
 CORE_RECORD_WORDS = len(CORE_FIELDS) + MAX_STOP_TOKEN_IDS
 """int32 words of a `core_record`."""
 
@@ -51,8 +54,9 @@ def core_record(
     record[:3].view(np.float32)[:] = min(params.temperature, _HIGHEST_TEMPERATURE), params.top_p, params.min_p
     record[3] = min(max(params.top_k, 0), np.iinfo(np.int32).max)
     record[4:6].view(np.uint32)[:] = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    record[6:9] = min(prompt_len + params.min_tokens, np.iinfo(np.int32).max), max_len, uses_extras(params)
-    record[9 : 9 + len(stops)] = stops
+    record[6:8] = min(prompt_len + params.min_tokens, np.iinfo(np.int32).max), max_len
+    record[8:10] = uses_extras(params), params.structured_outputs is not None
+    record[10 : 10 + len(stops)] = stops
     return record
 
 

@@ -1,13 +1,15 @@
 """Drawing the next token of every row on the device: pure functions over per-slot sampling state.
 
-    logits [R, V] ── FULL: masks, logit_bias, penalties ──┬─ argmax ───────────────────────────┐
-       │                                                  └─ temperature, min_p, top_k, top_p, ├─> token ids [R]
-       │                                                     then one keyed draw ──────────────┘
+    logits [R, V] ── MASKED: what a constraint allows
+                  ── FULL: as well masks, logit_bias, penalties ──┬─ argmax ───────────────────────────┐
+       │                                                          └─ temperature, min_p, top_k, top_p, ├─> token ids [R]
+       │                                                             then one keyed draw ──────────────┘
        └─ FULL: log-probabilities, ranks and top alternatives of the logits as the model gave them
 
 The order is vLLM's (its `vllm.v1.sample.sampler`, 0.22): allowed_token_ids, bad_words, min_tokens, logit_bias;
 repetition, frequency, presence penalty; temperature, min_p, top_k, top_p; the draw. Each step sees what the one
-before it left: top_p is a share of what min_p and top_k keep.
+before it left: top_p is a share of what min_p and top_k keep. A constraint's mask comes first; where it and
+allowed_token_ids have no token in common, the mask stands alone.
 
 From temperature on it is one op, `pallas_kernels.sample_tokens`. Its noise is a hash of (seed, position, token id) and
 of nothing else, so a draw does not depend on the batch, the row, the slot or the step.
@@ -51,6 +53,7 @@ def sample(
     positions: jax.Array,
     state: SamplingState,
     full: FullSamplingState | None = None,
+    masks: jax.Array | None = None,
     *,
     variant: SamplingVariant,
     num_logprobs: int = MAX_LOGPROBS,
@@ -63,6 +66,7 @@ def sample(
     slots: int32 [R]; the null slot for padded rows.
     positions: int32 [R]; the position that the new token will have, that is, the sequence's length so far.
     full: needed by SamplingVariant.FULL, ignored by the others.
+    masks: uint32 [S + 1, words], as `init_masks`; needed by MASKED. FULL heeds them if there are any, others do not.
     variant: static. All but GREEDY draw the same tokens from the same (processed) logits where no row truncates.
         SAMPLING leaves truncation out: 19 passes over the logits where the draw runs in XLA. (A `lax.cond` on the
         device would make XLA wait for the predicate on the host, which stalls the pipelined loop.) Where a kernel
@@ -84,7 +88,11 @@ def sample(
     if variant == SamplingVariant.FULL:
         if full is None:
             raise ValueError("SamplingVariant.FULL needs a FullSamplingState.")
-        processed = process_logits(logits, slots, positions, state, full, collectives)
+        processed = process_logits(logits, slots, positions, state, full, collectives, masks)
+    elif variant == SamplingVariant.MASKED:
+        if masks is None:
+            raise ValueError("SamplingVariant.MASKED needs masks.")
+        processed = _allowed_only(logits, _masks_of(slots, state, masks), collectives)
     truncates = variant >= SamplingVariant.TRUNCATED
     token_ids = _draw(processed, slots, positions, state, collectives, truncates=truncates, backend=backend)
     if variant == SamplingVariant.FULL:
@@ -124,6 +132,7 @@ def process_logits(
     state: SamplingState,
     full: FullSamplingState,
     collectives: Collectives = ALONE,
+    masks: jax.Array | None = None,
 ) -> jax.Array:
     """Masks, logit_bias and penalties: float32 [R, V] -> float32 [R, V]. Masked tokens become minus infinity.
 
@@ -132,11 +141,12 @@ def process_logits(
     vocab_size = logits.shape[1]
     extras = state.uses_extras[slots]
 
-    words = _own_words(full.allowed[slots], vocab_size, collectives)
-    words = jnp.where(extras[:, None], words, np.uint32(0xFFFFFFFF))
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    allowed = bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0
-    allowed_only = jnp.where(allowed, logits, -_INF)
+    words = jnp.where(extras[:, None], full.allowed[slots], np.uint32(0xFFFFFFFF))
+    if masks is not None:
+        mask = _masks_of(slots, state, masks)
+        has_any = jnp.any(words & mask, axis=1, keepdims=True)
+        words = jnp.where(has_any, words & mask, mask)
+    allowed_only = _allowed_only(logits, words, collectives)
 
     # Bad words, stop tokens before min_len and logit_bias all add to single logits, and minus infinity absorbs what is
     # added to it, so one scatter does for the three of them whatever the order in which it adds.
@@ -207,6 +217,19 @@ def _draw(
 def _most_likely(logits: jax.Array, collectives: Collectives) -> jax.Array:
     shards = None if collectives.size == 1 else collectives
     return sample_reference.argmax(without_nan(logits), shards)[0]
+
+
+def _masks_of(slots: jax.Array, state: SamplingState, masks: jax.Array) -> jax.Array:
+    """The masks of these slots, uint32 [R, words]; all bits are set for those without a constraint."""
+    return jnp.where(state.uses_mask[slots][:, None], masks[slots], np.uint32(0xFFFFFFFF))
+
+
+def _allowed_only(logits: jax.Array, words: jax.Array, collectives: Collectives) -> jax.Array:
+    """Makes minus infinity of the logits of tokens that are not allowed. words: uint32 [R, ceil(V / 32)]."""
+    vocab_size = logits.shape[1]
+    words = _own_words(words, vocab_size, collectives)
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return jnp.where(bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0, logits, -_INF)
 
 
 def _own_words(words: jax.Array, width: int, collectives: Collectives) -> jax.Array:

@@ -35,6 +35,7 @@ class SamplingState(NamedTuple):
     max_len: int32 [S + 1]; total length in tokens at which the sequence stops.
     uses_extras: bool [S + 1]; whether the slot's row of `FullSamplingState` is its own. Otherwise that row is stale
         and is ignored, so a request that asks for no extras need not write one.
+    uses_mask: bool [S + 1]; whether the slot's row of the masks (`init_masks`) is its own.
     stop_token_ids: int32 [S + 1, MAX_STOP_TOKEN_IDS]; padded with NO_TOKEN.
     """
 
@@ -46,6 +47,7 @@ class SamplingState(NamedTuple):
     min_len: jax.Array
     max_len: jax.Array
     uses_extras: jax.Array
+    uses_mask: jax.Array
     stop_token_ids: jax.Array
 
 
@@ -84,8 +86,21 @@ def init_state(num_slots: int) -> SamplingState:
         min_len=jnp.zeros(rows, jnp.int32),
         max_len=jnp.full(rows, np.iinfo(np.int32).max, jnp.int32),
         uses_extras=jnp.zeros(rows, jnp.bool_),
+        uses_mask=jnp.zeros(rows, jnp.bool_),
         stop_token_ids=jnp.full((rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, jnp.int32),
     )
+
+
+def init_masks(num_slots: int, vocab_size: int) -> jax.Array:
+    """What each slot may sample under its constraint, uint32 [num_slots + 1, ceil(V / 32)]: bit v % 32 of word v // 32
+    is set if token v may be sampled. 19 KB a slot at V = 152k.
+    """
+    return jnp.full((num_slots + 1, mask_words(vocab_size)), 0xFFFFFFFF, jnp.uint32)
+
+
+def set_masks(masks: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """Writes the masks of some slots. slots: int32 [C], the null slot where unused; rows: uint32 [C, words]."""
+    return masks.at[_droppable(slots, masks.shape[0])].set(rows, mode="drop")
 
 
 def init_full_state(num_slots: int, vocab_size: int, shard_vocab_size: int | None = None) -> FullSamplingState:
@@ -120,6 +135,7 @@ def start_slots(state: SamplingState, slots: jax.Array, records: jax.Array) -> S
         min_len=records[:, 6],
         max_len=records[:, 7],
         uses_extras=records[:, 8] != 0,
+        uses_mask=records[:, 9] != 0,
         stop_token_ids=records[:, len(CORE_FIELDS) :],
     )
     return jax.tree.map(lambda old, values: old.at[rows].set(values, mode="drop"), state, new)

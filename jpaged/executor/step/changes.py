@@ -4,6 +4,7 @@ update             ends, starts and block-table entries
 init_full          makes the full sampling state, when some request first asks for something kept there
 start_full         writes a slot's row of it
 known_tokens       counts the tokens that a slot starts with
+set_masks[N]       what slots may sample from now on
 move_beams[N]      slots go on from other slots, with the tokens that a search chose
 """
 
@@ -11,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, UInt
 
 from jpaged.engine.interface import NO_TOKEN
 from jpaged.executor.sampling import records as sampling_records
@@ -136,4 +139,29 @@ class MoveBeams(StepProgram):
         return {"state": state}, None
 
 
-KINDS = (Update, InitFull, StartFull, KnownTokens, MoveBeams)
+@dataclass(frozen=True)
+class SetMasks(StepProgram):
+    """Writes masks: what some slots may sample from now on."""
+
+    rows: int
+
+    kind = "set_masks"
+    writes = ("masks",)
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        return map(cls, setup.config.mask_buckets)
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        words = sampling_records.mask_words(setup.model.vocab_size)
+        return PackedLayout(slots=Field((self.rows,), setup.config.null_slot), masks=Field((self.rows, words), 0))
+
+    def body(
+        self, setup: Setup, *, masks: UInt[Array, "slots words"], packed: Int[Array, " n"]
+    ) -> tuple[dict[str, object], None]:
+        host = self.layout(setup).unpack(packed)
+        rows = lax.bitcast_convert_type(host["masks"], jnp.uint32)
+        return {"masks": sampling_state.set_masks(masks, host["slots"], rows)}, None
+
+
+KINDS = (Update, InitFull, StartFull, KnownTokens, MoveBeams, SetMasks)

@@ -69,6 +69,9 @@ class Sample(StepProgram):
     def largest(cls, setup: Setup) -> Self:
         return cls(setup.config.decode_buckets[-1], SamplingVariant.FULL)
 
+    def reads_also(self, setup: Setup) -> tuple[str, ...]:
+        return ("masks",) if self.variant in (SamplingVariant.MASKED, SamplingVariant.FULL) else ()
+
     def updates(self, setup: Setup) -> tuple[str, ...]:
         return ("state", "full") if self.variant == SamplingVariant.FULL else ("state",)
 
@@ -92,6 +95,7 @@ class Sample(StepProgram):
         earlier: Int[Array, "2 rows"],
         hidden: Float[Array, "rows hidden"],
         rows: Rows,
+        masks: Array | None = None,
         full: sampling_state.FullSamplingState | None = None,
     ) -> tuple[dict[str, object], SampleResult]:
         """earlier: tokens and codes of an earlier step, which those of this one are written over."""
@@ -105,6 +109,7 @@ class Sample(StepProgram):
             positions,
             sampling,
             full,
+            masks,
             variant=self.variant,
             collectives=collectives,
             backend=setup.config.optional_backend,

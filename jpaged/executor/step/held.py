@@ -3,6 +3,7 @@
     weights   the model's flat tuple                         head      the part of it that `Model.head_logits` reads
     pools     keys and values (`cache/paged.py`)             state     slots, with their block tables (`state.py`)
     sampling  sampling parameters by slot                    full      penalties, masks and counts by slot; there when
+    masks     what constrained slots may sample
     exchange  of the one-shot all-reduce; there only where             some request asks for them
               some body sums by it
 
@@ -57,6 +58,9 @@ def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
         "pools": HeldShapes(tuple(mesh.split(pool, cache.pools_spec) for pool in cache.pools), cache.pools_spec),
         "state": HeldShapes(jax.eval_shape(lambda: initial_slot_state(cache)), WHOLE),
         "sampling": HeldShapes(jax.eval_shape(lambda: sampling_state.init_state(config.max_num_seqs)), WHOLE),
+        "masks": HeldShapes(
+            jax.eval_shape(lambda: sampling_state.init_masks(config.max_num_seqs, model.vocab_size)), WHOLE
+        ),
         "full": HeldShapes(full._replace(token_counts=mesh.split(full.token_counts, TOKEN_COUNTS)), full_spec),
     }
     if config.one_shot_rows:
@@ -78,6 +82,7 @@ def initial_held(setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array], p
         "pools": empty_pools(setup, mesh) if pools is None else pools,
         "state": mesh.whole(initial_slot_state(setup.cache)),
         "sampling": mesh.whole(sampling_state.init_state(setup.config.max_num_seqs)),
+        "masks": mesh.whole(sampling_state.init_masks(setup.config.max_num_seqs, setup.model.vocab_size)),
     }
     if "exchange" in shapes:
         inbox, generations = shapes["exchange"].shapes

@@ -122,6 +122,10 @@ class StepProgram:
         """
         return None
 
+    def reads_also(self, setup: Setup) -> tuple[str, ...]:
+        """Further held values that it reads and leaves as they are, if these differ between programs of the kind."""
+        return ()
+
     def updates(self, setup: Setup) -> tuple[str, ...]:
         """Held values that are donated to it. Its body returns their new contents."""
         return self.writes
@@ -160,7 +164,8 @@ class StepProgram:
     def signature(self, setup: Setup) -> Signature:
         updates, layout = self.updates(setup), self.layout(setup)
         inputs = (*self.inputs(setup), *(() if layout is None else (PACKED,)))
-        takes = (*self.reads, *updates, *self.consumes, *(name for name in inputs if name not in self.consumes))
+        reads = (*self.reads, *self.reads_also(setup))
+        takes = (*reads, *updates, *self.consumes, *(name for name in inputs if name not in self.consumes))
         return Signature(takes, (*updates, *self.creates), layout)
 
 

@@ -1,6 +1,6 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
-    plan --> [gather] --> [update] --> [move_beams[N]] --> [scatter] --> [copy_blocks[N]]
+    plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N] ..] --> [scatter] --> [copy_blocks[N]]
                                             |
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ...]       --'
@@ -36,6 +36,7 @@ from jpaged.executor.step.changes import (
     InitFull,
     KnownTokens,
     MoveBeams,
+    SetMasks,
     StartFull,
     Update,
 )
@@ -117,6 +118,8 @@ class Runner:
             self._end_and_start(plan.ends, plan.starts)
         if len(plan.beams):
             self._move_beams(plan.beams)
+        if len(plan.mask_slots):
+            self._set_masks(plan.mask_slots, plan.masks)
         for back in plan.swap_ins:
             self._swap_in(back)
         if len(plan.copies):
@@ -272,6 +275,17 @@ class Runner:
         buffer, host = self._packed(program)
         host["rows"][: len(beams)] = beams
         self._run(program, packed=buffer)
+
+    def _set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
+        """In calls of at most the largest size: a mask takes as many bits as the vocabulary has tokens."""
+        sizes = self._config.mask_buckets
+        for first in range(0, len(slots), sizes[-1]):
+            some = slots[first : first + sizes[-1]]
+            program = SetMasks(bucket_for(len(some), sizes))
+            buffer, host = self._packed(program)
+            host["slots"][: len(some)] = some
+            host["masks"][: len(some)] = masks[first : first + len(some)].view(np.int32)
+            self._run(program, packed=buffer)
 
     def _copy_blocks(self, copies: np.ndarray) -> None:
         """In calls of at most the largest size, since each cache group may have a copy for each slot."""

@@ -3,7 +3,7 @@ import pytest
 
 from jpaged.api.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, JPagedError, OutOfMemoryError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
-from jpaged.engine.interface import NO_TOKEN, StepResult
+from jpaged.engine.interface import NO_TOKEN, SamplingVariant, StepResult
 from jpaged.engine.scheduler.preemption import Preemption
 from jpaged.engine.scheduler.scheduler import NoPlan, Scheduler
 from jpaged.engine.sequences.request import Request, RequestStatus
@@ -620,7 +620,8 @@ class TestPlans:
         engine.add(greedy, random, truncated, full)
         engine.run()
         variants = [plan.variant for plan in engine.plans]
-        assert variants == [variant for variant in (3, 2, 1, 0) for _ in range(3)]
+        by_ability = (SamplingVariant.FULL, SamplingVariant.TRUNCATED, SamplingVariant.SAMPLING, SamplingVariant.GREEDY)
+        assert variants == [variant for variant in by_ability for _ in range(3)]
 
     def test_a_seed_is_passed_on_and_others_derive_from_the_engine_and_the_arrival(self):
         def seeds(engine_seed: int) -> list[int]:

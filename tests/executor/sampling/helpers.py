@@ -14,11 +14,12 @@ from jpaged.executor.sampling import state as sampling_state
 VOCAB = 40
 SLOTS = 40
 DRAWS = 20_000
-GREEDY, SAMPLING, TRUNCATED, FULL, BEAM = SamplingVariant
+GREEDY, SAMPLING, TRUNCATED, MASKED, FULL, BEAM = SamplingVariant
 
 sample = jax.jit(sampler.sample, static_argnames=("variant", "num_logprobs"))
 start_slots = jax.jit(sampling_state.start_slots)
 start_full_slot = jax.jit(sampling_state.start_full_slot)
+set_masks = jax.jit(sampling_state.set_masks)
 add_known_tokens = jax.jit(sampling_state.add_known_tokens)
 add_sampled_tokens = jax.jit(sampling_state.add_sampled_tokens)
 process_logits = jax.jit(sampler.process_logits)
@@ -34,6 +35,7 @@ class Slots:
         self.vocab = vocab
         self.state = sampling_state.init_state(SLOTS)
         self.full = sampling_state.init_full_state(SLOTS, vocab)
+        self.masks = sampling_state.init_masks(SLOTS, vocab)
 
     def start(self, params, slot=0, *, seed=0, prompt=(), output=(), stops=(), bad_words=(), max_len=1 << 20, chunk=8):
         record = sampling_records.core_record(
@@ -63,6 +65,7 @@ class Slots:
             np.pad(np.asarray(positions, np.int32), pad),
             self.state,
             self.full,
+            self.masks,
             variant=variant,
             **options,
         )

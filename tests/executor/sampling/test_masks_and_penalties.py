@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 
 from jpaged.api.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.engine.interface import NO_TOKEN, FinishCode
 from jpaged.executor.sampling import sampler
 from tests.executor.sampling.helpers import (
     BAD_WORDS,
     EXTRAS,
+    FULL,
+    MASKED,
     OUTPUT,
     PROMPT,
     SLOTS,
@@ -20,7 +23,9 @@ from tests.executor.sampling.helpers import (
     assert_distributed_as,
     process_logits,
     reference_logits,
+    reference_probabilities,
     request_logits,
+    set_masks,
 )
 
 
@@ -34,6 +39,61 @@ def test_processed_logits_equal_the_reference(kwargs):
     result = process_logits(logits, np.array([2, 3]), np.array([position, position]), slots.state, slots.full)
     np.testing.assert_allclose(result[0], reference_logits(logits[0], params, **request), rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(result[1], logits[1])
+
+
+CONSTRAINED = StructuredOutputsParams(regex="a")
+
+
+def mask_of(*tokens: int) -> np.ndarray:
+    bits = np.zeros(64, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+@pytest.mark.parametrize("variant", [MASKED, FULL])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constrained_row_samples_what_its_mask_allows_and_another_what_it_likes(variant, temperature):
+    slots = Slots().start(SamplingParams(temperature=temperature, structured_outputs=CONSTRAINED), 2)
+    slots.start(SamplingParams(temperature=0.0), 3)
+    allowed = [3, 31, 32, VOCAB - 1]
+    slots.masks = set_masks(slots.masks, np.array([2, 3, slots.null]), np.stack([mask_of(*allowed), *[mask_of(0)] * 2]))
+    logits = np.stack([request_logits(seed) for seed in range(64)])
+    own = slots.sample(logits, np.full(64, 2), np.arange(64), variant).token_ids
+    free = slots.sample(logits, np.full(64, 3), np.arange(64), variant).token_ids
+    assert set(own.tolist()) == set(allowed)
+    if not temperature:
+        assert own.tolist() == [allowed[i] for i in logits[:, allowed].argmax(axis=1)]
+    assert free.tolist() == logits.argmax(axis=1).tolist()
+
+
+def test_a_masked_draw_is_distributed_as_the_allowed_tokens_are_truncation_included():
+    params = SamplingParams(temperature=0.8, top_k=3, top_p=0.9, structured_outputs=CONSTRAINED)
+    slots, allowed, logits = Slots().start(params), list(range(0, VOCAB, 3)), request_logits(5)
+    slots.masks = set_masks(slots.masks, np.array([0]), mask_of(*allowed)[None])
+    masked = np.full(VOCAB, -np.inf)
+    masked[allowed] = logits[allowed]
+    assert_distributed_as(slots.draws(logits, MASKED), reference_probabilities(masked, params))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({"allowed_token_ids": [4, 9, 30]}, [9, 30]),
+        ({"allowed_token_ids": [4, 5]}, [9, 12, 30]),  # nothing in common: the constraint stands
+        ({"bad_words": ["x"]}, [9, 30]),
+        ({"min_tokens": 5}, [12, 30]),
+        ({"logit_bias": {4: 100.0}}, [9, 12, 30]),
+    ],
+    ids=str,
+)
+def test_other_masks_narrow_a_constraint_and_never_widen_it(kwargs, expected):
+    bad_words = [[12]] if "bad_words" in kwargs else []
+    params = SamplingParams(structured_outputs=CONSTRAINED, **kwargs)
+    slots = Slots().start(params, stops=[9], bad_words=bad_words)
+    slots.masks = set_masks(slots.masks, np.array([0]), mask_of(9, 12, 30)[None])
+    logits, where = np.zeros((1, VOCAB), np.float32), np.array([0])
+    result = process_logits(logits, where, where, slots.state, slots.full, masks=slots.masks)
+    assert np.flatnonzero(np.isfinite(result[0])).tolist() == expected
 
 
 def test_stop_tokens_cannot_be_sampled_before_min_tokens_and_can_from_there():

@@ -198,9 +198,10 @@ def test_no_variant_sorts_branches_or_loops_over_the_vocabulary(variant):
     vocab, slots = 4096, 8
     state = jax.eval_shape(partial(sampling_state.init_state, slots))
     full = jax.eval_shape(partial(sampling_state.init_full_state, slots, vocab))
+    masks = jax.eval_shape(partial(sampling_state.init_masks, slots, vocab))
     rows = jax.ShapeDtypeStruct((4,), np.int32)
     jaxpr = jax.make_jaxpr(partial(sampler.sample, variant=variant, num_logprobs=5))(
-        jax.ShapeDtypeStruct((4, vocab), np.float32), rows, rows, state, full
+        jax.ShapeDtypeStruct((4, vocab), np.float32), rows, rows, state, full, masks
     )
     equations = [eqn for inner in _jaxprs(jaxpr.jaxpr) for eqn in inner.eqns]
     assert not {"cond", "while", "scan"} & {eqn.primitive.name for eqn in equations}

@@ -1,0 +1,122 @@
+"""The part of `jpaged bench throughput` that has a constraint: requests of which all or some carry a JSON schema."""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from jpaged.api.errors import InvalidParameterError
+from jpaged.api.outputs import RequestOutput
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.structured_outputs import StructuredOutputsParams
+from jpaged.bench.engine_options import engine_options
+from jpaged.bench.models import CONFIGS
+from jpaged.bench.workloads import BenchRequest, Workload
+from jpaged.llm import LLM
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "summary": {"type": "string", "maxLength": 120},
+        "score": {"type": "integer", "minimum": 0, "maximum": 100},
+        "category": {"enum": ["question", "request", "complaint", "praise"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 16}, "minItems": 1, "maxItems": 5},
+    },
+    "required": ["name", "summary", "score", "category", "tags"],
+    "additionalProperties": False,
+}
+"""Bounded strings and arrays, as of an application that files what its users write."""
+
+
+def make_structured_llm(args: argparse.Namespace) -> LLM:
+    """An `LLM` with a tokenizer.
+
+    Raises:
+        InvalidParameterError: the model is a configuration without a tokenizer, and none is named.
+    """
+    if args.tokenizer is None and args.model in CONFIGS:
+        raise InvalidParameterError(
+            f"--structured needs --tokenizer: --model {args.model} is a configuration without one."
+        )
+    return LLM(**engine_options(args) | {"skip_tokenizer_init": False})
+
+
+def measure_structured(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: int, share: float) -> dict:
+    """Runs the requests `runs` times after a warm-up, this share of them with the schema, evenly spread; and then once
+    those without it alone.
+    """
+    is_constrained = [int((i + 1) * share) > int(i * share) for i in range(len(requests))]
+    params = [_params(*one, workload) for one in zip(requests, is_constrained, strict=True)]
+    prompts = [request.prompt_token_ids for request in requests]
+    begun = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    first_s = time.perf_counter() - begun
+    timed: list[dict[str, Any]] = []
+    rates = []
+    for _ in range(runs):
+        llm.reset_prefix_cache()
+        begun, begun_clock = time.perf_counter(), time.monotonic()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        rates.append(_tokens(outputs) / seconds)
+        with_schema = [output for output, yes in zip(outputs, is_constrained, strict=True) if yes]
+        without = [output for output, yes in zip(outputs, is_constrained, strict=True) if not yes]
+        timed.append(
+            {
+                "seconds": seconds,
+                "output_tokens": _tokens(outputs),
+                "constrained": _until_the_last(with_schema, begun_clock),
+                "free": _until_the_last(without, begun_clock),
+                "num_fulfilled": sum(one.outputs[0].finish_reason == "stop" for one in with_schema),
+            }
+        )
+    alone = None
+    if share < 1:
+        llm.reset_prefix_cache()
+        pairs = [(p, one) for p, one, yes in zip(prompts, params, is_constrained, strict=True) if not yes]
+        begun_clock = time.monotonic()
+        outputs = llm.generate([prompt for prompt, _ in pairs], [one for _, one in pairs], use_tqdm=False)
+        alone = _until_the_last(outputs, begun_clock)
+    return {
+        "num_prompts": len(requests),
+        "num_constrained": sum(is_constrained),
+        "first_run_s": first_s,
+        "runs": timed,
+        "free_alone": alone,
+        "output_tokens_per_s": statistics.median(rates),
+    }
+
+
+def _params(request: BenchRequest, is_constrained: bool, workload: Workload) -> SamplingParams:
+    return SamplingParams(
+        temperature=workload.temperature,
+        top_p=workload.top_p,
+        max_tokens=request.output_len,
+        ignore_eos=not is_constrained,
+        detokenize=False,
+        structured_outputs=StructuredOutputsParams(json=SCHEMA) if is_constrained else None,
+    )
+
+
+def _tokens(outputs: list[RequestOutput]) -> int:
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def _until_the_last(outputs: list[RequestOutput], begun: float) -> dict[str, float]:
+    """Tokens of these requests, and seconds until the last of them had finished."""
+    ends = [output.metrics.finished_time or begun for output in outputs]
+    return {"output_tokens": _tokens(outputs), "seconds": max(ends, default=begun) - begun}
+
+
+def structured_row(figure: dict, free_rate: float) -> str:
+    """What is printed of `measure_structured`. free_rate: output tokens a second of the workload without a schema."""
+    rate, last = figure["output_tokens_per_s"], figure["runs"][-1]
+    text = (
+        f"{figure['name']}: {figure['num_constrained']} of {figure['num_prompts']} requests with a schema: {rate:,.0f} "
+        f"output tokens/s, {rate / free_rate:.2f} of the rate without; {last['num_fulfilled']} ended by the schema"
+    )
+    if figure["free_alone"] is not None:
+        beside, alone = (one["output_tokens"] / one["seconds"] for one in (last["free"], figure["free_alone"]))
+        text += f"; those without had {beside:,.0f} tokens/s until the last of them ended, and alone {alone:,.0f}"
+    return text

@@ -1,0 +1,337 @@
+"""Rows that a grammar constrains, with a made-up grammar whose masks come late, on the fake executor.
+
+The grammar's state is a fingerprint of the tokens behind it. It says which tokens may follow, and now and then that a
+run of tokens must.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+import pytest
+
+from jpaged.api.errors import InvalidParameterError
+from jpaged.api.structured_outputs import StructuredOutputsParams
+from jpaged.engine.constraints.grammars import LEAST_HALVED, ConstrainedRows
+from jpaged.engine.constraints.searches import Searches
+from jpaged.engine.interface import CacheGroup
+from tests.engine.fake_executor import VOCAB_SIZE, allowed_token, fingerprint, next_token
+from tests.engine.helpers import Engine, assert_complete, assert_found, make_request, make_search
+
+WORDS = -(-VOCAB_SIZE // 32)
+CONSTRAINT = StructuredOutputsParams(regex="made up")
+
+
+def forced_after(state: int) -> tuple[int, ...]:
+    """The tokens that must follow: after one state in three some, up to eleven."""
+    if state % 3:
+        return ()
+    return tuple((state >> 3 * i) % VOCAB_SIZE for i in range(1 + (state >> 20) % 11))
+
+
+def mask_after(state: int) -> np.ndarray:
+    """The tokens that may follow: about a third of all."""
+    bits = np.random.default_rng(state).random(WORDS * 32) < 1 / 3
+    bits[VOCAB_SIZE:] = False
+    bits[state % VOCAB_SIZE] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+class MadeUpGuide:
+    def __init__(self, state: int) -> None:
+        self.state = state
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            self.state = fingerprint(self.state, token)
+
+
+class MadeUpGrammar:
+    """Begins with three forced tokens."""
+
+    def __init__(self) -> None:
+        self.forced = (5, 6, 7)
+        self._start = MadeUpGuide(0)
+        self._start.advance(self.forced)
+        self.mask = mask_after(self._start.state)
+
+    def begin(self, ignore_eos: bool) -> MadeUpGuide:
+        return MadeUpGuide(self._start.state)
+
+
+class MadeUpGrammars:
+    """delay_s: of masks. may_compile: set when compilations may end. fails_after: guides fail at its multiples."""
+
+    num_words = WORDS
+
+    def __init__(self, delay_s: float = 0.0, fails_after: int | None = None) -> None:
+        self.delay_s = delay_s
+        self.fails_after = fails_after
+        self.may_compile = threading.Event()
+        self.may_compile.set()
+        self.failure: Exception | None = None
+        self.num_masks = 0
+
+    def compile(self, params):
+        future: Future = Future()
+
+        def work():
+            self.may_compile.wait()
+            if self.failure is None:
+                future.set_result(MadeUpGrammar())
+            else:
+                future.set_exception(self.failure)
+
+        threading.Thread(target=work, daemon=True).start()
+        return future
+
+    def advance(self, guides, token_ids, masks):
+        time.sleep(self.delay_s)
+        found = []
+        for guide, token, mask in zip(guides, token_ids, masks, strict=True):
+            guide.advance([token])
+            forced = forced_after(guide.state)
+            guide.advance(forced)
+            mask[:] = mask_after(guide.state)
+            is_over = self.fails_after is not None and guide.state % self.fails_after == 0
+            found.append("the grammar is at its end" if is_over else forced)
+            self.num_masks += 1
+        return found
+
+
+def expected_tokens(request) -> list[int]:
+    """Every token sampled, one at a time; a forced one is the only one that may follow."""
+    last = 0
+    for token in request.prompt_token_ids.tolist():
+        last = fingerprint(last, token)
+    grammar, output = MadeUpGrammar(), []
+    guide, forced = grammar.begin(False), list(grammar.forced)
+    while request.prompt_len + len(output) < request.max_len:
+        if forced:
+            token = forced.pop(0)
+        else:
+            token = next_token(last, request.seed, request.prompt_len + len(output))
+            token = allowed_token(token, mask_after(guide.state))
+            guide.advance([token])
+            forced = list(forced_after(guide.state))
+            guide.advance(forced)
+        output.append(token)
+        last = fingerprint(last, token)
+        if token in request.stop_token_ids:
+            break
+    return output
+
+
+def constrained(name: str, prompt: int, max_tokens: int = 30, **sampling):
+    return make_request(name, prompt, max_tokens, structured_outputs=CONSTRAINT, **sampling)
+
+
+def engine_of(grammars: MadeUpGrammars, **changes) -> Engine:
+    kinds = (Searches, partial(ConstrainedRows, grammars=grammars))
+    return Engine(kinds=kinds, **({"num_blocks": 256, "max_model_len": 128, "max_num_batched_tokens": 160} | changes))
+
+
+def assert_constrained(*requests) -> None:
+    for request in requests:
+        for member in request.group.members:
+            assert member.finished
+            assert member.output_token_ids == expected_tokens(member)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("delay_s", [0.0, 0.003])
+def test_rows_run_under_the_masks_of_their_own_tokens_among_others(delay_s, depth):
+    engine = engine_of(MadeUpGrammars(delay_s), pipeline_depth=depth)
+    stops = [{"stop_token_ids": [(7 * i) % 97, (11 * i + 3) % 97]} if i % 2 else {} for i in range(6)]
+    requests = [constrained(f"constrained {i}", 3 + i, 20 + 3 * i, **stops[i]) for i in range(6)]
+    ordinary = [make_request(f"ordinary {i}", 3 + i, 25) for i in range(2)]
+    engine.add(*requests, *ordinary)
+    engine.run(20_000)
+    assert_constrained(*requests)
+    assert_complete(*ordinary)
+    assert [engine.reported[request.request_id] for request in requests] == [r.output_token_ids for r in requests]
+    engine.assert_idle()
+
+
+def test_forced_tokens_take_no_steps_of_their_own_and_are_counted():
+    engine = engine_of(MadeUpGrammars(), block_size=16, num_blocks=64)
+    request = constrained("constrained", 5, 100)
+    engine.add(request)
+    engine.run()
+    assert_constrained(request)
+    num_forced = sum(len(chunk.token_ids) - 1 for plan in engine.plans[1:] for chunk in plan.chunks)
+    assert num_forced > 30
+    num_steps = sum(plan.num_rows for plan in engine.plans)
+    assert num_steps == 100 - num_forced
+    assert engine.core.stats().generated_tokens == 100
+
+
+@pytest.mark.parametrize("wants", [{"logprobs": 2}, {"repetition_penalty": 1.1}])
+def test_where_every_token_must_be_sampled_forced_ones_are(wants):
+    engine = engine_of(MadeUpGrammars(), block_size=16, num_blocks=64)
+    request = constrained("constrained", 5, 40, **wants)
+    engine.add(request)
+    engine.run()
+    assert_constrained(request)
+    assert sum(plan.num_rows for plan in engine.plans) == 40
+    if request.logprobs is not None:
+        assert [next(iter(position)) for position in request.logprobs] == request.output_token_ids
+
+
+def test_only_masks_that_changed_are_sent():
+    class Alike(MadeUpGrammars):
+        def advance(self, guides, token_ids, masks):
+            masks[:] = MadeUpGrammar().mask
+            return [() for _ in guides]
+
+    engine = engine_of(Alike())
+    engine.add(constrained("constrained", 5, 30))
+    engine.run()
+    assert sum(len(plan.mask_slots) for plan in engine.plans) == 2  # the first forced token's, and the one mask
+
+
+def test_rows_that_are_all_ready_run_in_halves_one_behind_the_other():
+    engine = engine_of(MadeUpGrammars(), max_num_seqs=32, num_blocks=2048, pipeline_depth=2)
+    requests = [constrained(f"constrained {i}", 4, 40) for i in range(4 * LEAST_HALVED)]
+    engine.add(*requests)
+    engine.run(20_000)
+    assert_constrained(*requests)
+    sizes = [plan.num_rows for plan in engine.plans if len(plan.decode_slots)]
+    assert max(len(plan.decode_slots) for plan in engine.plans) <= 2 * LEAST_HALVED, sizes
+
+
+def test_ordinary_rows_run_in_every_step_while_masks_are_made():
+    engine = engine_of(MadeUpGrammars(delay_s=0.005), pipeline_depth=2)
+    request, ordinary = constrained("constrained", 4, 20), make_request("ordinary", 4, 100)
+    engine.add(request, ordinary)
+    engine.run(20_000)
+    (slot,) = {start.slot for plan in engine.plans for start in plan.starts if not start.sampling.structured_outputs}
+    steps = [plan.step_id for plan in engine.plans if slot in plan.decode_slots.tolist()]
+    assert len(steps) == 99
+    assert set(np.diff(steps)) == {1}
+    assert_constrained(request)
+    assert_complete(ordinary)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_constrained_rows_are_preempted_and_come_back_with_their_grammars(mode, depth):
+    rng = np.random.default_rng(depth)
+    engine = engine_of(
+        MadeUpGrammars(delay_s=0.001),
+        pipeline_depth=depth,
+        num_blocks=40,
+        num_swap_chunks=8,
+        preemption_mode=mode,
+        watermark=0.0,
+        max_model_len=64,
+    )
+    requests = [constrained(f"constrained {i}", 3 + i, 40, n=1 + i % 3, temperature=1.0) for i in range(9)]
+    searches = [make_search(f"search {i}", 3 + i, 2, 9) for i in range(3)]
+    engine.add(*requests, *searches)
+    for _ in range(50_000):
+        if not engine.core.has_unfinished():
+            break
+        engine.step()
+        running = [request for request in requests if request.group.running()]
+        if running and rng.random() < 0.05:
+            engine.preempt(running[rng.integers(len(running))], mode)
+    engine.run(20_000)
+    assert engine.core.stats().num_preemptions > 5
+    assert_constrained(*requests)
+    assert_found(*searches)
+    engine.assert_idle()
+
+
+def test_forced_tokens_fit_a_step_whose_budget_is_one_token_a_row():
+    engine = engine_of(MadeUpGrammars(), max_num_batched_tokens=8, pipeline_depth=1)
+    requests = [constrained(f"constrained {i}", 4, 40) for i in range(8)]
+    engine.add(*requests)
+    engine.run(20_000)
+    assert_constrained(*requests)
+
+
+def test_groups_with_windows_have_room_for_forced_tokens():
+    groups = (CacheGroup(window=6), CacheGroup())
+    engine = engine_of(MadeUpGrammars(), cache_groups=groups, num_blocks=128, max_model_len=64)
+    requests = [constrained(f"constrained {i}", 3 + i, 40) for i in range(4)]
+    engine.add(*requests)
+    engine.run(20_000)
+    assert_constrained(*requests)
+
+
+def test_an_aborted_row_whose_mask_is_in_the_making_leaves_nothing_behind():
+    engine = engine_of(MadeUpGrammars(delay_s=0.01), pipeline_depth=2)
+    requests = [constrained(f"constrained {i}", 4, 40) for i in range(3)]
+    engine.add(*requests)
+    for _ in range(8):
+        engine.step()
+    for request in requests:
+        engine.core.abort([request.request_id])
+    late = constrained("late", 4, 20)
+    engine.add(late)
+    engine.run(20_000)
+    assert_constrained(late)
+    engine.assert_idle()
+    assert not engine.scheduler._dependents
+
+
+def test_a_request_whose_grammar_is_compiled_keeps_nobody_waiting_and_can_be_aborted():
+    grammars = MadeUpGrammars()
+    grammars.may_compile.clear()
+    engine = engine_of(grammars)
+    request, aborted, ordinary = constrained("a", 4, 20), constrained("b", 4, 20), make_request("c", 4, 30)
+    engine.add(request, aborted, ordinary)
+    while not ordinary.finished:
+        engine.step()
+    assert engine.core.abort(["b"]) == [aborted]
+    assert engine.core.stats().num_waiting == 1
+    grammars.may_compile.set()
+    engine.run(20_000)
+    assert_constrained(request)
+    assert_complete(ordinary)
+    engine.assert_idle()
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_and_says_why():
+    grammars = MadeUpGrammars()
+    grammars.failure = InvalidParameterError("structured_outputs.regex cannot be used: it is made up")
+    engine = engine_of(grammars)
+    request, ordinary = constrained("a", 4, 20, n=2, temperature=1.0), make_request("c", 4, 30)
+    engine.add(request, ordinary)
+    engine.run(20_000)
+    assert [member.finish_reason for member in request.group.members] == ["abort"] * 2
+    assert request.stop_reason == str(grammars.failure)
+    assert set(engine.reported) == {"a", "a/1", "c"}
+    assert_complete(ordinary)
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_grammar_that_cannot_be_followed_ends_its_sequence_with_what_there_is(depth):
+    engine = engine_of(MadeUpGrammars(fails_after=7), pipeline_depth=depth)
+    requests = [constrained(f"constrained {i}", 4 + i, 60) for i in range(4)]
+    engine.add(*requests)
+    engine.run(20_000)
+    for request in requests:
+        assert (request.finish_reason, request.stop_reason) == ("abort", "the grammar is at its end")
+        assert request.output_token_ids == expected_tokens(request)[: len(request.output_token_ids)]
+        assert engine.reported[request.request_id] == request.output_token_ids
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("num_known", [1, 2, 3, 7, 19])
+def test_a_request_goes_on_in_another_engine_under_the_masks_of_all_its_tokens(num_known):
+    whole = constrained("a", 5, 30, seed=3)
+    engine = engine_of(MadeUpGrammars())
+    engine.add(whole)
+    engine.run()
+    engine = engine_of(MadeUpGrammars())
+    resumed = constrained("a", 5, 30, seed=3)
+    engine.core.add_request(resumed, [whole.output_token_ids[:num_known]])
+    engine.run()
+    assert resumed.output_token_ids == whole.output_token_ids
+    engine.assert_idle()

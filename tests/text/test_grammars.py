@@ -1,0 +1,151 @@
+"""Constraints compiled for the embedded model's tokenizer: what is forced, what may follow, and what is refused."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from jpaged.api.errors import InvalidParameterError, JPagedError
+from jpaged.api.structured_outputs import StructuredOutputsParams as Structured
+from jpaged.assets import demo_model_path
+from jpaged.text import grammars
+from jpaged.text.grammars import GrammarCheck, GrammarCompiler, GrammarTokenizer
+from jpaged.text.tokenizer import Tokenizer
+
+VOCAB_SIZE, EOS = 2816, 2
+COMPACT = {"disable_any_whitespace": True}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(demo_model_path())
+
+
+@pytest.fixture(scope="module")
+def given(tokenizer):
+    return GrammarTokenizer.of(tokenizer, VOCAB_SIZE, (EOS,))
+
+
+@pytest.fixture(scope="module")
+def compiler(given):
+    return GrammarCompiler(lambda: given, VOCAB_SIZE, (EOS,))
+
+
+@pytest.fixture(scope="module")
+def check(given):
+    return GrammarCheck(lambda: given)
+
+
+def allowed(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def follow(compiler, params, tokens, ignore_eos=False):
+    """What is forced and allowed after each of these tokens, one after the other."""
+    guide = compiler.compile(params).result().begin(ignore_eos)
+    mask = np.zeros((1, compiler.num_words), np.uint32)
+    return [(compiler.advance([guide], [token], mask)[0], allowed(mask[0])) for token in tokens]
+
+
+def test_a_tokenizer_is_read_without_transformers_where_its_file_says_all(tokenizer, given, tmp_path):
+    def load():
+        raise AssertionError("loaded")
+
+    assert json.loads(GrammarTokenizer.read(demo_model_path(), load, VOCAB_SIZE, (EOS,)).json) == json.loads(given.json)
+    shutil.copytree(demo_model_path(), tmp_path / "model")
+    config = tmp_path / "model" / "tokenizer_config.json"
+    config.write_text(json.dumps({"added_tokens_decoder": {"2815": {"content": "<late>"}}}))
+    assert GrammarTokenizer.read(tmp_path / "model", lambda: tokenizer, VOCAB_SIZE, (EOS,)) == given
+    config.unlink()
+    assert GrammarTokenizer.read(tmp_path / "model", lambda: tokenizer, VOCAB_SIZE, (EOS,)) == given
+
+
+def test_what_can_only_come_one_way_is_forced_from_the_first_token_on(compiler, tokenizer):
+    schema = {"type": "object", "properties": {"name": {"enum": ["fox", "frog"]}}, "required": ["name"]}
+    grammar = compiler.compile(Structured(json=schema | {"additionalProperties": False}, **COMPACT)).result()
+    assert tokenizer.decode(grammar.forced) == '{"name": "f'
+    assert {tokenizer.token_text(token)[0] for token in allowed(grammar.mask)} == {"o", "r"}
+
+
+def test_the_end_is_allowed_where_the_constraint_is_fulfilled_and_late_if_eos_is_ignored(compiler, tokenizer):
+    (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    params = Structured(regex="[ab]{1,3}")
+    ends = [EOS in may for _, may in follow(compiler, params, [a, a, a])]
+    assert ends == [True, True, True]
+    late = [EOS in may for _, may in follow(compiler, params, [a, a, a], ignore_eos=True)]
+    assert late == [False, False, True]
+    assert EOS not in allowed(compiler.compile(params).result().mask)
+
+
+def test_a_token_that_is_not_allowed_is_an_error_of_that_sequence_alone(compiler, tokenizer):
+    grammar = compiler.compile(Structured(regex="[ab]{9}")).result()
+    (a,), (z,) = (tokenizer.encode(text, add_special_tokens=False)[-1:] for text in ("a", "z"))
+    guides, masks = [grammar.begin(False) for _ in range(3)], np.zeros((3, compiler.num_words), np.uint32)
+    first, wrong, last = compiler.advance(guides, [a, z, a], masks)
+    assert first == last == ()
+    assert isinstance(wrong, str)
+    assert allowed(masks[0]) == allowed(masks[2])
+
+
+def test_a_constraint_is_compiled_once_and_many_at_a_time(compiler):
+    params = [Structured(regex=f"[a-z]{{{i},{i + 5}}}") for i in range(1, 30)]
+    futures = [compiler.compile(one) for one in params]
+    assert [compiler.compile(Structured(regex=one.regex)) for one in params] == futures
+    assert len({id(future.result()) for future in futures}) == len(params)
+
+
+def test_equal_schemas_are_one_constraint_however_they_are_given():
+    assert Structured(json={"type": "object"}) == Structured(json='{"type": "object"}')
+    assert len({Structured(choice=["a"]), Structured(choice=("a",))}) == 1
+
+
+def test_what_was_checked_is_known_and_what_is_wrong_says_why(check):
+    good, bad = Structured(regex="ab+"), Structured(regex="(ab")
+    assert not check.knows(good)
+    for _ in range(2):
+        check.check(good)
+        with pytest.raises(InvalidParameterError, match=r"(?s)structured_outputs\.regex cannot be used: .*unclosed"):
+            check.check(bad)
+    assert check.knows(good)
+    assert check.knows(bad)
+
+
+def test_a_check_that_takes_too_long_is_ended_and_keeps_no_other_waiting(given, monkeypatch):
+    monkeypatch.setattr(grammars, "CHECK_S", 1.0)
+    check = GrammarCheck(lambda: given)
+    check.check(Structured(regex="warm"))
+    slow = Structured(json={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(9000)}})
+    with ThreadPoolExecutor(1) as pool:
+        begun = time.monotonic()
+        attack = pool.submit(check.check, slow)
+        check.check(Structured(regex="quick"))
+        assert not attack.done()
+        with pytest.raises(InvalidParameterError, match="takes more than 1 s"):
+            attack.result()
+    assert time.monotonic() - begun < 10
+    check.check(Structured(regex="after"))
+
+
+def test_a_checking_process_that_dies_is_replaced(check):
+    check.check(Structured(regex="x1"))
+    (checker,) = check._idle
+    os.kill(checker._process.pid, signal.SIGKILL)
+    checker._process.wait()
+    with pytest.raises(InvalidParameterError, match="too much memory"):
+        check.check(Structured(regex="x2"))
+    check.check(Structured(regex="x3"))
+
+
+def test_a_model_without_an_end_of_sequence_token_or_a_broken_tokenizer_is_refused(given):
+    with pytest.raises(InvalidParameterError, match="end-of-sequence"):
+        GrammarTokenizer(given.json, VOCAB_SIZE, ()).make()
+    with pytest.raises(InvalidParameterError, match="this tokenizer"):
+        GrammarTokenizer("{}", VOCAB_SIZE, (EOS,)).make()
+    failing = GrammarCompiler(lambda: GrammarTokenizer("{}", VOCAB_SIZE, (EOS,)), VOCAB_SIZE, (EOS,))
+    with pytest.raises(JPagedError, match="this tokenizer"):
+        failing.compile(Structured(regex="a")).result()
