@@ -70,8 +70,8 @@ class ReservationPool(BlockPool):
         """Slots for all that the sequence may become, as the policy guesses it."""
         return max(num_tokens, self._reserve(prompt_len, max_len, self._max_model_len))
 
-    def allocate(self, n: int) -> np.ndarray:
-        """A contiguous range, int32 [n].
+    def allocate(self, n: int, wanted: np.ndarray | None = None) -> np.ndarray:
+        """A contiguous range, int32 [n], wherever there is one: a wish costs nothing only where blocks lie apart.
 
         Raises:
             OutOfMemoryError: no free range is long enough; nothing is allocated.
