@@ -68,7 +68,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     group.add_argument(
         "--uds-mode",
         type=_octal,
-        default=0o600,
+        default="600",
         metavar="MODE",
         help="permissions of that socket, octal: 660 lets the group connect, 666 everybody (default: 600)",
     )
