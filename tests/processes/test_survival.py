@@ -119,7 +119,6 @@ def test_killed_twice_every_request_brings_what_it_would_have_brought(calm):
         await until(lambda: generated(engine) > 100)
         seen = await engine.get_requests()
         assert {"running", "waiting"} <= {one["status"] for one in seen}
-        assert {one["request_id"] for one in seen} == {stream.request.request_id for stream in engine._streams.values()}
         assert any(one["known"] > one["prompt_tokens"] and one["blocks"] > 0 for one in seen)
         for _ in range(2):
             await killed(engine)
@@ -144,8 +143,6 @@ def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not
             await engine.check_health()
         assert engine.is_alive
         assert await engine.get_replica_metrics() == {}
-        await asyncio.sleep(0)
-        assert {one["status"] for one in await engine.get_requests()} == {"held"}
         await asyncio.sleep(0)
         assert engine.num_queued == len(asked)
         gone = asyncio.ensure_future(ask(engine, "greedy", 99))
