@@ -77,10 +77,10 @@ class EngineProcess:
             self._pulse.beat()
             spare_s = requests.spare_s()  # in any case: the host's part of a turn ends with it
             self._receive(spare_s if requests.has_unfinished() else IDLE_BEAT_S)
+            self._trials.advance()
             if requests.has_unfinished() and requests.spare_s() < _SHORTEST_WAIT_S:
                 for connection, message in requests.step().items():
                     connection.send(message)
-                self._trials.advance()
 
     def _receive(self, wait_s: float) -> None:
         """Takes the messages that have come. Without any, waits for some, at most `wait_s`."""

@@ -42,7 +42,7 @@ class Trials:
             self._start(connection, message)
 
     def advance(self) -> None:
-        """Called after each step: starts what need wait no longer."""
+        """Called in each turn of the loop, whether it makes a step or not: starts what need wait no longer."""
         if self._running is not None:
             connection, handle, request_id, wanted = self._running
             generated = self._requests.num_generated(request_id)

@@ -116,6 +116,10 @@ def calm():
 def test_killed_twice_every_request_brings_what_it_would_have_brought(calm):
     async def scene(engine):
         asked = ask_all(engine, 2)
+        await until(lambda: generated(engine) > 100)
+        seen = await engine.get_requests()
+        assert {"running", "waiting"} <= {one["status"] for one in seen}
+        assert any(one["known"] > one["prompt_tokens"] and one["blocks"] > 0 for one in seen)
         for _ in range(2):
             await killed(engine)
         assert await asyncio.gather(*asked) == calm
