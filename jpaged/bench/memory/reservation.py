@@ -70,12 +70,13 @@ class ReservationPool(BlockPool):
         """Slots for all that the sequence may become, as the policy guesses it."""
         return max(num_tokens, self._reserve(prompt_len, max_len, self._max_model_len))
 
-    def allocate(self, n: int) -> np.ndarray:
-        """A contiguous range, int32 [n].
+    def allocate(self, n: int, wanted: np.ndarray | None = None) -> np.ndarray:
+        """A contiguous range, int32 [n], whatever is wished for.
 
         Raises:
             OutOfMemoryError: no free range is long enough; nothing is allocated.
         """
+        del wanted
         if n == 0:
             return np.zeros((0,), np.int32)
         first = self._buddies.allocate(n) + 1  # block 0 is the null block
