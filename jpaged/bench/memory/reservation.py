@@ -71,11 +71,12 @@ class ReservationPool(BlockPool):
         return max(num_tokens, self._reserve(prompt_len, max_len, self._max_model_len))
 
     def allocate(self, n: int, wanted: np.ndarray | None = None) -> np.ndarray:
-        """A contiguous range, int32 [n], wherever there is one: a wish costs nothing only where blocks lie apart.
+        """A contiguous range, int32 [n], whatever is wished for.
 
         Raises:
             OutOfMemoryError: no free range is long enough; nothing is allocated.
         """
+        del wanted
         if n == 0:
             return np.zeros((0,), np.int32)
         first = self._buddies.allocate(n) + 1  # block 0 is the null block
