@@ -46,11 +46,10 @@ def score_constants(features: Features, alibi_slopes: jax.Array | None) -> dict[
 def scores(products, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr):
     """Scores of products of queries and keys, and the factor (positive) that `add_keys` has yet to multiply them by to
     have them scaled, capped (CAP: in base 2 too, or None) and in base 2."""
-    if CAP is None and not ALIBI and SCALE > 0:
-        x = products
-        FACTOR: tl.constexpr = SCALE
-    else:
-        FACTOR: tl.constexpr = 1.0
+    PLAIN: tl.constexpr = CAP is None and not ALIBI and SCALE > 0
+    FACTOR: tl.constexpr = SCALE if PLAIN else 1.0
+    x = products
+    if not PLAIN:
         x = products * SCALE
         if CAP is not None:
             # tanh(x) = 1 - 2 / (1 + exp(2 x)); e is the exponential in base 2

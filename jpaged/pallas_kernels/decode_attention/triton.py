@@ -184,9 +184,8 @@ def _decode(
         head, is_head = _heads(row, group, SHARE, KV_HEADS, SPLITS, ROWS)
         is_dim = d < HEAD_DIM
         queries = tl.load(q + head[:, None] * HEAD_DIM + d[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0)
-        slope = (
-            tl.load(slopes + head % (KV_HEADS * SHARE), mask=is_head, other=0.0) * 1.4426950408889634 if ALIBI else 0.0
-        )
+        if ALIBI:
+            slope = tl.load(slopes + head % (KV_HEADS * SHARE), mask=is_head, other=0.0) * 1.4426950408889634
         first_seen = 0 if WINDOW is None else tl.maximum(length - WINDOW, 0)
 
         acc, top, total = no_state(ROWS, DIM)

@@ -210,6 +210,11 @@ def _attend(
         KV_HEADS, KEYS, HEAD_DIM, DIM, BLOCK, SCALE, CAP, ALIBI, WINDOW,
     )  # fmt: skip
     o, s = result(acc, top, total)
+    # Read again, so that the loops need not hold them in registers.
+    token = tl.load(work + _TOKEN, volatile=True) + r // PLACES
+    first, end = tl.load(work + _FIRST, volatile=True), tl.load(work + _END, volatile=True)
+    is_query = (token >= first) & (token < end) & (in_unit < TILE_HEADS)
+    at = (token.to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
     tl.store(out + at, o.to(out.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
     tl.store(lse + token * HEADS + head, s, mask=is_query)
 

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.common.attention_arguments import check_queries
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
+from jpaged.pallas_kernels.devices import num_multiprocessors
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
 from jpaged.pallas_kernels.shared_prefix_attention.merge import merge_attention
 
-_MULTIPROCESSORS = 132
 _TILE_ROWS = 128  # query heads times tokens in a tile of the dense part
 _MOST_PARTS = 8
 _LEAST_PART = 128  # tokens; one step of the dense part
@@ -115,4 +115,4 @@ def shared_prefix_attention(
 def num_parts(rows: int, heads: int, kv_heads: int) -> int:
     """Parts that the prefix is cut into, so that the tiles of so many rows' queries occupy the multiprocessors."""
     tiles = kv_heads * -(-rows * heads // (kv_heads * _TILE_ROWS))
-    return max(1, min(_MOST_PARTS, _MULTIPROCESSORS // tiles))
+    return max(1, min(_MOST_PARTS, num_multiprocessors() // tiles))
