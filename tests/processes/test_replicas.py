@@ -44,6 +44,7 @@ class EchoEngine:
 
     vocab_size, eos_token_ids = 100, (1,)
     default_sampling_params = SamplingParams()
+    args = EngineArgs()
     startup = SimpleNamespace(device="a thread", seconds=dict[str, float]())
     core: ClassVar[None] = None
 
@@ -56,6 +57,9 @@ class EchoEngine:
         self.num_blocks = 2000
         self.pinned: list[list[int]] = []
         self.pins = True
+
+    def check_awake(self) -> None:
+        """It never sleeps."""
 
     def request_limits(self) -> RequestLimits:
         return RequestLimits(
