@@ -1,5 +1,7 @@
 """Control tokens in a conversation: those of the template, and those that messages spell."""
 
+import copy
+
 import pytest
 
 from jpaged.api.errors import InvalidPromptError
@@ -16,7 +18,7 @@ REFUSE = {"unigram, always", "unigram, never", "word piece", "word end"}
 
 
 def loaded(name):
-    hf = tokenizer(name)
+    hf = copy.deepcopy(tokenizer(name))  # others use it, too
     hf.chat_template = TEMPLATE
     return Tokenizer(hf, name)
 

@@ -1,5 +1,6 @@
 """Chat templates within bounds: whatever a template does, it ends, and the next one is rendered."""
 
+import copy
 import os
 import signal
 import subprocess
@@ -87,7 +88,7 @@ def test_the_process_ends_with_its_parent_even_while_it_renders():
 
 @pytest.fixture(scope="module")
 def model():
-    hf = tokenizer("byte-level")
+    hf = copy.deepcopy(tokenizer("byte-level"))  # others use it, too
     hf.chat_template = GOOD
     return Tokenizer(hf, "some/model")
 

@@ -102,7 +102,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             for name, entry in entries.items()
             if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{path} has a corrupt header ({error!r}); download or write it again.") from error
     for tensor in found:
         if tensor.num_bytes < 0 or min(tensor.shape, default=0) < 0:

@@ -82,6 +82,10 @@ class GpuRanges:
         self.free()
 
 
+_MOST_TRIED = 64
+"""Arrays of at least 32 MiB that are allocated to get one that is a mapping of its own."""
+
+
 class CpuRanges:
     """`Ranges` of a CPU. num_bytes: memory that pages may have."""
 
@@ -93,7 +97,12 @@ class CpuRanges:
         self._adopted: list[int] = []
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[jax.Array, int]:
-        array = jax.device_put(jnp.zeros(shape, dtype), self._device).block_until_ready()
+        tried = []  # kept: each takes some of the heap's free memory, until the allocator has to ask for a mapping
+        while True:
+            array = jax.device_put(jnp.zeros(shape, dtype), self._device).block_until_ready()
+            tried.append(array)
+            if self.driver.can_adopt(array.unsafe_buffer_pointer()) or len(tried) == _MOST_TRIED:
+                break
         begin = self.driver.adopt(array.unsafe_buffer_pointer(), prod(shape) * dtype.itemsize)
         self._adopted.append(begin)
         return array, begin

@@ -88,6 +88,11 @@ class MemfdDriver:
             del self._maps[at]
         self._check(self._libc.munmap(address, num_bytes), "munmap")
 
+    def can_adopt(self, address: int) -> bool:
+        """Whether the data at this address, which glibc allocated, are a mapping of their own: not part of its heap."""
+        size = ctypes.c_size_t.from_address(address - ctypes.sizeof(ctypes.c_size_t)).value
+        return address % self.granularity == 64 and bool(size & _IS_MMAPPED)
+
     def adopt(self, address: int, num_bytes: int) -> int:
         """Takes the memory below an array that JAX allocated.
 
@@ -99,8 +104,7 @@ class MemfdDriver:
             UnsupportedModelError: another C library than glibc allocated it.
         """
         begin = address // self.granularity * self.granularity
-        size = ctypes.c_size_t.from_address(address - ctypes.sizeof(ctypes.c_size_t)).value
-        if address - begin != 64 or not size & _IS_MMAPPED:
+        if not self.can_adopt(address):
             raise UnsupportedModelError(
                 "kv_cache_layout='virtual' on a CPU needs glibc's allocator, which another one replaces here "
                 "(LD_PRELOAD?); use kv_cache_layout='paged'."

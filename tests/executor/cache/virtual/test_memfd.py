@@ -125,3 +125,30 @@ def test_an_adopted_array_is_updated_in_place_where_it_has_pages():
     ranges.free()
     array.delete()
     ranges.driver.close()
+
+
+_FULL_HEAP = """
+import ctypes
+
+import jax
+import numpy as np
+
+from jpaged.executor.cache.virtual.arrays import CpuRanges
+from jpaged.executor.cache.virtual.memfd import LEAST_ADOPTED
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+TRIM_THRESHOLD, MMAP_MAX = -1, -4
+assert libc.mallopt(TRIM_THRESHOLD, 2**31 - 1) and libc.mallopt(MMAP_MAX, 0)
+libc.free(libc.malloc(8 * LEAST_ADOPTED))  # the heap keeps it, and has room for several arrays
+assert libc.mallopt(MMAP_MAX, 65536)
+ranges = CpuRanges(jax.devices()[0], LEAST_ADOPTED)
+array, begin = ranges.array((LEAST_ADOPTED // 4,), np.dtype(np.float32))
+assert begin % 4096 == 0
+print("adopted")
+"""
+
+
+def test_an_array_is_adopted_though_the_heap_has_room_for_it():
+    found = subprocess.run([sys.executable, "-c", _FULL_HEAP], capture_output=True, text=True, check=False)
+    assert "adopted" in found.stdout, found.stderr
