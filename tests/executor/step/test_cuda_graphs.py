@@ -24,7 +24,7 @@ def test_every_program_of_a_step_is_one_cuda_graph_on_an_h200(tmp_path):
     over_two = programs.pop("sample_16_0")  # not one graph: it gathers the candidates of all devices
     assert over_two["parts"]["kAllGather"] == 1
     assert programs.keys() == bodies | heads
-    assert len(heads) == 4  # greedy, truncated (which draws for untruncated requests too), full, beams
+    assert len(heads) == 5  # greedy, truncated (which draws for untruncated requests too), masked, full, beams
     for name, program in programs.items():
         assert program["parts"] == {"kCommandBuffer": 1}, name
         # Of three layers: two norms, QKV, RoPE and write, attention, output, gate-up and down each.
