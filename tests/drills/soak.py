@@ -1,7 +1,7 @@
 """A server under all kinds of requests and troubles at once: no answer may be wrong, and nothing may leak.
 
     make drill-soak                                     ten minutes
-    make drill-soak ARGS="--seconds 20"                 what continuous integration runs
+    make drill-soak ARGS="--seconds 0 --only kill_engine --only kill_api"       these once, and be done
     ... [drill's options] -- --scheduling-policy priority       what follows is for `jpaged serve`
 
 Clients ask for every kind of answer (tests/support/request_mix.py), whole and streamed. Some go away in the middle,
@@ -55,6 +55,10 @@ POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """The most that asyncio's pool has, which starts them one by one. A thread for each trouble would be more."""
 MOST_STEP_FILES = 10
 DISK_MIB = 16
+TROUBLES = (
+    *("kill_engine", "kill_engines", "kill_api", "kill_helper", "pause_engine", "hang_engine", "full_disk"),
+    *("reset_prefix_cache", "sleep", "sleep_busy", "mute_client"),
+)
 MUTE_PROMPT, MUTE_TOKENS = 97, 900
 OPTIONS = (
     *("--data-parallel-size", str(REPLICAS), "--api-workers", str(API_WORKERS), "--max-restarts", "100000"),
@@ -215,16 +219,13 @@ class Soak:
 class Troubles:
     """What befalls a server. Each method is a trouble and returns when the server has got over it."""
 
-    def __init__(self, soak: Soak, draw: random.Random, disk: Path | None) -> None:
+    def __init__(self, soak: Soak, draw: random.Random, disk: Path | None, only: list[str] | None) -> None:
         self.num_restarts = 0
         self._soak, self._server = soak, soak.server
         self._draw = draw
         self._disk = disk
-        self.all: list[Callable[[], Awaitable[None]]] = [
-            *(self.kill_engine, self.kill_engines, self.kill_api, self.kill_helper, self.pause_engine),
-            *(self.hang_engine, self.reset_prefix_cache, self.sleep, self.sleep_busy, self.mute_client),
-            *([] if disk is None else [self.full_disk]),
-        ]
+        names = [name for name in only or TROUBLES if name != "full_disk" or disk is not None]
+        self.all: list[Callable[[], Awaitable[None]]] = [getattr(self, name) for name in names]
 
     async def kill_engine(self) -> None:
         await self._end_engines([self._draw.choice(self._server.engines())])
@@ -357,7 +358,7 @@ async def soak(server: Server, args: argparse.Namespace, disk: Path | None) -> d
     before = await quiet_census(server)
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits, trust_env=False) as http:
         one.http = http
-        troubles = Troubles(one, random.Random(args.seed), disk)
+        troubles = Troubles(one, random.Random(args.seed), disk, args.only)
         begun, befallen = time.monotonic(), Counter[str]()
         async with one.clients():
             try:
@@ -379,10 +380,11 @@ async def soak(server: Server, args: argparse.Namespace, disk: Path | None) -> d
 
 
 async def befall(one: Soak, troubles: Troubles, end: float, befallen: Counter[str]) -> None:
-    """Troubles in random order, each as often as the others, until so late."""
-    draw, left = random.Random(0), list[Callable[[], Awaitable[None]]]()
-    while time.monotonic() < end:
-        left = left or draw.sample(troubles.all, len(troubles.all))
+    """Troubles in random order, each as often as the others, until so late, and at least once."""
+    draw, rounds, left = random.Random(0), 0, list[Callable[[], Awaitable[None]]]()
+    while time.monotonic() < end or rounds < 1 or (rounds == 1 and left):
+        if not left:
+            left, rounds = draw.sample(troubles.all, len(troubles.all)), rounds + 1
         trouble = left.pop()
         begun, before = time.monotonic(), len(one.failures)
         await trouble()
@@ -547,7 +549,8 @@ def drill(args: argparse.Namespace) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of troubles (default: 600)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of troubles, each at least once (default: 600)")
+    parser.add_argument("--only", choices=TROUBLES, action="append", help="may be repeated (default: all)")
     parser.add_argument("--warm-up", type=float, default=10.0, help="s without, before and after (default: 10)")
     parser.add_argument("--clients", type=int, default=16, help="requests at once (default: 16)")
     parser.add_argument("--tokens", type=int, default=40, help="of most answers (default: 40)")
