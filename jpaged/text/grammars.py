@@ -9,6 +9,7 @@ So each is first compiled in a process of its own (`grammar_check.py`), which is
 """
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -204,6 +205,7 @@ class _Checker:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", grammar_check.__name__, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # numpy's threads, one a core, each reserve 40 MiB
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
@@ -362,7 +364,7 @@ class GrammarCompiler:
                 future.set_result(self._compile(params))
             except JPagedError as error:
                 future.set_exception(error)
-            except Exception as error:  # of the tokenizer's files or llguidance
+            except BaseException as error:  # of the tokenizer's files or llguidance, whose panics are no Exception
                 future.set_exception(JPagedError(f"structured_outputs.{params.kind} cannot be compiled: {error}"))
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
