@@ -448,7 +448,7 @@ class AsyncLLMEngine:
         answers = {index: answer for index, answer in came if answer is not None}  # the others have ended meanwhile
         for answer in answers.values():
             if isinstance(answer.value, wire.Error):
-                raise EngineDeadError(answer.value.message)
+                raise error_of(answer.value.kind, answer.value.message)
         return {index: answer.value for index, answer in answers.items() if isinstance(answer.value, kind)}
 
     def _open(self, stream: RequestStream) -> None:

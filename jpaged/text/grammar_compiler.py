@@ -55,6 +55,7 @@ class _Process:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", grammar_process.__name__, *map(str, arguments)],
                 pass_fds=fds,
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
@@ -223,7 +224,7 @@ class GrammarCompiler:
                 future.set_result(self._compile(params))
             except JPagedError as error:
                 future.set_exception(error)
-            except Exception as error:  # of the tokenizer's files
+            except BaseException as error:  # of the tokenizer's files, or a panic of the library, which is no Exception
                 future.set_exception(JPagedError(f"structured_outputs.{params.kind} cannot be compiled: {error}"))
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:

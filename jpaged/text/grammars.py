@@ -6,6 +6,7 @@ passed is compiled for an engine by `grammar_compiler.py`.
 """
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -222,6 +223,7 @@ class _Checker:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", grammar_check.__name__, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # numpy's threads, one a core, each reserve 40 MiB
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
