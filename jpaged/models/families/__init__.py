@@ -1,8 +1,11 @@
 """The families of this package, registered as those from outside it are."""
 
+from jpaged.models.families.dots1 import DOTS1
 from jpaged.models.families.gpt2 import GPT2Family
 from jpaged.models.families.llama import LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3
+from jpaged.models.families.mixtral import MIXTRAL
 from jpaged.models.families.opt import OPTFamily
+from jpaged.models.families.qwen3_moe import QWEN2_MOE, QWEN3_MOE
 from jpaged.models.registry import register
 
 register("LlamaForCausalLM", LLAMA)
@@ -12,3 +15,7 @@ register("Qwen2ForCausalLM", QWEN2)
 register("Qwen3ForCausalLM", QWEN3)
 register("OPTForCausalLM", OPTFamily())
 register("GPT2LMHeadModel", GPT2Family())
+register("Qwen3MoeForCausalLM", QWEN3_MOE)
+register("Qwen2MoeForCausalLM", QWEN2_MOE)
+register("MixtralForCausalLM", MIXTRAL)
+register("Dots1ForCausalLM", DOTS1)
