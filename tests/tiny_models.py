@@ -200,9 +200,8 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
         return draw(case, name, shape)
     experts, rows, columns = shape
     each = (rows // len(names[part]), columns)
-    stacked = [
-        [draw(case, f"{prefix}.experts.{expert}.{one}.weight", each) for one in names[part]] for expert in range(experts)
-    ]
+    stored = [f"{prefix}.experts.{expert}.{one}.weight" for expert in range(experts) for one in names[part]]
+    stacked = [draw(case, one, each) for one in stored]
     return np.asarray(stacked).reshape(shape)
 
 
@@ -257,7 +256,7 @@ def _llama(name: str, family: str = "Llama", **changes: Any) -> TinyModel:
 
 def _sparse(name: str, family: str, **changes: Any) -> TinyModel:
     changes = {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 40} | changes
-    model_type = {"Qwen3Moe": "qwen3_moe", "Qwen2Moe": "qwen2_moe"}.get(family, family.lower())
+    model_type = family.lower().replace("moe", "_moe")
     return _llama(name, family, model_type=model_type, **changes)
 
 

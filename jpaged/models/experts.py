@@ -19,6 +19,7 @@ from typing import Literal, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.models.collectives import Collectives
@@ -97,6 +98,19 @@ class SparseConfig(ModelConfig):
                 " devices, which do not divide them; use a divisor, or leave it out to split each expert."
             )
         return replace(split, shared_size=shared_size, expert_shards=shards)
+
+
+def split_by_experts(config: ModelConfig) -> SparseConfig:
+    """The same model, whose shards are to have whole experts.
+
+    Raises:
+        InvalidParameterError: it has no experts.
+    """
+    if not isinstance(config, SparseConfig):
+        raise InvalidParameterError(
+            f"enable_expert_parallel=True is for mixtures of experts, and {config.architecture} is none; leave it out."
+        )
+    return replace(config, expert_parallel=True)
 
 
 class Router(nnx.Module):
@@ -179,23 +193,35 @@ class GroupedExperts(nnx.Module):
         backend: of the grouped products; gradients need "xla".
         Returns [T, hidden].
         """
-        gate_up, down = self.gate_up[...].astype(x.dtype), self.down[...].astype(x.dtype)
-        each, num_experts = experts.shape[1], gate_up.shape[0]
-        assignments, places, sizes = sort_by_expert(experts, num_experts)
-        inner = gated_grouped_product(
-            x[assignments // each], gate_up, sizes, activation=self.activation, backend=backend
-        )
-        rows = weighted_grouped_product(inner, down, sizes, weights.reshape(-1)[assignments], backend=backend)
-        here = (experts >= 0) & (experts < num_experts)
-        found = jnp.where(here[..., None], rows[places].astype(jnp.float32), 0.0)
-        return jnp.sum(found, axis=1).astype(x.dtype)
+        operands = promote_dtype((x, self.gate_up[...], self.down[...]))  # as in `Linear.gated`
+        return mix(*operands, experts, weights, activation=self.activation, backend=backend)
+
+
+def mix(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    *,
+    activation: str,
+    backend: str | None,
+) -> jax.Array:
+    """The experts' MLPs as grouped products; the arguments are those of `GroupedExperts`."""
+    each, num_experts = experts.shape[1], gate_up.shape[0]
+    assignments, places, sizes = sort_by_expert(experts, num_experts)
+    inner = gated_grouped_product(x[assignments // each], gate_up, sizes, activation=activation, backend=backend)
+    rows = weighted_grouped_product(inner, down, sizes, weights.reshape(-1)[assignments], backend=backend)
+    here = (experts >= 0) & (experts < num_experts)
+    found = jnp.where(here[..., None], rows[places].astype(jnp.float32), 0.0)
+    return jnp.sum(found, axis=1).astype(x.dtype)
 
 
 class SparseMLP(nnx.Module):
     """A router, its experts, and shared experts if the configuration has any."""
 
     def __init__(self, config: SparseConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
-        self.collectives, self.first_expert_unit = collectives, config.held_experts if config.expert_parallel else 0
+        self.collectives, self.held_experts = collectives, config.held_experts if config.expert_parallel else 0
         self.router = Router(config, dtype, rngs)
         self.experts = GroupedExperts(config, dtype, rngs)
         hidden, shared = config.hidden_size, replace(config, intermediate_size=config.shared_size)
@@ -208,7 +234,7 @@ class SparseMLP(nnx.Module):
         backend: of `pallas_kernels.gated_grouped_product` and its companions; gradients need "xla".
         """
         experts, weights = self.router(x)
-        experts = experts - self.collectives.first(self.first_expert_unit)
+        experts = experts - self.collectives.first(self.held_experts)
         total = PartialSum(self.experts(x, experts, weights, backend))
         if self.shared is None:
             return total

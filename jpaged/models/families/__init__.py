@@ -1,11 +1,9 @@
 """The families of this package, registered as those from outside it are."""
 
-from jpaged.models.families.dots1 import DOTS1
 from jpaged.models.families.gpt2 import GPT2Family
 from jpaged.models.families.llama import LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3
-from jpaged.models.families.mixtral import MIXTRAL
 from jpaged.models.families.opt import OPTFamily
-from jpaged.models.families.qwen3_moe import QWEN2_MOE, QWEN3_MOE
+from jpaged.models.families.sparse_llama import DOTS1, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from jpaged.models.registry import register
 
 register("LlamaForCausalLM", LLAMA)

@@ -1,4 +1,8 @@
-"""What the families share that are a Llama with experts: Qwen2-MoE, Qwen3-MoE, Mixtral and dots.llm1."""
+"""The Llama family with experts: Mixtral, Qwen2-MoE, Qwen3-MoE and dots.llm1.
+
+They differ in what `SparseLlamaConfig` says (routers, shared experts, dense layers, norms of queries and keys), and in
+the names of their checkpoints' tensors.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.api.errors import CheckpointError
+from jpaged.api.errors import CheckpointError, shown
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.experts import Routing, SparseConfig, feed_forward
@@ -56,9 +60,7 @@ class SparseLlamaBlock(nnx.Module):
     ) -> None:
         hidden, dim, eps = config.hidden_size, config.head_dim, config.norm_eps
         self.attention_norm = RMSNorm(hidden, eps, dtype, rngs)
-        self.attention = Attention(
-            config, layer, dtype, rngs, qkv_bias=config.qkv_bias, output_bias=config.output_bias
-        )
+        self.attention = Attention(config, layer, dtype, rngs, qkv_bias=config.qkv_bias, output_bias=config.output_bias)
         self.query_norm = RMSNorm(dim, eps, dtype, rngs) if config.qk_norm else None
         self.key_norm = RMSNorm(dim, eps, dtype, rngs) if config.qk_norm else None
         self.mlp_norm = RMSNorm(hidden, eps, dtype, rngs)
@@ -73,9 +75,7 @@ class SparseLlamaBlock(nnx.Module):
 class SparseLlamaForCausalLM(nnx.Module):
     """The arguments are those of `Family.module`."""
 
-    def __init__(
-        self, config: SparseLlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
-    ) -> None:
+    def __init__(self, config: SparseLlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
         vocab, hidden = config.vocab_size, config.hidden_size
         self.rope = config.rope
         self.collectives = collectives
@@ -169,14 +169,111 @@ def _gated_mlp(theirs: str, ours: str, hidden: int, inner: int) -> Iterator[Piec
     yield pieces.transposed(f"{theirs}.down_proj.weight", f"{ours}.down", inner, hidden)
 
 
-def read_fields(
+def _read_mixtral(read: ConfigReader) -> SparseLlamaConfig:
+    """Jiang et al. 2024, arXiv:2401.04088: experts of the full inner width in every layer."""
+    fields = _fields(
+        read,
+        num_experts=read.integer("num_local_experts", 8),
+        routing=Routing(per_token=read.integer("num_experts_per_tok", 2)),
+        default_length=131072,
+        default_theta=1e6,
+    )
+    num_layers = fields["num_layers"]
+    window = read.integer("sliding_window") if read.config.get("sliding_window") is not None else None
+    return SparseLlamaConfig(
+        **fields,
+        expert_size=fields["intermediate_size"],
+        dense_layers=(False,) * num_layers,
+        layer_windows=(window,) * num_layers,
+    )
+
+
+def _read_qwen3_moe(read: ConfigReader) -> SparseLlamaConfig:
+    """A window is one of all layers, as in transformers."""
+    # transformers 5 writes "num_local_experts" where the published files have "num_experts".
+    num_experts = read.integer("num_experts", read.integer("num_local_experts", 128))
+    fields = _qwen_fields(read, num_experts, per_token=8, expert_size=768)
+    bias = read.flag("attention_bias", False)
+    window = read.optional_positive("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
+    windows = (window,) * fields["num_layers"]
+    return SparseLlamaConfig(**fields, qk_norm=True, qkv_bias=bias, output_bias=bias, layer_windows=windows)
+
+
+def _read_qwen2_moe(read: ConfigReader) -> SparseLlamaConfig:
+    num_experts = read.integer("num_experts", read.integer("num_local_experts", 60))
+    fields = _qwen_fields(read, num_experts, per_token=4, expert_size=1408)
+    num_layers = fields["num_layers"]
+    window = read.optional_positive("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
+    first = read.number("max_window_layers", 28)
+    default = tuple("sliding_attention" if i >= first else "full_attention" for i in range(num_layers))
+    kinds = read.layer_kinds(num_layers) or default
+    return SparseLlamaConfig(
+        **fields,
+        qkv_bias=read.flag("qkv_bias", True),
+        layer_windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        shared_size=read.integer("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )
+
+
+def _qwen_fields(read: ConfigReader, num_experts: int, *, per_token: int, expert_size: int) -> dict[str, Any]:
+    """What both spell alike. A layer has experts if its number, from 1 on, is a multiple of `decoder_sparse_step`, and
+    it is none of `mlp_only_layers`, which are counted from 0.
+
+    per_token, expert_size: what holds where config.json leaves it out.
+    """
+    routing = Routing(
+        per_token=read.integer("num_experts_per_tok", per_token),
+        renormalized=read.flag("norm_topk_prob", False),
+    )
+    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=32768)
+    step, dense = read.integer("decoder_sparse_step", 1), read.config.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
+        raise CheckpointError(f"config.json: mlp_only_layers must list layers by number, got {shown(dense)}.")
+    layers = range(fields["num_layers"])
+    return fields | {
+        "expert_size": read.integer("moe_intermediate_size", expert_size),
+        "dense_layers": tuple(layer in dense or (layer + 1) % step != 0 for layer in layers),
+    }
+
+
+def _read_dots1(read: ConfigReader) -> SparseLlamaConfig:
+    """Huo et al. 2025, arXiv:2506.05767: DeepSeek-V3's router and shared experts, and ordinary attention."""
+    routing = Routing(
+        per_token=read.integer("num_experts_per_tok"),
+        score="sigmoid",
+        renormalized=read.flag("norm_topk_prob", False),
+        factor=read.number("routed_scaling_factor", 1.0),
+        biased=True,
+        groups=read.integer("n_group", 1),
+        kept_groups=read.integer("topk_group", 1),
+    )
+    num_experts = read.integer("n_routed_experts")
+    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=2048)
+    num_layers, expert_size = fields["num_layers"], read.integer("moe_intermediate_size", 1408)
+    bias = read.flag("attention_bias", False)
+    window, first = read.optional_positive("sliding_window", 4096), read.number("max_window_layers", 62)
+    default = tuple("sliding_attention" if i >= first else "full_attention" for i in range(num_layers))
+    kinds = read.layer_kinds(num_layers) or default
+    return SparseLlamaConfig(
+        **fields,
+        expert_size=expert_size,
+        shared_size=expert_size * read.integer("n_shared_experts"),
+        dense_layers=tuple(layer < read.number("first_k_dense_replace", 0) for layer in range(num_layers)),
+        layer_windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def _fields(
     read: ConfigReader,
     *,
     num_experts: int,
     routing: Routing,
     default_length: int,
     default_theta: float = 10000.0,
-    default_head_dim: int | None = None,
 ) -> dict[str, Any]:
     """What the families spell alike of a `SparseLlamaConfig`.
 
@@ -195,7 +292,7 @@ def read_fields(
         )
     hidden_size = read.integer("hidden_size")
     num_heads = read.integer("num_attention_heads")
-    head_dim = read.head_dim("head_dim", default_head_dim or hidden_size // num_heads)
+    head_dim = read.head_dim("head_dim", hidden_size // num_heads)
     stated = {"rope_theta": default_theta} | read.config
     rope, length = parse_rope(stated, head_dim, read.integer("max_position_embeddings", default_length))
     return read.common() | {
@@ -213,3 +310,9 @@ def read_fields(
         "num_experts": num_experts,
         "routing": routing,
     }
+
+
+MIXTRAL = SparseLlamaFamily("mixtral", _read_mixtral, Names(block="block_sparse_moe", gate="w1", up="w3", down="w2"))
+QWEN3_MOE = SparseLlamaFamily("qwen3_moe", _read_qwen3_moe)
+QWEN2_MOE = SparseLlamaFamily("qwen2_moe", _read_qwen2_moe, Names(shared="shared_expert"))
+DOTS1 = SparseLlamaFamily("dots1", _read_dots1)
