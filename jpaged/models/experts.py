@@ -138,19 +138,22 @@ def route(logits: jax.Array, routing: Routing, correction: jax.Array | None = No
     logits: float32 [T, E]. correction: [E], if `routing.biased`.
     Returns int32 [T, k], the best first, and float32 [T, k].
     """
-    scores = jax.nn.softmax(logits, axis=-1) if routing.score == "softmax" else jax.nn.sigmoid(logits)
+    if routing.score == "softmax":
+        # A softmax keeps the order, and of the best alone it is what renormalising one of all would give.
+        scores = logits if routing.renormalized else jax.nn.softmax(logits, axis=-1)
+    else:
+        scores = jax.nn.sigmoid(logits)
     choice = scores if correction is None else scores + correction.astype(jnp.float32)
     if routing.groups > 1:
         choice = jnp.where(_in_kept_groups(choice, routing), choice, -jnp.inf)
-    rank = _ranks(choice)
-    chosen = rank[:, None, :] == jnp.arange(routing.per_token)[:, None]  # [T, k, E]
+    chosen = _ranks(choice)[:, None, :] == jnp.arange(routing.per_token)[:, None]  # [T, k, E]
     numbers = jnp.arange(logits.shape[1], dtype=jnp.int32)
     experts = jnp.sum(jnp.where(chosen, numbers, 0), axis=-1, dtype=jnp.int32)
     weights = jnp.sum(jnp.where(chosen, scores[:, None, :], 0.0), axis=-1)
-    if routing.renormalized:
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        # As DeepSeek-V3: the sum of sigmoids may vanish, that of a softmax's best may not.
-        weights = weights / (total + 1e-20 if routing.score == "sigmoid" else total)
+    if routing.renormalized and routing.score == "softmax":
+        weights = jax.nn.softmax(weights, axis=-1)
+    elif routing.renormalized:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)  # as DeepSeek-V3
     return experts, weights * routing.factor if routing.factor != 1.0 else weights
 
 

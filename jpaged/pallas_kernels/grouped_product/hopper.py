@@ -103,7 +103,7 @@ def _product(
     experts, _, _, columns = w.shape
     ctas = ctas or num_multiprocessors()
     tiling = tiling or pick_tiling(rows, experts, columns, ctas)
-    listed, count = tiles.plan_tiles(group_sizes, rows=rows, height=tiling.rows)
+    listed, ends = tiles.plan_tiles(group_sizes, rows=rows, height=tiling.rows)
     s = _Shape(
         tiling=tiling,
         depth=depth,
@@ -129,7 +129,7 @@ def _product(
         kernel_name="weighted_grouped_product" if activation is None else "gated_grouped_product",
         interpret=interpret,
     )
-    return kernel(x, w, weights, listed, count)
+    return kernel(x, w, weights, listed, ends)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _Arguments(NamedTuple):
     w: Any  # [E, K, 2, columns]
     weights: Any  # float32 [A + 128]; where there are none, anything
     tiles: Any  # int32 [tiles, 3]
-    count: Any  # int32 [1]
+    ends: Any  # int32 [E], of tiles by group
     out: Any  # [A, columns], or [A, 2 * columns] if weighted
 
 
@@ -211,7 +211,7 @@ class _Cta(NamedTuple):
 def _kernel(s: _Shape, gpu: ModuleType, *refs: Any) -> None:
     gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), _Scratch(*refs[len(_Arguments._fields) :])
     cluster, rank, wg = lax.axis_index("cta"), lax.axis_index(_RANK), lax.axis_index("wg")
-    turns = lax.div(gmem.count[0] * s.strips + (s.clusters - 1) - cluster, s.clusters)
+    turns = lax.div(gmem.ends[gmem.ends.shape[0] - 1] * s.strips + (s.clusters - 1) - cluster, s.clusters)
     c = _Cta(s, gmem, smem, gpu, cluster, rank, wg, turns)
     pl.when(wg == s.tiling.consumers)(functools.partial(_produce, c))
     pl.when(wg < s.tiling.consumers)(functools.partial(_consume, c))

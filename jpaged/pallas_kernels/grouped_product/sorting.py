@@ -36,19 +36,39 @@ def sort_by_expert(experts: jax.Array, num_experts: int) -> SortedByExpert:
         experts: int32 [T, k]; others than 0 .. num_experts - 1 belong to no group and go behind all groups.
         num_experts: E.
     """
-    total = experts.size
-    size = min(total, _CHUNK)
-    chunks = -(-total // size)
     flat = experts.reshape(-1)
     flat = jnp.where((flat < 0) | (flat >= num_experts), num_experts, flat)
-    chunked = jnp.pad(flat, (0, chunks * size - total), constant_values=num_experts).reshape(chunks, size)
     numbers = jnp.arange(num_experts + 1, dtype=jnp.int32)
-    counts = jnp.sum(chunked[:, :, None] == numbers, axis=1, dtype=jnp.int32)  # [chunks, E + 1]
-    starts = jnp.sum(chunked[:, :, None] < numbers, axis=(0, 1), dtype=jnp.int32)  # of groups
-    first = starts + jnp.cumsum(counts, axis=0) - counts  # place of a chunk's first assignment to each expert
-    earlier = jnp.tril(jnp.ones((size, size), bool), -1)
-    rank = jnp.sum((chunked[:, None, :] == chunked[:, :, None]) & earlier, axis=2, dtype=jnp.int32)
-    places = (jnp.take_along_axis(first, chunked, axis=1) + rank).reshape(-1)[:total]
+    if flat.size <= _CHUNK:
+        places = _ranks(flat)
+        of_all = jnp.arange(flat.size, dtype=jnp.int32)
+        assignments = jnp.sum(jnp.where(places == of_all[:, None], of_all, 0), axis=1, dtype=jnp.int32)
+        sizes = jnp.sum(flat == numbers[:, None], axis=1, dtype=jnp.int32)
+    else:
+        assignments, places, sizes = _sort_by_chunks(flat, numbers)
+    return SortedByExpert(assignments, places.reshape(experts.shape), sizes[:num_experts])
+
+
+def _ranks(x: jax.Array) -> jax.Array:
+    """int32: how many along the last axis are less, or equal and before it."""
+    mine, other = x[..., :, None], x[..., None, :]
+    before = jnp.tril(jnp.ones((x.shape[-1],) * 2, bool), -1)
+    return jnp.sum((other < mine) | ((other == mine) & before), axis=-1, dtype=jnp.int32)
+
+
+def _sort_by_chunks(flat: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(assignments, places, how many there are of each of `numbers`), of more than a chunk.
+
+    A place is that within the chunk's own assignments to the expert, behind those of the chunks before it.
+    """
+    total = flat.size
+    chunks = -(-total // _CHUNK)
+    chunked = jnp.pad(flat, (0, chunks * _CHUNK - total), constant_values=len(numbers) - 1).reshape(chunks, _CHUNK)
+    counts = jnp.sum(chunked[:, :, None] == numbers, axis=1, dtype=jnp.int32)  # [chunks, numbers]
+    less = jnp.sum(chunked[:, :, None] < numbers, axis=1, dtype=jnp.int32)
+    first = jnp.sum(less, axis=0) + jnp.cumsum(counts, axis=0) - counts
+    within = _ranks(chunked) - jnp.take_along_axis(less, chunked, axis=1)
+    places = (jnp.take_along_axis(first, chunked, axis=1) + within).reshape(-1)[:total]
     numbered = jnp.arange(total, dtype=jnp.int32)
     assignments = jnp.zeros(total, jnp.int32).at[places].set(numbered, unique_indices=True)
-    return SortedByExpert(assignments, places.reshape(experts.shape), jnp.sum(counts, axis=0)[:num_experts])
+    return assignments, places, jnp.sum(counts, axis=0)

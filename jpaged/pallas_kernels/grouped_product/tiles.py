@@ -24,7 +24,8 @@ def plan_tiles(group_sizes: jax.Array, *, rows: int, height: int) -> tuple[jax.A
     Args:
         group_sizes: int32 [E]. rows: A, the static number of rows. height: rows of a tile, at most.
     Returns:
-        int32 [tiles, 3] and how many of them there are, int32 [1]; what follows those may be anything valid.
+        int32 [tiles, 3], and int32 [E], how many of them each group and those before it have: the last says how many
+        there are. What follows these in the list is valid, and of no use.
     """
     groups = group_sizes.shape[0]
     up_to = jnp.tril(jnp.ones((groups, groups), bool))  # sums by comparison: a kernel, where a scan would be several
@@ -36,4 +37,4 @@ def plan_tiles(group_sizes: jax.Array, *, rows: int, height: int) -> tuple[jax.A
     group = jnp.minimum(group, groups - 1)
     row_end, within = row_ends[group], number - (tile_ends - tiles)[group]
     first = row_end - group_sizes[group] + within * height
-    return jnp.stack([group, first, jnp.minimum(first + height, row_end)], axis=1), tile_ends[-1:]
+    return jnp.stack([group, first, jnp.minimum(first + height, row_end)], axis=1), tile_ends

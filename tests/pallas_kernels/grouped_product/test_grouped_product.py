@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, most_tiles, plan_tiles
-from tests.pallas_kernels.marks import needs_mosaic
+from tests.pallas_kernels.marks import ON_GPU, needs_mosaic, needs_triton
 
 _ERROR = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.5e-2}
 
@@ -101,7 +101,8 @@ def test_assignments_are_sorted_stably_and_those_of_no_expert_go_last(tokens, ea
 @given(sizes=st.lists(st.integers(0, 200), min_size=1, max_size=9), behind=st.integers(0, 3))
 def test_every_row_of_a_group_is_in_one_tile(sizes, behind):
     rows, height = sum(sizes) + behind, 64
-    listed, (count,) = map(np.asarray, plan_tiles(jnp.asarray(sizes, jnp.int32), rows=rows, height=height))
+    listed, ends = map(np.asarray, plan_tiles(jnp.asarray(sizes, jnp.int32), rows=rows, height=height))
+    count = ends[-1]
     assert count <= len(listed) == most_tiles(rows, len(sizes), height)
     groups = np.repeat(np.arange(len(sizes)), sizes)
     seen = [(row, tile[GROUP]) for tile in listed[:count] for row in range(tile[FIRST], tile[END])]
@@ -141,6 +142,38 @@ def test_weights_that_do_not_fit_are_named():
     for bad in (weights[1:], weights.astype(jnp.bfloat16)):
         with pytest.raises(ValueError, match="weights"):
             weighted_grouped_product(x, down, sizes, bad)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("sizes", "shape", "dtype", "activation"),
+    [
+        ((3, 0, 20), (100, 72), "bfloat16", "silu"),
+        ((0, 40), (24, 40), "float16", "gelu"),
+        ((5,), (40, 24), "float32", "gelu_tanh"),
+    ],
+)
+def test_triton_gives_what_float64_gives(sizes, shape, dtype, activation):
+    arguments = draw_arguments(4, sizes, *shape, dtype=dtype, behind=3)
+    check(arguments, _ERROR[dtype] / 4, activation, *(partial(op, backend="triton") for op in OPS))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ON_GPU)
+@pytest.mark.parametrize("rows", [1, 9, 64, 200, 3000])
+def test_on_the_gpu_rows_of_uneven_groups_are_right_whatever_is_beside_them(rows, backend):
+    sizes = np.bincount(np.random.default_rng(rows).zipf(1.5, rows) % 40, minlength=40)
+    arguments = draw_arguments(rows, sizes.tolist(), 520, 328, behind=7)
+    ops = [partial(op, backend=backend) for op in OPS]
+    found = check(arguments, 3e-3, "silu", *ops)
+    bad = int(np.flatnonzero(sizes)[-1])  # a group whose matrices are NaN
+    x, gate_up, down, *others = arguments
+    spoilt = (x, gate_up.at[bad].set(jnp.nan), down.at[bad].set(jnp.nan), *others)
+    again = ops[0](spoilt[0], spoilt[1], spoilt[3]), ops[1](spoilt[0], spoilt[2], spoilt[3], spoilt[4])
+    others_end = int(sizes[:bad].sum())
+    for one, other in zip(found, again, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(out[:others_end]).view(np.uint16) for out in (one, other)))
+        assert jnp.isnan(other[others_end : others_end + int(sizes[bad])]).all()
 
 
 @needs_mosaic
