@@ -488,7 +488,7 @@ class AsyncLLMEngine:
         answers = {index: answer for index, answer in came.items() if answer is not None}  # the others have ended
         for answer in answers.values():
             if isinstance(answer.value, wire.Error):
-                raise EngineDeadError(answer.value.message)
+                raise error_of(answer.value.kind, answer.value.message)
         return {index: answer.value for index, answer in answers.items() if isinstance(answer.value, kind)}
 
     def _open(self, stream: RequestStream) -> None:
@@ -581,6 +581,7 @@ class AsyncLLMEngine:
         first.limits = RequestLimits.least(one.limits for one in ready)
         self._ready = first
         self._inputs = InputProcessor(self.tokenizer, first.vocab_size, first.limits, first.eos_token_ids)
+        self._inputs.prepare_structured_outputs()
         if self.keeper is not None:
             self.keeper.start()
         assert self._is_ready is not None

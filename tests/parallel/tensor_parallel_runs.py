@@ -118,6 +118,20 @@ def _tokens_by_degree(name: str) -> dict[str, Any]:
         return found | {ONE_SHOT: _tokens(replace(args, tensor_parallel_size=2, one_shot_rows=32))}
 
 
+def tokens_of_experts(name: str) -> dict[str, Any]:
+    """Greedy tokens of one device, and of several that have parts of each expert, or some experts whole."""
+    with tempfile.TemporaryDirectory() as directory, greedy_programs_only():
+        write_tiny_model(eight_heads(name), directory, use_torch=False)
+        found = {}
+        for degree, whole in ((1, False), (2, True), (4, False), (4, True)):
+            engine = LLMEngine(
+                replace(ARGS, model=directory, tensor_parallel_size=degree, enable_expert_parallel=whole)
+            )
+            collectives = _collectives(engine.startup.runner._programs[Decode(NUM_REQUESTS)].executable)
+            found[f"{degree}, {'whole' if whole else 'parts'}"] = run(engine, prompts()), collectives
+        return found
+
+
 def _tokens(args: EngineArgs) -> dict[str, Any]:
     engine = LLMEngine(args)
     plain = run(engine, prompts())
