@@ -4,6 +4,7 @@ import datetime
 import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -34,8 +35,9 @@ class RequestLog:
         log.setLevel(logging.INFO)
 
     def ended(self, record: RequestRecord) -> None:
-        """Has a request's line written."""
-        self._thread.submit(self._write, record, datetime.datetime.now(datetime.UTC))
+        """Has a request's line written; none after `close`."""
+        with suppress(RuntimeError):
+            self._thread.submit(self._write, record, datetime.datetime.now(datetime.UTC))
 
     def close(self) -> None:
         """Writes what has not been written."""

@@ -135,6 +135,9 @@ def test_a_line_of_the_log_has_all_but_prompts_and_answers_unless_these_are_aske
     assert line["params"]["n"] == 2
     assert "a secret" not in str(line)
     assert "prompt" not in line
+    log = RequestLog()
+    log.close()
+    log.ended(record())  # as when the engine is shut down before its consumers are done
     told = RequestLog(prompts=True).line(record(), NOW)  # without a tokenizer: token ids
     assert (told["prompt"], told["answers"]) == ([3, 4, 5, 6, 7, 8], [[10, 11, 12, 13], [10, 11, 12]])
     assert told["params"]["stop"] == ("a secret",)
