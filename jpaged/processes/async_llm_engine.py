@@ -536,6 +536,7 @@ class AsyncLLMEngine:
         first.limits = RequestLimits.least(one.limits for one in ready)
         self._ready = first
         self._inputs = InputProcessor(self.tokenizer, first.vocab_size, first.limits, first.eos_token_ids)
+        self._inputs.prepare_structured_outputs()
         if self.keeper is not None:
             self.keeper.start()
         assert self._is_ready is not None

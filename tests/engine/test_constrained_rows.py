@@ -75,6 +75,9 @@ class MadeUpGrammars:
         self.failure: Exception | None = None
         self.num_masks = 0
 
+    def close(self):
+        pass
+
     def compile(self, params):
         future: Future = Future()
 

@@ -59,8 +59,8 @@ class Preemption(SchedulerPart):
         self._counters.num_preemptions += 1
 
     def start_over(self, members: list[Request]) -> None:
-        """Preempts sequences of one group, with nothing in flight. They compute all their tokens themselves: what was in
-        the cached blocks that they had is not to be trusted, and no prefix will hit their blocks.
+        """Preempts sequences of one group, with nothing in flight. They compute all their tokens themselves: what was
+        in the cached blocks that they had is not to be trusted, and no prefix will hit their blocks.
         """
         held = [self._slots.blocks(member.slot).copy() for member in members]
         self.preempt(members, "recompute")
