@@ -108,7 +108,9 @@ def test_generate_logs_once_how_many_such_requests_there_were(engine, monkeypatc
     outputs = llm.generate(prompts, PARAMS["greedy"], use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length", "error"]
     (record,) = caplog.records
-    assert record.getMessage().startswith("2 of 3 requests ended with finish_reason 'error'. The model")
+    assert record.getMessage().startswith(
+        "2 of 3 requests ended with finish_reason 'error'. The model's logits are not"
+    )
 
 
 def test_a_row_with_such_log_probabilities_is_refused(directory):

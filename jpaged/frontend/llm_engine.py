@@ -273,7 +273,9 @@ class LLMEngine(RequestIntake):
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
         if os.getpid() != self._pid:  # JAX's threads are not here, and a step would wait for them for ever
             raise EngineDeadError("The engine belongs to the process that this one was forked from; start one here.")
-        if self.startup.user is not self._reference:
+        if self.startup.user is None:  # no other engine has run
+            self.startup.user = self._reference
+        elif self.startup.user is not self._reference:
             self._take_turn()
 
     def _take_turn(self) -> None:

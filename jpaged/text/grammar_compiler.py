@@ -217,7 +217,7 @@ class GrammarCompiler:
                 future.set_result(self._compile(params))
             except JPagedError as error:
                 future.set_exception(error)
-            except BaseException as error:  # of the tokenizer's files or library, whose panics are no Exception
+            except BaseException as error:  # of the tokenizer: a panic of its library is no Exception
                 future.set_exception(JPagedError(f"structured_outputs.{params.kind} cannot be compiled: {error}"))
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:

@@ -193,7 +193,7 @@ class GrammarServer:
             grammar = _Grammar(self._tokenizer, grammar_text(message.params))
         except InvalidParameterError as error:
             return Compiled(str(error), is_refused=True)
-        except Exception as error:  # whatever the bindings raise
+        except BaseException as error:  # whatever the bindings raise: a panic of the library is no Exception
             return Compiled(f"structured_outputs.{kind} cannot be compiled: {error}")
         mask = np.zeros((self._masks.shape[1],), np.uint32)
         if wrong := grammar.first_mask(mask):

@@ -58,6 +58,7 @@ from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build, load
+from jpaged.models.experts import split_by_experts
 from jpaged.models.sharding import load_sharded
 from jpaged.pallas_kernels import registry
 
@@ -258,6 +259,8 @@ def _start_on(
 ) -> Startup:
     device = mesh.local_devices[0]
     model_config = ModelConfig.from_directory(directory)
+    if args.enable_expert_parallel:
+        model_config = split_by_experts(model_config)
     # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.
     model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
     shard = mesh.shard_of(model)
