@@ -11,7 +11,6 @@ import mmap
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -31,6 +30,7 @@ from jpaged.text import grammar_process
 from jpaged.text.frames import read_frame, write_frame
 from jpaged.text.grammar_process import MASK_ROWS, Changes, Compile, Compiled, Follow, Followed, Resume, Start
 from jpaged.text.grammars import LARGE_VOCABULARY, GrammarTokenizer
+from jpaged.text.helper_process import start_helper
 
 _MOST_COMPILED = 256
 _COMPILER_THREADS = 4
@@ -52,14 +52,7 @@ class _Process:
             fds.append(memory.fileno())
             self._masks = np.frombuffer(mmap.mmap(memory.fileno(), 0), np.uint32).reshape(MASK_ROWS, num_words)
             arguments = [fds[-1], num_threads, num_words, *fds[:-1]]
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", grammar_process.__name__, *map(str, arguments)],
-                pass_fds=fds,
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            process = start_helper(grammar_process.__name__, *map(str, arguments), fds=fds)
         for _, theirs in pairs:
             theirs.close()
         self.pid = process.pid
@@ -281,8 +274,12 @@ class GrammarCompiler:
 
 
 def take_all(numbers: deque[int]) -> list[int]:
-    """Empties a queue that other threads append to."""
-    return [numbers.popleft() for _ in range(len(numbers))]
+    """Empties a queue that other threads append to, and empty as well."""
+    taken: list[int] = []
+    with suppress(IndexError):
+        while True:
+            taken.append(numbers.popleft())
+    return taken
 
 
 def _shared_file(num_bytes: int) -> IO[bytes]:
