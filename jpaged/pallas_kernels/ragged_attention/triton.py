@@ -74,8 +74,10 @@ _AMPERE = {
     (64, 2): Config(rows=128, block_kv=64, warps=4, stages=3),
     (128, 2): Config(rows=128, block_kv=64, warps=8, stages=3),
     (256, 2): Config(rows=64, block_kv=32, warps=8, stages=3),
+    (512, 2): Config(rows=32, block_kv=16, warps=8, stages=2),
     (64, 4): Config(rows=32, block_kv=32, warps=8, stages=3),
     (128, 4): Config(rows=32, block_kv=16, warps=8, stages=3),
+    (256, 4): Config(rows=32, block_kv=16, warps=8, stages=2),
 }
 _HOPPER = _AMPERE | {
     (64, 2): Config(rows=128, block_kv=64, warps=8, stages=3, registers=128),
