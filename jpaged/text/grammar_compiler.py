@@ -3,8 +3,8 @@
     StructuredOutputsParams --compile--> CompiledGrammar --begin--> guide    cached by content
     guides, tokens --advance--> masks of what may follow, tokens that must   on all cores
 
-The process starts with the first constraint, or with `prepare`. If it dies, the sequences that it followed cannot go
-on, and the next constraint starts another.
+The process starts with the first constraint, or with `prepare`. If it dies, another one is started, and the sequences
+are moved past their tokens there. What ends that one, too, while it takes up a sequence, fails that sequence.
 """
 
 import mmap
@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import threading
 import weakref
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -34,6 +35,8 @@ from jpaged.text.helper_process import start_helper
 
 _MOST_COMPILED = 256
 _COMPILER_THREADS = 4
+_REVIVING_THREADS = 2
+"""The one that makes masks, and the engine's."""
 _ENDED = "the process that follows grammars has ended"
 
 
@@ -45,7 +48,7 @@ class _Process:
     """
 
     def __init__(self, num_threads: int, num_words: int) -> None:
-        pairs = [socket.socketpair() for _ in range(1 + _COMPILER_THREADS)]
+        pairs = [socket.socketpair() for _ in range(1 + _COMPILER_THREADS + _REVIVING_THREADS)]
         self._follower, *self.compilers = [ours for ours, _ in pairs]
         fds = [theirs.fileno() for _, theirs in pairs]
         with _shared_file(MASK_ROWS * num_words * 4) as memory:
@@ -105,12 +108,21 @@ class _Process:
 class CompiledGrammar:
     """A constraint that sequences can follow; as `jpaged.engine.constraints.grammars.Grammar`.
 
-    forced: tokens that come first. mask: uint32 [words]; what may follow these.
+    forced: tokens that come first. mask: uint32 [words]; what may follow these. params: what it was compiled from.
+    successor: the same in a later process, where its own has ended and a sequence went on.
     """
 
-    def __init__(self, process: _Process, number: int, forced: Sequence[int], mask: np.ndarray) -> None:
+    def __init__(
+        self,
+        process: _Process,
+        number: int,
+        forced: Sequence[int],
+        mask: np.ndarray,
+        params: StructuredOutputsParams,
+    ) -> None:
         self.process, self.number = process, number
-        self.forced, self.mask = tuple(forced), mask
+        self.forced, self.mask, self.params = tuple(forced), mask, params
+        self.successor: CompiledGrammar | None = None
 
     def begin(self, ignore_eos: bool) -> "_Guide":
         """A guide for a new sequence, behind the forced tokens."""
@@ -123,13 +135,19 @@ class CompiledGrammar:
 class _Guide:
     """Where a sequence stands. ends_late: the end of sequence is allowed only where nothing else is.
 
-    is_begun: whether the process knows it.
+    is_begun: whether the process knows it. followed: its tokens so far, those included that must come next.
     """
 
-    __slots__ = ("ends_late", "grammar", "is_begun", "number")
+    __slots__ = ("ends_late", "followed", "grammar", "is_begun", "number")
 
     def __init__(self, grammar: CompiledGrammar, ends_late: bool) -> None:
-        self.grammar, self.ends_late = grammar, ends_late
+        self.ends_late = ends_late
+        self.followed = array("i")
+        self.begin(grammar)
+
+    def begin(self, grammar: CompiledGrammar) -> None:
+        """Begins to follow a grammar, in whose process it is to be moved past its tokens."""
+        self.grammar = grammar
         self.number = next(grammar.process.numbers)
         self.is_begun = False
 
@@ -155,6 +173,8 @@ class GrammarCompiler:
         self._process: _Process | None = None
         self._start_lock, self._follow_lock = threading.Lock(), threading.Lock()
         self._compiled: OrderedDict[StructuredOutputsParams, Future[CompiledGrammar]] = OrderedDict()
+        self._revive_lock = threading.Lock()
+        self._is_closed = False
         self._lock = threading.Lock()
         self._work: deque[tuple[StructuredOutputsParams, Future[CompiledGrammar]]] = deque()
         self._num_compiling = 0
@@ -204,23 +224,57 @@ class GrammarCompiler:
                 masks[part] = made
                 for i, one in zip(part, found, strict=True):
                     forced[i] = one
-        return [one if isinstance(one, str) else tuple(one) for one in forced]
+        return [
+            self._followed(guide, [token], mask, one)
+            for guide, token, mask, one in zip(guides, token_ids, masks, forced, strict=True)
+        ]
 
     def resume(self, guide: _Guide, token_ids: Sequence[int], mask: np.ndarray) -> tuple[int, ...] | str:
         """Moves a guide past many tokens at once, of which some were forced; as `advance`. mask: uint32 [words]."""
-        process = guide.grammar.process
-        if process is not self._process or not process.is_alive:
-            return _ENDED
-        with self._follow_lock:
-            forced = process.resume(guide, token_ids, mask)
-        return forced if isinstance(forced, str) else tuple(forced)
+        return self._followed(guide, token_ids, mask, self._resume(guide, token_ids, mask))
 
     def close(self) -> None:
         """Ends the process."""
         with self._start_lock:
+            self._is_closed = True
             if self._process is not None:
                 self._process.end()
                 self._process.is_alive = False
+
+    def _resume(self, guide: _Guide, token_ids: Sequence[int], mask: np.ndarray) -> list[int] | str:
+        process = guide.grammar.process
+        if process is not self._process or not process.is_alive:
+            return _ENDED
+        with self._follow_lock:
+            return process.resume(guide, token_ids, mask)
+
+    def _followed(
+        self, guide: _Guide, token_ids: Sequence[int], mask: np.ndarray, forced: list[int] | str
+    ) -> tuple[int, ...] | str:
+        """Notes that a guide has been moved past tokens; moves it in another process if its own has ended.
+
+        forced, and what is returned: what must follow, or why it cannot go on.
+        """
+        if forced is _ENDED and not self._is_closed:
+            try:
+                guide.begin(self._alive(guide.grammar))
+            except JPagedError as error:
+                return str(error)
+            forced = self._resume(guide, [*guide.followed, *token_ids], mask)
+        if isinstance(forced, str):
+            return forced
+        guide.followed.extend(token_ids)
+        guide.followed.extend(forced)
+        return tuple(forced)
+
+    def _alive(self, grammar: CompiledGrammar) -> CompiledGrammar:
+        """A grammar in the process that runs. Raises JPagedError if it cannot be compiled there."""
+        with self._revive_lock:
+            while grammar.process is not self._process or not grammar.process.is_alive:
+                if grammar.successor is None:
+                    grammar.successor = self._compile(grammar.params)
+                grammar = grammar.successor
+            return grammar
 
     def _compile_all(self) -> None:
         """In a thread, until nothing is left to compile."""
@@ -238,19 +292,23 @@ class GrammarCompiler:
                 future.set_exception(JPagedError(f"structured_outputs.{params.kind} cannot be compiled: {error}"))
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        process = self._started()
-        number = next(process.numbers)
-        sock = process.compilers.pop()
-        try:
-            message = Compile(number, params, take_all(process.forgotten))
-            answer: Compiled | None = process.ask(sock, message, Compiled)
-        finally:
-            process.compilers.append(sock)
+        """Compiles in the process; in another one, once, if that ends meanwhile."""
+        answer: Compiled | None = None
+        for _ in range(2):
+            process = self._started()
+            number = next(process.numbers)
+            sock = process.compilers.pop()
+            try:
+                answer = process.ask(sock, Compile(number, params, take_all(process.forgotten)), Compiled)
+            finally:
+                process.compilers.append(sock)
+            if answer is not None:
+                break
         if answer is None:
             raise JPagedError(f"structured_outputs.{params.kind} cannot be compiled: {_ENDED}.")
         if answer.error:
             raise (InvalidParameterError if answer.is_refused else JPagedError)(answer.error)
-        return CompiledGrammar(process, number, answer.forced, np.frombuffer(answer.mask, np.uint32))
+        return CompiledGrammar(process, number, answer.forced, np.frombuffer(answer.mask, np.uint32), params)
 
     def _started(self) -> _Process:
         """The process, which is started if there is none."""

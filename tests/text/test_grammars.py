@@ -219,16 +219,53 @@ def test_a_guide_that_is_moved_past_many_tokens_at_once_stands_where_one_that_to
     assert isinstance(compiler.resume(grammar.begin(False), [EOS, EOS], mask[0]), str)
 
 
-def test_where_the_process_has_died_sequences_fail_by_name_and_the_next_constraint_starts_another(given, tokenizer):
+def test_where_the_process_has_died_sequences_go_on_in_another(given, tokenizer):
+    """Killed before the first token and in the middle: what is forced and allowed stays the same."""
+    params = Structured(json={"type": "object", "properties": {"name": {"enum": ["fox"]}, "paws": {"type": "boolean"}}})
+    text = tokenizer.encode('{"name": "fox", "paws": true}', add_special_tokens=False)
+    compiler = GrammarCompiler(lambda: given, VOCAB_SIZE)
+
+    def seen(kill_before):
+        """Of two sequences, what is forced and allowed after each token that is not forced."""
+        grammar = compiler.compile(params).result()
+        guides, masks = [grammar.begin(False) for _ in range(2)], np.zeros((2, compiler.num_words), np.uint32)
+        forced, found = deque(grammar.forced), []
+        for token in text:
+            if forced and forced[0] == token:
+                forced.popleft()
+                continue
+            if len(found) in kill_before:
+                os.kill(compiler._process.pid, signal.SIGKILL)
+            answers = compiler.advance(guides, [token] * 2, masks)
+            assert answers[0] == answers[1]
+            assert (masks[0] == masks[1]).all()
+            forced = deque(answers[0])
+            found.append((answers[0], allowed(masks[0])))
+        late = np.zeros((compiler.num_words,), np.uint32)
+        return found, compiler.resume(grammar.begin(False), text[len(grammar.forced) :], late), allowed(late)
+
+    calm = seen(())
+    assert len(calm[0]) > 2
+    assert seen((0, 2)) == calm
+    compiler.close()
+
+
+def test_a_sequence_that_ends_each_process_fails_by_name(given, tokenizer, monkeypatch):
     (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
     compiler = GrammarCompiler(lambda: given, VOCAB_SIZE)
-    params = Structured(regex="[ab]+")
-    grammar = compiler.compile(params).result()
-    guides, masks = [grammar.begin(False) for _ in range(2)], np.zeros((2, compiler.num_words), np.uint32)
+    guide, masks = compiler.compile(Structured(regex="[ab]+")).result().begin(False), np.zeros((1, 88), np.uint32)
+    resume = grammar_compiler._Process.resume
+
+    def resume_and_die(self, *arguments):
+        os.kill(self.pid, signal.SIGKILL)
+        return resume(self, *arguments)
+
+    monkeypatch.setattr(grammar_compiler._Process, "resume", resume_and_die)
     os.kill(compiler._process.pid, signal.SIGKILL)
-    assert compiler.advance(guides, [a, a], masks) == ["the process that follows grammars has ended"] * 2
-    again = compiler.compile(params).result().begin(False)
-    assert [isinstance(one, str) for one in compiler.advance([guides[0], again], [a, a], masks)] == [True, False]
+    assert compiler.advance([guide], [a], masks) == ["the process that follows grammars has ended"]
+    monkeypatch.undo()
+    another = compiler.compile(Structured(regex="[ab]+")).result().begin(False)
+    assert compiler.advance([another], [a], masks) == [()]
     compiler.close()
 
 
