@@ -254,7 +254,7 @@ def _start_on(
     interrupt: KeptInterrupt,
 ) -> Startup:
     device = mesh.local_devices[0]
-    model_config = ModelConfig.from_directory(directory)
+    model_config = ModelConfig.from_directory(directory, args.max_model_len)
     # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.
     model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
     shard = mesh.shard_of(model)
