@@ -152,7 +152,8 @@ def _fields(read: ConfigReader, *, default_length: int = 2048, default_head_dim:
     hidden_size = read.integer("hidden_size")
     num_heads = read.integer("num_attention_heads")
     head_dim = read.head_dim("head_dim", default_head_dim or hidden_size // num_heads)
-    rope, length = parse_rope(read.config, head_dim, read.integer("max_position_embeddings", default_length))
+    length = read.integer("max_position_embeddings", default_length)
+    rope, length = parse_rope(read.config, head_dim, length, max_model_len=read.max_model_len)
     return read.common() | {
         "hidden_size": hidden_size,
         "num_layers": read.integer("num_hidden_layers"),
