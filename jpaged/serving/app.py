@@ -2,6 +2,7 @@
 
     client -- RequestIds -- RootPath -- LastWords -- Hosts -- Origins -- CORS -- ApiKeys --+-- page.py
                                                                                            +-- openai_routes.py
+                                                                                           +-- dialects/routes.py
                                                                                            +-- operational_routes.py
 
 Hosts, CORS and ApiKeys are there when hosts and origins are listed and keys are given.
@@ -17,6 +18,7 @@ from starlette.responses import Response
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.admission import Admission, ClientCounts
 from jpaged.serving.browsers import Hosts, Origins
+from jpaged.serving.dialects.routes import dialect_routes
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import error_response
 from jpaged.serving.live import LiveView
@@ -34,7 +36,8 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts
     """
     admission = Admission(engine, options.limits, clients)
     live = LiveView(engine, options.limits.max_watchers)
-    routes = [*openai_routes(engine, options, admission), *operational_routes(engine, options, live), *page_routes()]
+    routes = [*openai_routes(engine, options, admission), *dialect_routes(engine, options, admission)]
+    routes += [*operational_routes(engine, options, live), *page_routes()]
     middleware = [Middleware(RequestIds), Middleware(RootPath), Middleware(LastWords)]
     if options.allowed_hosts is not None:
         middleware.append(Middleware(Hosts, allowed=options.allowed_hosts))

@@ -58,7 +58,14 @@ def loaded(special):
     if special:
         pieces = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
         pieces += ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
-        pieces += ["<｜tool▁calls▁end｜>", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|python_start|>"]
+        pieces += [
+            "<｜tool▁calls▁end｜>",
+            "<|channel|>",
+            "<|message|>",
+            "<|constrain|>",
+            "<|start|>",
+            "<|python_start|>",
+        ]
         pieces += ["<|python_end|>", "[THINK]", "[/THINK]"]
         tokenizer.hf.add_special_tokens(
             {"additional_special_tokens": [AddedToken(piece, special=True, normalized=False) for piece in pieces[4:]]},
@@ -261,7 +268,7 @@ def test_a_budget_ends_reasoning_after_so_many_tokens_and_the_answer_keeps_to_it
 
 
 def test_a_budget_needs_a_token_that_ends_reasoning():
-    with pytest.raises(InvalidParameterError, match="thinking_token_budget.*</think>"):
+    with pytest.raises(InvalidParameterError, match=r"thinking_token_budget.*</think>"):
         turn_grammar(TurnRules(reasoning=REASONING["think"], reasons="open", budget=3), {})
 
 

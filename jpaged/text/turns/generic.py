@@ -21,9 +21,7 @@ _INTRODUCTION = (
 )
 
 
-def without_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def without_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A conversation in which tools, calls and results are text.
 
     messages: calls have their arguments as dictionaries. tools: as of a request; none where none may be called.
@@ -38,7 +36,9 @@ def without_tools(
         if message.get("role") == "tool":
             one = {"role": "user", "content": f"<tool_response>{text}</tool_response>"}
         elif message.get("tool_calls"):
-            calls = [(Tool(call["function"]["name"], {}), call["function"]["arguments"]) for call in message["tool_calls"]]
+            calls = [
+                (Tool(call["function"]["name"], {}), call["function"]["arguments"]) for call in message["tool_calls"]
+            ]
             one["content"] = text + GENERIC.render(calls)
         elif message.get("role") == "system" and result and tools and len(result) == 1:
             result[0]["content"] = f"{text}\n\n{result[0]['content']}"

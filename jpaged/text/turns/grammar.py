@@ -214,7 +214,8 @@ class _Calls:
         for part in parts:
             if part is ARGUMENTS or isinstance(part, Maybe):
                 expressions += [self._rules.literal(text)] if text else []
-                expressions.append(self._arguments[i] if part is ARGUMENTS else self._rules.literal(part.text) + "?")
+                optional = self._rules.literal(part.text) + "?" if isinstance(part, Maybe) else ""
+                expressions.append(optional or self._arguments[i])
                 text = ""
             else:
                 text += self._tools[i].name if part is NAME else str(part)

@@ -61,7 +61,7 @@ class TurnParser:
         reasons: where the prompt leaves it.
 
     Attributes:
-        num_calls: that have begun. is_reasoning: whether the turn is still in its reasoning.
+        num_calls: that have begun. is_inside_call: whether the last of them is incomplete.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class TurnParser:
         self._scanner: Scanner | None = None
 
     @property
-    def is_reasoning(self) -> bool:
-        return self._state == self._inside_reasoning
+    def is_inside_call(self) -> bool:
+        return self._state == self._in_call and self._scanner is not None
 
     def feed(self, text: str, final: bool = False) -> TurnDelta:
         """Takes more text; `final` says that no more will come. Returns what has become certain."""
