@@ -17,6 +17,7 @@ help:
 	@echo "make test-fast   the tests of control plane, protocol, text and API, which compile nothing"
 	@echo "make drills   what takes long or needs GPUs, each with its target: whole servers and shards under kills and load"
 	@echo "make test-ray   the tests that need Ray, which this installs"
+	@echo "make test-clients   clients of agents (anthropic, instructor, ...), installed apart, against a server"
 	@echo "make test-browser   the tests of the server's page, which need Chromium (Debian: chromium, chromium-driver)"
 	@echo "make test-schemathesis   made-up requests to every route of a server, none of which may meet a 5xx"
 	@echo "make docs   build the documentation into site/"
