@@ -14,6 +14,7 @@ from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.assets import demo_model_path
 from jpaged.cli import main
 from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.llm import LLM
 from jpaged.scoring.scorer import Scorer
 from tests.tiny_models import DEMO_ENGINE
 
@@ -81,6 +82,18 @@ def test_a_request_with_such_logits_ends_with_an_error_and_those_beside_it_are_r
     stats = engine.get_metrics()
     assert stats.num_not_finite - before == len(PARAMS) + 1
     assert (stats.num_used_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0)
+
+
+def test_generate_logs_once_how_many_such_requests_there_were(engine, monkeypatch, caplog):
+    monkeypatch.setattr("jpaged.llm._start_engine", lambda args: engine)
+    llm = LLM()
+    prompts = [{"prompt_token_ids": one} for one in (BAD, GOOD[::-1], BAD)]
+    outputs = llm.generate(prompts, PARAMS["greedy"], use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length", "error"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "2 of 3 requests ended with finish_reason 'error'. The model's logits are not"
+    )
 
 
 def test_a_row_with_such_log_probabilities_is_refused(directory):

@@ -26,6 +26,7 @@ from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.dense import dense_causal_attend
+from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward
 from jpaged.models.family import Attend, CausalLM, Family
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, Linear, PartialSum
@@ -63,6 +64,9 @@ __all__ = [
     "Piece",
     "RMSNorm",
     "Rope",
+    "Routing",
+    "SparseConfig",
+    "SparseMLP",
     "Stream",
     "TiedTensor",
     "Weights",
@@ -70,6 +74,7 @@ __all__ = [
     "build",
     "dense_causal_attend",
     "divide_into_heads",
+    "feed_forward",
     "load",
     "parameter",
     "parse_rope",

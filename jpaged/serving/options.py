@@ -9,6 +9,7 @@ from pathlib import Path
 from jpaged.api.checks import check_integer
 from jpaged.api.config import RestartOptions
 from jpaged.api.errors import InvalidParameterError
+from jpaged.processes.traces import check_endpoint
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.listeners import Listeners
 from jpaged.text.turns.formats import REASONING_FORMATS, TOOL_FORMATS
@@ -54,10 +55,15 @@ class AppOptions:
             the chat template.
         reasoning_parser: how it writes reasoning: a name of REASONING_FORMATS there; "none" leaves it in the answer's
             text; None finds it from the chat template.
+        log_requests: a line of JSON for each request that has ended (`processes/request_log.py`). log_prompts: with
+            prompts and answers in it.
+        otlp_traces_endpoint: URL of a collector that gets traces of requests (`processes/traces.py`).
         limits: of requests.
 
     Raises:
-        InvalidParameterError: an empty name or key, a string where a list belongs, or an unknown parser.
+        InvalidParameterError: an empty name or key, a string where a list belongs, options that
+            contradict, or an unknown parser.
+        MissingPackageError: traces need OpenTelemetry.
     """
 
     served_model_names: Sequence[str] = (DEMO_MODEL_NAME,)
@@ -69,6 +75,9 @@ class AppOptions:
     control_tokens_in_messages: bool = False
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    log_requests: bool = False
+    log_prompts: bool = False
+    otlp_traces_endpoint: str | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
@@ -88,6 +97,10 @@ class AppOptions:
             raise InvalidParameterError(
                 f"metrics_prefix must be letters, digits and underscores, got {self.metrics_prefix!r}."
             )
+        if self.log_prompts and not self.log_requests:
+            raise InvalidParameterError("log_prompts needs log_requests: prompts are part of the lines that it writes.")
+        if self.otlp_traces_endpoint is not None:
+            check_endpoint(self.otlp_traces_endpoint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,10 +92,28 @@ def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield name, ops.sample_tokens, arguments
 
 
+def experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """The grouped products of Qwen3-30B-A3B, every height of a tile."""
+    for rows, dtype in (
+        (8, jnp.bfloat16),
+        (4096, jnp.float16),
+        (8192, jnp.bfloat16),
+        (65_536, jnp.bfloat16),
+        (8, jnp.float32),
+    ):
+        sizes = {"group_sizes": ids(128)}
+        arguments = sizes | {"x": Shape((rows, 2048), dtype), "w": Shape((128, 2048, 2, 768), dtype)}
+        yield f"gated_grouped_product {rows}", ops.gated_grouped_product, arguments
+        arguments = sizes | {"x": Shape((rows, 768), dtype), "w": Shape((128, 768, 2048), dtype)}
+        arguments["weights"] = Shape((rows,), jnp.float32)
+        yield f"weighted_grouped_product {rows}", ops.weighted_grouped_product, arguments
+
+
 def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """(name, op, its arguments)."""
     yield from attention()
     yield from other_ops()
+    yield from experts()
 
 
 def main(capabilities: list[int], names: list[str]) -> None:

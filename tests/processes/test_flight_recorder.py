@@ -52,6 +52,16 @@ def test_only_the_last_steps_are_kept(monkeypatch, recorded):
     assert [step["step"] for step in last_steps(pulse)] == [plan.step_id for plan in engine.plans][-4:]
 
 
+def test_a_record_that_was_not_written_whole_is_left_out(recorded):
+    engine, pulse = recorded
+    body = flight_recorder._encoder.encode(flight_recorder._Content(99, b"abc", [], 0, 0, 0, 0, 0, 0, 0, 0))
+    recorder = engine.core.observer
+    at = recorder._place(1)
+    flight_recorder._HEADER.pack_into(recorder._memory, at, 1, 1.0, 0.0, len(body))
+    recorder._memory[at + flight_recorder._HEADER.size : at + flight_recorder._HEADER.size + len(body)] = body
+    assert [step["step"] for step in last_steps(pulse)] == [0, *range(2, len(engine.plans))]
+
+
 def test_they_are_written_for_this_user_only_and_printed(monkeypatch, tmp_path, capsys, recorded):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = write_last_steps(recorded[1], "The engine process was killed by SIGKILL", {"model": "m"}, 3)

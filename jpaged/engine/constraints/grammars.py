@@ -59,7 +59,7 @@ class Grammar(Protocol):
 
 
 class Grammars(Protocol):
-    """Compiles constraints and follows them; `jpaged.text.grammars` implements it.
+    """Compiles constraints and follows them; `jpaged.text.grammar_compiler` implements it.
 
     num_words: uint32 words of a mask.
     """
@@ -78,6 +78,10 @@ class Grammars(Protocol):
         masks: uint32 [n, words]; what may follow is written here.
         Returns: for each guide the forced tokens, or why it cannot go on.
         """
+        ...
+
+    def close(self) -> None:
+        """Nothing will be asked for any more."""
         ...
 
 
@@ -333,10 +337,11 @@ class ConstrainedRows(DependentRows):
         return True
 
     def close(self) -> None:
-        """Ends the thread that makes masks."""
+        """Ends the thread that makes masks, and what it asks for them."""
         if self._maker is not None:
             self._jobs.put(None)
             self._maker = None
+        self._grammars.close()
 
     def _collect(self) -> None:
         self._news.clear()

@@ -57,12 +57,18 @@ class Piece:
         if self.copies > 1 and split_axis == self.copied_axis:
             return whole.take(np.arange(start, stop) // self.copies, split_axis)
         index = [slice(None)] * whole.ndim
-        index[split_axis] = slice(start, stop)
+        begin = self.offsets[axis]
+        index[split_axis] = slice(max(start - begin, 0), max(stop - begin, 0))
         return whole[tuple(index)]
 
-    def place_slice(self, shard: jax.Array, piece: jax.Array) -> jax.Array:
-        """A shard of the parameter with its slice of this tensor written into it. Donates the shard."""
-        return _place(shard, piece, piece.shape, self.axes, self.offsets)
+    def place_slice(self, shard: jax.Array, piece: jax.Array, axis: int | None, start: int) -> jax.Array:
+        """A shard of the parameter, which begins at entry `start` of its `axis`, with its slice of this tensor written
+        into it. Donates the shard.
+        """
+        offsets = list(self.offsets)
+        if axis is not None:
+            offsets[axis] = max(offsets[axis] - start, 0)
+        return _place(shard, piece, piece.shape, self.axes, tuple(offsets))
 
     def take(self, parameter: jax.Array) -> jax.Array:
         """This tensor, read out of the parameter."""
@@ -143,6 +149,22 @@ def output_projection(prefix: str, parameter: str, config: AttentionShape, *, bi
         yield as_is(f"{prefix}.bias", f"{parameter}.out_bias", hidden)
 
 
+def experts(
+    prefix: str, parameter: str, hidden: int, inner: int, num_experts: int, *, gate: str, up: str, down: str
+) -> Iterator[Piece]:
+    """The torch linear layers of each expert, without biases, into `GroupedExperts`.
+
+    prefix: what the expert's number follows. gate, up, down: what the products are called.
+    """
+    for expert in range(num_experts):
+        theirs = f"{prefix}.{expert}"
+        for slot, name in enumerate((gate, up)):
+            fused, split = f"{parameter}.gate_up", (1, 1, inner, hidden)
+            yield Piece(f"{theirs}.{name}.weight", (inner, hidden), fused, split, (0, 3, 1, 2), (expert, 0, slot, 0))
+        split = (1, hidden, inner)
+        yield Piece(f"{theirs}.{down}.weight", (hidden, inner), f"{parameter}.down", split, (0, 2, 1), (expert, 0, 0))
+
+
 def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Piece]:
     yield as_is(f"{prefix}.weight", f"{parameter}.scale", size)
     yield as_is(f"{prefix}.bias", f"{parameter}.bias", size)
@@ -157,8 +179,6 @@ def repeat_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
     return jnp.concatenate([queries, keys_and_values], axis=-2)
 
 
-# Compiled once for each kind of tensor, not for each tensor: the names are not among the arguments.
-@partial(jax.jit, static_argnums=(2, 3, 4), donate_argnums=0)
 def _place(
     parameter: jax.Array,
     tensor: jax.Array,
@@ -166,11 +186,9 @@ def _place(
     axes: tuple[int, ...],
     offsets: tuple[int, ...],
 ) -> jax.Array:
-    piece = tensor.reshape(split).transpose(axes).astype(parameter.dtype)
-    return jax.lax.dynamic_update_slice(parameter, piece, offsets)
+    return _place_at(parameter, tensor, split, axes, np.asarray(offsets, np.int32))
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _take(
     parameter: jax.Array,
     shape: tuple[int, ...],
@@ -178,6 +196,26 @@ def _take(
     axes: tuple[int, ...],
     offsets: tuple[int, ...],
 ) -> jax.Array:
-    piece = jax.lax.dynamic_slice(parameter, offsets, tuple(split[axis] for axis in axes))
+    return _take_at(parameter, shape, split, axes, np.asarray(offsets, np.int32))
+
+
+# Compiled once for each kind of tensor, not for each tensor: neither names nor places are static.
+@partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
+def _place_at(
+    parameter: jax.Array, tensor: jax.Array, split: tuple[int, ...], axes: tuple[int, ...], offsets: jax.Array
+) -> jax.Array:
+    piece = tensor.reshape(split).transpose(axes).astype(parameter.dtype)
+    return jax.lax.dynamic_update_slice(parameter, piece, list(offsets))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _take_at(
+    parameter: jax.Array,
+    shape: tuple[int, ...],
+    split: tuple[int, ...],
+    axes: tuple[int, ...],
+    offsets: jax.Array,
+) -> jax.Array:
+    piece = jax.lax.dynamic_slice(parameter, list(offsets), tuple(split[axis] for axis in axes))
     inverse = sorted(range(len(axes)), key=axes.__getitem__)
     return jnp.transpose(piece, inverse).reshape(shape)

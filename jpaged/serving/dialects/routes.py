@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,8 +20,9 @@ from jpaged.serving.errors import ApiError, api_error
 from jpaged.serving.http import guarded, json_response, unless_disconnected
 from jpaged.serving.jobs import JobMaker, MakeAnswer
 from jpaged.serving.openai_routes import decode_body
+from jpaged.serving.middleware import trace_headers
 from jpaged.serving.options import AppOptions
-from jpaged.serving.protocol import ChatCompletionRequest
+from jpaged.serving.protocol import ChatCompletionRequest, json_decoder
 from jpaged.serving.streams import JobStream, all_outputs
 
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -41,8 +43,8 @@ class _Handlers:
         self._engine = engine
         self._options = options
         self._jobs = JobMaker(engine, options, admission)
-        self._messages = msgspec.json.Decoder(MessagesRequest)
-        self._responses = msgspec.json.Decoder(ResponsesRequest)
+        self._messages = json_decoder(MessagesRequest)
+        self._responses = json_decoder(ResponsesRequest)
         self._store = ResponseStore()
 
     async def messages(self, request: Request) -> Response:
@@ -89,6 +91,8 @@ class _Handlers:
     ) -> Response:
         try:
             job = await self._jobs.chat(chat, client_of(request, self._options.api_keys), make_answer)
+            if self._engine.observers:
+                job = replace(job, trace_headers=trace_headers(request))
             if job.streams:
                 return JobStream(self._engine, job)
             with contextlib.closing(job.ticket):
