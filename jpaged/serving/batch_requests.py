@@ -22,6 +22,7 @@ from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.inputs import ProcessedInput, Prompt, as_prompt_list
 from jpaged.serving.answers import AnswerContext, answer_to
 from jpaged.serving.chat_template import template_arguments
+from jpaged.serving.constraints import Constraint
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, refuse_unsupported
 from jpaged.serving.sampling import in_words_of, sampling_of
@@ -38,13 +39,17 @@ _IDLE = {"stream": False, "priority": 0}
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A line's request: one prompt, or several for completions. params are the same for all. reading: of a chat."""
+    """A line's request: one prompt, or several for completions. params are the same for all.
+
+    reading, constraint: of a chat that has tools or reasoning.
+    """
 
     custom_id: str
     body: CompletionRequest | ChatCompletionRequest
     prompts: list[Prompt]
     params: SamplingParams | BeamSearchParams
     reading: Reading | None = None
+    constraint: Constraint | None = None
 
 
 class BadLine(Exception):
@@ -116,11 +121,10 @@ def _checked(
         prompts = [tokenizer.encode_prompt(prompt)]
         if not turn.is_plain:
             reading = Reading(turn, turn.reasons(prompt.text), body.include_reasoning is not False)
-            if isinstance(params, SamplingParams):
-                constraint = turn.constraint(body, reading.reasons, tokenizer)
-                with in_words_of(body, constraint):
-                    params = turn.applied(params, constraint, tokenizer)
-            return BatchRequest(custom_id, body, prompts, params, reading)
+            constraint = turn.constraint(body, reading.reasons, tokenizer)
+            with in_words_of(body, constraint):
+                params = turn.applied(params, constraint, tokenizer)
+            return BatchRequest(custom_id, body, prompts, params, reading, constraint)
     else:
         prompts = as_prompt_list(body.prompt)
         if not prompts:

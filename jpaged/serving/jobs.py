@@ -142,24 +142,16 @@ class JobMaker:
         """The parameters and the checked prompt of a turn with reasoning or tools."""
         turn, tokenizer = reading.turn, self._engine.tokenizer
         assert tokenizer is not None
-        if isinstance(params, BeamSearchParams):
-            if turn.budget is not None:
-                raise ApiError(
-                    400, "thinking_token_budget is not supported in a beam search.", param="thinking_token_budget"
-                )
-            with in_words_of(body):
-                return params, await self._engine.process(tokens, params)
-        sampling = params
 
-        def applied() -> tuple[Constraint | None, SamplingParams]:
+        def applied() -> tuple[Constraint | None, SamplingParams | BeamSearchParams]:
             constraint = turn.constraint(body, reading.reasons, tokenizer)
             with in_words_of(body, constraint):
-                return constraint, turn.applied(sampling, constraint, tokenizer)
+                return constraint, turn.applied(params, constraint, tokenizer)
 
-        constraint, params = await self._engine.in_thread(applied) if turn.tools else applied()
+        constraint, applied_params = await self._engine.in_thread(applied) if turn.tools else applied()
         try:
             with in_words_of(body, constraint):
-                return params, await self._engine.process(tokens, params)
+                return applied_params, await self._engine.process(tokens, applied_params)
         except InvalidParameterError as error:
             if constraint is not None and str(error).startswith("tools"):
                 await self._blame_tool(body, turn)

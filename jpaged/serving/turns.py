@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.errors import InvalidParameterError, InvalidPromptError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.api.structured_outputs import StructuredOutputsParams
@@ -106,15 +107,17 @@ class Turn:
         field = "tools" if self.tools else "thinking_token_budget" if given is None else given.field
         return Constraint(field, {"grammar": turn_grammar(rules, tokenizer.control_tokens)})
 
-    def applied(self, params: SamplingParams, constraint: Constraint | None, tokenizer: Tokenizer) -> SamplingParams:
+    def applied(
+        self, params: SamplingParams | BeamSearchParams, constraint: Constraint | None, tokenizer: Tokenizer
+    ) -> SamplingParams | BeamSearchParams:
         """The parameters for an answer that is read by a parser."""
         texts = [text for form in (self.tool_format, self.reasoning) if form is not None for text in form.texts]
         shows = any(token in text for token in tokenizer.special_texts for text in texts)
-        return replace(
-            params,
-            structured_outputs=None if constraint is None else constraint.params,  # type: ignore[arg-type]
-            skip_special_tokens=params.skip_special_tokens and not shows,
-        )
+        skips = params.skip_special_tokens and not shows
+        if isinstance(params, BeamSearchParams):
+            return replace(params, skip_special_tokens=skips)
+        given: Any = None if constraint is None else constraint.params
+        return replace(params, structured_outputs=given, skip_special_tokens=skips)
 
 
 @dataclass(frozen=True)
@@ -312,6 +315,10 @@ def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
 
 def _budget(request: ChatCompletionRequest) -> int | None:
     budget = request.thinking_token_budget
+    if budget is not None and request.use_beam_search:
+        raise ApiError(
+            400, "thinking_token_budget is not supported in a beam search; leave it out.", param="thinking_token_budget"
+        )
     if budget is not None and budget < 0:
         raise ApiError(400, f"thinking_token_budget must be at least 0, got {budget}.", param="thinking_token_budget")
     return budget

@@ -19,8 +19,8 @@ from jpaged.serving.dialects.responses import ResponsesAnswer, ResponsesRequest,
 from jpaged.serving.errors import ApiError, api_error
 from jpaged.serving.http import guarded, json_response, unless_disconnected
 from jpaged.serving.jobs import JobMaker, MakeAnswer
-from jpaged.serving.openai_routes import decode_body
 from jpaged.serving.middleware import trace_headers
+from jpaged.serving.openai_routes import decode_body
 from jpaged.serving.options import AppOptions
 from jpaged.serving.protocol import ChatCompletionRequest, json_decoder
 from jpaged.serving.streams import JobStream, all_outputs
