@@ -233,10 +233,13 @@ def test_hostile_tools_are_refused_in_bounded_time(server):
     wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(6000)}}
     begun = time.monotonic()
     assert chat(server, tools=[tool(f"t{i}") for i in range(10_000)]).status_code == 413
-    for tools in ([tool(f"t{i}") for i in range(5_000)], [tool("a", nested)], [tool("b"), tool("a", wide)]):
+    for tools in ([tool(f"t{i}") for i in range(5_000)], [tool("a", nested)]):
         answer = chat(server, tools=tools)
         assert answer.status_code == 400, answer.text[:200]
         assert answer.json()["error"]["param"] == "tools"
         assert answer.json()["error"]["message"].startswith("tools")
+    answer = chat(server, tools=[tool("b"), tool("a", wide)])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert time.monotonic() - begun < 30
     assert server.client.get("/health").status_code == 200
