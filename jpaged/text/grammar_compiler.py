@@ -171,6 +171,7 @@ class GrammarCompiler:
         self.num_words = -(-vocab_size // 32)
         self._get_tokenizer, self._num_threads = tokenizer, num_threads
         self._process: _Process | None = None
+        self._known_process: _Process | None = None  # by the constraints that are compiled
         self._start_lock, self._follow_lock = threading.Lock(), threading.Lock()
         self._compiled: OrderedDict[StructuredOutputsParams, Future[CompiledGrammar]] = OrderedDict()
         self._revive_lock = threading.Lock()
@@ -186,8 +187,11 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams) -> "Future[CompiledGrammar]":
         """Compiles in the process, unless it is known already. The future may raise InvalidParameterError."""
-        if self._process is not None and not self._process.is_alive:
-            self._compiled.clear()
+        process = self._process
+        if process is not None:
+            if not process.is_alive or self._known_process not in (None, process):
+                self._compiled.clear()  # what a process has compiled keeps its sockets open
+            self._known_process = process
         found = self._compiled.get(params)
         if found is not None:
             self._compiled.move_to_end(params)

@@ -246,7 +246,10 @@ def test_where_the_process_has_died_sequences_go_on_in_another(given, tokenizer)
 
     calm = seen(())
     assert len(calm[0]) > 2
+    descriptors = len(os.listdir("/proc/self/fd"))
     assert seen((0, 2)) == calm
+    compiler.compile(params).result()
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # nothing is kept of processes that have ended
     compiler.close()
 
 
