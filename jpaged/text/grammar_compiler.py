@@ -28,7 +28,7 @@ from jpaged.api.errors import InvalidParameterError, JPagedError
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_process
 from jpaged.text.frames import read_frame, write_frame
-from jpaged.text.grammar_process import MASK_ROWS, Compile, Compiled, Follow, Followed, Start
+from jpaged.text.grammar_process import MASK_ROWS, Changes, Compile, Compiled, Follow, Followed, Resume, Start
 from jpaged.text.grammars import LARGE_VOCABULARY, GrammarTokenizer
 from jpaged.text.helper_process import start_helper
 
@@ -76,21 +76,29 @@ class _Process:
 
     def follow(self, guides: "Sequence[_Guide]", token_ids: Sequence[int], masks: np.ndarray) -> list[list[int] | str]:
         """Moves at most MASK_ROWS guides past a token; as `GrammarCompiler.advance`."""
-        begun = [guide for guide in guides if not guide.is_begun]
-        forgotten = take_all(self.forgotten)  # first, so that what ended before is among the ended
-        message = Follow(
-            [(guide.number, guide.grammar.number, guide.ends_late) for guide in begun],
-            take_all(self.ended),
-            forgotten,
-            [guide.number for guide in guides],
-            list(token_ids),
+        return self._ask_for_masks(
+            Follow(self._changes(guides), [guide.number for guide in guides], list(token_ids)), masks
         )
+
+    def resume(self, guide: "_Guide", token_ids: Sequence[int], mask: np.ndarray) -> list[int] | str:
+        """Moves a guide past many tokens; as `GrammarCompiler.resume`."""
+        message = Resume(self._changes([guide]), guide.number, list(token_ids))
+        return self._ask_for_masks(message, mask[np.newaxis])[0]
+
+    def _changes(self, guides: "Sequence[_Guide]") -> Changes:
+        forgotten = take_all(self.forgotten)  # first, so that guides of these are among the ended
+        begun = [guide for guide in guides if not guide.is_begun]
         for guide in begun:
             guide.is_begun = True
+        return Changes(
+            [(guide.number, guide.grammar.number, guide.ends_late) for guide in begun], take_all(self.ended), forgotten
+        )
+
+    def _ask_for_masks(self, message: Follow | Resume, masks: np.ndarray) -> list[list[int] | str]:
         answer: Followed | None = self.ask(self._follower, message, Followed)
         if answer is None:
-            return [_ENDED] * len(guides)
-        masks[:] = self._masks[: len(guides)]
+            return [_ENDED] * len(masks)
+        masks[:] = self._masks[: len(masks)]
         return answer.forced
 
 
@@ -197,6 +205,15 @@ class GrammarCompiler:
                 for i, one in zip(part, found, strict=True):
                     forced[i] = one
         return [one if isinstance(one, str) else tuple(one) for one in forced]
+
+    def resume(self, guide: _Guide, token_ids: Sequence[int], mask: np.ndarray) -> tuple[int, ...] | str:
+        """Moves a guide past many tokens at once, of which some were forced; as `advance`. mask: uint32 [words]."""
+        process = guide.grammar.process
+        if process is not self._process or not process.is_alive:
+            return _ENDED
+        with self._follow_lock:
+            forced = process.resume(guide, token_ids, mask)
+        return forced if isinstance(forced, str) else tuple(forced)
 
     def close(self) -> None:
         """Ends the process."""

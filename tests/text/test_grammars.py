@@ -199,6 +199,26 @@ def test_sequences_of_one_grammar_are_followed_in_lanes_and_get_the_masks_of_one
         del guides[::3]  # these have ended
 
 
+def test_a_guide_that_is_moved_past_many_tokens_at_once_stands_where_one_that_took_each_does(compiler, tokenizer):
+    schema = {"type": "object", "properties": {"name": {"enum": ["fox", "frog"]}, "paws": {"type": "boolean"}}}
+    params = Structured(json=schema | {"required": ["name", "paws"], "additionalProperties": False}, **COMPACT)
+    grammar = compiler.compile(params).result()
+    one, mask, tokens = grammar.begin(False), np.array([grammar.mask]), []
+    while EOS not in allowed(mask[0]):
+        tokens.append(allowed(mask[0])[0])
+        (forced,) = compiler.advance([one], tokens[-1:], mask)
+        tokens += forced
+        assert not set(forced) & {EOS}
+        at_once = np.zeros_like(mask[0])
+        assert compiler.resume(grammar.begin(False), tokens, at_once) == ()
+        assert (at_once == mask[0]).all()
+        if forced:
+            assert compiler.resume(grammar.begin(False), tokens[:-1], at_once) == (tokens[-1],)
+            assert (at_once == mask[0]).all()
+    assert json.loads(tokenizer.decode([*grammar.forced, *tokens])) == {"name": "fox", "paws": False}
+    assert isinstance(compiler.resume(grammar.begin(False), [EOS, EOS], mask[0]), str)
+
+
 def test_where_the_process_has_died_sequences_fail_by_name_and_the_next_constraint_starts_another(given, tokenizer):
     (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
     compiler = GrammarCompiler(lambda: given, VOCAB_SIZE)
