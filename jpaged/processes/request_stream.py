@@ -50,6 +50,7 @@ class RequestStream:
         "_deaths",
         "_error",
         "_failed_trials",
+        "_has_failed",
         "_news",
         "_outputs",
         "_tokens_at_death",
