@@ -6,10 +6,8 @@ passed is compiled for an engine by `grammar_compiler.py`.
 """
 
 import json
-import os
+import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -22,6 +20,7 @@ from jpaged.api.errors import InvalidParameterError, JPagedError
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_check
 from jpaged.text.frames import read_frame, write_frame
+from jpaged.text.helper_process import start_helper
 from jpaged.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -112,6 +111,29 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     return LLMatcher.grammar_from_lark(
         _tags_as_lark(str(params.structural_tag)) if kind == "structural_tag" else _as_lark(str(params.grammar))
     )
+
+
+def grammar_expression(params: StructuredOutputsParams) -> str:
+    """A constraint as an expression within a grammar in Lark, for a part of a text.
+
+    Raises:
+        InvalidParameterError: a GBNF grammar that is malformed, or a structural tag.
+    """
+    kind = params.kind
+    if kind in ("json", "json_object"):
+        schema = json.loads(str(params.json)) if kind == "json" else {"type": "object"}
+        options = _json_options(params) | schema.get("x-guidance", {})
+        return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    if kind == "regex":
+        regex = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", str(params.regex), flags=re.DOTALL)
+        return f"/{regex}/".replace("\n", r"\n")
+    if kind == "choice":
+        return f"({' | '.join(map(json.dumps, params.choice or ()))})"
+    if kind == "structural_tag":
+        raise InvalidParameterError(
+            "structured_outputs.structural_tag is not supported beside tools or reasoning; leave one of them out."
+        )
+    return f"%lark {{\n{_as_lark(str(params.grammar))}\n}}"
 
 
 def _json_options(params: StructuredOutputsParams) -> Any:
@@ -220,14 +242,7 @@ class _Checker:
         tokenizer.check()
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", grammar_check.__name__, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # numpy's threads, one a core, each reserve 40 MiB
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._process = start_helper(grammar_check.__name__, str(theirs.fileno()), fds=[theirs.fileno()])
         self.is_alive = True
         wrong = self._exchange(json.dumps(asdict(tokenizer)).encode(), _START_S)
         if wrong is None:

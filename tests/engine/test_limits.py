@@ -24,9 +24,7 @@ class Drafts:
 
 def test_sequences_that_run_together_must_fit_the_pool_together():
     assert LIMITS.max_len(4, Drafts(2)) == 24
-    with pytest.raises(
-        OutOfMemoryError, match=r"^num_drafts=4 may need 21 blocks for 24 .* lower num_drafts or"
-    ):
+    with pytest.raises(OutOfMemoryError, match=r"^num_drafts=4 may need 21 blocks for 24 .* lower num_drafts or"):
         LIMITS.max_len(4, Drafts(4))
     assert LIMITS.max_len(4, Drafts(4, runs_together=False)) == 24
 
