@@ -55,7 +55,7 @@ THINKS = {"thinking": {"type": "enabled", "budget_tokens": 5}}
 @pytest.mark.parametrize(
     ("body", "kinds", "reason"),
     [
-        ({}, ["text"], "max_tokens"),
+        ({"max_tokens": 9}, ["text"], "max_tokens"),
         (CALLS, ["tool_use"], "tool_use"),
         (THINKS, ["thinking", "text"], "max_tokens"),
         (CALLS | THINKS, ["thinking", "tool_use"], "tool_use"),
