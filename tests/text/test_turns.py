@@ -16,6 +16,7 @@ from jpaged.text.tokenizer import Tokenizer
 from jpaged.text.turns.arguments import json_expression
 from jpaged.text.turns.declarations import Tool
 from jpaged.text.turns.formats import REASONING_FORMATS, TOOL_FORMATS, format_of
+from jpaged.text.turns.generic import without_tools
 from jpaged.text.turns.grammar import TurnRules, control_tokens, turn_grammar
 from jpaged.text.turns.parser import TurnParser
 
@@ -323,3 +324,26 @@ TEMPLATES = [
 def test_the_format_is_found_from_the_template(name, template):
     found = format_of(template, TOOL_FORMATS)
     assert (found and found.name) == name
+
+
+def test_a_template_that_knows_no_tools_is_told_of_them_in_text():
+    call = {"id": "1", "function": {"name": "clock", "arguments": {}}}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": "I look. ", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+        {"role": "tool", "tool_call_id": "2", "content": "one"},
+        {"role": "user", "content": "Sure?"},
+    ]
+    system, *others = without_tools(messages, [{"type": "function", "function": {"name": "clock"}}])
+    assert system["content"].startswith("Be kind.\n\n")
+    assert '{"name": "clock"}' in system["content"]
+    written = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    assert others == [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": f"I look. {written}\n{written}"},
+        {"role": "user", "content": "<tool_response>noon</tool_response>\n<tool_response>one</tool_response>"},
+        {"role": "user", "content": "Sure?"},
+    ]
+    assert without_tools(messages[:2], []) == messages[:2]
