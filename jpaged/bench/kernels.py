@@ -274,7 +274,7 @@ class Experts:
     def floors_us(self, tokens: int) -> tuple[float, float]:
         """What reading the experts of so many tokens takes at least, and what their operations take, microseconds."""
         rows, weights = tokens * self.per_token, 3 * self.hidden * self.inner
-        touched = np.mean([len(np.unique(self.draw(seed, tokens))) for seed in range(_DRAWS)])
+        touched = float(np.mean([len(np.unique(self.draw(seed, tokens))) for seed in range(_DRAWS)]))
         moved = touched * weights + rows * (2 * self.hidden + 2 * self.inner)
         return 2 * moved / _CARD_BYTES_S * 1e6, 2 * rows * weights / _CARD_FLOPS * 1e6
 
@@ -289,22 +289,23 @@ def experts_case(
     """Both grouped products, of rows that are sorted; its work are the operations."""
     gate_up = _random(0, (e.experts, e.hidden, 2, e.inner), jnp.bfloat16) * e.hidden**-0.5
     down = _random(1, (e.experts, e.inner, e.hidden), jnp.bfloat16) * e.inner**-0.5
-    drawn = [jnp.asarray(np.bincount(e.draw(seed, tokens).ravel(), minlength=e.experts)) for seed in range(_DRAWS)]
-    sizes = [counts.astype(jnp.int32) for counts in drawn]
+    drawn = [e.draw(seed, tokens).ravel() for seed in range(_DRAWS)]
+    if tokens == 1:  # as `jpaged.models.experts.mix` does
+        grouped: list[tuple] = [(None, jnp.asarray(one)) for one in drawn]
+    else:
+        grouped = [(jnp.asarray(np.bincount(one, minlength=e.experts), jnp.int32), None) for one in drawn]
     rows = tokens * e.per_token
     x = _random(2, (rows, e.hidden), jnp.bfloat16)
 
     @jax.jit
-    def program(
-        x: jax.Array, gate_up: jax.Array, down: jax.Array, sizes: list[jax.Array], twos: jax.Array
-    ) -> jax.Array:
-        for size in sizes:
-            inner = ops.gated_grouped_product(x, gate_up, size, backend=backend)
-            x = ops.weighted_grouped_product(inner, down, size, twos, backend=backend)
+    def program(x: jax.Array, gate_up: jax.Array, down: jax.Array, grouped: list[tuple], twos: jax.Array) -> jax.Array:
+        for sizes, groups in grouped:
+            inner = ops.gated_grouped_product(x, gate_up, sizes, groups=groups, backend=backend)
+            x = ops.weighted_grouped_product(inner, down, sizes, twos, groups=groups, backend=backend)
         return x
 
     work = 6.0 * rows * e.hidden * e.inner
-    return program, (x, gate_up, down, sizes, jnp.full(rows, 2.0, jnp.float32)), _DRAWS, work
+    return program, (x, gate_up, down, grouped, jnp.full(rows, 2.0, jnp.float32)), _DRAWS, work
 
 
 def sparse_case(tokens: int, e: Experts, backend: str | None) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:

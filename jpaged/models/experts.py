@@ -14,6 +14,7 @@ that a sparse layer costs the one all-reduce that a dense one does:
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Self
 
 import jax
@@ -211,12 +212,18 @@ def mix(
     backend: str | None,
 ) -> jax.Array:
     """The experts' MLPs as grouped products; the arguments are those of `GroupedExperts`."""
-    each, num_experts = experts.shape[1], gate_up.shape[0]
-    assignments, places, sizes = sort_by_expert(experts, num_experts)
-    inner = gated_grouped_product(x[assignments // each], gate_up, sizes, activation=activation, backend=backend)
-    rows = weighted_grouped_product(inner, down, sizes, weights.reshape(-1)[assignments], backend=backend)
+    (tokens, each), num_experts = experts.shape, gate_up.shape[0]
+    gated = partial(gated_grouped_product, activation=activation, backend=backend)
+    weighted = partial(weighted_grouped_product, backend=backend)
+    if tokens == 1:  # whose experts differ: nothing to sort, which would take as long as the products
+        rows = gated(jnp.broadcast_to(x, (each, x.shape[1])), gate_up, None, groups=experts[0])
+        rows = weighted(rows, down, None, weights[0], groups=experts[0])[None]
+    else:
+        assignments, places, sizes = sort_by_expert(experts, num_experts)
+        rows = gated(x[assignments // each], gate_up, sizes)
+        rows = weighted(rows, down, sizes, weights.reshape(-1)[assignments])[places]
     here = (experts >= 0) & (experts < num_experts)
-    found = jnp.where(here[..., None], rows[places].astype(jnp.float32), 0.0)
+    found = jnp.where(here[..., None], rows.astype(jnp.float32), 0.0)
     return jnp.sum(found, axis=1).astype(x.dtype)
 
 

@@ -67,7 +67,7 @@ class _Handlers:
         self._chat = json_decoder(ChatCompletionRequest)
         self._tokenize = json_decoder(TokenizeRequest)
         self._detokenize = json_decoder(DetokenizeRequest)
-        self._created = int(time.time())
+        self._created = int(time.time())  # noqa: TID251  # a date
 
     async def completions(self, request: Request) -> Response:
         body = await self._decode(request, self._completion)

@@ -11,7 +11,6 @@ import mmap
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -29,8 +28,9 @@ from jpaged.api.errors import InvalidParameterError, JPagedError
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_process
 from jpaged.text.frames import read_frame, write_frame
-from jpaged.text.grammar_process import MASK_ROWS, Compile, Compiled, Follow, Followed, Start
+from jpaged.text.grammar_process import MASK_ROWS, Changes, Compile, Compiled, Follow, Followed, Resume, Start
 from jpaged.text.grammars import LARGE_VOCABULARY, GrammarTokenizer
+from jpaged.text.helper_process import start_helper
 
 _MOST_COMPILED = 256
 _COMPILER_THREADS = 4
@@ -52,14 +52,7 @@ class _Process:
             fds.append(memory.fileno())
             self._masks = np.frombuffer(mmap.mmap(memory.fileno(), 0), np.uint32).reshape(MASK_ROWS, num_words)
             arguments = [fds[-1], num_threads, num_words, *fds[:-1]]
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", grammar_process.__name__, *map(str, arguments)],
-                pass_fds=fds,
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            process = start_helper(grammar_process.__name__, *map(str, arguments), fds=fds)
         for _, theirs in pairs:
             theirs.close()
         self.pid = process.pid
@@ -83,21 +76,29 @@ class _Process:
 
     def follow(self, guides: "Sequence[_Guide]", token_ids: Sequence[int], masks: np.ndarray) -> list[list[int] | str]:
         """Moves at most MASK_ROWS guides past a token; as `GrammarCompiler.advance`."""
-        begun = [guide for guide in guides if not guide.is_begun]
-        forgotten = take_all(self.forgotten)  # first, so that what ended before is among the ended
-        message = Follow(
-            [(guide.number, guide.grammar.number, guide.ends_late) for guide in begun],
-            take_all(self.ended),
-            forgotten,
-            [guide.number for guide in guides],
-            list(token_ids),
+        return self._ask_for_masks(
+            Follow(self._changes(guides), [guide.number for guide in guides], list(token_ids)), masks
         )
+
+    def resume(self, guide: "_Guide", token_ids: Sequence[int], mask: np.ndarray) -> list[int] | str:
+        """Moves a guide past many tokens; as `GrammarCompiler.resume`."""
+        message = Resume(self._changes([guide]), guide.number, list(token_ids))
+        return self._ask_for_masks(message, mask[np.newaxis])[0]
+
+    def _changes(self, guides: "Sequence[_Guide]") -> Changes:
+        forgotten = take_all(self.forgotten)  # first, so that guides of these are among the ended
+        begun = [guide for guide in guides if not guide.is_begun]
         for guide in begun:
             guide.is_begun = True
+        return Changes(
+            [(guide.number, guide.grammar.number, guide.ends_late) for guide in begun], take_all(self.ended), forgotten
+        )
+
+    def _ask_for_masks(self, message: Follow | Resume, masks: np.ndarray) -> list[list[int] | str]:
         answer: Followed | None = self.ask(self._follower, message, Followed)
         if answer is None:
-            return [_ENDED] * len(guides)
-        masks[:] = self._masks[: len(guides)]
+            return [_ENDED] * len(masks)
+        masks[:] = self._masks[: len(masks)]
         return answer.forced
 
 
@@ -205,6 +206,15 @@ class GrammarCompiler:
                     forced[i] = one
         return [one if isinstance(one, str) else tuple(one) for one in forced]
 
+    def resume(self, guide: _Guide, token_ids: Sequence[int], mask: np.ndarray) -> tuple[int, ...] | str:
+        """Moves a guide past many tokens at once, of which some were forced; as `advance`. mask: uint32 [words]."""
+        process = guide.grammar.process
+        if process is not self._process or not process.is_alive:
+            return _ENDED
+        with self._follow_lock:
+            forced = process.resume(guide, token_ids, mask)
+        return forced if isinstance(forced, str) else tuple(forced)
+
     def close(self) -> None:
         """Ends the process."""
         with self._start_lock:
@@ -264,8 +274,12 @@ class GrammarCompiler:
 
 
 def take_all(numbers: deque[int]) -> list[int]:
-    """Empties a queue that other threads append to."""
-    return [numbers.popleft() for _ in range(len(numbers))]
+    """Empties a queue that other threads append to, and empty as well."""
+    taken: list[int] = []
+    with suppress(IndexError):
+        while True:
+            taken.append(numbers.popleft())
+    return taken
 
 
 def _shared_file(num_bytes: int) -> IO[bytes]:

@@ -1,7 +1,8 @@
 """A process that follows grammars: `python -P -m jpaged.text.grammar_process MEMORY THREADS WORDS FD FD...`.
 
     its parent, `GrammarCompiler`                                    this process
-    first FD          Follow: guides, tokens                    -->  Followed; masks are in the shared memory
+    first FD          Follow: guides and a token of each        -->  Followed; masks are in the shared memory
+                      Resume: a guide and many of its tokens    -->  the same
     each other FD     Start: the tokenizer, on one of them      -->  what is wrong with it; empty if nothing is
                       Compile: a constraint                     -->  Compiled
 
@@ -22,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -71,17 +72,31 @@ class Compiled(msgspec.Struct, array_like=True):
     mask: bytes = b""
 
 
-class Follow(msgspec.Struct, array_like=True, tag=True):
-    """Tokens of guides.
+class Changes(msgspec.Struct, array_like=True):
+    """What guides there are, since the last message.
 
     begun: [guide, grammar, whether the end of sequence is allowed only where nothing else is]. ended: guides that are
-    no more. forgotten: as of Compile. guides, tokens: a token for each of at most MASK_ROWS guides.
+    no more. forgotten: as of Compile.
     """
 
     begun: list[tuple[int, int, bool]]
     ended: list[int]
     forgotten: list[int]
+
+
+class Follow(msgspec.Struct, array_like=True, tag=True):
+    """guides, tokens: a token for each of at most MASK_ROWS guides."""
+
+    changes: Changes
     guides: list[int]
+    tokens: list[int]
+
+
+class Resume(msgspec.Struct, array_like=True, tag=True):
+    """tokens: all that have followed where a guide begins, those that were forced included."""
+
+    changes: Changes
+    guide: int
     tokens: list[int]
 
 
@@ -203,7 +218,7 @@ class GrammarServer:
 
     def follow(self, message: Follow) -> Followed:
         """Moves guides past their tokens and past what these force; writes what may follow into the shared masks."""
-        self._begin(message.begun)
+        self._take(message.changes)
         guides = [self._guides[number] for number in message.guides]
         self._executor.consume_token_par(
             [(guide.matcher, token) for guide, token in zip(guides, message.tokens, strict=True)]
@@ -214,6 +229,23 @@ class GrammarServer:
             if tokens:
                 guide.matcher.consume_tokens(tokens)
             forced.append(tokens)
+        return self._answer(guides, forced)
+
+    def resume(self, message: Resume) -> Followed:
+        """Moves a guide past its tokens; as `follow`. It fails at the first token that may not follow."""
+        self._take(message.changes)
+        guide = self._guides[message.guide]
+        forced: deque[int] = deque()
+        for token in message.tokens:
+            if forced and forced[0] == token:
+                forced.popleft()
+            elif guide.matcher.consume_token(token):
+                forced = deque(guide.matcher.compute_ff_tokens())
+                guide.matcher.consume_tokens(list(forced))
+        return self._answer([guide], [list(forced)])
+
+    def _answer(self, guides: list[_Guide], forced: list[list[int]]) -> Followed:
+        """Writes the masks of guides; says which tokens must follow, and which guides have failed."""
         by_lane = sorted(range(len(guides)), key=lambda i: (id(guides[i].grammar), guides[i].lane))
         masks = self._masks
         self._executor.unsafe_compute_mask_ptr(
@@ -224,26 +256,22 @@ class GrammarServer:
                 others = masks[i] & self._not_eos
                 if others.any():
                     masks[i] = others
-        answer = Followed(
+        return Followed(
             [
                 guide.matcher.get_error().partition("\n")[0] if guide.matcher.is_error() else tokens
                 for guide, tokens in zip(guides, forced, strict=True)
             ]
         )
-        self._end(message.ended)
-        self._forget(message.forgotten)
-        return answer
 
-    def _begin(self, begun: list[tuple[int, int, bool]]) -> None:
-        for number, count in Counter(number for _, number, _ in begun).items():
-            self._grammars[number].grow(count, self._num_threads, self._pool)
-        for guide, number, ends_late in begun:
-            self._guides[guide] = _Guide(self._grammars[number], ends_late)
-
-    def _end(self, ended: list[int]) -> None:
-        for number in ended:
+    def _take(self, changes: Changes) -> None:
+        for number in changes.ended:
             guide = self._guides.pop(number)
             guide.grammar.num_live[guide.lane] -= 1
+        self._forget(changes.forgotten)
+        for number, count in Counter(number for _, number, _ in changes.begun).items():
+            self._grammars[number].grow(count, self._num_threads, self._pool)
+        for number, grammar, ends_late in changes.begun:
+            self._guides[number] = _Guide(self._grammars[grammar], ends_late)
 
     def _forget(self, grammars: list[int]) -> None:
         for number in grammars:
@@ -252,12 +280,14 @@ class GrammarServer:
 
 def _serve(server: GrammarServer, sock: socket.socket) -> None:
     """Answers until the other end is closed, which ends the process."""
-    decoder = msgspec.msgpack.Decoder(Start | Compile | Follow)
+    decoder = msgspec.msgpack.Decoder(Start | Compile | Follow | Resume)
     while (frame := read_frame(sock)) is not None:
         message = decoder.decode(frame)
         answer: object
         if isinstance(message, Follow):
             answer = server.follow(message)
+        elif isinstance(message, Resume):
+            answer = server.resume(message)
         elif isinstance(message, Compile):
             answer = server.compile(message)
         else:

@@ -6,11 +6,8 @@ passed is compiled for an engine by `grammar_compiler.py`.
 """
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -23,6 +20,7 @@ from jpaged.api.errors import InvalidParameterError, JPagedError
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_check
 from jpaged.text.frames import read_frame, write_frame
+from jpaged.text.helper_process import start_helper
 from jpaged.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -244,14 +242,7 @@ class _Checker:
         tokenizer.check()
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", grammar_check.__name__, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # numpy's threads, one a core, each reserve 40 MiB
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._process = start_helper(grammar_check.__name__, str(theirs.fileno()), fds=[theirs.fileno()])
         self.is_alive = True
         wrong = self._exchange(json.dumps(asdict(tokenizer)).encode(), _START_S)
         if wrong is None:

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own: `python -m jpaged.text.render_process FD`, started by `rendering`.
+"""Renders chat templates in a process of its own: `python -P -m jpaged.text.render_process FD`, started by `rendering`.
 
     requests and answers, one at a time: `frames.py`, msgpack
 

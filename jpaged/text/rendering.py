@@ -9,16 +9,15 @@ The process starts with the first rendering, which takes a second, and ends with
 import os
 import socket
 import subprocess
-import sys
 import time
 import weakref
-from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
 import msgspec
 
 from jpaged.text.frames import read_frame, write_frame
+from jpaged.text.helper_process import start_helper
 
 RENDER_TIMEOUT_S = 10.0
 """For a rendering that nobody else waits for."""
@@ -27,6 +26,7 @@ MAX_BYTES = 512 << 20
 MAX_CHARACTERS = 16 << 20
 """Of a rendered prompt."""
 
+_MODULE = "jpaged.text.render_process"
 _START_S = 60.0
 """For the process to start, on a machine that is busy."""
 
@@ -105,18 +105,8 @@ class Renderer:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "jpaged.text.render_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            self._process = start_helper(_MODULE, str(theirs.fileno()), fds=[theirs.fileno()])
         self._socket, self._pid = ours, os.getpid()
         self._finalizer = weakref.finalize(self, _end_process, self._process, ours, self._pid)
 

@@ -280,7 +280,7 @@ class Troubles:
         async with self._soak.quiet():
             await self._idle()
             await self._post(f"/sleep?level={self._draw.choice((1, 2))}", 200)
-            refused = await self._soak.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+            refused = await self._ask("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 1})
             if refused.status_code != 503 or refused.json()["error"]["code"] != "asleep":
                 self._soak.failures.append(f"asleep, it answered {refused.status_code} {refused.text}")
             await self._post("/wake_up", 200)
@@ -333,15 +333,20 @@ class Troubles:
             await asyncio.sleep(0.05)
 
     async def _get(self, path: str) -> str:
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                response = await self._soak.http.get(path)
-                if response.status_code == 200:
-                    return response.text
+        while (response := await self._ask("GET", path)).status_code != 200:
             await asyncio.sleep(0.1)
+        return response.text
+
+    async def _ask(self, method: str, path: str, **fields: Any) -> httpx.Response:
+        """Asks until there is an answer: the API process may have been killed that a connection leads to."""
+        while True:
+            try:
+                return await self._soak.http.request(method, path, **fields)
+            except httpx.TransportError:
+                await asyncio.sleep(0.1)
 
     async def _post(self, path: str, *statuses: int) -> int:
-        response = await self._soak.http.post(path)
+        response = await self._ask("POST", path)
         if response.status_code not in statuses:
             self._soak.failures.append(f"{path}: {response.status_code} {response.text}")
         return response.status_code

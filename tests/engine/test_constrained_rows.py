@@ -78,6 +78,18 @@ class MadeUpGrammars:
     def close(self):
         pass
 
+    def resume(self, guide, token_ids, mask):
+        forced: list[int] = []
+        for token in token_ids:
+            if forced:
+                assert token == forced.pop(0)
+            else:
+                (found,) = self.advance([guide], [token], [mask])
+                if isinstance(found, str):
+                    return found
+                forced = list(found)
+        return tuple(forced)
+
     def compile(self, params):
         future: Future = Future()
 

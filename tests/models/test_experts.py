@@ -88,6 +88,14 @@ def test_experts_give_each_token_the_weighted_sum_of_its_own_and_others_nothing(
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
 
 
+def test_a_token_alone_gets_what_it_gets_among_others() -> None:
+    x, gate_up, down = draw(6, 2, 6, 24, 16)
+    experts, weights = np.array([[5, 0, -1], [1, 2, 3]], np.int32), np.float32([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]])
+    both = mix(x, gate_up, down, experts, weights, activation="silu", backend="xla")
+    alone = mix(x[:1], gate_up, down, experts[:1], weights[:1], activation="silu", backend="xla")
+    np.testing.assert_allclose(alone, both[:1], rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_reach_experts_router_weights_and_tokens() -> None:
     x, gate_up, down = draw(3, 5, 4, 16, 8)
     logits = np.random.default_rng(4).standard_normal((5, 4)).astype(np.float32)

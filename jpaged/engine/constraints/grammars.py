@@ -80,6 +80,13 @@ class Grammars(Protocol):
         """
         ...
 
+    def resume(self, guide: Any, token_ids: Sequence[int], mask: np.ndarray) -> "tuple[int, ...] | str":
+        """Moves a guide past many tokens at once, forced ones included. mask: uint32 [words]; as of `advance`.
+
+        Returns: the tokens that must follow these, or why the guide cannot go on.
+        """
+        ...
+
     def close(self) -> None:
         """Nothing will be asked for any more."""
         ...
@@ -191,16 +198,17 @@ class ConstrainedRows(DependentRows):
 
     def _follow(self, sequence: _Sequence, token_ids: Sequence[int]) -> None:
         """Moves a new sequence past tokens that it has generated in another engine."""
-        for token_id in token_ids:
-            if sequence.forced:
-                sequence.forced.popleft()
-                continue
-            masks = np.zeros((1, self._grammars.num_words), np.uint32)
-            (forced,) = self._grammars.advance([sequence.guide], [token_id], masks)
+        tokens = deque(token_ids)
+        while sequence.forced and tokens:
+            sequence.forced.popleft()
+            tokens.popleft()
+        if tokens:
+            mask = np.zeros((self._grammars.num_words,), np.uint32)
+            forced = self._grammars.resume(sequence.guide, tuple(tokens), mask)
             if isinstance(forced, str):
                 sequence.failure, self._has_failed = forced, True
-                return
-            sequence.forced, sequence.mask = deque(forced), masks[0]
+            else:
+                sequence.forced, sequence.mask = deque(forced), mask
 
     def begins(self, group: Group, slots: Sequence[int]) -> None:
         """All that is known of these slots is computed, forced tokens included."""

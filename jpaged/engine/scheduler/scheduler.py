@@ -77,7 +77,7 @@ class Scheduler:
         self.preemption = Preemption(state, self._tenants)
         self._planner = Planner(state, self._tenants, self.preemption)
         self._inspection = Inspection(state, self._tenants, self._pins)
-        self._results = Results(state, self._tenants)
+        self._results = Results(state, self._tenants, self.preemption)
 
     @property
     def num_unfinished(self) -> int:

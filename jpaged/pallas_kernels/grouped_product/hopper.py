@@ -54,7 +54,8 @@ def unsupported(x: jax.Array, w: jax.Array) -> str | None:
 def gated_grouped_product(
     x: jax.Array,
     w: jax.Array,
-    group_sizes: jax.Array,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
     *,
     activation: str,
     tiling: Tiling | None = None,
@@ -68,14 +69,15 @@ def gated_grouped_product(
         interpret: parameters of the Mosaic interpreter, to run on a CPU.
     """
     # Nobody reads weights there; ones would be a kernel of their own.
-    return _product(x, w, group_sizes, x, activation, tiling, ctas, interpret)
+    return _product(x, w, group_sizes, groups, x, activation, tiling, ctas, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("tiling", "ctas", "interpret"))
 def weighted_grouped_product(
     x: jax.Array,
     w: jax.Array,
-    group_sizes: jax.Array,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
     weights: jax.Array,
     *,
     tiling: Tiling | None = None,
@@ -86,13 +88,14 @@ def weighted_grouped_product(
     experts, depth, columns = w.shape
     halves = w.reshape(experts, depth, 2, columns // 2)
     padded = jnp.pad(weights, (0, 2 * ROWS))  # the last tile reaches past the rows
-    return _product(x, halves, group_sizes, padded, None, tiling, ctas, interpret)
+    return _product(x, halves, group_sizes, groups, padded, None, tiling, ctas, interpret)
 
 
 def _product(
     x: jax.Array,
     w: jax.Array,
-    group_sizes: jax.Array,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
     weights: jax.Array,
     activation: str | None,
     tiling: Tiling | None,
@@ -103,7 +106,7 @@ def _product(
     experts, _, _, columns = w.shape
     ctas = ctas or num_multiprocessors()
     tiling = tiling or pick_tiling(rows, experts, columns, ctas)
-    listed, ends = tiles.plan_tiles(group_sizes, rows=rows, height=tiling.rows)
+    listed, ends = tiles.plan(group_sizes, groups, experts, rows=rows, height=tiling.rows)
     s = _Shape(
         tiling=tiling,
         depth=depth,
@@ -156,7 +159,7 @@ class _Arguments(NamedTuple):
     w: Any  # [E, K, 2, columns]
     weights: Any  # float32 [A + 128]; where there are none, anything
     tiles: Any  # int32 [tiles, 3]
-    ends: Any  # int32 [E], of tiles by group
+    ends: Any  # int32 [..], the last of which is how many tiles there are
     out: Any  # [A, columns], or [A, 2 * columns] if weighted
 
 
@@ -256,7 +259,7 @@ def _load(c: _Cta) -> None:
                     plgpu.copy_gmem_to_smem(part, smem.w.at[slot, half, block], smem.full.at[slot])
             return step + 1
 
-        return lax.fori_loop(0, s.steps, load_step, step)
+        return lax.fori_loop(0, jnp.where(end > first, s.steps, 0), load_step, step)
 
     steps = lax.fori_loop(0, c.turns, load_tile, jnp.int32(0))
     # Every release is waited for: a CTA's shared memory, where the other of its cluster arrives, ends with it.
@@ -271,31 +274,32 @@ def _consume(c: _Cta) -> None:
 
     def consume_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
         _, first, end, column = c.tile(turn)
+        pl.when(end > first)(lambda: sum_tile(first, end, column, step))
+        return step + jnp.where(end > first, s.steps, 0)
 
+    def sum_tile(first: jax.Array, end: jax.Array, column: jax.Array, step: jax.Array) -> None:
         def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             plgpu.barrier_wait(smem.full.at[c.slot(step)])
             x, w = smem.x.at[c.slot(step), pl.ds(c.wg * ROWS, ROWS)], smem.w.at[c.slot(step)]
             return c.gpu.add_products(*sums, x, w)
 
-        def next_step(_: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            step, sums = carry
-            sums = add(step, sums)
+        def next_step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            sums = add(step + i, sums)
             c.gpu.await_products_before()
-            plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
-            return step + 1, sums
+            plgpu.barrier_arrive(smem.free.at[c.slot(step + i - 1)])
+            return sums
 
-        step, sums = lax.fori_loop(1, s.steps, next_step, (step + 1, add(step, c.gpu.zeros(t.columns))))
+        sums = lax.fori_loop(1, s.steps, next_step, add(step, c.gpu.zeros(t.columns)))
         halves = c.gpu.await_products(*sums)
-        plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
+        plgpu.barrier_arrive(smem.free.at[c.slot(step + s.steps - 1)])
         _finish(c, halves, first + c.wg * ROWS, end, column)
-        return step
 
     lax.fori_loop(0, c.turns, consume_tile, jnp.int32(0))
 
 
 def _finish(c: _Cta, halves: tuple[jax.Array, jax.Array], row: jax.Array, end: jax.Array, column: jax.Array) -> None:
     """From sums [64, columns] of both halves to the output, as far as rows and columns reach."""
-    s, weights = c.shape, None
+    s = c.shape
     if s.activation is None:
         weights = c.gpu.load_for_all_columns(c.gmem.weights.at[pl.ds(row, ROWS)], STORED)
     for begin in range(0, s.tiling.columns, STORED):

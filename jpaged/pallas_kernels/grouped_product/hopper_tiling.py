@@ -65,10 +65,10 @@ class Tiling:
 def pick_tiling(rows: int, groups: int, columns: int, ctas: int) -> Tiling:
     """The tiling for so many rows in groups whose sizes the device alone knows.
 
-    Up to 64 rows a group, if they are spread evenly, the time is that of reading the matrices, for which one consumer
-    is enough; more rows are bound by products.
+    Up to 32 rows a group, if they are spread evenly, hardly any group has more than the 64 of one consumer. Beyond that
+    groups take 128 rows at once, or a matrix would be fetched for each 64.
     """
-    if rows > ROWS * groups:
+    if 2 * rows > ROWS * groups:
         return Tiling(128, 2, paired=columns > 128)
     few = most_tiles(rows, groups, ROWS) * Tiling(128).strips(columns) < 2 * ctas
     return Tiling(64 if few else 128)

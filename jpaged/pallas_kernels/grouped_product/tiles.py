@@ -3,7 +3,7 @@
     sorted rows      | group 0        | group 2 |   group 3                | no group |
     tiles            |t0      |t1     |t2       |t3      |t4      |t5      |
 
-A tile begins where the one before it ends, so that its rows are one range; it has rows of one group alone.
+A tile's rows are one range, of one group alone.
 """
 
 import jax
@@ -16,6 +16,30 @@ GROUP, FIRST, END = range(3)
 def most_tiles(rows: int, groups: int, height: int) -> int:
     """The most tiles that so many rows in so many groups can have."""
     return rows // height + min(rows, groups)
+
+
+def plan_rows(groups: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
+    """A tile for each row, where no two share a group; one without rows for a row of no group.
+
+    Args:
+        groups: int32 [A].
+    Returns:
+        As `plan_tiles`: int32 [A, 3], and how many there are.
+    """
+    rows = groups.shape[0]
+    row = jnp.arange(rows, dtype=jnp.int32)
+    exists = (groups >= 0) & (groups < num_groups)
+    return jnp.stack([jnp.where(exists, groups, 0), row, row + exists], axis=1), jnp.array([rows], jnp.int32)
+
+
+def plan(
+    group_sizes: jax.Array | None, groups: jax.Array | None, num_groups: int, *, rows: int, height: int
+) -> tuple[jax.Array, jax.Array]:
+    """`plan_tiles` or `plan_rows`, by which of the two is given."""
+    if groups is not None:
+        return plan_rows(groups, num_groups)
+    assert group_sizes is not None
+    return plan_tiles(group_sizes, rows=rows, height=height)
 
 
 def plan_tiles(group_sizes: jax.Array, *, rows: int, height: int) -> tuple[jax.Array, jax.Array]:

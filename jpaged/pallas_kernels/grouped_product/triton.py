@@ -20,7 +20,7 @@ import triton.language as tl
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_targets import for_family
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
-from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, most_tiles, plan_tiles
+from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, plan
 
 _GROUP, _FIRST, _END = (tl.constexpr(x) for x in (GROUP, FIRST, END))
 _NAMES = tuple(ACTIVATIONS)
@@ -65,39 +65,52 @@ def unsupported(x: jax.Array, w: jax.Array) -> str | None:
 
 @partial(jax.jit, static_argnames=("activation", "config"))
 def gated_grouped_product(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, activation: str, config: Config | None = None
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
+    *,
+    activation: str,
+    config: Config | None = None,
 ) -> jax.Array:
     """`gated_grouped_product` of the package, checked. config: to try others than the table's."""
     # Nobody reads weights there; ones would be a kernel of their own.
-    return _product(x, w, group_sizes, x, w.shape[3], _NAMES.index(activation), config)
+    return _product(x, w, group_sizes, groups, x, w.shape[3], _NAMES.index(activation), config)
 
 
 @partial(jax.jit, static_argnames="config")
 def weighted_grouped_product(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, weights: jax.Array, *, config: Config | None = None
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
+    weights: jax.Array,
+    *,
+    config: Config | None = None,
 ) -> jax.Array:
     """`weighted_grouped_product` of the package, checked. config: likewise."""
-    return _product(x, w, group_sizes, weights, w.shape[2], _WEIGHTED.value, config)
+    return _product(x, w, group_sizes, groups, weights, w.shape[2], _WEIGHTED.value, config)
 
 
 def _product(
     x: jax.Array,
     w: jax.Array,
-    group_sizes: jax.Array,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
     weights: jax.Array,
     columns: int,
     ending: int,
     config: Config | None,
 ) -> jax.Array:
     rows, depth = x.shape
-    groups = w.shape[0]
-    config = config or default_config(rows, groups, x.dtype.itemsize)
+    experts = w.shape[0]
+    config = config or default_config(rows, experts, x.dtype.itemsize)
     width = config.columns if ending != _WEIGHTED.value else 2 * config.columns
     strips = triton.cdiv(columns, width)
-    listed, ends = plan_tiles(group_sizes, rows=rows, height=config.rows)
-    launch = Launch((most_tiles(rows, groups, config.rows) * strips,), config.warps, config.stages)
+    listed, ends = plan(group_sizes, groups, experts, rows=rows, height=config.rows)
+    launch = Launch((listed.shape[0] * strips,), config.warps, config.stages)
     constants: dict[str, Any] = {
-        "GROUPS": groups,
+        "LAST": ends.shape[0] - 1,
         "DEPTH": depth,
         "COLUMNS": columns,
         "ENDING": ending,
@@ -117,7 +130,7 @@ def _grouped_product(
     tiles,
     ends,
     out,
-    GROUPS: tl.constexpr,
+    LAST: tl.constexpr,  # of ends
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ENDING: tl.constexpr,  # a number of an activation, or `_WEIGHTED`
@@ -127,13 +140,16 @@ def _grouped_product(
     STEP: tl.constexpr,  # of the products' shared axis
 ):
     """x: [A, DEPTH]. w: [E, DEPTH, 2 if gated, COLUMNS]. weights: float32 [A]. tiles: int32 [tiles, 3].
-    ends: int32 [E]. out: [A, COLUMNS]."""
+    ends: int32 [LAST + 1]. out: [A, COLUMNS]."""
     tile = tl.program_id(0) // STRIPS
-    if tile >= tl.load(ends + GROUPS - 1):
+    if tile >= tl.load(ends + LAST):
         return
     group = tl.load(tiles + tile * 3 + _GROUP).to(tl.int64)
-    row = tl.load(tiles + tile * 3 + _FIRST) + tl.arange(0, ROWS)
-    is_row = row < tl.load(tiles + tile * 3 + _END)
+    begin, end = tl.load(tiles + tile * 3 + _FIRST), tl.load(tiles + tile * 3 + _END)
+    if begin >= end:
+        return
+    row = begin + tl.arange(0, ROWS)
+    is_row = row < end
     row = row.to(tl.int64)
     column = (tl.program_id(0) % STRIPS) * WIDTH + tl.arange(0, WIDTH)
     is_column = column < COLUMNS
@@ -141,8 +157,8 @@ def _grouped_product(
     matrix = w + group * (DEPTH * halves * COLUMNS)
     first = tl.zeros((ROWS, WIDTH), tl.float32)
     second = tl.zeros((ROWS, WIDTH if halves == 2 else 16), tl.float32)
-    for begin in range(0, DEPTH, STEP):
-        k = begin + tl.arange(0, STEP)
+    for start in range(0, DEPTH, STEP):
+        k = start + tl.arange(0, STEP)
         operand = tl.load(x + row[:, None] * DEPTH + k[None, :], mask=is_row[:, None] & (k < DEPTH)[None, :], other=0.0)
         factors = matrix + k[:, None] * (halves * COLUMNS) + column[None, :]
         here = (k < DEPTH)[:, None] & is_column[None, :]

@@ -290,7 +290,7 @@ class ResponsesAnswer(ItemsAnswer):
             "id": self.response_id,
             "object": "response",
             "created_at": self._created,
-            "completed_at": None if self.reason is None else int(time.time()),
+            "completed_at": None if self.reason is None else int(time.time()),  # noqa: TID251  # a date
             "status": status,
             "error": None,
             "incomplete_details": details,

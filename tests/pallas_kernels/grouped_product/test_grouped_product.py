@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, most_tiles, plan_tiles
-from tests.pallas_kernels.marks import ON_GPU, needs_mosaic, needs_triton
+from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON, needs_mosaic, needs_triton
 
 _ERROR = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.5e-2}
 
@@ -144,6 +144,50 @@ def test_weights_that_do_not_fit_are_named():
             weighted_grouped_product(x, down, sizes, bad)
 
 
+def check_rows_alone(gated, weighted, bound):
+    """Rows of groups 4, 1, none and 2, against the same rows sorted."""
+    x, gate_up, down, _, weights = draw_arguments(5, (0, 1, 1, 0, 1), 40, 24, behind=1)
+    groups, order = jnp.asarray([4, 1, -1, 2], jnp.int32), np.array([1, 3, 0])  # rows by group
+    sizes = jnp.asarray([0, 1, 1, 0, 1], jnp.int32)
+    wanted = expected(x[order], gate_up, down, sizes, weights[order], "silu")
+    found = gated(x, gate_up, None, groups=groups), weighted(x, down, None, weights, groups=groups)
+    for got, want in zip(found, wanted, strict=True):
+        assert got.shape == (4, want.shape[1])
+        assert relative_error(got[order], want) <= bound
+
+
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_rows_that_share_no_group_may_be_in_any_order(backend):
+    check_rows_alone(*(partial(op, backend=backend) for op in OPS), 6e-3)
+
+
+@needs_mosaic
+def test_the_interpreter_passes_over_rows_of_no_group():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jpaged.pallas_kernels.grouped_product import hopper
+
+    options = {"ctas": 2, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+
+    def gated(x, w, sizes, groups):
+        return hopper.gated_grouped_product(x, w, sizes, groups, activation="silu", **options)
+
+    def weighted(x, w, sizes, weights, groups):
+        return hopper.weighted_grouped_product(x, w, sizes, groups, weights, **options)
+
+    check_rows_alone(gated, weighted, 6e-3)
+
+
+def test_either_sizes_or_groups_are_given():
+    x, gate_up, down, sizes, weights = draw_arguments(0, (1, 1), 16, 8)
+    groups = jnp.arange(2, dtype=jnp.int32)
+    for bad in ({"group_sizes": None}, {"group_sizes": sizes, "groups": groups}):
+        with pytest.raises(ValueError, match="one of group_sizes and groups"):
+            gated_grouped_product(x, gate_up, **bad)
+    with pytest.raises(ValueError, match="groups"):
+        weighted_grouped_product(x, down, None, weights, groups=groups[:1])
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("sizes", "shape", "dtype", "activation"),
@@ -191,5 +235,11 @@ def test_the_interpreter_agrees_and_finds_no_race(sizes, shape, tiling):
     from jpaged.pallas_kernels.grouped_product.hopper_tiling import Tiling
 
     options = {"tiling": Tiling(*tiling), "ctas": 2, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
-    kernels = (partial(op, **options) for op in (hopper.gated_grouped_product, hopper.weighted_grouped_product))
-    check(draw_arguments(1, sizes, *shape), 3e-3, "silu", *kernels)
+
+    def gated(x, w, sizes, activation):
+        return hopper.gated_grouped_product(x, w, sizes, None, activation=activation, **options)
+
+    def weighted(x, w, sizes, weights):
+        return hopper.weighted_grouped_product(x, w, sizes, None, weights, **options)
+
+    check(draw_arguments(1, sizes, *shape), 3e-3, "silu", gated, weighted)
