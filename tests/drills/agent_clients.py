@@ -2,7 +2,7 @@
 
 openai        tools in a loop, streamed tools, `parse`, responses with functions and with what came before
 anthropic     a message, a stream of one, tools in a loop, the count of tokens
-instructor    a model of pydantic, by tools and by JSON schema
+instructor    a model of pydantic, by tools
 langchain     `bind_tools` and `with_structured_output`
 pydantic-ai   an agent with an output type
 litellm       tools, whole and streamed
@@ -108,12 +108,11 @@ def check_instructor(url: str, key: str, model: str) -> None:
     import instructor
     import openai
 
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=key), mode=mode)
-        found = client.chat.completions.create(
-            model=model, messages=MESSAGES, response_model=Animal, max_tokens=150, temperature=0
-        )
-        assert isinstance(found, Animal)
+    client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=key), mode=instructor.Mode.TOOLS)
+    found = client.chat.completions.create(
+        model=model, messages=MESSAGES, response_model=Animal, max_tokens=150, temperature=0
+    )
+    assert isinstance(found, Animal)
 
 
 def check_langchain(url: str, key: str, model: str) -> None:
