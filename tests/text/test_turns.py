@@ -192,6 +192,26 @@ def test_whatever_the_grammar_allows_is_read_and_fits_the_schemas(name, calls, w
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_grammar_and_parser_agree_on_what_is_nearly_a_call(name, with_tokens):
+    form, rng = FORMATS[name], random.Random(5)
+    num_calls = 1 if form.most == 1 else 2
+    text = form.render([(CLOCK, {})] * num_calls)
+    allowed = matcher(with_tokens, TurnRules(tools=TOOLS, tool_format=form, calls="required"))
+    for at in rng.sample(range(1, len(text)), min(40, len(text) - 1)):
+        for changed in (text[:at] + "x" + text[at:], text[:at] + "{" + text[at + 1 :], text[:at] + text[at + 1 :]):
+            ids = with_tokens[0].encode(changed, add_special_tokens=False)
+            follower = allowed.deep_copy()
+            is_valid = follower.validate_tokens(ids) == len(ids) and follower.consume_tokens(ids)
+            parser = parser_of(form)
+            _, content, calls = read(parser, [changed, ""])
+            is_read = content == "" and calls == [["get", "{}"]] * num_calls and not parser.is_inside_call
+            if is_valid and follower.is_accepting():
+                assert is_read, changed
+            elif not is_valid:
+                assert not is_read, changed
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_text_that_is_no_call_is_content_to_the_byte(name):
     form, rng = FORMATS[name], random.Random(3)
     written = form.render(CALLS[:1])
