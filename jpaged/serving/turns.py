@@ -252,7 +252,7 @@ def _bad_tool(message: str) -> ApiError:
 
 
 def _choice(request: ChatCompletionRequest, tools: Sequence[Tool]) -> str | Tool:
-    """ "none", "auto", "required" or the tool that must be called."""
+    """The tool that must be called, or one of none, auto and required."""
     choice = request.tool_choice
     if choice is None:
         choice = "auto"
@@ -283,10 +283,9 @@ def _choice(request: ChatCompletionRequest, tools: Sequence[Tool]) -> str | Tool
         for name in ("use_beam_search", "ignore_eos"):
             if getattr(request, name):
                 raise ApiError(400, f"{name} is not supported beside tools; leave it out.", param=name)
-    if found not in ("none", "auto") and constraint_of(request) is not None:
-        field = constraint_of(request)
-        assert field is not None
-        name = field.field.partition(".")[0]
+    constraint = constraint_of(request)
+    if found not in ("none", "auto") and constraint is not None:
+        name = constraint.field.partition(".")[0]
         raise ApiError(400, f"{name} has no effect where tool_choice requires a call; leave it out.", param=name)
     return found
 
