@@ -20,7 +20,7 @@ from jpaged.serving.constraints import Constraint, constraint_of
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, TokenizeRequest
 from jpaged.text.grammars import grammar_expression
-from jpaged.text.tokenizer import Tokenizer
+from jpaged.text.tokenizer import Tokenizer, check_messages
 from jpaged.text.turns.declarations import ReasoningFormat, Tool, ToolFormat
 from jpaged.text.turns.formats import GENERIC, REASONING_FORMATS, TOOL_FORMATS, format_of
 from jpaged.text.turns.generic import without_tools
@@ -186,7 +186,7 @@ def turn_of(
     tells = bool(shown) or any(message.get("role") == "tool" or "tool_calls" in message for message in messages)
     template_tools: list[dict[str, Any]] | None = None
     if form is GENERIC and tells and "tools" not in template:
-        messages = without_tools(messages, shown)
+        messages = without_tools(check_messages(messages), shown)
     else:
         template_tools = shown or None
     if may_call and isinstance(choice, Tool):
@@ -252,7 +252,7 @@ def _bad_tool(message: str) -> ApiError:
 
 
 def _choice(request: ChatCompletionRequest, tools: Sequence[Tool]) -> str | Tool:
-    """ "none", "auto", "required" or the tool that must be called."""
+    """The tool that must be called, or one of none, auto and required."""
     choice = request.tool_choice
     if choice is None:
         choice = "auto"
@@ -283,10 +283,9 @@ def _choice(request: ChatCompletionRequest, tools: Sequence[Tool]) -> str | Tool
         for name in ("use_beam_search", "ignore_eos"):
             if getattr(request, name):
                 raise ApiError(400, f"{name} is not supported beside tools; leave it out.", param=name)
-    if found not in ("none", "auto") and constraint_of(request) is not None:
-        field = constraint_of(request)
-        assert field is not None
-        name = field.field.partition(".")[0]
+    constraint = constraint_of(request)
+    if found not in ("none", "auto") and constraint is not None:
+        name = constraint.field.partition(".")[0]
         raise ApiError(400, f"{name} has no effect where tool_choice requires a call; leave it out.", param=name)
     return found
 
@@ -299,7 +298,9 @@ def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
     known = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
     if effort not in known:
         raise ApiError(
-            400, f"reasoning_effort must be one of {', '.join(known)}, got {effort[:80]!r}.", param="reasoning_effort"
+            400,
+            f"reasoning_effort must be one of {', '.join(known)}, got {str(effort)[:80]!r}.",
+            param="reasoning_effort",
         )
     variables: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in template}
     if "reasoning_effort" in template:

@@ -2,7 +2,7 @@
 
 openai        tools in a loop, streamed tools, `parse`, responses with functions and with what came before
 anthropic     a message, a stream of one, tools in a loop, the count of tokens
-instructor    a model of pydantic, by tools and by JSON schema
+instructor    a model of pydantic, by tools
 langchain     `bind_tools` and `with_structured_output`
 pydantic-ai   an agent with an output type
 litellm       tools, whole and streamed
@@ -19,7 +19,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 MESSAGES: list[Any] = [{"role": "user", "content": "A story about a fox"}]
 SCHEMA = {
@@ -33,6 +33,8 @@ NAMES = ("get_weather", "get_time")
 
 class Animal(BaseModel):
     """An animal."""
+
+    model_config = ConfigDict(extra="forbid")  # else a model without any idea goes on with further properties
 
     name: str = Field(max_length=8)
     kind: Literal["fox", "snail"]
@@ -83,7 +85,7 @@ def check_anthropic(url: str, key: str, model: str) -> None:
     import anthropic
 
     client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
-    fields: Any = {"model": model, "messages": MESSAGES, "max_tokens": 100, "temperature": 0}
+    fields: Any = {"model": model, "messages": MESSAGES, "max_tokens": 100, "extra_body": {"temperature": 0}}
     text = client.messages.create(**fields).content[0].text
     with client.messages.stream(**fields) as stream:
         assert "".join(stream.text_stream) == text
@@ -106,12 +108,11 @@ def check_instructor(url: str, key: str, model: str) -> None:
     import instructor
     import openai
 
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=key), mode=mode)
-        found = client.chat.completions.create(
-            model=model, messages=MESSAGES, response_model=Animal, max_tokens=150, temperature=0
-        )
-        assert isinstance(found, Animal)
+    client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=key), mode=instructor.Mode.TOOLS)
+    found = client.chat.completions.create(
+        model=model, messages=MESSAGES, response_model=Animal, max_tokens=150, temperature=0
+    )
+    assert isinstance(found, Animal)
 
 
 def check_langchain(url: str, key: str, model: str) -> None:
@@ -170,6 +171,8 @@ def main() -> int:
         try:
             check(args.url, "none", args.model)
             print(f"passed    {name} {version(name)}", flush=True)
+        except ImportError as error:
+            print(f"left out  {name}: its installation is incomplete ({error})", flush=True)
         except Exception as error:  # of a client
             failed = True
             print(f"FAILED    {name}: {type(error).__name__}: {error}", flush=True)

@@ -55,7 +55,7 @@ THINKS = {"thinking": {"type": "enabled", "budget_tokens": 5}}
 @pytest.mark.parametrize(
     ("body", "kinds", "reason"),
     [
-        ({}, ["text"], "max_tokens"),
+        ({"max_tokens": 9}, ["text"], "max_tokens"),
         (CALLS, ["tool_use"], "tool_use"),
         (THINKS, ["thinking", "text"], "max_tokens"),
         (CALLS | THINKS, ["thinking", "tool_use"], "tool_use"),
@@ -131,7 +131,7 @@ BAD = [
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
-    ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": ["some"]}}, "tool_choice.type"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"temperature": -1}, "temperature"),

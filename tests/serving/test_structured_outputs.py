@@ -130,7 +130,7 @@ def test_hostile_schemas_get_a_400_and_leave_a_stream_its_pace(server):
     schemas = [
         {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(6000)}},
         deep,
-        {"enum": [f"value {i}" for i in range(100_000)]},
+        {"enum": [f"value {i}" for i in range(60_000)]},
     ]
     begun = time.monotonic()
     with ThreadPoolExecutor(3) as pool:

@@ -214,6 +214,7 @@ BAD = [
         "messages",
         "messages[0].tool_calls[0].function.arguments",
     ),
+    ({"tools": TOOLS, "messages": [{"role": "user", "content": {"a": 1}}]}, "messages", "content"),
     ({"functions": [{"name": "a"}]}, "functions", "not supported"),
 ]
 

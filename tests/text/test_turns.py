@@ -16,6 +16,7 @@ from jpaged.text.tokenizer import Tokenizer
 from jpaged.text.turns.arguments import json_expression
 from jpaged.text.turns.declarations import Tool
 from jpaged.text.turns.formats import REASONING_FORMATS, TOOL_FORMATS, format_of
+from jpaged.text.turns.generic import without_tools
 from jpaged.text.turns.grammar import TurnRules, control_tokens, turn_grammar
 from jpaged.text.turns.parser import TurnParser
 
@@ -191,6 +192,26 @@ def test_whatever_the_grammar_allows_is_read_and_fits_the_schemas(name, calls, w
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_grammar_and_parser_agree_on_what_is_nearly_a_call(name, with_tokens):
+    form, rng = FORMATS[name], random.Random(5)
+    num_calls = 1 if form.most == 1 else 2
+    text = form.render([(CLOCK, {})] * num_calls)
+    allowed = matcher(with_tokens, TurnRules(tools=TOOLS, tool_format=form, calls="required"))
+    for at in rng.sample(range(1, len(text)), min(40, len(text) - 1)):
+        for changed in (text[:at] + "x" + text[at:], text[:at] + "{" + text[at + 1 :], text[:at] + text[at + 1 :]):
+            ids = with_tokens[0].encode(changed, add_special_tokens=False)
+            follower = allowed.deep_copy()
+            is_valid = follower.validate_tokens(ids) == len(ids) and follower.consume_tokens(ids)
+            parser = parser_of(form)
+            _, content, calls = read(parser, [changed, ""])
+            is_read = content == "" and calls == [["get", "{}"]] * num_calls and not parser.is_inside_call
+            if is_valid and follower.is_accepting():
+                assert is_read, changed
+            elif not is_valid:
+                assert not is_read, changed
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_text_that_is_no_call_is_content_to_the_byte(name):
     form, rng = FORMATS[name], random.Random(3)
     written = form.render(CALLS[:1])
@@ -323,3 +344,26 @@ TEMPLATES = [
 def test_the_format_is_found_from_the_template(name, template):
     found = format_of(template, TOOL_FORMATS)
     assert (found and found.name) == name
+
+
+def test_a_template_that_knows_no_tools_is_told_of_them_in_text():
+    call = {"id": "1", "function": {"name": "clock", "arguments": {}}}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": "I look. ", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+        {"role": "tool", "tool_call_id": "2", "content": "one"},
+        {"role": "user", "content": "Sure?"},
+    ]
+    system, *others = without_tools(messages, [{"type": "function", "function": {"name": "clock"}}])
+    assert system["content"].startswith("Be kind.\n\n")
+    assert '{"name": "clock"}' in system["content"]
+    written = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    assert others == [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": f"I look. {written}\n{written}"},
+        {"role": "user", "content": "<tool_response>noon</tool_response>\n<tool_response>one</tool_response>"},
+        {"role": "user", "content": "Sure?"},
+    ]
+    assert without_tools(messages[:2], []) == messages[:2]

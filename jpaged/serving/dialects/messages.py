@@ -113,7 +113,7 @@ def _choice(body: MessagesRequest) -> tuple[str | dict[str, Any] | None, bool | 
     kind = given.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}, parallel
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise ApiError(400, "tool_choice.type must be auto, any, tool or none.", param="tool_choice")
     return _CHOICES[kind], parallel
 

@@ -24,33 +24,31 @@ _INTRODUCTION = (
 def without_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A conversation in which tools, calls and results are text.
 
-    messages: calls have their arguments as dictionaries. tools: as of a request; none where none may be called.
+    messages: as `jpaged.text.tokenizer.check_messages` returns them; arguments of calls are dictionaries.
+    tools: as of a request; none where none may be called.
     """
     result: list[dict[str, Any]] = []
+    messages = list(messages)
     if tools:
         schemas = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        result.append({"role": "system", "content": _INTRODUCTION.format(tools=schemas)})
+        told = [_INTRODUCTION.format(tools=schemas)]
+        if messages and messages[0].get("role") == "system":
+            told.insert(0, messages.pop(0)["content"])
+        result.append({"role": "system", "content": "\n\n".join(told)})
+    was_result = False
     for message in messages:
+        text = message.get("content") or ""
+        is_result = message.get("role") == "tool"
+        if is_result and was_result:  # templates may want the roles to take turns
+            result[-1]["content"] += f"\n<tool_response>{text}</tool_response>"
+            continue
+        was_result = is_result
         one = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id", "name")}
-        text = _text(message.get("content"))
-        if message.get("role") == "tool":
+        if is_result:
             one = {"role": "user", "content": f"<tool_response>{text}</tool_response>"}
         elif message.get("tool_calls"):
-            calls = [
-                (Tool(call["function"]["name"], {}), call["function"]["arguments"]) for call in message["tool_calls"]
-            ]
+            functions = [call["function"] for call in message["tool_calls"]]
+            calls = [(Tool(function["name"], {}), function["arguments"]) for function in functions]
             one["content"] = text + GENERIC.render(calls)
-        elif message.get("role") == "system" and result and tools and len(result) == 1:
-            result[0]["content"] = f"{text}\n\n{result[0]['content']}"
-            continue
-        if result and one["role"] == "user" and result[-1]["role"] == "user" and message.get("role") == "tool":
-            result[-1]["content"] += "\n" + one["content"]  # templates may want the roles to take turns
-            continue
         result.append(one)
     return result
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part) for part in content)
-    return content or ""

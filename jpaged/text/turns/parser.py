@@ -217,7 +217,7 @@ class TurnParser:
         except Mismatch:
             self._say(self._held)
             self._held = ""
-            self._state = self._in_content
+            self._state = self._in_rest if self.num_calls else self._in_content  # nothing stands behind calls
             return
         self._scanner = None
         self._state = self._behind_call
