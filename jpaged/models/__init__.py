@@ -55,7 +55,7 @@ from jpaged.models.norms import (
 from jpaged.models.parameters import Normal, parameter
 from jpaged.models.registry import About, described_architectures, register, supported_architectures
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
-from jpaged.models.rope import Rope, parse_rope
+from jpaged.models.rope import Rope, parse_rope, window_rope
 
 del _families
 
@@ -112,4 +112,5 @@ __all__ = [
     "run_layers",
     "save_pretrained",
     "supported_architectures",
+    "window_rope",
 ]

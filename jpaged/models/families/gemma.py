@@ -5,7 +5,7 @@ Gemma 2  and norms after attention and MLP, soft caps of scores and logits, ever
 Gemma 3  and norms of queries and keys, five layers in six with a window and a rotation of their own; no soft caps
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -22,7 +22,7 @@ from jpaged.models.layers import Attention, GatedMLP
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import OnePlusRMSNorm
-from jpaged.models.rope import parse_rope
+from jpaged.models.rope import window_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def _read_gemma3(read: ConfigReader) -> GemmaConfig:
         "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
     }
     kinds = read.kinds_of_layers(fields["num_layers"], every=6)
-    local, _ = parse_rope(_local_rope(read.config), fields["head_dim"], 131072, layers="sliding_attention")
+    local = window_rope(read.config, fields["head_dim"], read.config.get("rope_local_base_freq", 10000.0))
     fields |= {
         "ropes": (*fields["ropes"], local),
         "layer_ropes": tuple(int(kind == "sliding_attention") for kind in kinds),
@@ -168,13 +168,6 @@ def _read_gemma3(read: ConfigReader) -> GemmaConfig:
         attention_softcap=read.optional_number("attn_logit_softcapping"),
         logit_softcap=read.optional_number("final_logit_softcapping"),
     )
-
-
-def _local_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entries that describe the rotation of layers with a window, under the names of any rotation."""
-    if any(isinstance(value, Mapping) for value in (config.get("rope_parameters") or {}).values()):
-        return {"rope_parameters": config["rope_parameters"]}
-    return {"rope_theta": config.get("rope_local_base_freq", 10000.0)}
 
 
 GEMMA = GemmaFamily("gemma", _read_gemma)

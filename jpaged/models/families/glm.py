@@ -4,6 +4,7 @@ and values; joined gate and up. The models of April 2025 (GLM-4-0414) have norms
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -57,7 +58,7 @@ class GlmFamily:
 
     def tensors(self, config: GlmConfig) -> Iterator[Piece | TiedTensor]:
         hidden, inner = config.hidden_size, config.intermediate_size
-        qkv = {"bias": config.qkv_bias, "order": config.columns}
+        qkv: dict[str, Any] = {"bias": config.qkv_bias, "order": config.columns}
         yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
         for i in range(config.num_layers):
             theirs, ours = f"model.layers.{i}", f"layers.{i}"

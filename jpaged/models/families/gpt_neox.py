@@ -4,6 +4,7 @@ of its own, or in sequence; the first columns of each head rotated; biases every
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -46,13 +47,14 @@ class GPTNeoXFamily:
 
     def module(self, config: GPTNeoXConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
         norm = partial(LayerNorm, config.hidden_size, config.norm_eps, dtype, rngs)
-        biases = {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias}
+        biases: dict[str, Any] = {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias}
 
         def block(layer: int) -> Block:
             attention = Attention(config, layer, dtype, rngs, **biases)
             mlp = MLP(config, config.activation, dtype, rngs, bias=True)
-            kind = ParallelBlock if config.parallel else SequentialBlock
-            return kind(attention, mlp, attention_norm=norm(), mlp_norm=norm())
+            if config.parallel:
+                return ParallelBlock(attention, mlp, attention_norm=norm(), mlp_norm=norm())
+            return SequentialBlock(attention, mlp, attention_norm=norm(), mlp_norm=norm())
 
         return Decoder(config, block, norm, dtype, rngs, collectives)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -54,7 +55,7 @@ class SmolLM3Family:
 
     def module(self, config: SmolLM3Config, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
         norm = partial(RMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
-        biases = {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias}
+        biases: dict[str, Any] = {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias}
 
         def block(layer: int) -> SequentialBlock:
             return SequentialBlock(
