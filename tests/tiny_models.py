@@ -8,7 +8,7 @@ logit leads the second by at least some 1e-3 of the largest, where float32 imple
 
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ class TinyModel:
 
 def tiny_models() -> list[TinyModel]:
     """All cases: MHA, GQA and MQA; head_dim 16, 64 and 80; tied and untied; every RoPE scaling; sliding windows;
-    biases; norms of queries and keys; OPT as in 125m and as in 350m; GPT-2."""
+    biases; norms of queries and keys; experts in all layers and in some, with every router, and shared ones; OPT as in
+    125m and as in 350m; GPT-2."""
     linear = {"type": "linear", "factor": 2.0}
     dynamic = {"type": "dynamic", "factor": 2.0}
     llama3 = {
@@ -118,6 +119,34 @@ def tiny_models() -> list[TinyModel]:
         _opt("opt-125m-style"),
         _opt("opt-350m-style", word_embed_proj_dim=32, do_layer_norm_before=False),
         _opt("opt-no-biases-untied", enable_bias=False, tie_word_embeddings=False, activation_function="gelu"),
+        _sparse("qwen3-moe", "Qwen3Moe", num_experts=8, num_experts_per_tok=3, norm_topk_prob=True),
+        _sparse(
+            "qwen3-moe-some-layers",
+            "Qwen3Moe",
+            num_hidden_layers=4,
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            num_experts=16,
+            num_experts_per_tok=4,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+        ),
+        _sparse("qwen2-moe", "Qwen2Moe", num_experts=6, num_experts_per_tok=2, shared_expert_intermediate_size=48),
+        _sparse("mixtral", "Mixtral", num_local_experts=8, num_experts_per_tok=2, rope_theta=1e6, sliding_window=None),
+        _sparse(
+            "dots1",
+            "Dots1",
+            num_hidden_layers=3,
+            first_k_dense_replace=1,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+        ),
         _gpt2("gpt2"),
         _gpt2("gpt2-scaled-by-layer", scale_attn_by_inverse_layer_idx=True, n_inner=96, n_layer=3),
     ]
@@ -168,8 +197,28 @@ def torch_model(case: TinyModel) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(torch.from_numpy(draw(case, name, tuple(weight.shape))))
+            weight.copy_(torch.from_numpy(_draw_parameter(case, name, tuple(weight.shape))))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.from_numpy(draw(case, name, tuple(buffer.shape))))
     return model
+
+
+def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The weights of a parameter of transformers', which holds all experts where a checkpoint has a tensor for each."""
+    prefix, _, part = name.rpartition(".experts.")
+    if case.config["model_type"] == "mixtral":
+        prefix, name = prefix.replace(".mlp", ".block_sparse_moe"), name.replace(".mlp.gate", ".block_sparse_moe.gate")
+        names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    else:
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    if part not in names:
+        return draw(case, name, shape)
+    experts, rows, columns = shape
+    each = (rows // len(names[part]), columns)
+    stored = [f"{prefix}.experts.{expert}.{one}.weight" for expert in range(experts) for one in names[part]]
+    stacked = [draw(case, one, each) for one in stored]
+    return np.asarray(stacked).reshape(shape)
 
 
 def draw(case: TinyModel, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -372,6 +421,12 @@ def _of(name: str, family: str, architecture: str, **changes: Any) -> TinyModel:
         config = {entry: config[entry] for entry in ("vocab_size", "bos_token_id", "eos_token_id")}
     named = {"architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower()}
     return TinyModel(name, family, config | named | changes)
+
+
+def _sparse(name: str, family: str, **changes: Any) -> TinyModel:
+    changes = {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 40} | changes
+    model_type = family.lower().replace("moe", "_moe")
+    return replace(_llama(name, family, model_type=model_type, **changes), family="sparse_llama")
 
 
 def _opt(name: str, **changes: Any) -> TinyModel:

@@ -36,6 +36,7 @@ from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.dense import dense_causal_attend
+from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward
 from jpaged.models.family import Attend, CausalLM, Family
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, Linear, PartialSum
@@ -89,8 +90,11 @@ __all__ = [
     "RMSNorm",
     "RMSNormOfAllHeads",
     "Rope",
+    "Routing",
     "Scales",
     "SequentialBlock",
+    "SparseConfig",
+    "SparseMLP",
     "Stream",
     "TiedTensor",
     "Weights",
@@ -102,6 +106,7 @@ __all__ = [
     "dense_causal_attend",
     "described_architectures",
     "divide_into_heads",
+    "feed_forward",
     "load",
     "parameter",
     "parse_rope",

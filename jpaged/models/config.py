@@ -29,6 +29,7 @@ class ModelConfig:
     layer_windows: per layer; the tokens a query sees, itself included, or None for all before it. Left out, no layer
         has a window; one that never limits anything is None.
     tie_word_embeddings: the embedding is the head.
+    num_experts: routed experts of a sparse layer, all shards' together; 0 for a model without.
     kv_head_copies: equal key-value heads that stand side by side among num_kv_heads; more than one where a model with
         few of them is split over more shards (`shard`), never in a checkpoint.
     eos_token_ids: every token that ends a text. IDs outside the vocabulary (often -1) are dropped.
@@ -47,6 +48,7 @@ class ModelConfig:
     max_position_embeddings: int
     layer_windows: tuple[int | None, ...] = ()
     tie_word_embeddings: bool
+    num_experts: int = 0
     kv_head_copies: int = 1
     bos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -89,12 +91,14 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     f"config.json: {feature} is not supported; use the checkpoint that is not quantized."
                 )
-        for feature in ("num_experts", "num_local_experts", "n_routed_experts"):
-            if config.get(feature):
-                raise UnsupportedModelError(f"config.json: mixtures of experts ({feature}) are not supported.")
         read = family_of(architecture).read_config(ConfigReader(architecture, config, max_model_len))
         if not isinstance(read, ModelConfig):
             raise TypeError(f"The family of {architecture} read a {type(read).__name__}, which is no ModelConfig.")
+        for feature in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if config.get(feature) and not read.num_experts:
+                raise UnsupportedModelError(
+                    f"config.json: mixtures of experts ({feature}) are not supported for {architecture}."
+                )
         return read
 
     @staticmethod
@@ -136,13 +140,13 @@ class ModelConfig:
                 f"tensor_parallel_size={shards} does not divide the model's {self.num_heads} attention heads; use one"
                 f" of {fitting}."
             )
-        whole, inner = self.with_kv_heads_for(shards), self.intermediate_size
+        whole = self.with_kv_heads_for(shards)
         return replace(
             whole,
             vocab_size=VOCAB_UNIT * -(-self.vocab_size // (shards * VOCAB_UNIT)),
             num_heads=self.num_heads // shards,
             num_kv_heads=whole.num_kv_heads // shards,
-            intermediate_size=_INNER_UNIT * -(-inner // (shards * _INNER_UNIT)) if inner % shards else inner // shards,
+            intermediate_size=inner_columns(self.intermediate_size, shards),
         )
 
     def with_kv_heads_for(self, shards: int) -> Self:
@@ -158,6 +162,11 @@ class ModelConfig:
         kind = type(self)
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return _restore, (self.architecture, kind.__module__, kind.__name__, values)
+
+
+def inner_columns(inner: int, shards: int) -> int:
+    """Inner columns of an MLP that each shard has, padding included."""
+    return _INNER_UNIT * -(-inner // (shards * _INNER_UNIT)) if inner % shards else inner // shards
 
 
 def _restore(architecture: str, module: str, name: str, values: dict[str, Any]) -> ModelConfig:

@@ -38,7 +38,8 @@ def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """Decode and ragged attention: every key size of their tables, and what options add."""
     plain: dict[str, Any] = {}
     every = {"sliding_window": 1500, "logit_softcap": 30.0, "alibi_slopes": jnp.ones(14)}
-    sizes = [(64, jnp.bfloat16), (128, jnp.bfloat16), (256, jnp.bfloat16), (64, jnp.float32), (128, jnp.float32)]
+    sizes = [(64, jnp.bfloat16), (128, jnp.bfloat16), (256, jnp.bfloat16), (512, jnp.bfloat16)]
+    sizes += [(64, jnp.float32), (128, jnp.float32), (256, jnp.float32)]
     cases = [(head_dim, dtype, 4, 16, plain) for head_dim, dtype in sizes]
     cases += [(128, jnp.float16, 32, 64, plain), (80, jnp.float16, 7, 128, every), (256, jnp.bfloat16, 7, 16, every)]
     for head_dim, dtype, share, block_size, options in cases:
@@ -93,10 +94,28 @@ def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield name, ops.sample_tokens, arguments
 
 
+def experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """The grouped products of Qwen3-30B-A3B, every height of a tile."""
+    for rows, dtype in (
+        (8, jnp.bfloat16),
+        (4096, jnp.float16),
+        (8192, jnp.bfloat16),
+        (65_536, jnp.bfloat16),
+        (8, jnp.float32),
+    ):
+        sizes = {"group_sizes": ids(128)}
+        arguments = sizes | {"x": Shape((rows, 2048), dtype), "w": Shape((128, 2048, 2, 768), dtype)}
+        yield f"gated_grouped_product {rows}", ops.gated_grouped_product, arguments
+        arguments = sizes | {"x": Shape((rows, 768), dtype), "w": Shape((128, 768, 2048), dtype)}
+        arguments["weights"] = Shape((rows,), jnp.float32)
+        yield f"weighted_grouped_product {rows}", ops.weighted_grouped_product, arguments
+
+
 def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """(name, op, its arguments)."""
     yield from attention()
     yield from other_ops()
+    yield from experts()
 
 
 def main(capabilities: list[int], names: list[str]) -> None:

@@ -15,6 +15,7 @@ from jpaged.models.families.olmo import OLMO2, OLMO3
 from jpaged.models.families.opt import OPTFamily
 from jpaged.models.families.phi3 import Phi3Family
 from jpaged.models.families.smollm3 import SmolLM3Family
+from jpaged.models.families.sparse_llama import DOTS1, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from jpaged.models.families.stablelm import StableLMFamily
 from jpaged.models.families.starcoder2 import Starcoder2Family
 from jpaged.models.registry import About, register
@@ -28,6 +29,13 @@ _MISTRAL = About(
     "as Llama; sliding windows",
 )
 _QWEN = About("Qwen", "Qwen2, Qwen2.5, Qwen3", "as Llama; biases or norms of queries and keys; windows; tied head")
+_MIXTRAL = About("Mixtral", "8x7B, 8x22B", "as Llama; experts, the router by softmax over those picked; windows")
+_QWEN_MOE = About(
+    "Qwen MoE",
+    "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B; Qwen3-30B-A3B, 235B-A22B, Coder",
+    "as Qwen; experts in all layers or some; shared experts (Qwen2)",
+)
+_DOTS1 = About("dots.llm1", "142B", "as Qwen3; sigmoid router with a bias; shared experts; dense first layers")
 _GEMMA = About("Gemma", "Gemma 2B, 7B; CodeGemma", "norms times 1 + w; scaled embeddings; gated GELU; tied head")
 _GEMMA2 = About("Gemma 2", "2B, 9B, 27B", "as Gemma; norms before and after; soft caps; windows in every second layer")
 _GEMMA3 = About(
@@ -85,6 +93,10 @@ register("MinistralForCausalLM", MINISTRAL, _MISTRAL)
 register("Mistral3ForConditionalGeneration", MISTRAL3, _MISTRAL)
 register("Qwen2ForCausalLM", QWEN2, _QWEN)
 register("Qwen3ForCausalLM", QWEN3, _QWEN)
+register("MixtralForCausalLM", MIXTRAL, _MIXTRAL)
+register("Qwen2MoeForCausalLM", QWEN2_MOE, _QWEN_MOE)
+register("Qwen3MoeForCausalLM", QWEN3_MOE, _QWEN_MOE)
+register("Dots1ForCausalLM", DOTS1, _DOTS1)
 register("GemmaForCausalLM", GEMMA, _GEMMA)
 register("Gemma2ForCausalLM", GEMMA2, _GEMMA2)
 register("Gemma3ForCausalLM", GEMMA3, _GEMMA3)

@@ -291,6 +291,22 @@ def output_projection(prefix: str, parameter: str, config: AttentionShape, *, bi
         yield as_is(f"{prefix}.bias", f"{parameter}.out_bias", hidden)
 
 
+def experts(
+    prefix: str, parameter: str, hidden: int, inner: int, num_experts: int, *, gate: str, up: str, down: str
+) -> Iterator[Piece]:
+    """The torch linear layers of each expert, without biases, into `GroupedExperts`.
+
+    prefix: what the expert's number follows. gate, up, down: what the products are called.
+    """
+    for expert in range(num_experts):
+        theirs = f"{prefix}.{expert}"
+        for slot, name in enumerate((gate, up)):
+            fused, split = f"{parameter}.gate_up", (1, 1, inner, hidden)
+            yield Piece(f"{theirs}.{name}.weight", (inner, hidden), fused, split, (0, 3, 1, 2), (expert, 0, slot, 0))
+        split = (1, hidden, inner)
+        yield Piece(f"{theirs}.{down}.weight", (hidden, inner), f"{parameter}.down", split, (0, 2, 1), (expert, 0, 0))
+
+
 def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Piece]:
     yield norm(prefix, parameter, size)
     yield as_is(f"{prefix}.bias", f"{parameter}.bias", size)
