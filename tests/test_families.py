@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.eight_devices import call_with_eight_devices
-from tests.parallel.family_runs import NUM_SAMPLES, prompts
+from tests.parallel.family_runs import NUM_SAMPLES, UNSPLIT, prompts
 from tests.tiny_models import TinyModel, models_of_blocks, torch_model
 
 torch = pytest.importorskip("torch")
@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 torch.set_num_threads(1)
 pytestmark = pytest.mark.transformers
 
-SIZE = 5
+SIZE = 8
 GROUPS = [tuple(models_of_blocks()[first : first + SIZE]) for first in range(0, len(models_of_blocks()), SIZE)]
 CASES = [
     pytest.param(case, group, marks=pytest.mark.xdist_group(group[0].name), id=case.name)
@@ -53,8 +53,8 @@ def test_tokens_and_scores_by_every_path_are_those_of_transformers(
     assert all(generated == tokens for generated in found["preempted"])
     assert found["preemptions"] > 0
     assert found["samples"] == [tokens[3]] * NUM_SAMPLES
-    assert found["tensor parallel 2"] == tokens
-    assert found["tensor parallel 4"] == tokens
+    for degree in () if case.name in UNSPLIT else (2, 4):
+        assert found[f"tensor parallel {degree}"] == tokens
 
     prompt = prompts()[-1]
     with torch.no_grad():
