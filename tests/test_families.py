@@ -4,10 +4,13 @@ A process of eight devices runs a group of models: prompts computed in chunks, p
 scores, and tensor parallelism over two devices and over four. Here transformers checks what came of it.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jpaged import models
+from jpaged.models.loading import checkpoint
 from tests.parallel.eight_devices import call_with_eight_devices
 from tests.parallel.family_runs import NUM_SAMPLES, UNSPLIT, prompts
 from tests.tiny_models import TinyModel, models_of_blocks, torch_model
@@ -38,7 +41,7 @@ def found_for(case: TinyModel, group: tuple[TinyModel, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("case", "group"), CASES)
 def test_tokens_and_scores_by_every_path_are_those_of_transformers(
-    case: TinyModel, group: tuple[TinyModel, ...]
+    case: TinyModel, group: tuple[TinyModel, ...], tmp_path: Path
 ) -> None:
     found, model = found_for(case, group), torch_model(case)
     tokens = found["chunked"]
@@ -61,3 +64,8 @@ def test_tokens_and_scores_by_every_path_are_those_of_transformers(
         expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1)
     theirs = expected[range(len(prompt) - 1), prompt[1:]].tolist()
     assert found["scores"] == pytest.approx(theirs, abs=1e-4)
+
+    model.save_pretrained(tmp_path)
+    ours = models.build(models.ModelConfig.from_dict(case.config), "float32")
+    stored = checkpoint.match(ours, checkpoint.find_tensors(tmp_path))  # refuses what is missing, and what is too much
+    assert stored.keys() == set(range(len(ours.pieces)))
