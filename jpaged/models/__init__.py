@@ -37,7 +37,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.dense import dense_causal_attend
 from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward
-from jpaged.models.family import Attend, CausalLM, Family
+from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, CausalLM, Family
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, Linear, PartialSum
 from jpaged.models.loading import pieces
@@ -62,7 +62,9 @@ del _families
 
 __all__ = [
     "MLP",
+    "OTHER_PARTS",
     "PLAIN_XLA",
+    "TEXT_PART_NAMES",
     "About",
     "Attend",
     "Attention",

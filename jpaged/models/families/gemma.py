@@ -18,6 +18,7 @@ from flax import nnx
 from jpaged.models.blocks import Decoder, DecoderConfig, Scales, SequentialBlock, decoder_fields
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
+from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES
 from jpaged.models.layers import Attention, GatedMLP
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
@@ -81,12 +82,8 @@ class GemmaFamily:
     reads: Callable[[ConfigReader], GemmaConfig]
 
     base_prefix = "model."
-    derived_tensors = r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\."
-    aliases = (
-        ("language_model.lm_head.", "lm_head."),
-        ("language_model.model.", "model."),
-        ("model.language_model.", "model."),
-    )
+    derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
+    aliases = TEXT_PART_NAMES
 
     def read_config(self, read: ConfigReader) -> GemmaConfig:
         return self.reads(read)
