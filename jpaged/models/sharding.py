@@ -127,9 +127,7 @@ def _place(piece: Piece, tensor: np.ndarray, axis: int | None, shards: list[jax.
     for (i, device), shard in zip(_local_shards(mesh), shards, strict=True):
         size = 0 if axis is None else shard.shape[axis]
         found = piece.slice_of(tensor, axis, i * size, (i + 1) * size)
-        if found.size:
-            shard = piece.place_slice(shard, jax.device_put(found, device), axis, i * size)
-        placed.append(shard)
+        placed.append(piece.place_slice(shard, jax.device_put(found, device), axis, i * size) if found.size else shard)
     return jax.block_until_ready(placed)
 
 

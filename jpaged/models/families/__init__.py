@@ -29,13 +29,6 @@ _MISTRAL = About(
     "as Llama; sliding windows",
 )
 _QWEN = About("Qwen", "Qwen2, Qwen2.5, Qwen3", "as Llama; biases or norms of queries and keys; windows; tied head")
-_MIXTRAL = About("Mixtral", "8x7B, 8x22B", "as Llama; experts, the router by softmax over those picked; windows")
-_QWEN_MOE = About(
-    "Qwen MoE",
-    "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B; Qwen3-30B-A3B, 235B-A22B, Coder",
-    "as Qwen; experts in all layers or some; shared experts (Qwen2)",
-)
-_DOTS1 = About("dots.llm1", "142B", "as Qwen3; sigmoid router with a bias; shared experts; dense first layers")
 _GEMMA = About("Gemma", "Gemma 2B, 7B; CodeGemma", "norms times 1 + w; scaled embeddings; gated GELU; tied head")
 _GEMMA2 = About("Gemma 2", "2B, 9B, 27B", "as Gemma; norms before and after; soft caps; windows in every second layer")
 _GEMMA3 = About(
@@ -84,6 +77,10 @@ _NEOX = About(
 _GPTJ = About("GPT-J", "6B", "attention and MLP side by side; interleaved partial RoPE; head with a bias")
 _BLOOM = About("BLOOM", "560M to 176B; BLOOMZ", "ALiBi; norm of the embeddings; biases")
 _MPT = About("MPT", "7B, 30B", "ALiBi; norms without bias; clipped q, k, v")
+_MIXTRAL = About("Mixtral", "8x7B, 8x22B", "as Mistral; a router and experts in place of each MLP")
+_QWEN2_MOE = About("Qwen2-MoE", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "as Qwen2; experts, of which one is shared")
+_QWEN3_MOE = About("Qwen3-MoE", "30B-A3B, 235B-A22B", "as Qwen3; experts in all or some layers")
+_DOTS1 = About("dots.llm1", "dots.llm1", "as Qwen3; experts chosen by a sigmoid with a bias, in groups; shared experts")
 _OPT = About("OPT", "125M to 66B", "learned positions; norms before or after; projected embeddings (350M)")
 _GPT2 = About("GPT-2", "124M to 1.5B; CodeParrot", "learned positions; joined q, k, v; scores scaled by layer")
 
@@ -93,10 +90,6 @@ register("MinistralForCausalLM", MINISTRAL, _MISTRAL)
 register("Mistral3ForConditionalGeneration", MISTRAL, _MISTRAL)
 register("Qwen2ForCausalLM", QWEN2, _QWEN)
 register("Qwen3ForCausalLM", QWEN3, _QWEN)
-register("MixtralForCausalLM", MIXTRAL, _MIXTRAL)
-register("Qwen2MoeForCausalLM", QWEN2_MOE, _QWEN_MOE)
-register("Qwen3MoeForCausalLM", QWEN3_MOE, _QWEN_MOE)
-register("Dots1ForCausalLM", DOTS1, _DOTS1)
 register("GemmaForCausalLM", GEMMA, _GEMMA)
 register("Gemma2ForCausalLM", GEMMA2, _GEMMA2)
 register("Gemma3ForCausalLM", GEMMA3, _GEMMA3)
@@ -120,3 +113,7 @@ register("BloomForCausalLM", BloomFamily(), _BLOOM)
 register("MptForCausalLM", MptFamily(), _MPT)
 register("OPTForCausalLM", OPTFamily(), _OPT)
 register("GPT2LMHeadModel", GPT2Family(), _GPT2)
+register("MixtralForCausalLM", MIXTRAL, _MIXTRAL)
+register("Qwen2MoeForCausalLM", QWEN2_MOE, _QWEN2_MOE)
+register("Qwen3MoeForCausalLM", QWEN3_MOE, _QWEN3_MOE)
+register("Dots1ForCausalLM", DOTS1, _DOTS1)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -52,7 +51,7 @@ class BloomFamily:
         slopes = alibi_slopes(config.num_heads * collectives.size)
 
         def block(layer: int) -> SequentialBlock:
-            biases: dict[str, Any] = {"qkv_bias": True, "output_bias": True}
+            biases = {"qkv_bias": True, "output_bias": True}
             attention = Attention(config, layer, dtype, rngs, alibi_slopes=slopes, collectives=collectives, **biases)
             mlp = MLP(config, config.activation, dtype, rngs, bias=True)
             return SequentialBlock(attention, mlp, attention_norm=norm(), mlp_norm=norm(), rope=None)

@@ -4,7 +4,6 @@ and values; joined gate and up. The models of April 2025 (GLM-4-0414) have norms
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -58,13 +57,14 @@ class GlmFamily:
 
     def tensors(self, config: GlmConfig) -> Iterator[Piece | TiedTensor]:
         hidden, inner = config.hidden_size, config.intermediate_size
-        qkv: dict[str, Any] = {"bias": config.qkv_bias, "order": config.columns}
         yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
         for i in range(config.num_layers):
             theirs, ours = f"model.layers.{i}", f"layers.{i}"
             attention, mlp = f"{ours}.attention", f"{ours}.mlp"
             yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
-            yield from pieces.separate_qkv(f"{theirs}.self_attn", attention, config, **qkv)
+            yield from pieces.separate_qkv(
+                f"{theirs}.self_attn", attention, config, bias=config.qkv_bias, order=config.columns
+            )
             yield from pieces.output_projection(f"{theirs}.self_attn.o_proj", attention, config, bias=False)
             yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
             if config.norms_after:

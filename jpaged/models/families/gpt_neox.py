@@ -4,7 +4,6 @@ of its own, or in sequence; the first columns of each head rotated; biases every
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -47,10 +46,11 @@ class GPTNeoXFamily:
 
     def module(self, config: GPTNeoXConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
         norm = partial(LayerNorm, config.hidden_size, config.norm_eps, dtype, rngs)
-        biases: dict[str, Any] = {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias}
 
         def block(layer: int) -> Block:
-            attention = Attention(config, layer, dtype, rngs, **biases)
+            attention = Attention(
+                config, layer, dtype, rngs, qkv_bias=config.attention_bias, output_bias=config.attention_bias
+            )
             mlp = MLP(config, config.activation, dtype, rngs, bias=True)
             if config.parallel:
                 return ParallelBlock(attention, mlp, attention_norm=norm(), mlp_norm=norm())

@@ -5,7 +5,6 @@ layers may have no RoPE."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -68,11 +67,18 @@ class GraniteFamily:
 
     def module(self, config: GraniteConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
         norm = partial(RMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
-        biases: dict[str, Any] = {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias}
 
         def block(layer: int) -> SequentialBlock:
             return SequentialBlock(
-                Attention(config, layer, dtype, rngs, scale=config.attention_scale, **biases),
+                Attention(
+                    config,
+                    layer,
+                    dtype,
+                    rngs,
+                    scale=config.attention_scale,
+                    qkv_bias=config.attention_bias,
+                    output_bias=config.attention_bias,
+                ),
                 GatedMLP(config, config.activation, dtype, rngs, bias=config.mlp_bias),
                 attention_norm=norm(),
                 mlp_norm=norm(),

@@ -47,9 +47,8 @@ class LlamaBlock(nnx.Module):
 
     def __init__(self, config: LlamaConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         hidden, dim, eps = config.hidden_size, config.head_dim, config.norm_eps
-        biases: dict[str, Any] = {"qkv_bias": config.qkv_bias, "output_bias": config.output_bias}
         self.attention_norm = RMSNorm(hidden, eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs, **biases)
+        self.attention = Attention(config, layer, dtype, rngs, qkv_bias=config.qkv_bias, output_bias=config.output_bias)
         self.query_norm = RMSNorm(dim, eps, dtype, rngs) if config.qk_norm else None
         self.key_norm = RMSNorm(dim, eps, dtype, rngs) if config.qk_norm else None
         self.mlp_norm = RMSNorm(hidden, eps, dtype, rngs)

@@ -4,7 +4,6 @@ over the queries of all heads and over all keys. OLMo 3 has windows in three lay
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -54,11 +53,12 @@ class OlmoFamily:
 
     def module(self, config: OlmoConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
         norm = partial(WideRMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
-        biases: dict[str, Any] = {"qkv_bias": config.bias, "output_bias": config.bias}
 
         def block(layer: int) -> SequentialBlock:
             return SequentialBlock(
-                Attention(config, layer, dtype, rngs, collectives=collectives, **biases),
+                Attention(
+                    config, layer, dtype, rngs, collectives=collectives, qkv_bias=config.bias, output_bias=config.bias
+                ),
                 GatedMLP(config, config.activation, dtype, rngs),
                 after_attention=norm(),
                 after_mlp=norm(),

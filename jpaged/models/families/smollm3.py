@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -55,11 +54,12 @@ class SmolLM3Family:
 
     def module(self, config: SmolLM3Config, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
         norm = partial(RMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
-        biases: dict[str, Any] = {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias}
 
         def block(layer: int) -> SequentialBlock:
             return SequentialBlock(
-                Attention(config, layer, dtype, rngs, **biases),
+                Attention(
+                    config, layer, dtype, rngs, qkv_bias=config.attention_bias, output_bias=config.attention_bias
+                ),
                 GatedMLP(config, config.activation, dtype, rngs, bias=config.mlp_bias),
                 attention_norm=norm(),
                 mlp_norm=norm(),

@@ -4,7 +4,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -88,8 +87,8 @@ def _norms_by_head(prefix: str, parameter: str, config: StableLMConfig) -> Itera
 
     def piece(name: str, head: int, start: tuple[int, ...], copies: int = 1) -> Piece:
         tensor, shape = f"{prefix}.{name}_layernorm.norms.{head}.weight", (1, 1, dim)
-        order: dict[str, Any] = {"order": config.columns, "ordered_axis": 2}
-        return Piece(tensor, (dim,), parameter, shape, (0, 1, 2), start, copies, **order)
+        axes, order = (0, 1, 2), config.columns
+        return Piece(tensor, (dim,), parameter, shape, axes, start, copies, order=order, ordered_axis=2)
 
     for head in range(config.num_heads):
         yield piece("q", head, (head // group, head % group, 0))

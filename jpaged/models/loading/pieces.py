@@ -301,8 +301,8 @@ def experts(
     for expert in range(num_experts):
         theirs = f"{prefix}.{expert}"
         for slot, name in enumerate((gate, up)):
-            fused, split = f"{parameter}.gate_up", (1, 1, inner, hidden)
-            yield Piece(f"{theirs}.{name}.weight", (inner, hidden), fused, split, (0, 3, 1, 2), (expert, 0, slot, 0))
+            fused, each = f"{parameter}.gate_up", (1, 1, inner, hidden)
+            yield Piece(f"{theirs}.{name}.weight", (inner, hidden), fused, each, (0, 3, 1, 2), (expert, 0, slot, 0))
         split = (1, hidden, inner)
         yield Piece(f"{theirs}.{down}.weight", (hidden, inner), f"{parameter}.down", split, (0, 2, 1), (expert, 0, 0))
 

@@ -299,7 +299,7 @@ def _consume(c: _Cta) -> None:
 
 def _finish(c: _Cta, halves: tuple[jax.Array, jax.Array], row: jax.Array, end: jax.Array, column: jax.Array) -> None:
     """From sums [64, columns] of both halves to the output, as far as rows and columns reach."""
-    s, weights = c.shape, None
+    s = c.shape
     if s.activation is None:
         weights = c.gpu.load_for_all_columns(c.gmem.weights.at[pl.ds(row, ROWS)], STORED)
     for begin in range(0, s.tiling.columns, STORED):
