@@ -1,8 +1,10 @@
 """Gemma, Gemma 2 and Gemma 3 (Gemma Team 2024, arXiv:2403.08295, arXiv:2408.00118; 2025, arXiv:2503.19786), text only.
 
-Gemma    norms times 1 + w, embeddings times the root of their width, gated GELU, tied head
-Gemma 2  and norms after attention and MLP, soft caps of scores and logits, every second layer with a window
-Gemma 3  and norms of queries and keys, five layers in six with a window and a rotation of their own; no soft caps
+What they add to Llama's layers, each to the one before:
+
+    Gemma    norms times 1 + w, embeddings times the root of their width, gated GELU, tied head
+    Gemma 2  norms after attention and MLP, soft caps of scores and logits, every second layer with a window
+    Gemma 3  norms of queries and keys, five layers in six with a window and a rotation of their own; no soft caps
 """
 
 from collections.abc import Callable, Iterator
