@@ -301,9 +301,9 @@ def models_of_blocks() -> list[TinyModel]:
     multipliers = {
         "num_key_value_heads": 2,
         "attention_multiplier": 0.1,
-        "embedding_multiplier": 12.0,
+        "embedding_multiplier": 4.0,
         "logits_scaling": 2.0,
-        "residual_multiplier": 0.22,
+        "residual_multiplier": 0.6,
     }
     dense_hybrid = multipliers | {
         "model_type": "granitemoehybrid",
