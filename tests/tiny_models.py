@@ -8,7 +8,7 @@ logit leads the second by at least some 1e-3 of the largest, where float32 imple
 
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -269,12 +269,6 @@ def _llama(name: str, family: str = "Llama", **changes: Any) -> TinyModel:
     return TinyModel(name, "llama", config | changes)
 
 
-def _sparse(name: str, family: str, **changes: Any) -> TinyModel:
-    changes = {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 40} | changes
-    model_type = family.lower().replace("moe", "_moe")
-    return _llama(name, family, model_type=model_type, **changes)
-
-
 def models_of_blocks() -> list[TinyModel]:
     """The families whose layers are `jpaged.models.blocks`, with the features of their published configurations."""
     window = {"sliding_window": WINDOW}
@@ -307,9 +301,9 @@ def models_of_blocks() -> list[TinyModel]:
     multipliers = {
         "num_key_value_heads": 2,
         "attention_multiplier": 0.1,
-        "embedding_multiplier": 12.0,
+        "embedding_multiplier": 4.0,
         "logits_scaling": 2.0,
-        "residual_multiplier": 0.22,
+        "residual_multiplier": 0.6,
     }
     dense_hybrid = multipliers | {
         "model_type": "granitemoehybrid",
@@ -427,6 +421,12 @@ def _of(name: str, family: str, architecture: str, **changes: Any) -> TinyModel:
         config = {entry: config[entry] for entry in ("vocab_size", "bos_token_id", "eos_token_id")}
     named = {"architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower()}
     return TinyModel(name, family, config | named | changes)
+
+
+def _sparse(name: str, family: str, **changes: Any) -> TinyModel:
+    changes = {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 40} | changes
+    model_type = family.lower().replace("moe", "_moe")
+    return replace(_llama(name, family, model_type=model_type, **changes), family="sparse_llama")
 
 
 def _opt(name: str, **changes: Any) -> TinyModel:

@@ -37,7 +37,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.dense import dense_causal_attend
 from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward
-from jpaged.models.family import Attend, CausalLM, Family
+from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, CausalLM, Family
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, Linear, PartialSum
 from jpaged.models.loading import pieces
@@ -56,13 +56,15 @@ from jpaged.models.norms import (
 from jpaged.models.parameters import Normal, parameter
 from jpaged.models.registry import About, described_architectures, register, supported_architectures
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
-from jpaged.models.rope import Rope, parse_rope
+from jpaged.models.rope import Rope, parse_rope, window_rope
 
 del _families
 
 __all__ = [
     "MLP",
+    "OTHER_PARTS",
     "PLAIN_XLA",
+    "TEXT_PART_NAMES",
     "About",
     "Attend",
     "Attention",
@@ -117,4 +119,5 @@ __all__ = [
     "run_layers",
     "save_pretrained",
     "supported_architectures",
+    "window_rope",
 ]

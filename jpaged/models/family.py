@@ -19,6 +19,17 @@ Config = TypeVar("Config")
 """A family's configuration: a frozen dataclass derived from `ModelConfig`."""
 
 
+TEXT_PART_NAMES = (
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+)
+"""`aliases` of a family whose models may be the text part of a multimodal checkpoint."""
+
+OTHER_PARTS = r"^(model\.)?(vision_tower|multi_modal_projector)\."
+"""The other parts of such a checkpoint, for `derived_tensors`."""
+
+
 class Attend(Protocol):
     """What a layer calls for attention; the caller decides where keys and values live.
 

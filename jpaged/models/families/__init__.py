@@ -9,7 +9,7 @@ from jpaged.models.families.gpt2 import GPT2Family
 from jpaged.models.families.gpt_neox import GPTNeoXFamily
 from jpaged.models.families.gptj import GPTJFamily
 from jpaged.models.families.granite import GRANITE, GRANITE_HYBRID
-from jpaged.models.families.llama import LLAMA, MINISTRAL, MISTRAL, MISTRAL3, QWEN2, QWEN3
+from jpaged.models.families.llama import LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3
 from jpaged.models.families.mpt import MptFamily
 from jpaged.models.families.olmo import OLMO2, OLMO3
 from jpaged.models.families.opt import OPTFamily
@@ -87,7 +87,7 @@ _GPT2 = About("GPT-2", "124M to 1.5B; CodeParrot", "learned positions; joined q,
 register("LlamaForCausalLM", LLAMA, _LLAMA)
 register("MistralForCausalLM", MISTRAL, _MISTRAL)
 register("MinistralForCausalLM", MINISTRAL, _MISTRAL)
-register("Mistral3ForConditionalGeneration", MISTRAL3, _MISTRAL)
+register("Mistral3ForConditionalGeneration", MISTRAL, _MISTRAL)
 register("Qwen2ForCausalLM", QWEN2, _QWEN)
 register("Qwen3ForCausalLM", QWEN3, _QWEN)
 register("GemmaForCausalLM", GEMMA, _GEMMA)

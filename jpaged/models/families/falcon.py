@@ -1,8 +1,10 @@
-"""Falcon (Almazrouei et al. 2023, arXiv:2311.16867), not Falcon 3, which is a Llama.
+"""Falcon (Almazrouei et al. 2023, arXiv:2311.16867). Falcon 3 is a Llama.
 
-7B     attention and MLP side by side behind one layer norm; one key-value head
-40B, 180B, Falcon2-11B    a norm each, or one; several key-value heads
-RW     attention, then MLP; ALiBi instead of RoPE; biases
+Sizes differ in how a layer is put together:
+
+    7B                        attention and MLP side by side behind one layer norm; one key-value head
+    40B, 180B, Falcon2-11B    side by side, behind a norm each or one; several key-value heads
+    RW                        attention, then MLP; ALiBi instead of RoPE; biases
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,13 @@
 """Gemma, Gemma 2 and Gemma 3 (Gemma Team 2024, arXiv:2403.08295, arXiv:2408.00118; 2025, arXiv:2503.19786), text only.
 
-Gemma    norms times 1 + w, embeddings times the root of their width, gated GELU, tied head
-Gemma 2  and norms after attention and MLP, soft caps of scores and logits, every second layer with a window
-Gemma 3  and norms of queries and keys, five layers in six with a window and a rotation of their own; no soft caps
+What they add to Llama's layers, each to the one before:
+
+    Gemma    norms times 1 + w, embeddings times the root of their width, gated GELU, tied head
+    Gemma 2  norms after attention and MLP, soft caps of scores and logits, every second layer with a window
+    Gemma 3  norms of queries and keys, five layers in six with a window and a rotation of their own; no soft caps
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -18,11 +20,12 @@ from flax import nnx
 from jpaged.models.blocks import Decoder, DecoderConfig, Scales, SequentialBlock, decoder_fields
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
+from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES
 from jpaged.models.layers import Attention, GatedMLP
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import OnePlusRMSNorm
-from jpaged.models.rope import parse_rope
+from jpaged.models.rope import window_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +84,8 @@ class GemmaFamily:
     reads: Callable[[ConfigReader], GemmaConfig]
 
     base_prefix = "model."
-    derived_tensors = r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\."
-    aliases = (
-        ("language_model.lm_head.", "lm_head."),
-        ("language_model.model.", "model."),
-        ("model.language_model.", "model."),
-    )
+    derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
+    aliases = TEXT_PART_NAMES
 
     def read_config(self, read: ConfigReader) -> GemmaConfig:
         return self.reads(read)
@@ -155,7 +154,7 @@ def _read_gemma3(read: ConfigReader) -> GemmaConfig:
         "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
     }
     kinds = read.kinds_of_layers(fields["num_layers"], every=6)
-    local, _ = parse_rope(_local_rope(read.config), fields["head_dim"], 131072, layers="sliding_attention")
+    local = window_rope(read.config, fields["head_dim"], read.config.get("rope_local_base_freq", 10000.0))
     fields |= {
         "ropes": (*fields["ropes"], local),
         "layer_ropes": tuple(int(kind == "sliding_attention") for kind in kinds),
@@ -168,13 +167,6 @@ def _read_gemma3(read: ConfigReader) -> GemmaConfig:
         attention_softcap=read.optional_number("attn_logit_softcapping"),
         logit_softcap=read.optional_number("final_logit_softcapping"),
     )
-
-
-def _local_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entries that describe the rotation of layers with a window, under the names of any rotation."""
-    if any(isinstance(value, Mapping) for value in (config.get("rope_parameters") or {}).values()):
-        return {"rope_parameters": config["rope_parameters"]}
-    return {"rope_theta": config.get("rope_local_base_freq", 10000.0)}
 
 
 GEMMA = GemmaFamily("gemma", _read_gemma)

@@ -52,8 +52,9 @@ class GPTNeoXFamily:
                 config, layer, dtype, rngs, qkv_bias=config.attention_bias, output_bias=config.attention_bias
             )
             mlp = MLP(config, config.activation, dtype, rngs, bias=True)
-            kind = ParallelBlock if config.parallel else SequentialBlock
-            return kind(attention, mlp, attention_norm=norm(), mlp_norm=norm())
+            if config.parallel:
+                return ParallelBlock(attention, mlp, attention_norm=norm(), mlp_norm=norm())
+            return SequentialBlock(attention, mlp, attention_norm=norm(), mlp_norm=norm())
 
         return Decoder(config, block, norm, dtype, rngs, collectives)
 

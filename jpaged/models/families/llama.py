@@ -14,7 +14,7 @@ from flax import nnx
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader
-from jpaged.models.family import Attend
+from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend
 from jpaged.models.layers import Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding
 from jpaged.models.loading import pieces
@@ -127,23 +127,17 @@ class LlamaFamily:
             yield pieces.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)
 
 
-@dataclass(frozen=True)
-class TextPartFamily(LlamaFamily):
-    """One of the architectures, in the text part of a multimodal model. architecture: its own."""
+class MistralFamily(LlamaFamily):
+    """Mistral, also as the text part of a multimodal model (Mistral Small 3.1)."""
 
-    architecture: str
-
-    derived_tensors = r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\."
-    aliases = (
-        ("language_model.lm_head.", "lm_head."),
-        ("language_model.model.", "model."),
-        ("model.language_model.", "model."),
-    )
+    derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
+    aliases = TEXT_PART_NAMES
 
     def read_config(self, read: ConfigReader) -> LlamaConfig:
-        text = read.text_part(self.architecture)
-        text.refuse(("model_type", self.model_type))
-        return self.reads(text)
+        if "text_config" in read.config:
+            read = read.text_part("MistralForCausalLM")
+            read.refuse(("model_type", self.model_type))
+        return self.reads(read)
 
 
 def _fields(read: ConfigReader, *, default_length: int = 2048, default_head_dim: int | None = None) -> dict[str, Any]:
@@ -214,8 +208,7 @@ def _windows(window: int | None, kinds: tuple[str, ...]) -> tuple[int | None, ..
 
 
 LLAMA = LlamaFamily("llama", _read_llama)
-MISTRAL = LlamaFamily("mistral", _read_mistral)
+MISTRAL = MistralFamily("mistral", _read_mistral)
 MINISTRAL = LlamaFamily("ministral", _read_ministral)
-MISTRAL3 = TextPartFamily("mistral", _read_mistral, "MistralForCausalLM")
 QWEN2 = LlamaFamily("qwen2", _read_qwen2)
 QWEN3 = LlamaFamily("qwen3", _read_qwen3)

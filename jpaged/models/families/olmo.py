@@ -1,10 +1,9 @@
 """OLMo 2 and OLMo 3 (OLMo Team 2024, arXiv:2501.00656): norms after attention and MLP instead of before them, and norms
 over the queries of all heads and over all keys. OLMo 3 has windows in three layers of four, which stretch no RoPE."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,7 +15,7 @@ from jpaged.models.layers import Attention, GatedMLP
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import RMSNormOfAllHeads, WideRMSNorm
-from jpaged.models.rope import parse_rope
+from jpaged.models.rope import window_rope
 
 _THETA = 500000.0
 
@@ -44,7 +43,7 @@ class OlmoFamily:
         fields = decoder_fields(read, default_eps=1e-5, rope=rope)
         if self.has_windows:
             kinds = read.kinds_of_layers(fields["num_layers"], every=4)
-            local, _ = parse_rope(_local_rope(read.config), fields["head_dim"], 2048, layers="sliding_attention")
+            local = window_rope(read.config, fields["head_dim"], read.config.get("rope_theta") or _THETA)
             fields |= {
                 "ropes": (*fields["ropes"], local),
                 "layer_ropes": tuple(int(kind == "sliding_attention") for kind in kinds),
@@ -85,13 +84,6 @@ class OlmoFamily:
             yield pieces.norm(f"{theirs}.post_feedforward_layernorm", f"{ours}.after_mlp", hidden)
         yield pieces.norm("model.norm", "norm", hidden)
         yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
-
-
-def _local_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entries that describe the rotation of layers with a window: that of the others, before it was stretched."""
-    if any(isinstance(value, Mapping) for value in (config.get("rope_parameters") or {}).values()):
-        return {"rope_parameters": config["rope_parameters"]}
-    return {"rope_theta": config.get("rope_theta") or _THETA}
 
 
 OLMO2 = OlmoFamily("olmo2", False)
