@@ -55,7 +55,7 @@ class CausalLM(Protocol):
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm if any.
 
         attend: one for all layers, or a list of one a layer, which `layers.run_layers` updates.
-        kernels: for `residual.begin`.
+        kernels: for `residual.begin_stream`.
         """
 
     def logits(self, hidden: jax.Array) -> jax.Array:

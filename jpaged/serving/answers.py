@@ -70,7 +70,7 @@ class Answer:
         self._model = context.model
         self._prompts = prompts
         self._tokenizer = context.tokenizer
-        self._created = int(time.time())
+        self._created = int(time.time())  # noqa: TID251  # a date
         self._n = request.n or 1
         self._as_ids = bool(request.return_tokens_as_token_ids)
         self._token_ids = bool(request.return_token_ids)

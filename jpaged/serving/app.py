@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.processes.request_log import RequestLog
+from jpaged.processes.traces import Traces
 from jpaged.serving.admission import Admission, ClientCounts
 from jpaged.serving.browsers import Hosts, Origins
 from jpaged.serving.errors import ApiError
@@ -28,10 +30,15 @@ from jpaged.serving.page import page_routes
 
 
 def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts | None = None) -> Starlette:
-    """The ASGI application that serves an engine. `app.state.live.close()` ends the streams that never end.
+    """The ASGI application that serves an engine, which gets the observers that the options ask for.
+    `app.state.live.close()` ends the streams that never end.
 
     clients: counts that several applications share.
     """
+    if options.otlp_traces_endpoint is not None:  # before the log, which names a request's trace
+        engine.observers.append(Traces(options.otlp_traces_endpoint, options.served_model_names[0]))
+    if options.log_requests:
+        engine.observers.append(RequestLog(options.log_prompts, engine.tokenizer))
     admission = Admission(engine, options.limits, clients)
     live = LiveView(engine, options.limits.max_watchers)
     routes = [*openai_routes(engine, options, admission), *operational_routes(engine, options, live), *page_routes()]

@@ -8,10 +8,10 @@ Nothing is queued before all checks have passed, so a request that is refused ha
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,8 @@ from jpaged.serving.protocol import (
 )
 from jpaged.serving.sampling import in_words_of, sampling_of
 
-_INLINE_LOGPROBS = 4096
-"""Answers with more log-probabilities are written in a thread."""
+INLINE_LOGPROBS = 4096
+"""Answers and events with more log-probabilities are written in a thread."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Job:
     request_id: unlike any other's; several clients may call theirs the same, and meet in one API process or not.
     ticket: its place in the queue; whoever runs the job closes it.
     is_large: its answer takes long to write, which is done in a thread.
+    max_unsent_bytes: of its streams, that may wait for the client.
+    trace_headers: of the client's request, for those who watch requests.
     """
 
     request_id: str
@@ -57,6 +59,8 @@ class Job:
     is_large: bool
     fields: Sequence[str]
     prompt_field: str
+    max_unsent_bytes: int
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class JobMaker:
@@ -230,7 +234,8 @@ class JobMaker:
             body.priority or 0,
             body.cache_salt,
             bool(body.stream),
-            num_logprobs > _INLINE_LOGPROBS,
+            num_logprobs > INLINE_LOGPROBS,
             body.__struct_fields__,
             prompt_field,
+            self._limits.max_unsent_bytes,
         )

@@ -35,6 +35,8 @@ class ServerLimits:
         max_requests_per_client: prompts of one client that wait or run: of one key, or of one address where there are
             no keys; above it the client gets a 429. None: no limit.
         max_watchers: of the live view, in each API process; above it they get a 503.
+        max_unsent_bytes: of a stream's log-probabilities that wait for a client that takes them more slowly than they
+            come; above it the stream ends with an error.
         header_timeout_s: from the first byte of a request to the end of its headers.
         body_timeout_s: from there to the end of its body.
         send_timeout_s: for a client to take some of its answer; one that takes none is cut off, and its requests are
@@ -65,6 +67,7 @@ class ServerLimits:
     max_queued_tokens: int = 16 << 20
     max_requests_per_client: int | None = None
     max_watchers: int = 32
+    max_unsent_bytes: int = 16 << 20
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     send_timeout_s: float = 60.0

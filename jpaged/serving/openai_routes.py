@@ -8,6 +8,7 @@ An error on the way names the field of the request that it blames.
 import contextlib
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.http import guarded, json_response, read_body, unless_disconnected
 from jpaged.serving.jobs import Job, JobMaker
 from jpaged.serving.json_size import SMALL_BYTES, check_size
+from jpaged.serving.middleware import trace_headers
 from jpaged.serving.options import AppOptions, public_name
 from jpaged.serving.protocol import (
     ChatCompletionRequest,
@@ -33,6 +35,7 @@ from jpaged.serving.protocol import (
     ModelList,
     TokenizeRequest,
     TokenizeResponse,
+    json_decoder,
     refuse_unsupported,
 )
 from jpaged.serving.streams import JobStream, all_outputs
@@ -60,11 +63,11 @@ class _Handlers:
         self._engine = engine
         self._options = options
         self._jobs = JobMaker(engine, options, admission)
-        self._completion = msgspec.json.Decoder(CompletionRequest)
-        self._chat = msgspec.json.Decoder(ChatCompletionRequest)
-        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
-        self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
-        self._created = int(time.time())
+        self._completion = json_decoder(CompletionRequest)
+        self._chat = json_decoder(ChatCompletionRequest)
+        self._tokenize = json_decoder(TokenizeRequest)
+        self._detokenize = json_decoder(DetokenizeRequest)
+        self._created = int(time.time())  # noqa: TID251  # a date
 
     async def completions(self, request: Request) -> Response:
         body = await self._decode(request, self._completion)
@@ -138,6 +141,8 @@ class _Handlers:
     ) -> Response:
         try:
             prepared = await job
+            if self._engine.observers:
+                prepared = replace(prepared, trace_headers=trace_headers(request))
             if prepared.streams:
                 return JobStream(self._engine, prepared)
             with contextlib.closing(prepared.ticket):

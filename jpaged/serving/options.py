@@ -9,6 +9,7 @@ from pathlib import Path
 from jpaged.api.checks import check_integer
 from jpaged.api.config import RestartOptions
 from jpaged.api.errors import InvalidParameterError
+from jpaged.processes.traces import check_endpoint
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.listeners import Listeners
 
@@ -46,10 +47,14 @@ class AppOptions:
             with bounds of time, memory and output.
         control_tokens_in_messages: take what messages spell like a control token (`<|end|>`) for one. By default only
             the chat template writes control tokens, so nobody can end a message and begin another role's.
+        log_requests: a line of JSON for each request that has ended (`processes/request_log.py`). log_prompts: with
+            prompts and answers in it.
+        otlp_traces_endpoint: URL of a collector that gets traces of requests (`processes/traces.py`).
         limits: of requests.
 
     Raises:
-        InvalidParameterError: an empty name or key, or a string where a list belongs.
+        InvalidParameterError: an empty name or key, a string where a list belongs, or options that contradict.
+        MissingPackageError: traces need OpenTelemetry.
     """
 
     served_model_names: Sequence[str] = (DEMO_MODEL_NAME,)
@@ -59,6 +64,9 @@ class AppOptions:
     metrics_prefix: str = "jpaged"
     trust_request_chat_template: bool = False
     control_tokens_in_messages: bool = False
+    log_requests: bool = False
+    log_prompts: bool = False
+    otlp_traces_endpoint: str | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
@@ -74,6 +82,10 @@ class AppOptions:
             raise InvalidParameterError(
                 f"metrics_prefix must be letters, digits and underscores, got {self.metrics_prefix!r}."
             )
+        if self.log_prompts and not self.log_requests:
+            raise InvalidParameterError("log_prompts needs log_requests: prompts are part of the lines that it writes.")
+        if self.otlp_traces_endpoint is not None:
+            check_endpoint(self.otlp_traces_endpoint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,14 @@ Requests are msgspec structs: decoding and checking a chat request takes about 3
 about 1 us.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from jpaged.serving.errors import ApiError
+
+_T = TypeVar("_T")
 
 Unsupported = Any
 """The type of fields that are refused."""
@@ -54,6 +56,21 @@ Prompt = Annotated[
 ]
 
 
+LogitBias = Annotated[dict[str, Any], Meta(extra_json_schema={"additionalProperties": {"type": "number"}})]
+"""Token ids and what is added to their logits. Any: numbers of a declared type go around the hook of `json_decoder`."""
+
+
+def json_decoder(kind: type[_T]) -> msgspec.json.Decoder[_T]:
+    """A decoder of requests. A number with a decimal exponent takes msgspec up to 9 us, in which nobody else runs; this
+    one calls Python for each that may stand for anything, and Python lets others in.
+    """
+    return msgspec.json.Decoder(kind, float_hook=_number)
+
+
+def _number(text: str) -> float:
+    return float(text)
+
+
 class StreamOptions(Struct):
     """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
 
@@ -83,7 +100,7 @@ class GenerationRequest(Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[Integer] | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     allowed_token_ids: list[Integer] | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None

@@ -106,7 +106,7 @@ def _beam_search(request: CompletionRequest | ChatCompletionRequest, fields: dic
     return BeamSearchParams(beam_width=beam_width, n=n, length_penalty=penalty, **given)
 
 
-def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+def _logit_bias(bias: dict[str, Any]) -> dict[int, Any]:
     result = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= _TOKEN_ID_DIGITS):

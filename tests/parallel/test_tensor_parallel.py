@@ -76,6 +76,12 @@ def test_rows_under_masks_draw_the_tokens_of_one_device(by_degree):
 
 
 @one_process
+def test_every_shard_knows_which_rows_have_no_finite_logits(by_degree):
+    for degree, found in by_degree.items():
+        for variant, is_finite in found["finite"].items():
+            assert is_finite == [False, False, False, True, True, True], f"variant {variant} on {degree} devices"
+
+
 def test_truncating_rows_take_one_exchange_of_logits_and_one_of_tokens(by_degree):
     truncated = by_degree["4"]["collectives"][f"sample_8_{int(SamplingVariant.TRUNCATED)}"]
     assert truncated == {"all-to-all": 1, "all-gather": 1}

@@ -54,7 +54,9 @@ def run(path, lines, *options) -> tuple[int, list[dict]]:
     path.mkdir()
     source = path / "in.jsonl"
     source.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    code = main(["run-batch", "-i", str(source), "-o", str(path / "out.jsonl"), "-q", *ENGINE, *options])
+    code = main(
+        ["run-batch", "-i", str(source), "-o", str(path / "out.jsonl"), "-q", "--in-process", *ENGINE, *options]
+    )
     return code, [json.loads(line) for line in (path / "out.jsonl").read_text().splitlines()]
 
 

@@ -153,12 +153,15 @@ class Startup:
         if not self.asleep:
             return
         with self.mesh.as_default():
-            weights = self.load_weights() if self.asleep == 2 else None
             try:
+                weights = self.load_weights() if self.asleep == 2 else None
                 pools = empty_pools(self.setup, self.mesh) if self.runner.memory is None else None
-                jax.block_until_ready(pools)
+                jax.block_until_ready((weights, pools))
             except jax.errors.JaxRuntimeError as error:
-                raise OutOfMemoryError(f"There is no room for the KV pool of {_size(self.memory.pool)}.") from error
+                wanted = f"the KV pool of {_size(self.memory.pool)}"
+                if self.asleep == 2:
+                    wanted = f"the weights of {_size(self.memory.weights)} and {wanted}"
+                raise OutOfMemoryError(f"There is no room for {wanted}; let others give memory back.") from error
             self.runner.wake_up(self.num_blocks, pools, weights)
         self.asleep = 0
 
