@@ -105,7 +105,7 @@ def _product(
     rows, depth = x.shape
     experts, _, _, columns = w.shape
     ctas = ctas or num_multiprocessors()
-    tiling = tiling or pick_tiling(rows, experts, columns, ctas)
+    tiling = tiling or pick_tiling(rows, experts, columns)
     listed, ends = tiles.plan(group_sizes, groups, experts, rows=rows, height=tiling.rows)
     s = _Shape(
         tiling=tiling,
