@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
+from jpaged.pallas_kernels.grouped_product import hopper
+from jpaged.pallas_kernels.grouped_product.hopper_tiling import Tiling, pick_tiling
 from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, most_tiles, plan_tiles
 from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON, needs_mosaic, needs_triton
 
@@ -116,6 +118,39 @@ def test_every_row_of_a_group_is_in_one_tile(sizes, behind):
     assert all(0 < tile[END] - tile[FIRST] <= height for tile in listed[:count])
 
 
+@pytest.mark.parametrize(
+    ("rows", "tiling"),
+    [
+        (8, (64, 1, False)),
+        (128, (64, 1, False)),
+        (2048, (128, 1, False)),
+        (8192, (128, 2, True)),
+        (65_536, (128, 2, True)),
+    ],
+)
+def test_the_tiling_follows_the_rows_of_a_group_and_fits_a_multiprocessor(rows, tiling):
+    picked = pick_tiling(rows, 128, 768)
+    assert picked == Tiling(*tiling)
+    assert picked.stages >= 4
+    assert picked.stages * 128 * (picked.rows + 2 * picked.columns) <= 227 << 10
+    assert 128 * (picked.consumers * picked.registers[0] + picked.registers[1]) <= 65536
+
+
+@pytest.mark.parametrize("bad", [{"columns": 96}, {"consumers": 3}])
+def test_a_tiling_that_the_kernel_cannot_have_is_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Tiling(**bad)
+
+
+def test_what_hopper_refuses_it_names():
+    x, gate_up, down, _, _ = draw_arguments(0, (1, 3), 16, 8)
+    assert hopper.unsupported(x, gate_up) is None
+    assert hopper.unsupported(x, down) is None
+    assert "float32" in hopper.unsupported(x.astype(jnp.float32), gate_up)
+    assert "multiples of 8" in hopper.unsupported(x, jnp.zeros((2, 16, 2, 12), jnp.bfloat16))
+    assert "multiples of 8" in hopper.unsupported(x, jnp.zeros((2, 16, 24), jnp.bfloat16))
+
+
 def test_no_rows_give_no_rows():
     x, gate_up, down, sizes, weights = draw_arguments(0, (0, 0), 16, 8)
     assert gated_grouped_product(x, gate_up, sizes).shape == (0, 8)
@@ -169,8 +204,6 @@ def test_rows_that_come_with_their_groups_may_be_in_any_order(backend):
 @needs_mosaic
 def test_the_interpreter_passes_over_rows_of_no_group():
     from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from jpaged.pallas_kernels.grouped_product import hopper
 
     options = {"ctas": 2, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
 
@@ -235,9 +268,6 @@ def test_on_the_gpu_rows_of_uneven_groups_are_right_whatever_is_beside_them(rows
 )
 def test_the_interpreter_agrees_and_finds_no_race(sizes, shape, tiling):
     from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from jpaged.pallas_kernels.grouped_product import hopper
-    from jpaged.pallas_kernels.grouped_product.hopper_tiling import Tiling
 
     options = {"tiling": Tiling(*tiling), "ctas": 2, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
 
