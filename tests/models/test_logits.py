@@ -90,7 +90,7 @@ def test_half_precision_logits_are_close_to_float32_logits_of_the_same_weights(
     assert relative_error(our_logits(tmp_path, prompts, "float32"), theirs) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied-d64", "opt-350m-style", "gpt2"])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied-d64", "mixtral", "opt-350m-style", "gpt2"])
 def test_transformers_reads_what_jpaged_saves(name: str, tmp_path: Path) -> None:
     import transformers
 
