@@ -297,7 +297,7 @@ def _fields(
     hidden_size = read.integer("hidden_size")
     num_heads = read.integer("num_attention_heads")
     head_dim = read.head_dim("head_dim", hidden_size // num_heads)
-    stated = {"rope_theta": default_theta} | read.config
+    stated = {"rope_theta": default_theta, **read.config}
     rope, length = parse_rope(stated, head_dim, read.integer("max_position_embeddings", default_length))
     return read.common() | {
         "hidden_size": hidden_size,

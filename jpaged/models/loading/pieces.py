@@ -161,8 +161,8 @@ def experts(
         for slot, name in enumerate((gate, up)):
             fused, split = f"{parameter}.gate_up", (1, 1, inner, hidden)
             yield Piece(f"{theirs}.{name}.weight", (inner, hidden), fused, split, (0, 3, 1, 2), (expert, 0, slot, 0))
-        split = (1, hidden, inner)
-        yield Piece(f"{theirs}.{down}.weight", (hidden, inner), f"{parameter}.down", split, (0, 2, 1), (expert, 0, 0))
+        place = ((1, hidden, inner), (0, 2, 1), (expert, 0, 0))
+        yield Piece(f"{theirs}.{down}.weight", (hidden, inner), f"{parameter}.down", *place)
 
 
 def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Piece]:
