@@ -14,11 +14,27 @@ from tests.tiny_models import TINY_ENGINE, tiny_model, tiny_models, torch_model,
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
+LIKE_OTHERS_TO_A_CACHE = {
+    "llama-biases",
+    "llama-rope-linear",
+    "llama-rope-dynamic",
+    "llama-rope-llama3",
+    "llama-rope-llama3-new-style",
+    "llama-rope-yarn",
+    "qwen2-tied",
+    "opt-350m-style",
+    "opt-no-biases-untied",
+}
+"""Tiny models that differ from others in what is computed before keys and values are written, or after attention. That
+all of them give transformers' tokens is `test_generation`'s claim."""
+
+
 @pytest.fixture(
     scope="module",
     params=[
         pytest.param((i, case), marks=pytest.mark.xdist_group(f"virtual {case.name}"), id=case.name)
         for i, case in enumerate(tiny_models())
+        if case.name not in LIKE_OTHERS_TO_A_CACHE
     ],
 )
 def started(request, tmp_path_factory):

@@ -274,7 +274,7 @@ class Experts:
     def floors_us(self, tokens: int) -> tuple[float, float]:
         """What reading the experts of so many tokens takes at least, and what their operations take, microseconds."""
         rows, weights = tokens * self.per_token, 3 * self.hidden * self.inner
-        touched = sum(len(np.unique(self.draw(seed, tokens))) for seed in range(_DRAWS)) / _DRAWS
+        touched = float(np.mean([len(np.unique(self.draw(seed, tokens))) for seed in range(_DRAWS)]))
         moved = touched * weights + rows * (2 * self.hidden + 2 * self.inner)
         return 2 * moved / _CARD_BYTES_S * 1e6, 2 * rows * weights / _CARD_FLOPS * 1e6
 

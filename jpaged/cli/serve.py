@@ -32,6 +32,7 @@ _LIMITS = (
     ("--max-allowed-token-ids", int, "N", "entries of allowed_token_ids"),
     ("--max-detokenize-tokens", int, "N", "tokens of one /detokenize, unless the model takes longer sequences"),
     ("--max-bad-words", int, "N", "entries of bad_words"),
+    ("--max-tools", int, "N", "entries of tools"),
     ("--max-queued-requests", int, "N", "prompts that wait to run; above it clients get a 503"),
     ("--max-queued-tokens", int, "N", "tokens of those prompts"),
     ("--max-requests-per-client", int, "N", "prompts of one key or address that wait or run (default: no limit)"),
@@ -152,6 +153,14 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         action="store_true",
         help="take what messages spell like a control token for one; see the docs",
     )
+    group.add_argument(
+        "--tool-parser", metavar="NAME", help="how the model writes tool calls (default: found from its chat template)"
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help='how the model writes reasoning; "none" leaves it in the text (default: found from its chat template)',
+    )
     group.add_argument("--scheduling-policy", choices=get_args(Policy), help="which requests run first (default: fcfs)")
     limits = parser.add_argument_group("limits", "What clients may ask for.")
     defaults = {f"--{field.name.removesuffix('_s').replace('_', '-')}": field.default for field in fields(ServerLimits)}
@@ -194,6 +203,8 @@ def run(args: argparse.Namespace) -> int:
         metrics_prefix=args.metrics_prefix,
         trust_request_chat_template=args.trust_request_chat_template,
         control_tokens_in_messages=args.control_tokens_in_messages,
+        tool_parser=args.tool_parser,
+        reasoning_parser=args.reasoning_parser,
         log_requests=args.log_requests,
         log_prompts=args.log_prompts,
         otlp_traces_endpoint=args.otlp_traces_endpoint,

@@ -75,8 +75,11 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     @staticmethod
-    def from_dict(config: Mapping[str, Any]) -> "ModelConfig":
+    def from_dict(config: Mapping[str, Any], max_model_len: int | None = None) -> "ModelConfig":
         """Reads the contents of a config.json, written by transformers 4 or 5. The result is of its family's class.
+
+        max_model_len: the length to build the model for, in tokens, where its RoPE depends on that (`rope`); None for
+            the length that it was trained for first.
 
         Raises:
             UnsupportedModelError: the architecture, or a feature that it asks for, is not implemented.
@@ -88,7 +91,7 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     f"config.json: {feature} is not supported; use the checkpoint that is not quantized."
                 )
-        read = family_of(architecture).read_config(ConfigReader(architecture, config))
+        read = family_of(architecture).read_config(ConfigReader(architecture, config, max_model_len))
         if not isinstance(read, ModelConfig):
             raise TypeError(f"The family of {architecture} read a {type(read).__name__}, which is no ModelConfig.")
         for feature in ("num_experts", "num_local_experts", "n_routed_experts"):
@@ -99,9 +102,12 @@ class ModelConfig:
         return read
 
     @staticmethod
-    def from_directory(path: str | Path) -> "ModelConfig":
+    def from_directory(path: str | Path, max_model_len: int | None = None) -> "ModelConfig":
         """Reads config.json, the end-of-text tokens of generation_config.json where there is one, and, when
-        config.json does not tell the type of the weights, that of the first weight."""
+        config.json does not tell the type of the weights, that of the first weight.
+
+        max_model_len: as of `from_dict`.
+        """
         path = Path(path)
         config = dict(read_json(path / "config.json"))
         if (path / "generation_config.json").is_file():
@@ -116,7 +122,7 @@ class ModelConfig:
                 config["eos_token_id"] = eos
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["torch_dtype"] = _stored_dtype(path)
-        return ModelConfig.from_dict(config)
+        return ModelConfig.from_dict(config, max_model_len)
 
     def shard(self, shards: int) -> Self:
         """The configuration that one of `shards` equal shards computes; this one for one.

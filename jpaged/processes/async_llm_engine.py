@@ -207,6 +207,11 @@ class AsyncLLMEngine:
         return self._failure
 
     @property
+    def num_clients(self) -> int:
+        """API processes that share the engine, this one included."""
+        return self._board.num_workers
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that wait or run, over all API processes."""
         return self._board.total("unfinished")

@@ -163,7 +163,7 @@ class BatchShards:
                     params = replace(params, seed=(self._args.seed + line.record.index + (number << 32)) % 2**63)
                 try:
                     request_id = next(request_ids)
-                    with in_words_of(request.body):
+                    with in_words_of(request.body, request.constraint):
                         self._engine.add_request(request_id, prompt, params, cache_salt=request.body.cache_salt)
                 except (InvalidParameterError, InvalidPromptError, OutOfMemoryError) as error:
                     raise BadRequest(request.custom_id, error, type(request.body)) from error

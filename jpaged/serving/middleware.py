@@ -115,7 +115,7 @@ class ApiKeys:
         if scope["type"] == "http" and path_of(scope) not in OPEN_PATHS and not self._knows(scope):
             error = ApiError(
                 401,
-                "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
+                "The API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
                 code="invalid_api_key",
                 kind="authentication_error",
                 headers={"www-authenticate": "Bearer"},
@@ -125,10 +125,15 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
-        scheme, _, key = (header_of(scope, b"authorization") or b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
+        digest = hashlib.sha256(key_of(scope)).digest()
         known = [hmac.compare_digest(digest, other) for other in self._digests]
-        return scheme.lower() == b"bearer" and any(known)
+        return any(known)
+
+
+def key_of(scope: Scope) -> bytes:
+    """The key that a request has, as OpenAI's clients send it or as Anthropic's do; empty if there is none."""
+    scheme, _, key = (header_of(scope, b"authorization") or b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else (header_of(scope, b"x-api-key") or b"").strip()
 
 
 def path_of(scope: Scope) -> str:

@@ -97,7 +97,7 @@ class _Handlers:
         field = "prompt" if body.messages is None else "messages"
         try:
             if body.messages is not None:
-                tokens = await self._jobs.chat_tokens(body)
+                _, tokens, _ = await self._jobs.chat_prompt(body)
             else:
                 special = True if body.add_special_tokens is None else body.add_special_tokens
                 tokens = await self._engine.encode(body.prompt or "", add_special_tokens=special)
@@ -126,11 +126,7 @@ class _Handlers:
         return json_response(DetokenizeResponse(text))
 
     async def _decode(self, request: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
-        check_json(request)
-        body = await read_body(request, self._options.limits.max_body_bytes, self._options.limits.body_timeout_s)
-        if len(body) <= SMALL_BYTES:
-            return _parsed(body, decoder)
-        return await self._engine.in_thread(lambda: _parsed(body, decoder))
+        return await decode_body(self._engine, self._options, request, decoder)
 
     async def _generate(
         self,
@@ -162,6 +158,17 @@ class _Handlers:
         root = public_name(self._engine.args.model)
         limits = (await self._engine.ready()).limits
         return ModelCard(name, self._created, root, limits.max_model_len)
+
+
+async def decode_body(
+    engine: AsyncLLMEngine, options: AppOptions, request: Request, decoder: msgspec.json.Decoder[_T]
+) -> _T:
+    """The body of a request; a large one is decoded in a thread. Raises ApiError, ClientDisconnected."""
+    check_json(request)
+    body = await read_body(request, options.limits.max_body_bytes, options.limits.body_timeout_s)
+    if len(body) <= SMALL_BYTES:
+        return _parsed(body, decoder)
+    return await engine.in_thread(lambda: _parsed(body, decoder))
 
 
 def _parsed(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:

@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 
 from jpaged.api.outputs import RequestOutput
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
-from jpaged.serving.answers import event
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import ClientDisconnected, error_response, reported, unless_disconnected
 from jpaged.serving.jobs import INLINE_LOGPROBS, Job
@@ -72,9 +71,9 @@ class JobStream(Response):
         except Exception as error:  # whatever it is, the client is told, who has begun to read
             failure = reported(error, self._job.fields, self._job.prompt_field)
             if not begun:
-                await error_response(failure)(scope, receive, send)
+                await error_response(failure, answer.error_body(failure))(scope, receive, send)
                 return
-            last = event(failure.body())
+            last = answer.failed(failure)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

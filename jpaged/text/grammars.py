@@ -6,6 +6,7 @@ passed is compiled for an engine by `grammar_compiler.py`.
 """
 
 import json
+import re
 import socket
 import threading
 import time
@@ -110,6 +111,29 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     return LLMatcher.grammar_from_lark(
         _tags_as_lark(str(params.structural_tag)) if kind == "structural_tag" else _as_lark(str(params.grammar))
     )
+
+
+def grammar_expression(params: StructuredOutputsParams) -> str:
+    """A constraint as an expression within a grammar in Lark, for a part of a text.
+
+    Raises:
+        InvalidParameterError: a GBNF grammar that is malformed, or a structural tag.
+    """
+    kind = params.kind
+    if kind in ("json", "json_object"):
+        schema = json.loads(str(params.json)) if kind == "json" else {"type": "object"}
+        options = _json_options(params) | schema.get("x-guidance", {})
+        return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    if kind == "regex":
+        regex = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", str(params.regex), flags=re.DOTALL)
+        return f"/{regex}/".replace("\n", r"\n")
+    if kind == "choice":
+        return f"({' | '.join(map(json.dumps, params.choice or ()))})"
+    if kind == "structural_tag":
+        raise InvalidParameterError(
+            "structured_outputs.structural_tag is not supported beside tools or reasoning; leave one of them out."
+        )
+    return f"%lark {{\n{_as_lark(str(params.grammar))}\n}}"
 
 
 def _json_options(params: StructuredOutputsParams) -> Any:

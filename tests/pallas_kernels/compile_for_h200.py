@@ -82,8 +82,10 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         (1, 7, 64, jnp.bfloat16, True, True),
         (32, 1, 80, jnp.float16, False, False),
         (8, 4, 256, jnp.float32, True, True),
+        (4, 2, 256, jnp.bfloat16, True, jnp.float32),  # Gemma 3, whose scales are float32
     ):
-        table, scale = Shape((24, head_dim // 2), jnp.float32), Shape((head_dim,), dtype)
+        table = Shape((24, head_dim // 2), jnp.float32)
+        scale = Shape((head_dim,), jnp.float32 if normed is jnp.float32 else dtype)
         arguments = (
             Shape((20_000, 2, kv_heads, 16, head_dim), dtype),
             Shape((24, kv_heads, group + 2, head_dim), dtype),

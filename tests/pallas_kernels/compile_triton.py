@@ -62,6 +62,7 @@ def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         (32, 1, 80, 64, jnp.float16, False, False),
         (4, 32, 96, 16, jnp.bfloat16, True, True),
         (8, 4, 256, 16, jnp.float32, True, True),
+        (4, 2, 256, 32, jnp.bfloat16, True, jnp.float32),
     ):
         pool = Shape((20_000, 2, kv_heads, block_size, head_dim), dtype)
         new, table = Shape((24, kv_heads, head_dim), dtype), Shape((24, head_dim // 2), jnp.float32)
@@ -72,7 +73,7 @@ def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         if rotated:
             arguments["rotation"] = (table, table)
         if normed:
-            scale = Shape((head_dim,), dtype)
+            scale = Shape((head_dim,), jnp.float32 if normed is jnp.float32 else dtype)
             arguments["norms"] = (scale, scale)
         yield f"rope_and_write {name}", ops.rope_and_write, arguments
         pools, moved = (pool, pool), {"block_ids": ids(8)}

@@ -258,7 +258,7 @@ def _start_on(
     interrupt: KeptInterrupt,
 ) -> Startup:
     device = mesh.local_devices[0]
-    model_config = ModelConfig.from_directory(directory)
+    model_config = ModelConfig.from_directory(directory, args.max_model_len)
     if args.enable_expert_parallel:
         model_config = split_by_experts(model_config)
     # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.

@@ -149,13 +149,12 @@ def store_tile(
     _, width = out_ref.shape
     octets = tile.shape[1] // 8
 
-    fixed = end if isinstance(end, int) else None
-    ends = [end] if fixed is None else []
+    fixed_end, ends = (end, []) if isinstance(end, int) else (0, [end])
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACCUMULATOR, *[plgpu.Layout.WG_SPLAT] * (2 + len(ends))))
     def store(ctx: Any, out: Any, tile: Any, row: Any, column: Any, *ends: Any) -> None:
         del ctx
-        bound = scalar(ends[0]) if fixed is None else constant(fixed)
+        bound = scalar(ends[0]) if ends else constant(fixed_end)
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         element = ir.MemRefType(out.type).element_type
         base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(out))
