@@ -32,7 +32,7 @@ from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighte
 
 _FEW_ROWS = 64
 """Pairs of token and expert that are multiplied unsorted, where they are at most half as many as experts: few share an
-expert then, and sorting takes as long as reading three experts of Qwen3-30B-A3B."""
+expert then, and sorting is several small kernels more, some 2 us each (estimated, not measured)."""
 
 
 @dataclass(frozen=True, kw_only=True)
