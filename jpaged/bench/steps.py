@@ -47,6 +47,7 @@ from jpaged.bench.engine_options import (
 from jpaged.bench.replayed_steps import run_again
 from jpaged.bench.report import write_report
 from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.models import SparseConfig
 
 STEPS_A_GROUP = 8
 
@@ -183,12 +184,15 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
 
 def step_bytes(engine: LLMEngine, batch: int, context: int) -> int:
     """Bytes that all devices together have to read in a decode step: the weights once, without an untied embedding, and
-    its tokens' K and V.
+    its tokens' K and V. Of a mixture of experts as many as so many tokens need that are routed evenly.
     """
     model = engine.startup.model
     config, itemsize = model.config, np.dtype(model.dtype).itemsize
     weights = model.num_parameters
     if not config.tie_word_embeddings:
         weights -= config.vocab_size * config.hidden_size
+    if isinstance(config, SparseConfig):
+        idle = config.num_experts * (1 - config.routing.per_token / config.num_experts) ** batch
+        weights -= round(config.dense_layers.count(False) * idle * 3 * config.hidden_size * config.expert_size)
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context
     return itemsize * (weights + batch * cache)

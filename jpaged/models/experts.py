@@ -30,6 +30,10 @@ from jpaged.models.linear import Linear, PartialSum
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
 
+_FEW_ROWS = 64
+"""Pairs of token and expert that are multiplied unsorted, where they are at most half as many as experts: few share an
+expert then, and sorting is several small kernels more, some 2 us each (estimated, not measured)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
@@ -215,13 +219,14 @@ def mix(
     (tokens, each), num_experts = experts.shape, gate_up.shape[0]
     gated = partial(gated_grouped_product, activation=activation, backend=backend)
     weighted = partial(weighted_grouped_product, backend=backend)
-    if tokens == 1:  # whose experts differ: nothing to sort, which would take as long as the products
-        rows = gated(jnp.broadcast_to(x, (each, x.shape[1])), gate_up, None, groups=experts[0])
-        rows = weighted(rows, down, None, weights[0], groups=experts[0])[None]
+    if experts.size <= min(_FEW_ROWS, num_experts // 2):
+        groups = experts.reshape(-1)
+        inner = gated(jnp.repeat(x, each, axis=0), gate_up, None, groups=groups)
+        rows = weighted(inner, down, None, weights.reshape(-1), groups=groups).reshape(tokens, each, -1)
     else:
         assignments, places, sizes = sort_by_expert(experts, num_experts)
-        rows = gated(x[assignments // each], gate_up, sizes)
-        rows = weighted(rows, down, sizes, weights.reshape(-1)[assignments])[places]
+        inner = gated(x[assignments // each], gate_up, sizes)
+        rows = weighted(inner, down, sizes, weights.reshape(-1)[assignments])[places]
     here = (experts >= 0) & (experts < num_experts)
     found = jnp.where(here[..., None], rows.astype(jnp.float32), 0.0)
     return jnp.sum(found, axis=1).astype(x.dtype)
@@ -238,13 +243,16 @@ class SparseMLP(nnx.Module):
         self.shared = GatedMLP(shared, config.activation, dtype, rngs) if config.shared_size else None
         self.shared_gate = Linear((hidden,), (1,), hidden**-0.5, dtype, rngs) if config.shared_gate else None
 
-    def __call__(self, x: jax.Array, backend: str | None = "xla") -> PartialSum:
+    def __call__(self, x: jax.Array, backend: str | None = "xla", live: jax.Array | None = None) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
         backend: of `pallas_kernels.gated_grouped_product` and its companions; gradients need "xla".
+        live: bool [T], see `residual.Kernels`; for other tokens no expert is read, and the routed experts give zeros.
         """
         experts, weights = self.router(x)
         experts = experts - self.collectives.first(self.held_experts)
+        if live is not None:
+            experts = jnp.where(live[:, None], experts, -1)
         total = PartialSum(self.experts(x, experts, weights, backend))
         if self.shared is None:
             return total

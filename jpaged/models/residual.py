@@ -26,10 +26,12 @@ class Kernels:
     exchange: of shards, for sums by the one-shot kernel, which update its state; all-reduces of XLA without one.
     backend: of products that have kernels (`Linear.gated`): "xla", through which gradients pass, or None to pick by
         device and shapes.
+    live: bool [T], False for tokens that are padding, on which nothing need be spent; None where all count.
     """
 
     exchange: Exchange | None = None
     backend: str | None = "xla"
+    live: jax.Array | None = None
 
 
 PLAIN_XLA = Kernels()
@@ -42,7 +44,7 @@ class Stream:
 
     x: [T, hidden], without what is `pending`.
     pending: a sum that has still to be added.
-    exchange, backend: see `Kernels`; no exchange where it has no room for as many rows.
+    exchange, backend, live: see `Kernels`; no exchange where it has no room for as many rows.
     """
 
     x: jax.Array
@@ -50,6 +52,7 @@ class Stream:
     exchange: Exchange | None
     collectives: Collectives = field(metadata={"static": True})
     backend: str | None = field(metadata={"static": True})
+    live: jax.Array | None = None
 
     def add(self, part: PartialSum) -> None:
         """Adds the sum of all shards' terms, and the bias once."""
@@ -113,9 +116,9 @@ def begin_stream(
     kernels: its exchange is taken if it has room for as many rows.
     positions: [T, hidden], where embeddings of positions are added.
     """
-    exchange, backend = kernels.exchange, kernels.backend
+    exchange, backend, live = kernels.exchange, kernels.backend, kernels.live
     if exchange is None or not exchange.takes(rows):
         x = collectives.all_reduce(rows)
-        return Stream(x if positions is None else x + positions, None, None, collectives, backend)
+        return Stream(x if positions is None else x + positions, None, None, collectives, backend, live)
     x = jnp.zeros_like(rows) if positions is None else positions
-    return Stream(x, PartialSum(rows), exchange, collectives, backend)
+    return Stream(x, PartialSum(rows), exchange, collectives, backend, live)

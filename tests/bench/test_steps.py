@@ -7,6 +7,8 @@ import pytest
 from jpaged import EngineArgs, LLMEngine
 from jpaged.api.errors import InvalidParameterError
 from jpaged.bench import steps
+from jpaged.bench.models import model_directory
+from jpaged.models import ModelConfig, build
 from tests.bench import small_engine
 
 pytestmark = small_engine.GROUP
@@ -58,3 +60,10 @@ def test_more_sequences_than_decode_at_once_are_refused_before_anything_is_timed
         steps.batch_sizes(engine, [1, 257])
     assert steps.batch_sizes(engine, [256, 3]) == [256, 3]
     assert steps.batch_sizes(engine, None) == [1, 32, 256]
+
+
+def test_a_mixture_of_experts_reads_what_its_tokens_need():
+    model = build(ModelConfig.from_directory(model_directory("qwen3-30b-a3b")))
+    engine = SimpleNamespace(startup=SimpleNamespace(model=model))
+    billions = [steps.step_bytes(engine, batch, 0) / 2e9 for batch in (1, 10_000)]
+    assert billions == pytest.approx([3.35 - 0.31, 30.53 - 0.31], rel=0.01)  # "A3B", without the embedding

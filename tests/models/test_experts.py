@@ -89,7 +89,7 @@ def test_experts_give_each_token_the_weighted_sum_of_its_own_and_others_nothing(
 
 
 def test_a_token_alone_gets_what_it_gets_among_others() -> None:
-    x, gate_up, down = draw(6, 2, 6, 24, 16)
+    x, gate_up, down = draw(6, 2, 6, 24, 16)  # 3 pairs are at most half as many as 6 experts, 6 are not
     experts, weights = np.array([[5, 0, -1], [1, 2, 3]], np.int32), np.float32([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]])
     both = mix(x, gate_up, down, experts, weights, activation="silu", backend="xla")
     alone = mix(x[:1], gate_up, down, experts[:1], weights[:1], activation="silu", backend="xla")

@@ -102,7 +102,8 @@ def test_half_precision_logits_are_close_to_float32_logits_of_the_same_weights(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-biases", "qwen3-tied-d64", "opt-350m-style", "gpt2", "phi4-mini", "stablelm-12b-style", "gptj"]
+    "name",
+    ["llama-biases", "qwen3-tied-d64", "mixtral", "opt-350m-style", "gpt2", "phi4-mini", "stablelm-12b-style", "gptj"],
 )
 def test_transformers_reads_what_jpaged_saves(name: str, tmp_path: Path) -> None:
     import transformers

@@ -46,12 +46,14 @@ def table_updates(entries: int, setup: Setup) -> Field:
 class _Pass(NamedTuple):
     """What a body computes of which tokens.
 
+    live: which tokens are not padding.
     state: the slots' new state.
     result: makes the program's result of the hidden states of all tokens.
     """
 
     tokens: Int[Array, " tokens"]
     positions: Int[Array, " tokens"]
+    live: Bool[Array, " tokens"]
     layers: Layers
     state: SlotState
     result: Callable[[Float[Array, "tokens hidden"]], tuple[Any, ...]]
@@ -93,7 +95,8 @@ class _Body(StepProgram):
 
         model, config = setup.model, setup.config
         sums = None if exchange is None else Exchange.begin(exchange, model.collectives, config.kernel_backend)
-        hidden = model.forward(weights, of.tokens, of.positions, of.layers, Kernels(sums, config.optional_backend))
+        kernels = Kernels(sums, config.optional_backend, of.live)
+        hidden = model.forward(weights, of.tokens, of.positions, of.layers, kernels)
         updated: dict[str, object] = {"pools": of.layers.pools, "state": of.state}
         return updated if sums is None else updated | {"exchange": sums.state}, of.result(hidden)
 
@@ -136,9 +139,8 @@ class Decode(_Body):
 
         after = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)))
         tokens = state.last_token[slots]
-        return _Pass(
-            tokens, positions, layers, after, lambda hidden: (hidden, Rows(slots, jnp.ones((self.batch,), bool)))
-        )
+        rows = Rows(slots, jnp.ones((self.batch,), bool))
+        return _Pass(tokens, positions, active, layers, after, lambda hidden: (hidden, rows))
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class Mixed(_Body):
             samples = (flags & RowFlags.SAMPLES) != 0
             return hidden[last], Rows(slots, samples), hidden
 
-        return _Pass(tokens, positions, layers, after, result)
+        return _Pass(tokens, positions, valid, layers, after, result)
 
 
 KINDS = (Mixed, Decode, SharedDecode)

@@ -15,7 +15,7 @@ from flax import nnx
 from jpaged.api.errors import CheckpointError, shown
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
-from jpaged.models.experts import Routing, SparseConfig, feed_forward
+from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward
 from jpaged.models.family import Attend
 from jpaged.models.layers import Attention, run_layers
 from jpaged.models.linear import Embedding
@@ -69,7 +69,11 @@ class SparseLlamaBlock(nnx.Module):
     def __call__(self, stream: Stream, cos: jax.Array, sin: jax.Array, attend: Attend) -> None:
         norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
         stream.add(self.attention(stream.normed(self.attention_norm), attend, (cos, sin), norms))
-        stream.add(self.mlp(stream.normed(self.mlp_norm), stream.backend))
+        x = stream.normed(self.mlp_norm)
+        if isinstance(self.mlp, SparseMLP):
+            stream.add(self.mlp(x, stream.backend, stream.live))
+        else:
+            stream.add(self.mlp(x, stream.backend))
 
 
 class SparseLlamaForCausalLM(nnx.Module):

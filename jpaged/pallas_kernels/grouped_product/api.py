@@ -7,7 +7,7 @@
     gated_grouped_product      [A, K]  w [E, K, 2, I]  ->  [A, I]    activation(x @ w[e, :, 0]) * (x @ w[e, :, 1])
     weighted_grouped_product   [A, I]  w [E, I, H]     ->  [A, H]    weights * (x @ w[e])
 
-Where no two rows share a group, as those of a single token, they need no order: `groups` int32 [A] says whose each is.
+Few rows, most of which are alone in their group, need no order: `groups` int32 [A] says whose each is.
 
 `sorting.py` makes the sorted rows of tokens and their experts. Sizes of groups are known to the device alone: no row is
 dropped, no group padded, and the host waits for nothing.
@@ -48,7 +48,8 @@ def gated_grouped_product(
         x: floats [A, K], the rows of group 0 first, then those of group 1 and so on.
         w: [E, K, 2, I], of x's dtype; gate, then up.
         group_sizes: int32 [E], rows of each group, none negative, no more than A in all; or None, with
-        groups: int32 [A], the group of each row, no two the same; others than 0 .. E - 1 are no group.
+        groups: int32 [A], the group of each row, in any order; others than 0 .. E - 1 are no group. A matrix is then
+            read for each row.
         activation: "silu", "relu", "gelu" (by the error function) or "gelu_tanh".
         backend: "hopper", "triton" or "xla"; None picks by device, dtype and shapes.
     Returns:

@@ -105,7 +105,7 @@ def _product(
     rows, depth = x.shape
     experts, _, _, columns = w.shape
     ctas = ctas or num_multiprocessors()
-    tiling = tiling or pick_tiling(rows, experts, columns, ctas)
+    tiling = tiling or pick_tiling(rows, experts, columns)
     listed, ends = tiles.plan(group_sizes, groups, experts, rows=rows, height=tiling.rows)
     s = _Shape(
         tiling=tiling,
@@ -300,15 +300,15 @@ def _consume(c: _Cta) -> None:
 def _finish(c: _Cta, halves: tuple[jax.Array, jax.Array], row: jax.Array, end: jax.Array, column: jax.Array) -> None:
     """From sums [64, columns] of both halves to the output, as far as rows and columns reach."""
     s = c.shape
-    if s.activation is None:
-        weights = c.gpu.load_for_all_columns(c.gmem.weights.at[pl.ds(row, ROWS)], STORED)
-    for begin in range(0, s.tiling.columns, STORED):
-        part = slice(begin, begin + STORED)
-        if s.activation is not None:
+    parts = [slice(begin, begin + STORED) for begin in range(0, s.tiling.columns, STORED)]
+    if s.activation is not None:
+        for part in parts:
             tile = activated(c.gpu, s.activation, halves[0][:, part]) * halves[1][:, part]
-            c.gpu.store_tile(c.gmem.out, tile, row, end, column + begin, s.columns)
-            continue
+            c.gpu.store_tile(c.gmem.out, tile, row, end, column + part.start, s.columns)
+        return
+    weights = c.gpu.load_for_all_columns(c.gmem.weights.at[pl.ds(row, ROWS)], STORED)
+    for part in parts:
         for half, sums in enumerate(halves):
             # Columns behind a half's last are not its neighbour's.
-            at, last = half * s.columns + column + begin, (half + 1) * s.columns
+            at, last = half * s.columns + column + part.start, (half + 1) * s.columns
             c.gpu.store_tile(c.gmem.out, sums[:, part] * weights, row, end, at, last)

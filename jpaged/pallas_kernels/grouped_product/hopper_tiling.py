@@ -1,10 +1,8 @@
 """How the grouped products' kernel is cut for an output."""
 
 import dataclasses
-import functools
 
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
-from jpaged.pallas_kernels.grouped_product.tiles import most_tiles
 
 FEW_ROWS = 16
 """Of a tile that has no more, only so many are loaded."""
@@ -61,14 +59,13 @@ class Tiling:
         return -(-columns // (self.columns * self.cluster))
 
 
-@functools.cache
-def pick_tiling(rows: int, groups: int, columns: int, ctas: int) -> Tiling:
-    """The tiling for so many rows in groups whose sizes the device alone knows.
+def pick_tiling(rows: int, groups: int, columns: int) -> Tiling:
+    """The tiling for so many rows in groups whose sizes the device alone knows, and so many columns of a half.
 
     Up to 32 rows a group, if they are spread evenly, hardly any group has more than the 64 of one consumer. Beyond that
-    groups take 128 rows at once, or a matrix would be fetched for each 64.
+    groups take 128 rows at once, or a matrix would be fetched for each 64. Where there are fewer rows than groups,
+    narrow tiles keep more multiprocessors busy.
     """
     if 2 * rows > ROWS * groups:
         return Tiling(128, 2, paired=columns > 128)
-    few = most_tiles(rows, groups, ROWS) * Tiling(128).strips(columns) < 2 * ctas
-    return Tiling(64 if few else 128)
+    return Tiling(64 if rows <= groups else 128)

@@ -19,7 +19,7 @@ def most_tiles(rows: int, groups: int, height: int) -> int:
 
 
 def plan_rows(groups: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
-    """A tile for each row, where no two share a group; one without rows for a row of no group.
+    """A tile for each row; one without rows for a row of no group.
 
     Args:
         groups: int32 [A].

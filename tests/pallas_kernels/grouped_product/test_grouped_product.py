@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
+from jpaged.pallas_kernels.grouped_product import hopper
+from jpaged.pallas_kernels.grouped_product.hopper_tiling import Tiling, pick_tiling
 from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, most_tiles, plan_tiles
 from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON, needs_mosaic, needs_triton
 
@@ -41,8 +43,15 @@ def expected(x, gate_up, down, sizes, weights, activation):
     groups, depth, _, columns = gate_up.shape
     both = by_group(x, np.asarray(gate_up, np.float64).reshape(groups, depth, 2 * columns), sizes)
     gate, up = both[:, :columns], both[:, columns:]
-    with jax.enable_x64(True):
-        gate = np.asarray(ACTIVATIONS[activation](jnp.asarray(gate)))
+    match activation:
+        case "silu":
+            gate = gate / (1 + np.exp(-gate))
+        case "relu":
+            gate = np.maximum(gate, 0)
+        case "gelu":
+            gate = gate / 2 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
+        case "gelu_tanh":
+            gate = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
     weighted = by_group(x, down, sizes) * np.asarray(weights, np.float64)[: len(gate), None]
     return gate * up, weighted
 
@@ -74,8 +83,7 @@ def check(arguments, bound, activation="silu", gated=gated_grouped_product, weig
 )
 def test_xla_gives_what_float64_gives(sizes, dtype, activation, behind, seed):
     arguments = draw_arguments(seed, sizes, 40, 24, dtype=dtype, behind=behind)
-    gated, weighted = (jax.jit(partial(op, backend="xla"), static_argnames="activation") for op in OPS)
-    check(arguments, _ERROR[dtype], activation, gated, weighted)
+    check(arguments, _ERROR[dtype], activation, *(partial(op, backend="xla") for op in OPS))
 
 
 OPS = (gated_grouped_product, weighted_grouped_product)
@@ -108,6 +116,39 @@ def test_every_row_of_a_group_is_in_one_tile(sizes, behind):
     seen = [(row, tile[GROUP]) for tile in listed[:count] for row in range(tile[FIRST], tile[END])]
     assert seen == list(enumerate(groups))
     assert all(0 < tile[END] - tile[FIRST] <= height for tile in listed[:count])
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiling"),
+    [
+        (8, (64, 1, False)),
+        (128, (64, 1, False)),
+        (2048, (128, 1, False)),
+        (8192, (128, 2, True)),
+        (65_536, (128, 2, True)),
+    ],
+)
+def test_the_tiling_follows_the_rows_of_a_group_and_fits_a_multiprocessor(rows, tiling):
+    picked = pick_tiling(rows, 128, 768)
+    assert picked == Tiling(*tiling)
+    assert picked.stages >= 4
+    assert picked.stages * 128 * (picked.rows + 2 * picked.columns) <= 227 << 10
+    assert 128 * (picked.consumers * picked.registers[0] + picked.registers[1]) <= 65536
+
+
+@pytest.mark.parametrize("bad", [{"columns": 96}, {"consumers": 3}])
+def test_a_tiling_that_the_kernel_cannot_have_is_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Tiling(**bad)
+
+
+def test_what_hopper_refuses_it_names():
+    x, gate_up, down, _, _ = draw_arguments(0, (1, 3), 16, 8)
+    assert hopper.unsupported(x, gate_up) is None
+    assert hopper.unsupported(x, down) is None
+    assert "float32" in hopper.unsupported(x.astype(jnp.float32), gate_up)
+    assert "multiples of 8" in hopper.unsupported(x, jnp.zeros((2, 16, 2, 12), jnp.bfloat16))
+    assert "multiples of 8" in hopper.unsupported(x, jnp.zeros((2, 16, 24), jnp.bfloat16))
 
 
 def test_no_rows_give_no_rows():
@@ -145,27 +186,24 @@ def test_weights_that_do_not_fit_are_named():
 
 
 def check_rows_alone(gated, weighted, bound):
-    """Rows of groups 4, 1, none and 2, against the same rows sorted."""
-    x, gate_up, down, _, weights = draw_arguments(5, (0, 1, 1, 0, 1), 40, 24, behind=1)
-    groups, order = jnp.asarray([4, 1, -1, 2], jnp.int32), np.array([1, 3, 0])  # rows by group
-    sizes = jnp.asarray([0, 1, 1, 0, 1], jnp.int32)
+    """Rows of groups 4, 1, none, 2 and 4, against the same rows sorted."""
+    x, gate_up, down, sizes, weights = draw_arguments(5, (0, 1, 1, 0, 2), 40, 24, behind=1)
+    groups, order = jnp.asarray([4, 1, -1, 2, 4], jnp.int32), np.array([1, 3, 0, 4])  # rows by group
     wanted = expected(x[order], gate_up, down, sizes, weights[order], "silu")
     found = gated(x, gate_up, None, groups=groups), weighted(x, down, None, weights, groups=groups)
     for got, want in zip(found, wanted, strict=True):
-        assert got.shape == (4, want.shape[1])
+        assert got.shape == (5, want.shape[1])
         assert relative_error(got[order], want) <= bound
 
 
 @pytest.mark.parametrize("backend", WITH_TRITON)
-def test_rows_that_share_no_group_may_be_in_any_order(backend):
+def test_rows_that_come_with_their_groups_may_be_in_any_order(backend):
     check_rows_alone(*(partial(op, backend=backend) for op in OPS), 6e-3)
 
 
 @needs_mosaic
 def test_the_interpreter_passes_over_rows_of_no_group():
     from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from jpaged.pallas_kernels.grouped_product import hopper
 
     options = {"ctas": 2, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
 
@@ -230,9 +268,6 @@ def test_on_the_gpu_rows_of_uneven_groups_are_right_whatever_is_beside_them(rows
 )
 def test_the_interpreter_agrees_and_finds_no_race(sizes, shape, tiling):
     from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from jpaged.pallas_kernels.grouped_product import hopper
-    from jpaged.pallas_kernels.grouped_product.hopper_tiling import Tiling
 
     options = {"tiling": Tiling(*tiling), "ctas": 2, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
 
