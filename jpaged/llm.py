@@ -347,8 +347,6 @@ class LLM:
                     raise KeyboardInterrupt
                 for output in outputs:
                     finished[output.request_id] = output
-                    if any(completion.finish_reason == "error" for completion in output.outputs):
-                        log.error("A request ended with finish_reason 'error'. %s", NOT_FINITE)
                     tokens_in += len(output.prompt_token_ids)
                     tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
                     elapsed = time.perf_counter() - begun
@@ -357,6 +355,9 @@ class LLM:
                         f"input {tokens_in / elapsed:,.0f} tok/s, output {tokens_out / elapsed:,.0f} tok/s",
                         refresh=False,
                     )
+        reasons = [[completion.finish_reason for completion in output.outputs] for output in finished.values()]
+        if num_failed := sum("error" in one for one in reasons):
+            log.error("%d of %d requests ended with finish_reason 'error'. %s", num_failed, len(finished), NOT_FINITE)
         return finished
 
 

@@ -14,6 +14,7 @@ from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.assets import demo_model_path
 from jpaged.cli import main
 from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.llm import LLM
 from jpaged.scoring.scorer import Scorer
 from tests.tiny_models import DEMO_ENGINE
 
@@ -81,6 +82,35 @@ def test_a_request_with_such_logits_ends_with_an_error_and_those_beside_it_are_r
     stats = engine.get_metrics()
     assert stats.num_not_finite - before == len(PARAMS) + 1
     assert (stats.num_used_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("order", ["bg", "bgb", "bbg"])
+@pytest.mark.parametrize("kind", ["greedy", "logprobs", "two", "search"])
+def test_who_shares_the_beginning_of_such_a_request_is_computed_again_without_it(engine, kind, order):
+    assert engine.reset_prefix_cache()
+    calm = answers(engine, {"calm": (GOOD, PARAMS[kind])})["calm"].outputs
+    assert engine.reset_prefix_cache()
+    before = engine.get_metrics().num_not_finite
+    asked = {f"{name} {i}": (BAD if name == "b" else GOOD, PARAMS[kind]) for i, name in enumerate(order)}
+    for name, output in answers(engine, asked).items():
+        assert {one.finish_reason for one in output.outputs} == {"error" if name[0] == "b" else "length"}
+        if name[0] == "g":
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in calm]
+    stats = engine.get_metrics()
+    assert stats.num_not_finite - before == order.count("b")
+    assert stats.num_used_blocks == 0
+
+
+def test_generate_logs_once_how_many_such_requests_there_were(engine, monkeypatch, caplog):
+    monkeypatch.setattr("jpaged.llm._start_engine", lambda args: engine)
+    llm = LLM()
+    prompts = [{"prompt_token_ids": one} for one in (BAD, GOOD[::-1], BAD)]
+    outputs = llm.generate(prompts, PARAMS["greedy"], use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length", "error"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "2 of 3 requests ended with finish_reason 'error'. The model's logits are not"
+    )
 
 
 def test_a_row_with_such_log_probabilities_is_refused(directory):

@@ -38,6 +38,20 @@ DEMO_ENGINE: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64,
 """Likewise for the embedded model."""
 
 
+_STDS = {
+    "lm_head": 0.5,
+    "embed_tokens": 0.1,
+    "wte": 0.1,
+    "word_embeddings": 0.1,
+    "embed_in": 0.1,
+    "embed_out": 0.5,
+    "embed_positions": 1.0,
+    "wpe": 1.0,
+}
+"""Of tables of tokens and positions, and of heads. A small embedding keeps tied models from repeating a token for
+ever."""
+
+
 @dataclass(frozen=True)
 class TinyModel:
     """name: for test ids. family: its file in `jpaged.models.families`. config: the contents of config.json."""
@@ -49,7 +63,8 @@ class TinyModel:
 
 def tiny_models() -> list[TinyModel]:
     """All cases: MHA, GQA and MQA; head_dim 16, 64 and 80; tied and untied; every RoPE scaling; sliding windows;
-    biases; norms of queries and keys; OPT as in 125m and as in 350m; GPT-2."""
+    biases; norms of queries and keys; experts in all layers and in some, with every router, and shared ones; OPT as in
+    125m and as in 350m; GPT-2."""
     linear = {"type": "linear", "factor": 2.0}
     dynamic = {"type": "dynamic", "factor": 2.0}
     llama3 = {
@@ -104,6 +119,34 @@ def tiny_models() -> list[TinyModel]:
         _opt("opt-125m-style"),
         _opt("opt-350m-style", word_embed_proj_dim=32, do_layer_norm_before=False),
         _opt("opt-no-biases-untied", enable_bias=False, tie_word_embeddings=False, activation_function="gelu"),
+        _sparse("qwen3-moe", "Qwen3Moe", num_experts=8, num_experts_per_tok=3, norm_topk_prob=True),
+        _sparse(
+            "qwen3-moe-some-layers",
+            "Qwen3Moe",
+            num_hidden_layers=4,
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            num_experts=16,
+            num_experts_per_tok=4,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+        ),
+        _sparse("qwen2-moe", "Qwen2Moe", num_experts=6, num_experts_per_tok=2, shared_expert_intermediate_size=48),
+        _sparse("mixtral", "Mixtral", num_local_experts=8, num_experts_per_tok=2, rope_theta=1e6, sliding_window=None),
+        _sparse(
+            "dots1",
+            "Dots1",
+            num_hidden_layers=3,
+            first_k_dense_replace=1,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+        ),
         _gpt2("gpt2"),
         _gpt2("gpt2-scaled-by-layer", scale_attn_by_inverse_layer_idx=True, n_inner=96, n_layer=3),
     ]
@@ -111,7 +154,7 @@ def tiny_models() -> list[TinyModel]:
 
 def tiny_model(name: str) -> TinyModel:
     """The case of that name."""
-    return next(case for case in tiny_models() if case.name == name)
+    return next(case for case in (*tiny_models(), *models_of_blocks()) if case.name == name)
 
 
 def write_tiny_model(
@@ -149,11 +192,33 @@ def torch_model(case: TinyModel) -> Any:
     import transformers
 
     config = transformers.AutoConfig.for_model(**json.loads(json.dumps(case.config)))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    eager = case.family == "gemma"  # other implementations of attention leave soft caps out
+    options = {"dtype": torch.float32} | ({"attn_implementation": "eager"} if eager else {})
+    model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(torch.from_numpy(draw(case, name, tuple(weight.shape))))
+            weight.copy_(torch.from_numpy(_draw_parameter(case, name, tuple(weight.shape))))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.from_numpy(draw(case, name, tuple(buffer.shape))))
     return model
+
+
+def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The weights of a parameter of transformers', which holds all experts where a checkpoint has a tensor for each."""
+    prefix, _, part = name.rpartition(".experts.")
+    if case.config["model_type"] == "mixtral":
+        prefix, name = prefix.replace(".mlp", ".block_sparse_moe"), name.replace(".mlp.gate", ".block_sparse_moe.gate")
+        names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    else:
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    if part not in names:
+        return draw(case, name, shape)
+    experts, rows, columns = shape
+    each = (rows // len(names[part]), columns)
+    stored = [f"{prefix}.experts.{expert}.{one}.weight" for expert in range(experts) for one in names[part]]
+    stacked = [draw(case, one, each) for one in stored]
+    return np.asarray(stacked).reshape(shape)
 
 
 def draw(case: TinyModel, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -164,8 +229,7 @@ def draw(case: TinyModel, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
         return values * np.float32(0.2)
     if len(shape) == 1:
         return 1 + values * np.float32(0.2)
-    # A small embedding keeps tied models from repeating the last token for ever.
-    for part, std in (("lm_head", 0.5), ("embed_tokens", 0.1), ("wte", 0.1), ("embed_positions", 1.0), ("wpe", 1.0)):
+    for part, std in _STDS.items():
         if part in tensor:
             return values * np.float32(std)
     fan_in = shape[0] if case.family == "gpt2" else shape[1]
@@ -203,6 +267,166 @@ def _llama(name: str, family: str = "Llama", **changes: Any) -> TinyModel:
         "eos_token_id": 2,
     }
     return TinyModel(name, "llama", config | changes)
+
+
+def _sparse(name: str, family: str, **changes: Any) -> TinyModel:
+    changes = {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 40} | changes
+    model_type = family.lower().replace("moe", "_moe")
+    return _llama(name, family, model_type=model_type, **changes)
+
+
+def models_of_blocks() -> list[TinyModel]:
+    """The families whose layers are `jpaged.models.blocks`, with the features of their published configurations."""
+    window = {"sliding_window": WINDOW}
+    gemma = {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        **window,
+    }
+    gemma2 = gemma | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0, "query_pre_attn_scalar": 24}
+    gemma3 = gemma | {
+        "model_type": "gemma3_text",
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 32,
+        "rope_local_base_freq": 100.0,
+        "rope_theta": 10000.0,
+    }
+    longrope = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0] * 6}
+    phi = {"model_type": "phi3", "pad_token_id": 0}
+    phi4_mini = phi | {
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": MAX_LENGTH,
+        "max_position_embeddings": 4 * MAX_LENGTH,
+        "rope_scaling": longrope,
+        "tie_word_embeddings": True,
+    }
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.1}
+    multipliers = {
+        "num_key_value_heads": 2,
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.22,
+    }
+    dense_hybrid = multipliers | {
+        "model_type": "granitemoehybrid",
+        "shared_intermediate_size": 112,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["attention", "attention"],
+        "tie_word_embeddings": True,
+    }
+    glm = {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}
+    glm["pad_token_id"] = 0
+    cohere = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "num_key_value_heads": 2, "pad_token_id": 0}
+    stablelm = {"num_key_value_heads": 4, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25}
+    starcoder2 = {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "num_key_value_heads": 2}
+    falcon = {"activation": "gelu", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "ffn_hidden_size": 112}
+    neox = {"model_type": "gpt_neox", "hidden_act": "gelu", "rotary_pct": 0.25, "layer_norm_eps": 1e-5}
+    gptj = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_inner": 112, "n_positions": MAX_LENGTH}
+    bloom = {"hidden_size": 64, "n_layer": 2, "seq_length": MAX_LENGTH, "tie_word_embeddings": True}
+    mpt = {"d_model": 64, "n_layers": 2, "max_seq_len": MAX_LENGTH, "no_bias": True, "tie_word_embeddings": True}
+    return [
+        _of("gemma", "gemma", "GemmaForCausalLM", **gemma | {"hidden_activation": None, "hidden_act": "gelu"}),
+        _of("gemma2", "gemma", "Gemma2ForCausalLM", **gemma2),
+        _of("gemma3", "gemma", "Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0}, **gemma3),
+        _of("phi3-window", "phi3", "Phi3ForCausalLM", **phi, **window),
+        _of("phi4-mini", "phi3", "Phi3ForCausalLM", **phi4_mini),
+        _of("olmo2", "olmo", "Olmo2ForCausalLM", num_key_value_heads=2, rope_theta=5e5, pad_token_id=0),
+        _of(
+            "olmo3",
+            "olmo",
+            "Olmo3ForCausalLM",
+            layer_types=["sliding_attention", "full_attention"],
+            num_key_value_heads=2,
+            rope_theta=5e5,
+            rope_scaling=yarn,
+            pad_token_id=0,
+            **window,
+        ),
+        _of("granite", "granite", "GraniteForCausalLM", tie_word_embeddings=True, attention_bias=True, **multipliers),
+        _of("granite4-rope", "granite", "GraniteMoeHybridForCausalLM", position_embedding_type="rope", **dense_hybrid),
+        _of("granite4-nope", "granite", "GraniteMoeHybridForCausalLM", position_embedding_type="nope", **dense_hybrid),
+        _of(
+            "smollm3",
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            num_key_value_heads=2,
+            no_rope_layers=[1, 0],
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        ),
+        _of("glm", "glm", "GlmForCausalLM", **glm),
+        _of("glm4", "glm", "Glm4ForCausalLM", **glm),
+        _of("command-r", "cohere", "CohereForCausalLM", logit_scale=0.25, **cohere),
+        _of("command-r-plus", "cohere", "CohereForCausalLM", logit_scale=0.5, use_qk_norm=True, **cohere),
+        _of(
+            "command-r7b",
+            "cohere",
+            "Cohere2ForCausalLM",
+            logit_scale=0.25,
+            sliding_window_pattern=2,
+            **cohere,
+            **window,
+        ),
+        _of("stablelm", "stablelm", "StableLmForCausalLM", use_qkv_bias=True, **stablelm),
+        _of(
+            "stablelm-12b-style",
+            "stablelm",
+            "StableLmForCausalLM",
+            qk_layernorm=True,
+            use_parallel_residual=True,
+            **stablelm | {"num_key_value_heads": 2},
+        ),
+        _of("starcoder2", "starcoder2", "Starcoder2ForCausalLM", tie_word_embeddings=True, **starcoder2, **window),
+        _of("falcon-7b-style", "falcon", "FalconForCausalLM", multi_query=True, parallel_attn=True, **falcon),
+        _of(
+            "falcon-40b-style",
+            "falcon",
+            "FalconForCausalLM",
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            **falcon,
+        ),
+        _of(
+            "falcon-11b-style",
+            "falcon",
+            "FalconForCausalLM",
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            num_ln_in_parallel_attn=1,
+            **falcon,
+        ),
+        _of(
+            "falcon-rw-style",
+            "falcon",
+            "FalconForCausalLM",
+            alibi=True,
+            multi_query=False,
+            parallel_attn=False,
+            bias=True,
+            **falcon,
+        ),
+        _of("pythia", "gpt_neox", "GPTNeoXForCausalLM", **neox),
+        _of("redpajama-3b-style", "gpt_neox", "GPTNeoXForCausalLM", use_parallel_residual=False, **neox),
+        _of("gptj", "gptj", "GPTJForCausalLM", activation_function="gelu_new", layer_norm_epsilon=1e-5, **gptj),
+        _of("bloom", "bloom", "BloomForCausalLM", n_head=4, layer_norm_epsilon=1e-5, **bloom),
+        _of("mpt", "mpt", "MptForCausalLM", n_heads=4, attn_config={"alibi": True}, **mpt),
+        _of("mpt-30b-style", "mpt", "MptForCausalLM", n_heads=8, attn_config={"clip_qkv": 1.5, "alibi": True}, **mpt),
+    ]
+
+
+def _of(name: str, family: str, architecture: str, **changes: Any) -> TinyModel:
+    """A case with Llama's entries, of which each family reads those that it knows; GPT-J, BLOOM and MPT have their
+    own."""
+    config = _llama(name).config
+    if family in ("gptj", "bloom", "mpt"):
+        config = {entry: config[entry] for entry in ("vocab_size", "bos_token_id", "eos_token_id")}
+    named = {"architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower()}
+    return TinyModel(name, family, config | named | changes)
 
 
 def _opt(name: str, **changes: Any) -> TinyModel:

@@ -72,6 +72,16 @@ class BeamSearchParams:
         """How many sequences run for the request: its beams."""
         return self.beam_width
 
+    @property
+    def sequences_parameter(self) -> str:
+        """The parameter that says how many they are."""
+        return "beam_width"
+
+    @property
+    def runs_together(self) -> bool:
+        """Whether they must all hold their blocks at once: beams must, to be ranked."""
+        return True
+
     def sampling_params(self) -> SamplingParams:
         """How a beam's rows run: the search itself picks the tokens, and ends the sequences."""
         return SamplingParams(

@@ -102,6 +102,8 @@ class EngineArgs(SchedulingOptions):
             the device and the model's shapes allow. With "xla" MLPs and sampling have no kernels either; otherwise
             the backend's are taken where it has them and shapes allow, that of MLPs in steps of many rows.
         tensor_parallel_size: devices that the model is split over; a divisor of its attention heads.
+        enable_expert_parallel: with a tensor_parallel_size above 1, give each device some experts whole, instead of a
+            part of every expert; for mixtures of experts.
         one_shot_rows: rows of a step up to which sums over devices take the one-shot all-reduce kernel, instead of
             NCCL; 0 for none. By default, where GPUs and the model's shapes allow, 8,192 on two devices, 256 on four and
             64 on other numbers.
@@ -137,6 +139,7 @@ class EngineArgs(SchedulingOptions):
     seed: int = field(default=0, metadata=_FREE)
     kernel_backend: str | None = None
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     one_shot_rows: int | None = None
     data_parallel_size: int = 1
     coordinator_address: str | None = None
@@ -189,6 +192,11 @@ class EngineArgs(SchedulingOptions):
         if self.one_shot_rows and self.tensor_parallel_size == 1:
             raise InvalidParameterError(
                 f"one_shot_rows={self.one_shot_rows} needs a tensor_parallel_size above 1: one device adds nothing up."
+            )
+        check_bool("enable_expert_parallel", self.enable_expert_parallel)
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise InvalidParameterError(
+                "enable_expert_parallel=True needs a tensor_parallel_size above 1: one device has all experts."
             )
         check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)

@@ -108,6 +108,10 @@ class SuspectRequestError(JPagedError, RuntimeError):
     """A request that was running each time the engine process ended, and is not tried again."""
 
 
+class SlowConsumerError(JPagedError, RuntimeError):
+    """A request's outputs were not taken while more came than is kept of them; the request was aborted."""
+
+
 def error_of(kind: str, message: str) -> JPagedError:
     """An error that another process reported, as an exception of this one.
 

@@ -132,6 +132,16 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def sequences_parameter(self) -> str:
+        """The parameter that says how many they are."""
+        return "n" if self.best_of is None else "best_of"
+
+    @property
+    def runs_together(self) -> bool:
+        """Whether they must all hold their blocks at once; samples may be preempted one by one."""
+        return False
+
+    @property
     def ranks(self) -> bool:
         """Whether more sequences are generated than returned."""
         return self.num_sequences > self.n

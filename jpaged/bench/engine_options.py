@@ -79,6 +79,9 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
 def add_sharding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help=TENSOR_PARALLEL_SIZE)
     parser.add_argument(
+        "--enable-expert-parallel", action="store_true", help="split experts over the devices, not each of them"
+    )
+    parser.add_argument(
         "--one-shot-rows", type=int, help="steps up to this size sum by the one-shot kernel (default: by device)"
     )
 

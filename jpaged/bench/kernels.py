@@ -1,4 +1,4 @@
-"""`jpaged bench kernels`: attention, block moves and sampling against the card's own limits.
+"""`jpaged bench kernels`: attention, block moves, experts and sampling against the card's own limits.
 
 Every case is one jitted program of many calls, each of which needs the one before it. Several programs are enqueued at
 once, so dispatch does not count. Calls rotate among block tables that together point at more memory than the L2 cache
@@ -27,6 +27,7 @@ from jpaged import pallas_kernels as ops
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import TRACES
+from jpaged.models.experts import Routing, mix, route
 from jpaged.pallas_kernels import registry
 
 _L2_BYTES = 256 << 20  # rotate over at least this much; the largest L2 cache is 60 MB
@@ -254,6 +255,77 @@ def sample_case(
     return program, (jnp.arange(rows, dtype=jnp.int32), logits, arguments), calls, 4.0 * rows * vocab
 
 
+@dataclass(frozen=True)
+class Experts:
+    """Shape of a sparse layer: Qwen3-30B-A3B's. zipf: of an expert's popularity, rank ** -zipf; 0 for equal ones."""
+
+    experts: int = 128
+    per_token: int = 8
+    hidden: int = 2048
+    inner: int = 768
+    zipf: float = 0.0
+
+    def draw(self, seed: int, tokens: int) -> np.ndarray:
+        """int32 [tokens, per_token], different ones for each token (Gumbel's top-k)."""
+        rng = np.random.default_rng(seed)
+        popularity = -self.zipf * np.log(np.arange(1, self.experts + 1)) + rng.gumbel(size=(tokens, self.experts))
+        return np.argsort(-popularity, axis=1)[:, : self.per_token].astype(np.int32)
+
+    def floors_us(self, tokens: int) -> tuple[float, float]:
+        """What reading the experts of so many tokens takes at least, and what their operations take, microseconds."""
+        rows, weights = tokens * self.per_token, 3 * self.hidden * self.inner
+        touched = float(np.mean([len(np.unique(self.draw(seed, tokens))) for seed in range(_DRAWS)]))
+        moved = touched * weights + rows * (2 * self.hidden + 2 * self.inner)
+        return 2 * moved / _CARD_BYTES_S * 1e6, 2 * rows * weights / _CARD_FLOPS * 1e6
+
+
+_DRAWS = 8  # of the experts of a case's tokens, which its calls take in turn
+_CARD_BYTES_S, _CARD_FLOPS = 4.42e12, 780e12  # what an H200 was measured to read and to multiply at most
+
+
+def experts_case(
+    tokens: int, e: Experts, backend: str | None
+) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    """Both grouped products, of rows that are sorted; its work are the operations."""
+    gate_up = _random(0, (e.experts, e.hidden, 2, e.inner), jnp.bfloat16) * e.hidden**-0.5
+    down = _random(1, (e.experts, e.inner, e.hidden), jnp.bfloat16) * e.inner**-0.5
+    drawn = [e.draw(seed, tokens).ravel() for seed in range(_DRAWS)]
+    if tokens == 1:  # as `jpaged.models.experts.mix` does
+        grouped: list[tuple] = [(None, jnp.asarray(one)) for one in drawn]
+    else:
+        grouped = [(jnp.asarray(np.bincount(one, minlength=e.experts), jnp.int32), None) for one in drawn]
+    rows = tokens * e.per_token
+    x = _random(2, (rows, e.hidden), jnp.bfloat16)
+
+    @jax.jit
+    def program(x: jax.Array, gate_up: jax.Array, down: jax.Array, grouped: list[tuple], twos: jax.Array) -> jax.Array:
+        for sizes, groups in grouped:
+            inner = ops.gated_grouped_product(x, gate_up, sizes, groups=groups, backend=backend)
+            x = ops.weighted_grouped_product(inner, down, sizes, twos, groups=groups, backend=backend)
+        return x
+
+    work = 6.0 * rows * e.hidden * e.inner
+    return program, (x, gate_up, down, grouped, jnp.full(rows, 2.0, jnp.float32)), _DRAWS, work
+
+
+def sparse_case(tokens: int, e: Experts, backend: str | None) -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
+    """A whole sparse layer behind the norm: router, sorting, both products, and the sums of each token's rows."""
+    gate_up = _random(0, (e.experts, e.hidden, 2, e.inner), jnp.bfloat16) * e.hidden**-0.5
+    down = _random(1, (e.experts, e.inner, e.hidden), jnp.bfloat16) * e.inner**-0.5
+    router = [_random(3 + i, (e.hidden, e.experts), jnp.bfloat16) for i in range(_DRAWS)]
+    x = _random(2, (tokens, e.hidden), jnp.bfloat16)
+    routing = Routing(per_token=e.per_token)
+
+    @jax.jit
+    def program(x: jax.Array, gate_up: jax.Array, down: jax.Array, router: list[jax.Array]) -> jax.Array:
+        for gate in router:
+            logits = jnp.einsum("th,he->te", x, gate, preferred_element_type=jnp.float32) * e.hidden**-0.5
+            x = mix(x, gate_up, down, *route(logits, routing), activation="silu", backend=backend) * 2
+        return x
+
+    return program, (x, gate_up, down, router), _DRAWS, 6.0 * tokens * e.per_token * e.hidden * e.inner
+
+
 def _read_case() -> tuple[Callable[..., Any], tuple[Any, ...], int, float]:
     x = _random(0, (1 << 14, 1 << 17), jnp.bfloat16)  # 4 GiB
     return jax.jit(lambda x: jnp.max(x)), (x,), 1, float(x.nbytes)
@@ -382,6 +454,16 @@ def cases(backend: str | None) -> Iterator[Case]:
             name = f"RoPE and KV write, {model}, {tokens:,} tokens"
             yield Case(name, unit, None, partial(rope_case, tokens, *shape, backend))
     yield Case("block copy, 256 blocks x 32 layers", "GB/s", None, partial(copy_case, 256, 32, backend))
+
+    for zipf in (0.0, 1.0):
+        experts = Experts(zipf=zipf)
+        for tokens in (1, 8, 32, 256, 1024, 8192):
+            floors = experts.floors_us(tokens)
+            skew = ", Zipf" if zipf else ""
+            name = f"experts, {tokens:,} tokens{skew} (bytes {floors[0]:.0f} us, products {floors[1]:.0f} us)"
+            yield Case(name, "us", round(max(floors) / 0.85, 1), partial(experts_case, tokens, experts, backend))
+    for tokens in (1, 32, 256, 8192):
+        yield Case(f"sparse layer, {tokens:,} tokens", "us", None, partial(sparse_case, tokens, Experts(), backend))
 
     for batch, aim in ((1000, 600), (256, 160), (32, 40), (1, 25)):
         for name, top_k, top_p in (

@@ -65,6 +65,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _QWEN3
     | {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288}
     | {"tie_word_embeddings": False},
+    "qwen3-30b-a3b": _QWEN3
+    | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4}
+    | {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "intermediate_size": 6144}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    | {"decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False},
     "opt-125m": _OPT
     | {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072}
     | {"word_embed_proj_dim": 768},

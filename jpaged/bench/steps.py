@@ -10,7 +10,9 @@ must read (weights and the KV cache of its tokens) over the card's read bandwidt
 
 With `--tensor-parallel-size`, floor, busy and kernels are those of one device, the mean over all.
 
-`--replay FILE` measures nothing: it prints the last steps of an engine process that ended (`recorded_steps.py`).
+`--replay FILE` measures nothing. It prints what an engine process's flight recorder held when it ended: the cause, and
+for its last steps when they ran, how long they took and what was in them. With `--run` it then starts the same engine
+and runs steps of the same lengths again, with made-up tokens, one by one; the one that fails is the last it prints.
 
 While it records, the profiler makes XLA launch kernel by kernel instead of as CUDA graphs, so `wall` comes from
 steps that it does not see.
@@ -42,6 +44,7 @@ from jpaged.bench.engine_options import (
     add_sharding_options,
     engine_options,
 )
+from jpaged.bench.replayed_steps import run_again
 from jpaged.bench.report import write_report
 from jpaged.frontend.llm_engine import LLMEngine
 
@@ -52,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     result = bench_parser("steps", __doc__, "--model qwen3-0.6b --load-format dummy --batch 1 --batch 256")
     either = result.add_mutually_exclusive_group(required=True)
     either.add_argument("--replay", type=Path, metavar="FILE", help="print the recorded steps of an engine that ended")
+    result.add_argument("--run", action="store_true", help="with --replay: run steps of the recorded lengths again")
     add_model_options(result, either)
     result.add_argument(
         "--batch",
@@ -81,9 +85,14 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_least(args, batch=1, context=1, steps=STEPS_A_GROUP, top=0)
+    if args.run and args.replay is None:
+        raise InvalidParameterError("--run is for recorded steps; name their file by --replay.")
     if args.replay is not None:
         recorded = recorded_steps.load(args.replay)
         print("\n".join(recorded_steps.report(recorded)))
+        if args.run:
+            for text in run_again(recorded):
+                print(text, end="", flush=True)
         if args.json:
             write_report(args.json, "steps", vars(args), recorded["steps"])
         return 0

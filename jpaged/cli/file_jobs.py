@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.cli.options import add_model_options, engine_options
 from jpaged.cli.terminal import Screen
 
@@ -19,6 +20,12 @@ def add_job_options(parser: argparse.ArgumentParser, unit: str, default: int) ->
     group.add_argument(
         "--shard-size", type=int, metavar="N", help=f"{unit} between two commits to the disk (default: {default})"
     )
+    group.add_argument(
+        "--in-process",
+        action="store_true",
+        help="run the engine in this process, which then ends with it; else it has one of its own, which is started"
+        " again",
+    )
     add_model_options(parser)
 
 
@@ -32,6 +39,9 @@ def job(args: argparse.Namespace) -> Iterator[tuple[Screen, dict[str, Any]]]:
     """
     screen = Screen(args.quiet)
     options = engine_options(args, verbose=screen.shows_progress)
+    if args.in_process and options.get("data_parallel_size", 1) > 1:
+        raise InvalidParameterError("--in-process is for one engine; leave --data-parallel-size out.")
+    options["worker_process"] = not args.in_process
     if args.shard_size is not None:
         options["shard_size"] = args.shard_size
     try:

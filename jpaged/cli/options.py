@@ -104,6 +104,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="read what many prompts begin with once a step for all of them",
     )
     group.add_argument(
+        "--enable-expert-parallel",
+        action="store_const",
+        const=True,
+        help="split a mixture of experts by experts over the devices of --tensor-parallel-size",
+    )
+    group.add_argument(
         "--kernel-backend",
         metavar="NAME",
         help='attention, cache and MLP kernels: "hopper" (or "mosaic"), "triton" or "xla" (default: by device)',

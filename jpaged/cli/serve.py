@@ -32,10 +32,12 @@ _LIMITS = (
     ("--max-allowed-token-ids", int, "N", "entries of allowed_token_ids"),
     ("--max-detokenize-tokens", int, "N", "tokens of one /detokenize, unless the model takes longer sequences"),
     ("--max-bad-words", int, "N", "entries of bad_words"),
+    ("--max-tools", int, "N", "entries of tools"),
     ("--max-queued-requests", int, "N", "prompts that wait to run; above it clients get a 503"),
     ("--max-queued-tokens", int, "N", "tokens of those prompts"),
     ("--max-requests-per-client", int, "N", "prompts of one key or address that wait or run (default: no limit)"),
     ("--max-watchers", int, "N", "pages that show the live view, for each API process"),
+    ("--max-unsent-bytes", int, "N", "bytes of a stream that wait for its client; above it the stream ends"),
     ("--header-timeout", float, "S", "seconds for a request's headers to come"),
     ("--body-timeout", float, "S", "seconds for a request's body to come"),
     ("--send-timeout", float, "S", "seconds after which a client that takes nothing of its answer is cut off"),
@@ -135,12 +137,29 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     group.add_argument("--no-access-log", action="store_true", help="write no line for each request")
     group.add_argument(
+        "--log-requests", action="store_true", help="write a line of JSON for each request that has ended; no prompts"
+    )
+    group.add_argument("--log-prompts", action="store_true", help="write prompts and answers, too, with --log-requests")
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send traces of requests to this OpenTelemetry collector (OTLP over HTTP: http://HOST:4318/v1/traces)",
+    )
+    group.add_argument(
         "--trust-request-chat-template", action="store_true", help="take chat templates from requests; see the docs"
     )
     group.add_argument(
         "--control-tokens-in-messages",
         action="store_true",
         help="take what messages spell like a control token for one; see the docs",
+    )
+    group.add_argument(
+        "--tool-parser", metavar="NAME", help="how the model writes tool calls (default: found from its chat template)"
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help='how the model writes reasoning; "none" leaves it in the text (default: found from its chat template)',
     )
     group.add_argument("--scheduling-policy", choices=get_args(Policy), help="which requests run first (default: fcfs)")
     limits = parser.add_argument_group("limits", "What clients may ask for.")
@@ -184,6 +203,11 @@ def run(args: argparse.Namespace) -> int:
         metrics_prefix=args.metrics_prefix,
         trust_request_chat_template=args.trust_request_chat_template,
         control_tokens_in_messages=args.control_tokens_in_messages,
+        tool_parser=args.tool_parser,
+        reasoning_parser=args.reasoning_parser,
+        log_requests=args.log_requests,
+        log_prompts=args.log_prompts,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         limits=ServerLimits(**given),
     )
     api_workers = args.api_workers

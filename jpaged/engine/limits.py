@@ -13,11 +13,31 @@ pool's blocks times their size: a sequence holds only its window and a chunk.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
-from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError, PromptTooLongError, shown
-from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.footprint import Footprint
+
+
+class RequestParams(Protocol):
+    """What limits ask of a request's parameters, whatever kind of request it is.
+
+    max_tokens: None without a bound.
+    num_sequences: that run for the request. sequences_parameter: the parameter that says how many they are.
+    runs_together: whether they must all hold their blocks at once, since none can be preempted alone.
+    """
+
+    @property
+    def max_tokens(self) -> int | None: ...
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    @property
+    def sequences_parameter(self) -> str: ...
+
+    @property
+    def runs_together(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +75,13 @@ class RequestLimits:
         numbers = [field.name for field in fields(RequestLimits) if field.name != "windows"]
         return replace(each[0], **{name: min(getattr(one, name) for one in each) for name in numbers})
 
-    def max_len(self, prompt_len: int, params: SamplingParams | BeamSearchParams) -> int:
+    def max_len(self, prompt_len: int, params: RequestParams) -> int:
         """The length, prompt and output, at which a sequence of a request ends at the latest: tokens.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for a token within max_model_len.
-            OutOfMemoryError: the prompt leaves no room for a token within the whole pool; or beams, which must run
-                together, might not fit it.
+            OutOfMemoryError: the prompt leaves no room for a token within the whole pool; or sequences that must run
+                together might not fit it.
             InvalidParameterError: more sequences are asked for than can run.
         """
         self._check_num_sequences(params)
@@ -79,20 +99,18 @@ class RequestLimits:
         max_len = min(self.max_model_len, pool_tokens)
         if params.max_tokens is not None:
             max_len = min(max_len, prompt_len + int(params.max_tokens))
-        if isinstance(params, BeamSearchParams):
-            needed = self.footprint.alone(prompt_len, max_len, params.beam_width)
+        if params.runs_together:
+            name, count = params.sequences_parameter, params.num_sequences
+            needed = self.footprint.alone(prompt_len, max_len, count)
             if needed > self.num_blocks:
                 raise OutOfMemoryError(
-                    f"beam_width={params.beam_width} may need {needed} blocks for {max_len} tokens, but the KV pool "
-                    f"has {self.num_blocks}; lower beam_width or max_tokens or enlarge the pool."
+                    f"{name}={count} may need {needed} blocks for {max_len} tokens, but the KV pool has "
+                    f"{self.num_blocks}; lower {name} or max_tokens or enlarge the pool."
                 )
         return max_len
 
-    def _check_num_sequences(self, params: SamplingParams | BeamSearchParams) -> None:
-        if isinstance(params, BeamSearchParams):
-            name, count = "beam_width", params.beam_width
-        else:
-            name, count = "n" if params.best_of is None else "best_of", params.num_sequences
+    def _check_num_sequences(self, params: RequestParams) -> None:
+        name, count = params.sequences_parameter, params.num_sequences
         for limit in ("max_num_seqs", "max_num_batched_tokens"):
             if count > getattr(self, limit):
                 raise InvalidParameterError(

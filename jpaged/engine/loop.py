@@ -143,8 +143,10 @@ class EngineCore:
         self.scheduler.close()
 
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs. Steps that outlived their requests may still be in flight."""
-        return self.scheduler.num_unfinished > 0
+        """Whether any request waits or runs, or has failed and `step` has yet to say so. Steps that outlived their
+        requests may still be in flight.
+        """
+        return self.scheduler.num_unfinished > 0 or self.scheduler.has_failed
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and occupancy."""

@@ -73,7 +73,14 @@ class InputProcessor:
         self._eos_token_ids = tuple(eos_token_ids)
         self._grammars: GrammarCheck | None = None
         if tokenizer is not None:
-            self._grammars = GrammarCheck(lambda: GrammarTokenizer.of(tokenizer, vocab_size, self._eos_token_ids))
+            self._grammars = GrammarCheck(
+                lambda: GrammarTokenizer.of(tokenizer, vocab_size, self._eos_token_ids), vocab_size
+            )
+
+    def prepare_structured_outputs(self) -> None:
+        """Starts what the first constrained request would wait for, in the background."""
+        if self._grammars is not None:
+            self._grammars.prepare()
 
     def takes_long(self, params: SamplingParams | BeamSearchParams) -> bool:
         """Whether checking these parameters may take longer than tokenizing a prompt: their constraint is new."""

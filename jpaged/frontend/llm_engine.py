@@ -32,9 +32,11 @@ from jpaged.frontend.generation_config import get_default_sampling_params
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.frontend.intake import RequestIntake
 from jpaged.frontend.output_processor import OutputProcessor
+from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.hub import model_directory
-from jpaged.text.grammars import GrammarCompiler, GrammarTokenizer
+from jpaged.text.grammar_compiler import GrammarCompiler
+from jpaged.text.grammars import GrammarTokenizer
 from jpaged.text.tokenizer import Tokenizer
 
 
@@ -99,8 +101,9 @@ class LLMEngine(RequestIntake):
             kv_idle_release_s=args.kv_idle_release_s,
             **args.scheduling(),
         )
-        grammars = GrammarCompiler(self._grammar_tokenizer(directory), model.vocab_size, model.eos_token_ids)
-        kinds = (Searches, partial(ConstrainedRows, grammars=grammars))
+        threads = max(1, usable_cores() - 1)
+        self._grammars = GrammarCompiler(self._grammar_tokenizer(directory), model.vocab_size, threads)
+        kinds = (Searches, partial(ConstrainedRows, grammars=self._grammars))
         scheduler = Scheduler(scheduler_config, args.seed, kinds=kinds, memory=self.startup.runner)
         self._core = EngineCore(scheduler, self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
@@ -125,6 +128,10 @@ class LLMEngine(RequestIntake):
     def eos_token_ids(self) -> tuple[int, ...]:
         """The model's end-of-sequence tokens."""
         return tuple(self._eos_token_ids)
+
+    def prepare_structured_outputs(self) -> None:
+        """Starts what the first constrained request would wait for, in the background."""
+        self._grammars.prepare()
 
     def queue(self, request: Request, checked: ProcessedInput) -> None:
         """The second half of `add_request`; as `RequestIntake.queue`."""
@@ -278,7 +285,9 @@ class LLMEngine(RequestIntake):
             raise EngineDeadError("The engine failed earlier and must be started anew.") from self._failure
         if os.getpid() != self._pid:  # JAX's threads are not here, and a step would wait for them for ever
             raise EngineDeadError("The engine belongs to the process that this one was forked from; start one here.")
-        if self.startup.user is not self._reference:
+        if self.startup.user is None:  # no other engine has run
+            self.startup.user = self._reference
+        elif self.startup.user is not self._reference:
             self._take_turn()
 
     def _take_turn(self) -> None:

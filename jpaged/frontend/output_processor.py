@@ -155,13 +155,17 @@ class OutputProcessor:
             text = delta if is_delta else state.detokenizer.text
         first, end = (state.num_sent if is_delta else 0), state.num_tokens
         state.num_sent = end
-        logprobs = request.sampling.logprobs is not None
+        logprobs = state.logprobs[first:end] if request.sampling.logprobs is not None else None
+        if is_delta and logprobs:  # nobody asks for them again, and they take far more than the tokens
+            state.logprobs[first:end] = [{}] * len(logprobs)
+            if request.logprobs is not None:
+                request.logprobs[first:end] = [{}] * len(logprobs)
         return CompletionOutput(
             index=index,
             text=text,
             token_ids=request.output_token_ids[first:end],
             cumulative_logprob=request.cumulative_logprob if request.logprobs is None else state.cumulative_logprob,
-            logprobs=state.logprobs[first:end] if logprobs else None,
+            logprobs=logprobs,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             score=request.score,

@@ -22,10 +22,21 @@ pytree, so optax can train it as it is; who prefers a Flax module takes one and 
 
 from jpaged.host.hub import resolve
 from jpaged.models import families as _families  # registers those of this package
+from jpaged.models.alibi import alibi_slopes
+from jpaged.models.blocks import (
+    Block,
+    Decoder,
+    DecoderConfig,
+    ParallelBlock,
+    Scales,
+    SequentialBlock,
+    decoder_fields,
+)
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.dense import dense_causal_attend
+from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward
 from jpaged.models.family import Attend, CausalLM, Family
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, Linear, PartialSum
@@ -33,9 +44,17 @@ from jpaged.models.loading import pieces
 from jpaged.models.loading.checkpoint import load, save_pretrained
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.model import Model, Weights, build, resolve_dtype
-from jpaged.models.norms import LayerNorm, Norm, RMSNorm
+from jpaged.models.norms import (
+    LayerNorm,
+    LayerNormOfHeads,
+    Norm,
+    OnePlusRMSNorm,
+    RMSNorm,
+    RMSNormOfAllHeads,
+    WideRMSNorm,
+)
 from jpaged.models.parameters import Normal, parameter
-from jpaged.models.registry import register, supported_architectures
+from jpaged.models.registry import About, described_architectures, register, supported_architectures
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope
 
@@ -44,32 +63,50 @@ del _families
 __all__ = [
     "MLP",
     "PLAIN_XLA",
+    "About",
     "Attend",
     "Attention",
+    "Block",
     "CausalLM",
     "Collectives",
     "ConfigReader",
+    "Decoder",
+    "DecoderConfig",
     "Embedding",
     "Family",
     "GatedMLP",
     "Kernels",
     "LayerNorm",
+    "LayerNormOfHeads",
     "Linear",
     "Model",
     "ModelConfig",
     "Norm",
     "Normal",
+    "OnePlusRMSNorm",
+    "ParallelBlock",
     "PartialSum",
     "Piece",
     "RMSNorm",
+    "RMSNormOfAllHeads",
     "Rope",
+    "Routing",
+    "Scales",
+    "SequentialBlock",
+    "SparseConfig",
+    "SparseMLP",
     "Stream",
     "TiedTensor",
     "Weights",
+    "WideRMSNorm",
+    "alibi_slopes",
     "begin_stream",
     "build",
+    "decoder_fields",
     "dense_causal_attend",
+    "described_architectures",
     "divide_into_heads",
+    "feed_forward",
     "load",
     "parameter",
     "parse_rope",

@@ -29,6 +29,7 @@ class ModelConfig:
     layer_windows: per layer; the tokens a query sees, itself included, or None for all before it. Left out, no layer
         has a window; one that never limits anything is None.
     tie_word_embeddings: the embedding is the head.
+    num_experts: routed experts of a sparse layer, all shards' together; 0 for a model without.
     kv_head_copies: equal key-value heads that stand side by side among num_kv_heads; more than one where a model with
         few of them is split over more shards (`shard`), never in a checkpoint.
     eos_token_ids: every token that ends a text. IDs outside the vocabulary (often -1) are dropped.
@@ -47,6 +48,7 @@ class ModelConfig:
     max_position_embeddings: int
     layer_windows: tuple[int | None, ...] = ()
     tie_word_embeddings: bool
+    num_experts: int = 0
     kv_head_copies: int = 1
     bos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -73,8 +75,11 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     @staticmethod
-    def from_dict(config: Mapping[str, Any]) -> "ModelConfig":
+    def from_dict(config: Mapping[str, Any], max_model_len: int | None = None) -> "ModelConfig":
         """Reads the contents of a config.json, written by transformers 4 or 5. The result is of its family's class.
+
+        max_model_len: the length to build the model for, in tokens, where its RoPE depends on that (`rope`); None for
+            the length that it was trained for first.
 
         Raises:
             UnsupportedModelError: the architecture, or a feature that it asks for, is not implemented.
@@ -86,18 +91,23 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     f"config.json: {feature} is not supported; use the checkpoint that is not quantized."
                 )
-        for feature in ("num_experts", "num_local_experts", "n_routed_experts"):
-            if config.get(feature):
-                raise UnsupportedModelError(f"config.json: mixtures of experts ({feature}) are not supported.")
-        read = family_of(architecture).read_config(ConfigReader(architecture, config))
+        read = family_of(architecture).read_config(ConfigReader(architecture, config, max_model_len))
         if not isinstance(read, ModelConfig):
             raise TypeError(f"The family of {architecture} read a {type(read).__name__}, which is no ModelConfig.")
+        for feature in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if config.get(feature) and not read.num_experts:
+                raise UnsupportedModelError(
+                    f"config.json: mixtures of experts ({feature}) are not supported for {architecture}."
+                )
         return read
 
     @staticmethod
-    def from_directory(path: str | Path) -> "ModelConfig":
+    def from_directory(path: str | Path, max_model_len: int | None = None) -> "ModelConfig":
         """Reads config.json, the end-of-text tokens of generation_config.json where there is one, and, when
-        config.json does not tell the type of the weights, that of the first weight."""
+        config.json does not tell the type of the weights, that of the first weight.
+
+        max_model_len: as of `from_dict`.
+        """
         path = Path(path)
         config = dict(read_json(path / "config.json"))
         if (path / "generation_config.json").is_file():
@@ -112,7 +122,7 @@ class ModelConfig:
                 config["eos_token_id"] = eos
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["torch_dtype"] = _stored_dtype(path)
-        return ModelConfig.from_dict(config)
+        return ModelConfig.from_dict(config, max_model_len)
 
     def shard(self, shards: int) -> Self:
         """The configuration that one of `shards` equal shards computes; this one for one.
@@ -130,13 +140,13 @@ class ModelConfig:
                 f"tensor_parallel_size={shards} does not divide the model's {self.num_heads} attention heads; use one"
                 f" of {fitting}."
             )
-        whole, inner = self.with_kv_heads_for(shards), self.intermediate_size
+        whole = self.with_kv_heads_for(shards)
         return replace(
             whole,
             vocab_size=VOCAB_UNIT * -(-self.vocab_size // (shards * VOCAB_UNIT)),
             num_heads=self.num_heads // shards,
             num_kv_heads=whole.num_kv_heads // shards,
-            intermediate_size=_INNER_UNIT * -(-inner // (shards * _INNER_UNIT)) if inner % shards else inner // shards,
+            intermediate_size=inner_columns(self.intermediate_size, shards),
         )
 
     def with_kv_heads_for(self, shards: int) -> Self:
@@ -152,6 +162,11 @@ class ModelConfig:
         kind = type(self)
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return _restore, (self.architecture, kind.__module__, kind.__name__, values)
+
+
+def inner_columns(inner: int, shards: int) -> int:
+    """Inner columns of an MLP that each shard has, padding included."""
+    return _INNER_UNIT * -(-inner // (shards * _INNER_UNIT)) if inner % shards else inner // shards
 
 
 def _restore(architecture: str, module: str, name: str, values: dict[str, Any]) -> ModelConfig:

@@ -25,11 +25,34 @@ class ConfigReader:
     """Entries of a config.json.
 
     architecture: the one of its "architectures" that is read. config: all entries.
+    max_model_len: the length that the user asked for, in tokens; None for what the model was made for.
+    source: the entries as they were read; `config` may have more (`with_entries`).
     """
 
-    def __init__(self, architecture: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        architecture: str,
+        config: Mapping[str, Any],
+        max_model_len: int | None = None,
+        source: Mapping[str, Any] | None = None,
+    ) -> None:
         self.architecture = architecture
         self.config = config
+        self.max_model_len = max_model_len
+        self.source = config if source is None else source
+
+    def with_entries(self, **entries: Any) -> "ConfigReader":
+        """This one with other values of some entries: for those that have other names than most families' have."""
+        return ConfigReader(self.architecture, {**self.config, **entries}, self.max_model_len, self.source)
+
+    def text_part(self, architecture: str) -> "ConfigReader":
+        """The reader of a multimodal model's "text_config", as if that were a config.json of this architecture."""
+        text = self.config.get("text_config")
+        if not isinstance(text, Mapping):
+            raise CheckpointError(f"config.json: text_config must be an object, got {shown(text)}.")
+        outer = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype")
+        known = {name: self.config[name] for name in outer if self.config.get(name) is not None}
+        return ConfigReader(architecture, {**text, **known, "architectures": [architecture]}, self.max_model_len)
 
     def common(self) -> dict[str, Any]:
         """The fields of a `ModelConfig` that every family's config.json spells alike."""
@@ -42,7 +65,7 @@ class ConfigReader:
             "pad_token_id": self.optional_integer("pad_token_id"),
             "eos_token_ids": tuple(token for token in self._eos_token_ids() if 0 <= token < vocab_size),
             "dtype": str(dtype).removeprefix("torch.") if dtype else None,
-            "source": dict(self.config),
+            "source": dict(self.source),
         }
 
     def integer(self, name: str, default: int | None = None) -> int:
@@ -77,6 +100,14 @@ class ConfigReader:
             raise CheckpointError(f"config.json: {name!r} must be a number from 0 up, got {shown(value)}.")
         return float(value)
 
+    def optional_number(self, name: str, default: float | None = None) -> float | None:
+        """A finite number above 0, or None for an explicit null."""
+        if self.config.get(name, default) is None:
+            return None
+        if (value := self.number(name, default or 0.0)) == 0:
+            raise CheckpointError(f"config.json: {name!r} must be above 0 or null, got {shown(value)}.")
+        return value
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.config.get(name, default)
         if not isinstance(value, bool):
@@ -101,6 +132,19 @@ class ConfigReader:
             )
         return value
 
+    def refuse(self, *entries: tuple[str, Any]) -> None:
+        """Refuses a config.json that asks for what the family does not implement.
+
+        entries: names, and the one value of each that is implemented; null and a missing entry mean it too.
+
+        Raises:
+            UnsupportedModelError: an entry has another value.
+        """
+        for name, only in entries:
+            value = self.config.get(name)
+            if value is not None and value != only:
+                raise UnsupportedModelError(f"config.json: {name}={shown(value)} is not supported, only {only!r}.")
+
     def layer_kinds(self, num_layers: int) -> tuple[str, ...] | None:
         """ "layer_types": for each layer "full_attention" or "sliding_attention"; None where it is not said."""
         kinds = self.config.get("layer_types")
@@ -114,6 +158,25 @@ class ConfigReader:
                     f"config.json: layer type {kind!r} is not supported; supported: full_attention, sliding_attention."
                 )
         return tuple(kinds)
+
+    def layer_windows(self, kinds: tuple[str, ...], default: int | None = None) -> tuple[int | None, ...]:
+        """For each layer the "sliding_window", where its kind is "sliding_attention"; None where it is not.
+
+        default: where config.json has no "sliding_window".
+        """
+        if "sliding_attention" not in kinds:
+            return (None,) * len(kinds)
+        window = self.integer("sliding_window", default)
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+    def kinds_of_layers(self, num_layers: int, every: int) -> tuple[str, ...]:
+        """`layer_kinds`; where it is not said, every so many layers one is "full_attention" and the others are not.
+
+        every: where config.json has no "sliding_window_pattern".
+        """
+        every = self.integer("sliding_window_pattern", every)
+        said = self.layer_kinds(num_layers)
+        return said or tuple("sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers))
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         value = self.config.get("eos_token_id")

@@ -55,7 +55,7 @@ class CausalLM(Protocol):
         """int32 tokens [T] and their positions [T] -> hidden states [T, hidden], after the final norm if any.
 
         attend: one for all layers, or a list of one a layer, which `layers.run_layers` updates.
-        kernels: for `residual.begin`.
+        kernels: for `residual.begin_stream`.
         """
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -68,7 +68,10 @@ class Family(Protocol[Config]):
     model_type: config.json's "model_type", which stands in for missing "architectures".
     base_prefix: what the names of a checkpoint begin with; checkpoints of the bare body leave it out.
     derived_tensors: a regular expression that finds names of stored tensors that hold no weights, such as causal masks,
-        and are left unread; "" for none.
+        or that are of a part which is not run, such as a vision tower. They are left unread; "" for none.
+
+    A family may also have `aliases`: pairs of what a tensor's name may begin with in a checkpoint, and what it begins
+    with in `tensors`; for the text part of multimodal checkpoints.
     """
 
     @property

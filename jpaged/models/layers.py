@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import Attend
 from jpaged.models.linear import Linear, PartialSum
-from jpaged.models.norms import Norm
+from jpaged.models.norms import HeadNorms, Norm
 from jpaged.models.residual import Stream
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
@@ -52,6 +53,11 @@ class Attention(nnx.Module):
 
     layer: its number, which picks its window of `config.layer_windows`.
     scale: multiplies the product of query and key; head_dim ** -0.5 if None.
+    logit_softcap: scores become cap * tanh(score / cap) (Gemma 2).
+    alibi_slopes: of all heads of all shards; the score loses slope times distance (Press et al. 2021,
+    arXiv:2108.12409).
+    clip: queries, keys and values are clipped to [-clip, clip] (MPT).
+    collectives: of the shards, for what depends on the heads of the others: slopes and `HeadNorms`.
     """
 
     def __init__(
@@ -64,8 +70,14 @@ class Attention(nnx.Module):
         scale: float | None = None,
         qkv_bias: bool = False,
         output_bias: bool = False,
+        logit_softcap: float | None = None,
+        alibi_slopes: tuple[float, ...] | None = None,
+        clip: float | None = None,
+        collectives: Collectives = ALONE,
     ) -> None:
         hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+        self.logit_softcap, self.alibi_slopes, self.clip = logit_softcap, alibi_slopes, clip
+        self.collectives = collectives
         self.scale = dim**-0.5 if scale is None else scale
         self.sliding_window = config.layer_windows[layer]
         by_head = (config.num_kv_heads, config.group_size + 2, dim)
@@ -78,15 +90,19 @@ class Attention(nnx.Module):
         x: jax.Array,
         attend: Attend,
         rotation: tuple[jax.Array, jax.Array] | None = None,
-        norms: tuple[Norm, Norm] | None = None,
+        norms: tuple[Norm, Norm] | HeadNorms | None = None,
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
         rotation: cos and sin (`Rope.table`). norms: of each query and of each key, before the rotation.
         """
         qkv = self.qkv(x)
+        if self.clip is not None:
+            qkv = jnp.clip(qkv, -self.clip, self.clip)
         scales, eps = None, 0.0
-        if norms is not None:
+        if isinstance(norms, HeadNorms):
+            qkv = norms(qkv, self.collectives)
+        elif norms is not None:
             scales = _kernel_scales(*norms)
             if scales is None:
                 qkv = _norm_heads(qkv, *norms)
@@ -99,14 +115,29 @@ class Attention(nnx.Module):
             norm_eps=eps,
             scale=self.scale,
             sliding_window=self.sliding_window,
+            logit_softcap=self.logit_softcap,
+            alibi_slopes=self._own_slopes(),
         )
         return self.out.partial_sum(y)
+
+    def _own_slopes(self) -> jax.Array | None:
+        """Of this shard's heads."""
+        if self.alibi_slopes is None:
+            return None
+        heads = len(self.alibi_slopes) // self.collectives.size
+        first = self.collectives.first(heads)
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(self.alibi_slopes, jnp.float32), first, heads)
 
 
 def _kernel_scales(query_norm: Norm, key_norm: Norm) -> tuple[jax.Array, jax.Array] | None:
     """What the kernel that rotates takes of both norms; None if it cannot compute them. It has one epsilon for both."""
     query_scale, key_scale = query_norm.kernel_scale(), key_norm.kernel_scale()
-    if query_scale is None or key_scale is None or query_norm.eps != key_norm.eps:
+    if (
+        query_scale is None
+        or key_scale is None
+        or query_norm.eps != key_norm.eps
+        or query_scale.dtype != key_scale.dtype
+    ):
         return None
     return query_scale, key_scale
 
@@ -132,8 +163,12 @@ class MLP(nnx.Module):
         self.up = Linear((hidden,), (inner,), hidden**-0.5, dtype, rngs, shard_axis=1, bias=bias)
         self.down = _down(config, dtype, rngs, bias)
 
-    def __call__(self, x: jax.Array) -> PartialSum:
-        """[T, hidden] -> [T, hidden]."""
+    def __call__(self, x: jax.Array, backend: str | None = "xla") -> PartialSum:
+        """[T, hidden] -> [T, hidden].
+
+        backend: as of `GatedMLP`, in whose place an MLP may stand; XLA is the only one of these products.
+        """
+        del backend
         return self.down.partial_sum(ACTIVATIONS[self.activation](self.up(x)))
 
 

@@ -38,6 +38,17 @@ class PartialSum:
         bias = self.bias if other.bias is None else other.bias if self.bias is None else self.bias + other.bias
         return PartialSum(self.term + other.term, bias)
 
+    def times(self, factor: float) -> "PartialSum":
+        """The sum times a number, which is not rounded to the terms' type."""
+        if factor == 1.0:
+            return self
+        return PartialSum(times(self.term, factor), None if self.bias is None else times(self.bias, factor))
+
+
+def times(x: jax.Array, factor: float) -> jax.Array:
+    """x times a number, in float32, rounded to x's type."""
+    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
 
 class Linear(nnx.Module):
     """y = x @ kernel + bias.
@@ -116,11 +127,13 @@ class Linear(nnx.Module):
 class Embedding(Linear):
     """A table [vocab, width], split over shards by token id. Called, it is the head: hidden states to logits.
 
-    std: as of `Linear`.
+    std, bias: as of `Linear`; the bias is of the head.
     """
 
-    def __init__(self, vocab_size: int, width: int, std: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        super().__init__((width,), (vocab_size,), std, dtype, rngs, shard_axis=0, outputs_first=True)
+    def __init__(
+        self, vocab_size: int, width: int, std: float, dtype: jnp.dtype, rngs: nnx.Rngs, *, bias: bool = False
+    ) -> None:
+        super().__init__((width,), (vocab_size,), std, dtype, rngs, shard_axis=0, bias=bias, outputs_first=True)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, width] -> float32 [R, vocab of this shard]."""

@@ -60,7 +60,7 @@ class Model:
     abstract_weights: shape and type of each.
     pieces: the tensors of a Hugging Face checkpoint and where they belong; none for a shard.
     tied_tensors: those that a checkpoint may hold beside them.
-    base_prefix, derived_tensors: as of `Family`.
+    base_prefix, derived_tensors, aliases: as of `Family`.
     starts: for each weight what a random one is drawn from.
     shard_axes: for each weight the axis that tensor parallelism splits, or None.
     holds_kv_heads: for each weight whether it is laid out by key-value head (`parameters.parameter`).
@@ -102,6 +102,7 @@ class Model:
             _check_coverage(family, self.parameter_names, self.pieces)
         self.base_prefix: str = family.base_prefix
         self.derived_tensors: str = family.derived_tensors
+        self.aliases: tuple[tuple[str, str], ...] = tuple(getattr(family, "aliases", ()))
 
     @property
     def num_parameters(self) -> int:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jpaged.api.errors import InvalidParameterError, UnsupportedModelError, shown
 from jpaged.models.family import Family
@@ -29,15 +29,29 @@ from jpaged.models.family import Family
 MODULES_VARIABLE = "JPAGED_MODELS"
 ENTRY_POINT_GROUP = "jpaged.models"
 
+
+class About(NamedTuple):
+    """What `jpaged models` and docs/models.md say of a family.
+
+    name: of the family. models: those that people know. features: what its layers have that a Llama's have not.
+    """
+
+    name: str
+    models: str
+    features: str
+
+
 _families: dict[str, Family[Any]] = {}
+_abouts: dict[str, About] = {}
 _imported: set[str] = set()
 _lock = threading.RLock()
 
 
-def register(architecture: str, family: Family[Any]) -> None:
+def register(architecture: str, family: Family[Any], about: About | None = None) -> None:
     """Makes a family known to this process, in place of the one that had this architecture, if any.
 
     architecture: as config.json's "architectures" names it, for example "LlamaForCausalLM".
+    about: for people; architectures of one family have the same.
 
     Raises:
         InvalidParameterError: the name is no string, or the family lacks part of the contract.
@@ -50,6 +64,7 @@ def register(architecture: str, family: Family[Any]) -> None:
         raise InvalidParameterError(f"The family of {architecture} {what}; see jpaged.models.Family.")
     with _lock:
         _families[architecture] = family
+        _abouts[architecture] = about or About(architecture, "", "")
 
 
 def family_of(architecture: str) -> Family[Any]:
@@ -88,6 +103,17 @@ def supported_architectures() -> tuple[str, ...]:
     """All of them, those of installed packages included."""
     _import_named_modules()
     return tuple(dict.fromkeys([*_families, *entry_points(group=ENTRY_POINT_GROUP).names]))
+
+
+def described_architectures() -> tuple[tuple[About, tuple[str, ...]], ...]:
+    """What there is to say of each family, and its architectures, in the order of the families' names; those of
+    installed packages are by their architectures' names.
+    """
+    found: dict[About, list[str]] = {}
+    for architecture in supported_architectures():
+        found.setdefault(_abouts.get(architecture, About(architecture, "", "")), []).append(architecture)
+    rows = sorted(found.items(), key=lambda row: row[0].name.lower())
+    return tuple((about, tuple(architectures)) for about, architectures in rows)
 
 
 def source_digest(*objects: object) -> str:
@@ -161,9 +187,9 @@ def _unsupported(architecture: Any, broken: Sequence[InvalidParameterError] = ()
         " ".join(
             [
                 f"config.json: architecture {architecture} is not supported; supported:"
-                f" {', '.join(supported_architectures())}. One from outside jpaged must be known in every process: by"
-                f" the environment variable {MODULES_VARIABLE}, or an entry point of an installed package"
-                f" (docs/adding_a_model.md).",
+                f" {', '.join(supported_architectures())} (`jpaged models` says more). docs/adding_a_model.md adds one"
+                f" in a file of your own. One from outside jpaged must be known in every process: by the environment"
+                f" variable {MODULES_VARIABLE}, or an entry point of an installed package.",
                 *map(str, broken),
             ]
         )

@@ -60,6 +60,23 @@ class Stream:
         total = self.collectives.all_reduce(part.term)
         self.x = self.x + (total if part.bias is None else total + part.bias)
 
+    def add_normed(self, part: PartialSum, norm: Norm) -> None:
+        """Adds the norm of the sum of all shards' terms and the bias, for norms that stand after attention or MLP."""
+        x = self.value()
+        if self.exchange is None:
+            total = self.collectives.all_reduce(part.term)
+            self.x = x + norm(total if part.bias is None else total + part.bias)
+            return
+        scale = self._kernel_scale(norm)
+        total, normed = self.exchange.add(jnp.zeros_like(x), part.term, part.bias, scale, norm.eps)
+        self.x = x + (norm(total) if normed is None else normed)
+
+    def _kernel_scale(self, norm: Norm) -> jax.Array | None:
+        """The scale with which the exchange's kernel computes a norm; None if it cannot, as with a scale of another
+        type than the stream's."""
+        scale = norm.kernel_scale()
+        return scale if scale is not None and scale.dtype == self.x.dtype else None
+
     def value(self) -> jax.Array:
         """The stream [T, hidden], everything added."""
         if self.exchange is not None and self.pending is not None:
@@ -73,7 +90,7 @@ class Stream:
 
     def normed(self, norm: Norm) -> jax.Array:
         """The norm of the stream, [T, hidden]; where the exchange's kernel can do it, together with the pending sum."""
-        if self.exchange is not None and self.pending is not None and (scale := norm.kernel_scale()) is not None:
+        if self.exchange is not None and self.pending is not None and (scale := self._kernel_scale(norm)) is not None:
             self.x, normed = self.exchange.add(self.x, self.pending.term, self.pending.bias, scale, norm.eps)
             self.pending = None
             assert normed is not None

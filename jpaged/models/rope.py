@@ -1,9 +1,17 @@
 """Rotary position embeddings (Su et al. 2021) and the ways in which checkpoints stretch them.
 
-Every stretching supported here changes the frequencies once and for all, so a key can be rotated when it is
-written to the pool and never again. Two published ones do not: dynamic NTK and LongRoPE pick the frequencies by
-the length that the whole sequence has reached, which would rotate keys already cached. Up to the length where
-their frequencies first change they are constant too, and that length is the context that a model gets here.
+Frequencies are fixed when the model is built, so a key can be rotated when it is written to the pool and never again.
+Dynamic NTK and LongRoPE pick them by the length that a sequence has reached. Here they are picked once, by the length
+that the model is built for:
+
+    built for                        frequencies                                   equal to transformers' for
+    the original length (default)    short factors; no NTK                         all sequences
+    more (`max_model_len`)           long factors; NTK's of `max_model_len`        LongRoPE: sequences longer than the
+                                                                                   original; NTK: that length
+
+A head of which only a part is rotated, or whose pairs are neighbours, has its columns reordered when the weights are
+loaded (`Rope.column_order`). One layout, one kernel: column i pairs with column i + head_dim / 2, and pairs that are
+not rotated come last in each half. Queries and keys are reordered alike, so their products stay what they were.
 """
 
 import math
@@ -27,27 +35,65 @@ class Rope:
 
     kind: how the frequencies were made, as config.json says it: one of the names at the end of this module.
     theta: the base wavelength they were made from.
-    frequencies: float32 [head_dim / 2], radians a token.
+    frequencies: float32 [pairs], radians a token, of the pairs that are rotated.
     attention_scale: multiplies cos and sin (YaRN and LongRoPE), so attention scores get its square.
+    unrotated: pairs of a head that are not rotated.
+    interleaved: columns 2 i and 2 i + 1 of a checkpoint's head are a pair (GPT-J), not i and i + pairs (NeoX, Llama).
     """
 
     kind: str
     theta: float
     frequencies: tuple[float, ...] = field(repr=False)
     attention_scale: float = 1.0
+    unrotated: int = 0
+    interleaved: bool = False
 
     def table(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """cos and sin, float32 [tokens, head_dim / 2], of int32 positions [tokens]."""
         frequencies = jnp.asarray(self.frequencies, jnp.float32)
         angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
-        return jnp.cos(angles) * self.attention_scale, jnp.sin(angles) * self.attention_scale
+        cos, sin = jnp.cos(angles) * self.attention_scale, jnp.sin(angles) * self.attention_scale
+        if not self.unrotated:
+            return cos, sin
+        still = ((0, 0), (0, self.unrotated))
+        return jnp.pad(cos, still, constant_values=1.0), jnp.pad(sin, still)
+
+    @property
+    def column_order(self) -> tuple[int, ...]:
+        """Where the columns of a head of queries or keys come from, in a checkpoint's head; () if they stay in place.
+
+        For `Piece.order`.
+        """
+        pairs, half = len(self.frequencies), len(self.frequencies) + self.unrotated
+        rest = range(2 * pairs, 2 * half)
+        rotated = range(2 * pairs)
+        firsts, seconds = (rotated[::2], rotated[1::2]) if self.interleaved else (rotated[:pairs], rotated[pairs:])
+        order = (*firsts, *rest[: self.unrotated], *seconds, *rest[self.unrotated :])
+        return () if order == tuple(range(2 * half)) else order
 
 
 @np.errstate(all="ignore")  # what overflows is refused at the end
-def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> tuple[Rope, int]:
+def parse_rope(
+    config: Mapping[str, Any],
+    head_dim: int,
+    max_position_embeddings: int,
+    *,
+    max_model_len: int | None = None,
+    rotated_fraction: float | None = None,
+    interleaved: bool = False,
+    theta: float = 10000.0,
+    layers: str | None = None,
+) -> tuple[Rope, int]:
     """The rotation that a Hugging Face config.json describes, and the context length in tokens that it allows.
 
     Reads both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters`.
+
+    max_model_len: the length to build for, where the frequencies depend on it; None for the original length.
+    rotated_fraction: of a head, where config.json has no partial_rotary_factor. None: the family rotates whole heads,
+        and another factor is refused.
+    interleaved: see `Rope`.
+    theta: where config.json has none.
+    layers: a layer type, where rope_parameters has entries for several.
 
     Raises:
         UnsupportedModelError: the type of RoPE is not implemented.
@@ -56,13 +102,16 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise CheckpointError(f"config.json: rope_scaling must be an object or null, got {shown(parameters)}.")
-    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-    if nested:
-        if any(value != nested[0] for value in nested) or len(nested) != len(parameters):
+    nested = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
+    if nested and layers is not None:
+        parameters = nested.get(layers, {})
+    elif nested:
+        first = next(iter(nested.values()))
+        if any(value != first for value in nested.values()) or len(nested) != len(parameters):
             raise UnsupportedModelError(
                 f"config.json: rope_parameters that differ from layer to layer are not supported: {shown(parameters)}."
             )
-        parameters = nested[0]
+        parameters = first
 
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if head_dim % 2:
@@ -72,35 +121,63 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings
         raise UnsupportedModelError(
             f"config.json: RoPE of type {shown(found)} is not supported; supported types: {', '.join(_STRETCHES)}."
         )
-    rotated_fraction = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if rotated_fraction != 1.0:
-        raise UnsupportedModelError(f"config.json: partial_rotary_factor {rotated_fraction} is not supported, only 1.")
+    stated = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    rotated = head_dim
+    if rotated_fraction is None:
+        if (stated or 1.0) != 1.0:
+            raise UnsupportedModelError(f"config.json: partial_rotary_factor {shown(stated)} is not supported, only 1.")
+    else:
+        rotated = _rotated_columns(stated or rotated_fraction, head_dim)
 
-    read = _Parameters(kind, parameters, config, head_dim, max_position_embeddings)
+    read = _Parameters(kind, parameters, config, rotated, max_position_embeddings, theta, max_model_len)
     stretched = _STRETCHES[kind](read)
     if not np.isfinite(stretched.frequencies).all():
         raise CheckpointError(f"config.json: the RoPE parameters {shown(read.values)} overflow float32.")
     frequencies = tuple(float(f) for f in stretched.frequencies)
-    rope = Rope(kind, read.theta, frequencies, float(stretched.attention_scale))
+    unrotated = (head_dim - rotated) // 2
+    rope = Rope(kind, read.theta, frequencies, float(stretched.attention_scale), unrotated, interleaved)
     return rope, min(stretched.length, _LONGEST_CONTEXT)
+
+
+def _rotated_columns(fraction: Any, head_dim: int) -> int:
+    """How many columns of a head are rotated."""
+    if not is_number(fraction) or not 0 < fraction <= 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor must be a number in (0, 1], got {shown(fraction)}.")
+    rotated = int(head_dim * fraction)
+    if rotated % 2 or not rotated:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor {fraction} of heads of {head_dim} rotates {rotated} columns; RoPE"
+            " needs an even number from 2 up."
+        )
+    return rotated
 
 
 class _Parameters:
     """What config.json says of a RoPE.
 
+    head_dim: columns of a head that are rotated.
     theta: see `Rope`. length: of the context, tokens. original_length: of the context before it was stretched.
+    max_model_len: the length to build for; None for the original one.
     """
 
     def __init__(
-        self, kind: str, values: Mapping[str, Any], config: Mapping[str, Any], head_dim: int, length: int
+        self,
+        kind: str,
+        values: Mapping[str, Any],
+        config: Mapping[str, Any],
+        head_dim: int,
+        length: int,
+        theta: float,
+        max_model_len: int | None,
     ) -> None:
         self.kind = kind
         self.head_dim = head_dim
         self.length = length
+        self.max_model_len = max_model_len
         # The entry at the top, where there is one, wins in transformers too.
         original = config.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
         self.values = {**values, "original_max_position_embeddings": original}
-        self.theta = float(self.number("rope_theta", config.get("rope_theta") or 10000.0, above=1.0))
+        self.theta = float(self.number("rope_theta", config.get("rope_theta") or theta, above=1.0))
         self.original_length = math.ceil(self.number("original_max_position_embeddings", length, above=1.0))
 
     def number(self, name: str, default: Any = None, above: float = 0.0) -> float:
@@ -116,7 +193,7 @@ class _Parameters:
 
 
 class _Stretched(NamedTuple):
-    """frequencies: float32 [head_dim / 2]. length: tokens up to which they are right. attention_scale: see `Rope`."""
+    """frequencies: float32 [pairs]. length: tokens up to which they are right. attention_scale: see `Rope`."""
 
     frequencies: np.ndarray
     length: int
@@ -129,8 +206,16 @@ def _default(p: _Parameters) -> _Stretched:
 
 
 def _dynamic(p: _Parameters) -> _Stretched:
-    """Dynamic NTK, up to the length where it begins (`_compute_dynamic_ntk_parameters` in transformers)."""
-    return _Stretched(_plain_frequencies(p), p.length)
+    """Dynamic NTK (`_compute_dynamic_ntk_parameters` in transformers): past the original length the base grows with the
+    length of the sequence, here that of `max_model_len`."""
+    if p.max_model_len is None or p.max_model_len <= p.length:
+        return _Stretched(_plain_frequencies(p), p.length)
+    factor = p.number("factor")
+    if p.head_dim < 4:
+        raise CheckpointError(f"config.json: RoPE of type 'dynamic' needs 4 columns to rotate, got {p.head_dim}.")
+    grown = factor * p.max_model_len / p.length - (factor - 1)
+    p.theta *= grown ** (p.head_dim / (p.head_dim - 2))
+    return _Stretched(_plain_frequencies(p), p.max_model_len)
 
 
 def _linear(p: _Parameters) -> _Stretched:
@@ -194,18 +279,20 @@ def _yarn_scale(factor: float, numerator: float, denominator: float) -> float:
 
 
 def _longrope(p: _Parameters) -> _Stretched:
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753), up to the length where its long factors begin."""
-    factors: Any = p.values.get("short_factor")
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): short factors up to the original length, long ones beyond."""
+    is_long = p.max_model_len is not None and p.max_model_len > p.original_length
+    name, length = ("long_factor", p.length) if is_long else ("short_factor", min(p.original_length, p.length))
+    factors: Any = p.values.get(name)
     valid = isinstance(factors, list) and len(factors) == p.head_dim // 2
-    if not valid or not all(isinstance(f, int | float) and 0 < f <= LARGEST_FLOAT32 for f in factors):
+    if not valid or not all(is_number(f) and 0 < f <= LARGEST_FLOAT32 for f in factors):
         raise CheckpointError(
             f"config.json: RoPE of type 'longrope' needs {p.head_dim // 2} positive numbers (half of"
-            f" head_dim) for 'short_factor', got {shown(factors)}."
+            f" the columns of a head that are rotated) for {name!r}, got {shown(factors)}."
         )
     frequencies = np.float32(1.0) / (np.asarray(factors, np.float32) * _wavelengths(p))
     factor = p.number("factor", p.length / p.original_length)
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(p.original_length))
-    return _Stretched(frequencies, min(p.original_length, p.length), p.number("attention_factor", scale))
+    return _Stretched(frequencies, length, p.number("attention_factor", scale))
 
 
 def _plain_frequencies(p: _Parameters) -> np.ndarray:
@@ -225,4 +312,5 @@ _STRETCHES: dict[str, Callable[[_Parameters], _Stretched]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "su": _longrope,  # its name in the first Phi-3 checkpoints
 }

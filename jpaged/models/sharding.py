@@ -96,17 +96,17 @@ def load_sharded(
         return orbax_checkpoint.load_sharded(model, shard, stored, mesh, Path(directory))
     widened = Model(model.config.with_kv_heads_for(shard.collectives.size), model.dtype)
     found = checkpoint.match(widened, checkpoint.find_tensors(Path(directory)))
-    total = sum(tensor.num_bytes for tensor in found.values())
+    total = checkpoint.num_bytes(found)
     position = {name: i for i, name in enumerate(shard.parameter_names)}
     shards: dict[int, list[jax.Array]] = {}
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
-        for index, tensor in found.items():
+        for index, tensor, read in checkpoint.read_each(found):
             piece = widened.pieces[index]
             i = position[piece.parameter]
             if i not in shards:
                 shards[i] = _zeros(shard.abstract_weights[i], mesh)
-            shards[i] = _place(piece, tensor.read(), shard.shard_axes[i], shards[i], mesh)
-            bar.update(tensor.num_bytes)
+            shards[i] = _place(piece, tensor, shard.shard_axes[i], shards[i], mesh)
+            bar.update(read)
     return tuple(
         jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards[i]) for i, leaf in enumerate(stored)
     )
@@ -127,7 +127,7 @@ def _place(piece: Piece, tensor: np.ndarray, axis: int | None, shards: list[jax.
     for (i, device), shard in zip(_local_shards(mesh), shards, strict=True):
         size = 0 if axis is None else shard.shape[axis]
         found = piece.slice_of(tensor, axis, i * size, (i + 1) * size)
-        placed.append(piece.place_slice(shard, jax.device_put(found, device)) if found.size else shard)
+        placed.append(piece.place_slice(shard, jax.device_put(found, device), axis, i * size) if found.size else shard)
     return jax.block_until_ready(placed)
 
 

@@ -19,7 +19,7 @@ import os
 import socket
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -30,6 +30,7 @@ from jpaged.api.errors import (
     EngineRestartingError,
     InvalidParameterError,
     JPagedError,
+    SlowConsumerError,
     SuspectRequestError,
     error_of,
 )
@@ -48,6 +49,7 @@ from jpaged.processes.launch import EngineProcesses, Link, ended_how
 from jpaged.processes.links import AsyncLink
 from jpaged.processes.pool_view import PoolView
 from jpaged.processes.request_metrics import RequestMetrics
+from jpaged.processes.request_record import RequestObserver, RequestRecord
 from jpaged.processes.request_stream import RequestStream
 from jpaged.processes.router import Router
 from jpaged.processes.tokenizing import AsyncTokenizer
@@ -55,6 +57,8 @@ from jpaged.text.tokenizer import Tokenizer
 
 SHUTDOWN_S = 10.0
 """The engine process gets this long to end by itself, then it is killed."""
+VIEW_S = 5.0
+"""What is asked of replicas to look at them has this long to come. One that hangs is left out."""
 _LAST_WORDS_S = 0.5
 """After its socket has closed, we wait this long for its exit code, so that the error can name it."""
 
@@ -96,6 +100,7 @@ class AsyncLLMEngine:
         args: as given.
         tokenizer: None with skip_tokenizer_init.
         metrics: what it counts and times.
+        observers: are told of each request that has ended, such as `Traces` and `RequestLog`; closed by `shutdown`.
         keeper: of the processes; None with `link`.
 
     Raises:
@@ -132,6 +137,7 @@ class AsyncLLMEngine:
         self._handover = link.handover
         self._board = link.board
         self.metrics = RequestMetrics(link.board.metrics, link.board.worker)
+        self.observers: list[RequestObserver] = []
         self._replicas = [AsyncLink(index, sock) for index, sock in enumerate(link.sockets)]
         self._router = Router(len(self._replicas), match_prefixes=args.enable_prefix_caching)
         self._is_ready: asyncio.Future[wire.Ready] | None = None
@@ -201,6 +207,11 @@ class AsyncLLMEngine:
         return self._failure
 
     @property
+    def num_clients(self) -> int:
+        """API processes that share the engine, this one included."""
+        return self._board.num_workers
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that wait or run, over all API processes."""
         return self._board.total("unfinished")
@@ -228,6 +239,8 @@ class AsyncLLMEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        max_backlog_bytes: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Completes a prompt. A caller that stops iterating aborts the request, which frees its blocks at once.
 
@@ -239,10 +252,14 @@ class AsyncLLMEngine:
             request_id: not that of an unfinished request; made up if None.
             priority: with scheduling_policy "priority", lower runs first.
             cache_salt: prefixes are shared only among requests of equal salt.
+            max_backlog_bytes: of log-probabilities that are kept while the caller takes none; above it the request is
+                aborted. None: no limit. Not for FINAL_ONLY.
+            trace_headers: of the client's request, for `observers`: `traceparent`, `tracestate`, `x-request-id`.
         Raises:
             InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served.
             EngineDeadError: the engine process has ended, and is not started again.
             SuspectRequestError: it has ended each time that this request was running.
+            SlowConsumerError: the caller took nothing for too long.
         """
         arrival_time = time.monotonic()
         ready = await self.ready()
@@ -266,6 +283,9 @@ class AsyncLLMEngine:
         group = SequenceGroup.form(request)
         replica = self._replica_for(handle, request)
         stream = RequestStream(self.tokenizer, handle, group, checked, replica)
+        stream.max_backlog_bytes = max_backlog_bytes
+        if self.observers:
+            stream.record = RequestRecord(request, trace_headers or {})
         try:
             self._open(stream)
             while not stream.closed:
@@ -317,26 +337,30 @@ class AsyncLLMEngine:
         return await self._tokenizing.in_thread(work)
 
     async def get_metrics(self) -> EngineStats:
-        """Counters and occupancy, summed over the replicas. Raises EngineDeadError."""
+        """Counters and occupancy, summed over the replicas that answer. Raises EngineDeadError."""
         return EngineStats.total((await self.get_replica_metrics()).values())
 
     async def get_replica_metrics(self) -> dict[int, EngineStats]:
-        """Counters and occupancy of each replica that serves, by its number. Raises EngineDeadError."""
-        return {replica: answer.stats for replica, answer in (await self._ask(wire.GetStats(), wire.Stats)).items()}
+        """Counters and occupancy of each replica that serves and answers within `VIEW_S`, by its number. Raises
+        EngineDeadError.
+        """
+        answers = await self._ask(wire.GetStats(), wire.Stats, VIEW_S)
+        return {replica: answer.stats for replica, answer in answers.items()}
 
     async def get_pool_views(self) -> dict[int, tuple[EngineStats, PoolView]]:
-        """The same, and a picture of the KV pool, of each replica that serves; reads the whole pool. In a picture
-        requests go by numbers, which say nothing about them. Raises EngineDeadError.
+        """The same, and a picture of the KV pool; reads the whole pool. In a picture requests go by numbers, which say
+        nothing about them. Raises EngineDeadError.
         """
-        answers = await self._ask(wire.GetPool(), wire.Pool)
+        answers = await self._ask(wire.GetPool(), wire.Pool, VIEW_S)
         return {replica: (answer.stats, answer.view) for replica, answer in answers.items()}
 
     async def get_requests(self, most: int = 1000) -> list[dict[str, Any]]:
         """Unfinished requests, a dictionary for each sequence: those that an engine process has, with the fields of
         `wire.RequestView`, the replica and, if they were made here, the request id; and those of this process that wait
-        for one. No prompts, no tokens. most: of each replica. Raises EngineDeadError.
+        for one. No prompts, no tokens. A replica that does not answer within `VIEW_S` is left out. most: of each
+        replica. Raises EngineDeadError.
         """
-        answers = await self._ask(wire.GetRequests(most), wire.Requests)
+        answers = await self._ask(wire.GetRequests(most), wire.Requests, VIEW_S)
         found = []
         for index, answer in sorted(answers.items()):
             for view in answer.requests:
@@ -360,10 +384,22 @@ class AsyncLLMEngine:
         return done
 
     async def sleep(self, level: int = 1) -> bool:
-        """As `LLMEngine.sleep`, on every replica; one that has unfinished requests goes on, and this returns False."""
+        """As `LLMEngine.sleep`, on every replica. Returns False, and all are awake, where one has unfinished requests.
+        A replica whose process ends while it sleeps is awake when it serves again.
+
+        Raises:
+            EngineRestartingError: a replica's process is being started again.
+        """
+        if self.is_restarting:
+            raise EngineRestartingError("An engine process is being started again; it cannot sleep until it serves.")
+        if any(answer.requests for answer in (await self._ask(wire.GetRequests(1), wire.Requests)).values()):
+            return False  # else replicas that have nothing to do would sleep, and refuse what comes to them meanwhile
         answers = await self._ask(wire.Sleep(level), wire.Changed)
         self._router.forget_prefixes()
-        return all(answer.value for answer in answers.values())
+        if all(answer.value for answer in answers.values()):
+            return True
+        await self.wake_up()  # a request has come meanwhile
+        return False
 
     async def wake_up(self) -> None:
         """As `LLMEngine.wake_up`, on every replica."""
@@ -404,6 +440,8 @@ class AsyncLLMEngine:
             await asyncio.get_running_loop().run_in_executor(None, self._processes.wait, SHUTDOWN_S)
         for replica in self._replicas:
             replica.close()
+        for observer in self.observers:
+            await asyncio.to_thread(observer.close)
         self._tokenizing.close()
 
     @property
@@ -434,8 +472,13 @@ class AsyncLLMEngine:
         self._board.set("owed_tokens", index, own[index])
         return self._replicas[index]
 
-    async def _ask(self, question: wire.Question, kind: type[_AnswerT]) -> dict[int, _AnswerT]:
-        """Asks every replica that serves; returns the answers by replica number. kind: the type of the answers."""
+    async def _ask(
+        self, question: wire.Question, kind: type[_AnswerT], timeout_s: float | None = None
+    ) -> dict[int, _AnswerT]:
+        """Asks every replica that serves; returns the answers by replica number, of those that have come in time.
+
+        kind: the type of the answers.
+        """
         await self.ready()
         self._check_alive()
         futures: dict[int, asyncio.Future[wire.Answer | None]] = {}
@@ -444,11 +487,13 @@ class AsyncLLMEngine:
             futures[replica.index] = asyncio.get_running_loop().create_future()
             self._calls[call_id] = replica, futures[replica.index]
             replica.send(wire.Call(call_id, question))
-        came = zip(futures, await asyncio.gather(*futures.values()), strict=True)
-        answers = {index: answer for index, answer in came if answer is not None}  # the others have ended meanwhile
+        if futures:
+            await asyncio.wait(futures.values(), timeout=timeout_s)
+        came = {index: future.result() for index, future in futures.items() if future.done()}
+        answers = {index: answer for index, answer in came.items() if answer is not None}  # the others have ended
         for answer in answers.values():
             if isinstance(answer.value, wire.Error):
-                raise EngineDeadError(answer.value.message)
+                raise error_of(answer.value.kind, answer.value.message)
         return {index: answer.value for index, answer in answers.items() if isinstance(answer.value, kind)}
 
     def _open(self, stream: RequestStream) -> None:
@@ -479,6 +524,11 @@ class AsyncLLMEngine:
             replica.send(wire.Abort([stream.handle]))
         if stream.is_counted:
             self.metrics.count_finished(replica.index, request)
+        if stream.record is not None:
+            record = stream.record
+            record.replica, record.error, record.ended = replica.index, stream.error, time.monotonic()
+            for observer in self.observers:
+                observer.ended(record)
 
     def _abort(self, stream: RequestStream) -> None:
         if stream.tells_end and stream.running:  # only the engine process has its tokens
@@ -536,6 +586,7 @@ class AsyncLLMEngine:
         first.limits = RequestLimits.least(one.limits for one in ready)
         self._ready = first
         self._inputs = InputProcessor(self.tokenizer, first.vocab_size, first.limits, first.eos_token_ids)
+        self._inputs.prepare_structured_outputs()
         if self.keeper is not None:
             self.keeper.start()
         assert self._is_ready is not None
@@ -590,6 +641,8 @@ class AsyncLLMEngine:
             self._board.add(gauge, replica.index, amount)
         stream.replica, stream.held = replica, False
         again = not stream.queued
+        if again and stream.record is not None:
+            stream.record.num_resumed += 1
         stream.tells_end &= not again
         replica.send(wire.Add.of(stream.handle, request, again=again, on_trial=stream.is_suspect))
 
@@ -618,12 +671,26 @@ class AsyncLLMEngine:
                 if stream.last_token_time and stream.request.reports_each_token and len(stream.pending) == 1:
                     intervals.append(now - stream.last_token_time)
                 stream.take(update, now)
+                if stream.has_overflowed:
+                    self._overflow(stream)
         for handle, token_id in zip(array("q", step.handles), array("i", step.tokens), strict=True):
             stream = streams.get(handle)
             if stream is not None and not stream.request.finished:  # else: ended here while this was under way
                 intervals.append(now - stream.last_token_time)
                 stream.add_token(token_id, now)
         self.metrics.count_intervals(replica.index, intervals)
+
+    def _overflow(self, stream: RequestStream) -> None:
+        """Aborts a request whose outputs nobody takes, and gives back what they take."""
+        if stream.end():
+            stream.replica.send(wire.Abort([stream.handle]))
+        stream.drop()
+        stream.fail(
+            SlowConsumerError(
+                f"More than {stream.max_backlog_bytes} bytes of log-probabilities waited to be taken, so the request"
+                " was aborted; read faster, or ask for fewer."
+            )
+        )
 
     def _lose(self, replica: AsyncLink) -> None:
         """A replica's process has ended. Its requests wait for another one, or move to other replicas at once."""

@@ -238,6 +238,7 @@ def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket
         connection.send(ready)
     if start.reports == "steps":  # else nobody starts the process again
         engine.core.observer = FlightRecorder(pulse, engine.core.scheduler.slots)
+        engine.prepare_structured_outputs()
     process = EngineProcess(engine, connections, make_client_requests(engine, start.reports), pulse, control, ready)
     try:
         process.run()

@@ -128,11 +128,11 @@ def last_steps(pulse: Pulse) -> list[dict[str, Any]]:
     for step_id, dispatched_at, read_at, content in records:
         try:
             step = _decoder.decode(content)
-        except msgspec.MsgspecError:  # the process ended in the middle of writing it
+            described = {name: getattr(step, name) for name in step.__struct_fields__}
+            described["variant"] = SamplingVariant(step.variant).name.lower()
+            described["contexts"] = np.frombuffer(step.contexts, np.int32).tolist()
+        except ValueError:  # the process ended in the middle of writing it; msgspec's errors are ValueErrors too
             continue
-        described = {name: getattr(step, name) for name in step.__struct_fields__}
-        described["variant"] = SamplingVariant(step.variant).name.lower()
-        described["contexts"] = np.frombuffer(step.contexts, np.int32).tolist()
         times = {"dispatched_s": dispatched_at - end, "read_s": read_at - end if read_at else None}
         steps.append({"step": step_id} | times | described)
     return steps
@@ -149,7 +149,8 @@ def write_last_steps(pulse: Pulse, cause: str, args: Mapping[str, Any], number: 
     if not steps:
         return None
     path = Path(tempfile.gettempdir()) / f"jpaged-steps-{os.getpid()}-{number % MOST_FILES}.json"
-    content = json.dumps({"cause": cause, "written": time.time(), "args": args, "steps": steps}, default=str)
+    written = time.time()  # noqa: TID251  # a date
+    content = json.dumps({"cause": cause, "written": written, "args": args, "steps": steps}, default=str)
     try:
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -30,10 +30,9 @@ class Replaced(_Packet):
 
 
 class GivenUp(_Packet):
-    """A replica's engine process has ended and is not started again. kind: the name of the error's type."""
+    """A replica's engine process has ended and is not started again."""
 
     replica: int
-    kind: str
     message: str
 
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 
 from jpaged.api.config import RestartOptions
@@ -30,6 +30,8 @@ WINDOW_S = 600.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
 _LAST_WORDS_S = 0.5
 """After its sockets have closed, a process gets this long to end by itself."""
+_MOST_CHARACTERS = 10_000
+"""Of an error that goes to other processes, in one packet: XLA has errors of any length."""
 _TRACEBACK_S = 0.2
 """A process that hangs gets this long to write where."""
 
@@ -117,7 +119,7 @@ class EngineKeeper:
             old.close()
         self.channels[client] = channel
         for replica, error in self._given_up.items():
-            handover.send(channel, handover.GivenUp(replica, type(error).__name__, str(error)))
+            handover.send(channel, handover.GivenUp(replica, str(error)[:_MOST_CHARACTERS]))
 
     def serves(self, replica: int, startup_s: Mapping[str, float]) -> None:
         """A process that was started again serves. startup_s: seconds of its start, by phase."""
@@ -174,15 +176,23 @@ class EngineKeeper:
         if path is not None:
             self._num_written += 1
             log.error("the last steps of replica %d are in %s (jpaged bench steps --replay)", replica, path)
-        wait_s = limit.wait_s(processes.pulses[replica].num_steps > 0)
-        if wait_s is None:
-            self._give_up(replica, EngineDeadError(f"{what}; start it anew."))
+        was_of_use = processes.pulses[replica].num_steps > 0
+        while (wait_s := limit.wait_s(was_of_use)) is not None:
+            log.error("%s; starting it again%s (%s)", what, f" in {wait_s:g} s" if wait_s else "", limit)
+            if wait_s:
+                await asyncio.sleep(wait_s)
+            self._started_at[replica] = time.monotonic()
+            try:
+                sockets = processes.restart(replica)
+            except OSError as error:  # the machine has no memory, processes or files to spare at the moment
+                what, was_of_use = f"{which} cannot be started ({error})", False
+                continue
+            self._hand_over(replica, sockets)
             return
-        log.error("%s; starting it again%s (%s)", what, f" in {wait_s:g} s" if wait_s else "", limit)
-        if wait_s:
-            await asyncio.sleep(wait_s)
-        self._started_at[replica] = time.monotonic()
-        sockets = processes.restart(replica)
+        self._give_up(replica, EngineDeadError(f"{what}; start it anew."))
+
+    def _hand_over(self, replica: int, sockets: Sequence[socket.socket]) -> None:
+        """A process was started again. sockets: to it, one for each client, this process's first."""
         self._watch(replica)
         self._on_replaced(replica, sockets[0])
         for client, channel in self.channels.items():
@@ -195,7 +205,7 @@ class EngineKeeper:
         self._given_up[replica] = error
         self._on_given_up(replica, error)
         for channel in self.channels.values():
-            self._tell(channel, handover.GivenUp(replica, type(error).__name__, str(error)))
+            self._tell(channel, handover.GivenUp(replica, str(error)[:_MOST_CHARACTERS]))
 
     @staticmethod
     def _tell(channel: socket.socket, packet: handover.Packet, *sockets: socket.socket) -> None:

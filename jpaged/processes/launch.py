@@ -10,6 +10,7 @@ process also has a control channel to the process that started it (`handover.py`
 (`pulse.py`).
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -91,10 +92,15 @@ class EngineProcesses:
         return [process.pid for process in self._processes]
 
     def restart(self, replica: int) -> list[socket.socket]:
-        """Starts a replica's process again, whose process has ended. Returns the sockets to it, one for each client."""
+        """Starts a replica's process again, whose process has ended. Returns the sockets to it, one for each client.
+
+        Raises:
+            OSError: it cannot be started, for want of memory, processes or files; nothing has changed.
+        """
+        process, control, pulse, sockets = self._start(replica)
         self.controls[replica].close()
         self.pulses[replica].close()
-        self._processes[replica], self.controls[replica], self.pulses[replica], sockets = self._start(replica)
+        self._processes[replica], self.controls[replica], self.pulses[replica] = process, control, pulse
         return sockets
 
     def new_client(self) -> list[socket.socket | None]:
@@ -150,18 +156,27 @@ class EngineProcesses:
         control, its_control = handover.socket_pair()
         pulse = Pulse.create()
         theirs = [pair[1] for pair in pairs]
-        process = _start(theirs, its_control, pulse, self._environments[replica])
-        for end in (its_control, *theirs):
-            end.close()
+        try:
+            process = _start(theirs, its_control, pulse, self._environments[replica])
+        except OSError:
+            pulse.close()
+            raise
+        finally:
+            for end in (its_control, *theirs):
+                end.close()
         sockets = [pair[0] for pair in pairs]
         own = replace(self.args, verbose=self.args.verbose and replica == 0)
-        sockets[0].sendall(frame(Start(own, self._reports)))
+        with contextlib.suppress(OSError):  # it has ended already, as its control channel tells
+            sockets[0].sendall(frame(Start(own, self._reports)))
         return process, control, pulse, sockets
 
 
 def ended_how(code: int) -> str:
     """An exit code in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

@@ -260,7 +260,10 @@ class ReplicatedEngine(RequestIntake):
         return any(self._change(wire.UnpinPrefix(tokens.tobytes(), checked_salt(cache_salt))))
 
     def sleep(self, level: int = 1) -> bool:
-        """As `LLMEngine.sleep`, on every replica; one that has unfinished requests goes on, and this returns False."""
+        """As `LLMEngine.sleep`, on every replica. Returns False, and does nothing, while requests are unfinished."""
+        self._check_alive()
+        if self._open:
+            return False
         self._router.forget_prefixes()
         return all(self._change(wire.Sleep(level)))
 

@@ -10,12 +10,14 @@ import time
 
 from jpaged.api.errors import JPagedError, NonFiniteLogitsError
 from jpaged.api.outputs import RequestOutput
+from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.engine.scheduler.scheduler import RequestUpdate
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request, RequestStatus
 from jpaged.frontend.inputs import ProcessedInput
 from jpaged.frontend.output_processor import OutputProcessor
 from jpaged.processes.links import AsyncLink
+from jpaged.processes.request_record import RequestRecord
 from jpaged.processes.wire import Finish, Update
 from jpaged.text.tokenizer import Tokenizer
 
@@ -23,6 +25,10 @@ _TRIALS = 2
 """A request is refused when the engine has ended so often while it was the one on trial. Once may be chance: a process
 can be killed from outside.
 """
+
+
+_LOGPROB_BYTES = 200
+"""What one alternative of a position takes here."""
 
 
 class RequestStream:
@@ -33,6 +39,9 @@ class RequestStream:
     pending: by sequence, tokens that came since the consumer last looked; empty also where only other news came.
     queued: it has not run yet. closed: nothing more will come. is_counted: its end belongs in the metrics.
     held: no engine process has it at the moment. running: the process that has it has started it. on_trial: on trial.
+    backlog_bytes: about what log-probabilities take that the consumer has not looked at; max_backlog_bytes: the most,
+        where outputs report what is new. Tokens alone are as many as the model takes at most.
+    record: what happened to it, where somebody watches requests.
     tells_end: its engine process tells its tokens only when it ends. aborting: what it has generated is on its way.
     """
 
@@ -46,15 +55,18 @@ class RequestStream:
         "_tokens_at_death",
         "_waiter",
         "aborting",
+        "backlog_bytes",
         "closed",
         "group",
         "handle",
         "held",
         "is_counted",
         "last_token_time",
+        "max_backlog_bytes",
         "on_trial",
         "pending",
         "queued",
+        "record",
         "replica",
         "request",
         "running",
@@ -83,6 +95,9 @@ class RequestStream:
         self.on_trial = False
         self.tells_end = not self.request.reports_each_token
         self.aborting = False
+        self.record: RequestRecord | None = None
+        self.backlog_bytes = 0
+        self.max_backlog_bytes: int | None = None
         self.last_token_time = 0.0
         self._deaths = 0
         self._failed_trials = 0
@@ -107,6 +122,7 @@ class RequestStream:
         request.output_token_ids.extend(update.token_ids)
         if update.logprobs is not None and request.logprobs is not None:
             request.logprobs.extend(update.logprobs)
+            self.backlog_bytes += _LOGPROB_BYTES * sum(map(len, update.logprobs))
         if update.prompt_logprobs is not None:
             request.prompt_logprobs = update.prompt_logprobs
         if update.stats is not None:
@@ -165,6 +181,25 @@ class RequestStream:
             self._changed.add(member.index)
         return bool(members)
 
+    @property
+    def error(self) -> JPagedError | None:
+        """Why it failed."""
+        is_finite = not any(member.finish_reason == "error" for member in self.group.members)
+        return self._error if is_finite else self._error or NonFiniteLogitsError()
+
+    @property
+    def has_overflowed(self) -> bool:
+        """Whether more waits for the consumer than is kept."""
+        is_whole = self.request.sampling.output_kind == RequestOutputKind.FINAL_ONLY
+        return self.max_backlog_bytes is not None and not is_whole and self.backlog_bytes > self.max_backlog_bytes
+
+    def drop(self) -> None:
+        """Forgets what the consumer has not looked at."""
+        self.pending = [[] for _ in self.group.members]
+        for member in self.group.members:
+            if member.logprobs is not None:
+                member.logprobs.clear()
+
     def fail(self, error: JPagedError) -> None:
         self._error = error
         self.wake()
@@ -180,12 +215,10 @@ class RequestStream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         self._news = False
-        if self._error is not None:
+        self.backlog_bytes = 0
+        if self.error is not None:
             self.closed = True
-            raise self._error
-        if any(member.finish_reason == "error" for member in self.group.members):
-            self.closed = True
-            raise NonFiniteLogitsError
+            raise self.error
         group, changed = self.group, self._changed
         updates = []
         for i, new_token_ids in enumerate(self.pending):
@@ -193,7 +226,11 @@ class RequestStream:
                 updates.append(RequestUpdate(group.members[i], new_token_ids))
                 self.pending[i] = []
         changed.clear()
-        outputs = self._outputs.process(updates)
+        if self.record is None:
+            outputs = self._outputs.process(updates)
+        else:
+            with self.record.making_text():
+                outputs = self._outputs.process(updates)
         self.closed = group.finished
         return outputs[-1] if outputs else None
 

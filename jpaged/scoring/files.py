@@ -51,6 +51,7 @@ def score_files(
     overwrite: bool = False,
     shard_size: int = SHARD_SIZE,
     data_parallel_size: int = 1,
+    worker_process: bool = False,
     use_tqdm: bool = True,
     warn: Callable[[str], None] | None = None,
     **options: Any,
@@ -67,6 +68,8 @@ def score_files(
         overwrite: replace an output of this name, and drop unfinished work on it.
         shard_size: characters that are scored between two commits to the disk.
         data_parallel_size: worker processes, each with the model on a GPU of its own.
+        worker_process: a single worker, too, has a process of its own. A worker process that ends, or whose engine
+            fails, is started again with the shards that it had, as long as it gets on.
         use_tqdm: show a progress bar with tokens/s and time left.
         warn: called with a line for each row that is skipped.
     Raises:
@@ -83,6 +86,7 @@ def score_files(
         ("logprobs", logprobs),
         ("add_special_tokens", add_special_tokens),
         ("overwrite", overwrite),
+        ("worker_process", worker_process),
         ("use_tqdm", use_tqdm),
     ):
         check_bool(name, value)
@@ -116,7 +120,15 @@ def score_files(
         for error in entry["errors"]:
             _report(error, on_error, warn)
 
-    return run_job(job, num_rows, check, overwrite=overwrite, num_workers=data_parallel_size, use_tqdm=use_tqdm)
+    return run_job(
+        job,
+        num_rows,
+        check,
+        overwrite=overwrite,
+        num_workers=data_parallel_size,
+        worker_process=worker_process,
+        use_tqdm=use_tqdm,
+    )
 
 
 class ScoreShards:

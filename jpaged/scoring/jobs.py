@@ -74,11 +74,13 @@ def run_job(
     *,
     overwrite: bool,
     num_workers: int,
+    worker_process: bool,
     use_tqdm: bool,
 ) -> JobSummary:
     """Does the missing part of a job and puts the output in its place.
 
-    num_rows: of the input. check: called with each finished shard's entry, an earlier run's too, before it is listed;
+    num_rows: of the input. num_workers, worker_process: as for `run_work`.
+    check: called with each finished shard's entry, an earlier run's too, before it is listed;
         what it raises ends the run and leaves the shard out. Beside what `ShardStore` wants, entries hold the numbers
         of "rows", of "tokens" and of rows that "failed", and a list of "errors" for the errors file.
     Raises:
@@ -105,7 +107,7 @@ def run_job(
             todo = (shard for shard in shards if shard.number not in store.finished)
             devices_each = int(job.engine.get("tensor_parallel_size", 1))
             with ProgressBar(num_rows, job.task, done=resumed, shown=use_tqdm) as bar:
-                run_work(work, todo, num_workers, devices_each, done, bar.add)
+                run_work(work, todo, num_workers, devices_each, done, bar.add, worker_process=worker_process)
         num_failed = sum(entry["failed"] for entry in store.finished.values())
         errors = [error for number in sorted(store.finished) for error in store.finished[number]["errors"]]
         errors_file = _finish(store, job, errors)

@@ -35,6 +35,9 @@ log = logging.getLogger("jpaged.scoring")
 SHARDS_AHEAD = 2
 """Shards a worker has at once."""
 
+_MOST_FRUITLESS = 1
+"""A worker is started again so often without having finished a shard."""
+
 _PROGRESS_PERIOD_S = 0.2
 
 _PROGRAM = """
@@ -87,17 +90,25 @@ class Work:
 
 
 def run_work(
-    work: Work, shards: Iterator[Shard], num_workers: int, devices_each: int, done: Done, progress: Progress
+    work: Work,
+    shards: Iterator[Shard],
+    num_workers: int,
+    devices_each: int,
+    done: Done,
+    progress: Progress,
+    *,
+    worker_process: bool = False,
 ) -> None:
     """Works on all shards. `done` and `progress` may be called in different threads, each in one at a time.
 
-    num_workers: 1 works in this process; more start as many. devices_each: GPUs of each worker.
+    num_workers: 1 works in this process, unless worker_process is set; more start as many processes. devices_each: GPUs
+    of each worker.
     Raises:
         InvalidParameterError: more devices asked for than there are.
         EngineDeadError: a worker ended by itself, or its engine failed.
         JPagedError: whatever a worker met.
     """
-    if num_workers == 1:
+    if num_workers == 1 and not worker_process:
         work.make().run(shards, done, progress)
         return
     with WorkerPool(work, num_workers, devices_each) as pool:
@@ -152,8 +163,7 @@ class WorkerPool:
 
 class WorkerProcess:
     """The coordinator's end of a worker. A worker that ends by itself, or whose engine fails, is started again with the
-    shards that it had, if it has finished one since it was last started: so it gets on, and a shard that ends it each
-    time ends the work.
+    shards that it had. One that ends twice without finishing a shard between ends the work: it may be a shard's fault.
     """
 
     def __init__(self, number: int, work: Work, environment: dict[str, str]) -> None:
@@ -171,7 +181,7 @@ class WorkerProcess:
             EngineDeadError: it ended before that. JPagedError: it said what went wrong.
         """
         open_shards: dict[int, Shard] = {}
-        more, of_use = True, False
+        more, fruitless = True, 0
         while more or open_shards:
             while more and len(open_shards) < SHARDS_AHEAD:
                 shard = next_shard()
@@ -187,17 +197,17 @@ class WorkerProcess:
                 if "error" in message:
                     raise error_of(message["error"], message["text"])
             except EngineDeadError as error:
-                if not of_use or not self._start_again():
+                fruitless += 1
+                if fruitless > _MOST_FRUITLESS or not self._start_again():
                     raise
                 log.error("%s Worker %d is started again.", error, self._number)
-                of_use = False
                 for shard in open_shards.values():
                     self._send(asdict(shard))
                 continue
             if "progress" in message:
                 progress(*message["progress"])
             else:
-                of_use = True
+                fruitless = 0
                 del open_shards[message["entry"]["shard"]]
                 done(message["entry"])
 

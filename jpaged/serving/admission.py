@@ -23,6 +23,7 @@ from starlette.requests import Request
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.errors import ApiError
 from jpaged.serving.limits import RETRY_AFTER_S, ServerLimits
+from jpaged.serving.middleware import key_of
 
 _CELLS = 1 << 16
 _NETWORK_BITS = 64
@@ -135,7 +136,7 @@ class Admission:
 def client_of(request: Request, keys: Sequence[str]) -> bytes:
     """What a client is told by: the key that it sends where there are keys, else its address or IPv6 network."""
     if keys:
-        return request.headers.get("authorization", "").partition(" ")[2].strip().encode()
+        return key_of(request.scope)
     host = "" if request.client is None else request.client.host
     try:
         address = ip_address(host.partition("%")[0])

@@ -13,7 +13,9 @@ import msgspec
 
 from jpaged.api.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jpaged.frontend.inputs import ProcessedInput
+from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -30,10 +32,13 @@ from jpaged.serving.protocol import (
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
+    ToolCall,
     TopLogprob,
     Usage,
 )
+from jpaged.serving.turns import Reading
 from jpaged.text.tokenizer import Tokenizer
+from jpaged.text.turns.parser import CallDelta, TurnParser
 
 _encode = msgspec.json.Encoder().encode
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -49,13 +54,14 @@ class AnswerContext:
     """What the answer to a request is made with.
 
     request_id: as the client sees it. model: its name, as the client gave it. prompts: as they went to the engine.
-    tokenizer: None without text.
+    tokenizer: None without text. reading: of a chat whose text is not all content.
     """
 
     request_id: str
     model: str
     prompts: Sequence[ProcessedInput]
     tokenizer: Tokenizer | None
+    reading: Reading | None = None
 
 
 class Answer:
@@ -70,7 +76,7 @@ class Answer:
         self._model = context.model
         self._prompts = prompts
         self._tokenizer = context.tokenizer
-        self._created = int(time.time())
+        self._created = int(time.time())  # noqa: TID251  # a date
         self._n = request.n or 1
         self._as_ids = bool(request.return_tokens_as_token_ids)
         self._token_ids = bool(request.return_token_ids)
@@ -103,6 +109,14 @@ class Answer:
         if not self._usage_at_end:
             return DONE_EVENT
         return event(_encode(self._chunk([], self._usage()))) + DONE_EVENT
+
+    def error_body(self, error: ApiError) -> bytes:
+        """The JSON of an answer that failed before it began."""
+        return error.body()
+
+    def failed(self, error: ApiError) -> bytes:
+        """The events that end a stream which failed."""
+        return event(error.body())
 
     def _beginning(self, index: int) -> bytes:
         """The events before the first news of a choice, where the answer announces them."""
@@ -254,17 +268,22 @@ class ChatAnswer(Answer):
     def __init__(self, request: ChatCompletionRequest, context: AnswerContext) -> None:
         super().__init__(request, context)
         self._top_logprobs = request.top_logprobs or 0
+        self._reading = context.reading
+        self._parsers: dict[int, TurnParser] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._take_counts(outputs)
         (output,) = outputs
         choices = []
         for completion in output.outputs:
+            message, finish_reason = ChatMessage(completion.text), completion.finish_reason
+            if self._reading is not None:
+                message, finish_reason = self._read(self._reading, completion)
             choice = ChatChoice(
                 index=completion.index,
-                message=ChatMessage(completion.text),
+                message=message,
                 logprobs=self._logprobs_of(completion),
-                finish_reason=completion.finish_reason,
+                finish_reason=finish_reason,
                 stop_reason=completion.stop_reason,
             )
             if self._token_ids:
@@ -282,10 +301,13 @@ class ChatAnswer(Answer):
 
     def _choice_events(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
         logprobs = self._logprobs_of(completion)
-        if not (completion.text or completion.finish_reason or logprobs or (self._token_ids and completion.token_ids)):
-            return b""
+        finish_reason, says = completion.finish_reason, bool(completion.text)
         delta = ChatDelta(content=completion.text) if completion.text else ChatDelta()
-        choice = ChatChunkChoice(completion.index, delta, logprobs, completion.finish_reason, completion.stop_reason)
+        if self._reading is not None:
+            delta, finish_reason, says = self._news(self._reading, completion)
+        if not (says or finish_reason or logprobs or (self._token_ids and completion.token_ids)):
+            return b""
+        choice = ChatChunkChoice(completion.index, delta, logprobs, finish_reason, completion.stop_reason)
         if self._token_ids:
             choice.token_ids = completion.token_ids
         return self._event(choice)
@@ -295,6 +317,37 @@ class ChatAnswer(Answer):
         if self._token_ids and choices and choices[0].delta.role is not msgspec.UNSET:
             chunk.prompt_token_ids = self._prompts[0].prompt_token_ids
         return chunk
+
+    def _read(self, reading: Reading, completion: CompletionOutput) -> tuple[ChatMessage, str | None]:
+        """The message of a choice that is complete, and why it ended."""
+        parser = reading.parser()
+        delta = parser.feed(completion.text, final=True)
+        message = ChatMessage(delta.content)
+        if delta.calls:
+            message.content = delta.content or None
+            message.tool_calls = [
+                ToolCall(CalledFunction(news.arguments, news.name or ""), reading.call_id(), "function")
+                for news in delta.calls
+            ]
+        if delta.reasoning and reading.shows_reasoning:
+            message.reasoning_content = message.reasoning = delta.reasoning
+        return message, finish_reason_of(parser, completion)
+
+    def _news(self, reading: Reading, completion: CompletionOutput) -> tuple[ChatDelta, str | None, bool]:
+        """What is new in a choice, why it ended, and whether there is anything new."""
+        parser = self._parsers.get(completion.index)
+        if parser is None:
+            parser = self._parsers[completion.index] = reading.parser()
+        news = parser.feed(completion.text, final=completion.finish_reason is not None)
+        delta = ChatDelta()
+        if news.reasoning and reading.shows_reasoning:
+            delta.reasoning_content = delta.reasoning = news.reasoning
+        if news.content:
+            delta.content = news.content
+        if news.calls:
+            delta.tool_calls = [_call_delta(reading, call) for call in news.calls]
+        says = bool(news.content or news.calls or (news.reasoning and reading.shows_reasoning))
+        return delta, finish_reason_of(parser, completion), says
 
     def _logprobs_of(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if completion.logprobs is None:
@@ -310,6 +363,19 @@ class ChatAnswer(Answer):
     def _top(self, token: int, logprob: Logprob) -> TopLogprob:
         data = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
         return TopLogprob(self._token(token, logprob), logprob.logprob, list(data))
+
+
+def finish_reason_of(parser: TurnParser, completion: CompletionOutput) -> str | None:
+    """Why a choice ended: "tool_calls" if it calls tools and no stop string cut it off."""
+    reason = completion.finish_reason
+    calls = parser.num_calls and not parser.is_inside_call
+    return "tool_calls" if reason == "stop" and calls else reason
+
+
+def _call_delta(reading: Reading, call: CallDelta) -> ToolCall:
+    if call.name is None:
+        return ToolCall(CalledFunction(call.arguments), index=call.index)
+    return ToolCall(CalledFunction(call.arguments, call.name), reading.call_id(), "function", call.index)
 
 
 def answer_to(request: CompletionRequest | ChatCompletionRequest, context: AnswerContext) -> Answer:

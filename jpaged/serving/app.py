@@ -2,6 +2,7 @@
 
     client -- RequestIds -- RootPath -- LastWords -- Hosts -- Origins -- CORS -- ApiKeys --+-- page.py
                                                                                            +-- openai_routes.py
+                                                                                           +-- dialects/routes.py
                                                                                            +-- operational_routes.py
 
 Hosts, CORS and ApiKeys are there when hosts and origins are listed and keys are given.
@@ -15,8 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.processes.request_log import RequestLog
+from jpaged.processes.traces import Traces
 from jpaged.serving.admission import Admission, ClientCounts
 from jpaged.serving.browsers import Hosts, Origins
+from jpaged.serving.dialects.routes import dialect_routes
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import error_response
 from jpaged.serving.live import LiveView
@@ -28,13 +32,19 @@ from jpaged.serving.page import page_routes
 
 
 def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts | None = None) -> Starlette:
-    """The ASGI application that serves an engine. `app.state.live.close()` ends the streams that never end.
+    """The ASGI application that serves an engine, which gets the observers that the options ask for.
+    `app.state.live.close()` ends the streams that never end.
 
     clients: counts that several applications share.
     """
+    if options.otlp_traces_endpoint is not None:  # before the log, which names a request's trace
+        engine.observers.append(Traces(options.otlp_traces_endpoint, options.served_model_names[0]))
+    if options.log_requests:
+        engine.observers.append(RequestLog(options.log_prompts, engine.tokenizer))
     admission = Admission(engine, options.limits, clients)
     live = LiveView(engine, options.limits.max_watchers)
-    routes = [*openai_routes(engine, options, admission), *operational_routes(engine, options, live), *page_routes()]
+    routes = [*openai_routes(engine, options, admission), *dialect_routes(engine, options, admission)]
+    routes += [*operational_routes(engine, options, live), *page_routes()]
     middleware = [Middleware(RequestIds), Middleware(RootPath), Middleware(LastWords)]
     if options.allowed_hosts is not None:
         middleware.append(Middleware(Hosts, allowed=options.allowed_hosts))

@@ -44,6 +44,7 @@ def run_batch(
     overwrite: bool = False,
     shard_size: int = SHARD_SIZE,
     data_parallel_size: int = 1,
+    worker_process: bool = False,
     use_tqdm: bool = True,
     **options: Any,
 ) -> JobSummary:
@@ -59,6 +60,8 @@ def run_batch(
         overwrite: replace an output of this name, and drop unfinished work on it.
         shard_size: requests between two commits to the disk.
         data_parallel_size: worker processes, each with the model on a GPU of its own.
+        worker_process: a single worker, too, has a process of its own. A worker process that ends, or whose engine
+            fails, is started again with the shards that it had, as long as it gets on.
         use_tqdm: show a progress bar.
     Returns: `num_errors` counts lines that were not answered with status 200.
     Raises:
@@ -68,6 +71,7 @@ def run_batch(
     paths = checked_inputs([inputs], (".jsonl", ".ndjson"))
     check_integer("shard_size", shard_size, 1, sys.maxsize)
     check_bool("overwrite", overwrite)
+    check_bool("worker_process", worker_process)
     check_bool("use_tqdm", use_tqdm)
     job = Job(
         task="batch",
@@ -82,7 +86,13 @@ def run_batch(
     )
     num_rows = sum(1 for _ in read_records(paths))
     return run_job(
-        job, num_rows, lambda entry: None, overwrite=overwrite, num_workers=data_parallel_size, use_tqdm=use_tqdm
+        job,
+        num_rows,
+        lambda entry: None,
+        overwrite=overwrite,
+        num_workers=data_parallel_size,
+        worker_process=worker_process,
+        use_tqdm=use_tqdm,
     )
 
 
@@ -153,7 +163,7 @@ class BatchShards:
                     params = replace(params, seed=(self._args.seed + line.record.index + (number << 32)) % 2**63)
                 try:
                     request_id = next(request_ids)
-                    with in_words_of(request.body):
+                    with in_words_of(request.body, request.constraint):
                         self._engine.add_request(request_id, prompt, params, cache_salt=request.body.cache_salt)
                 except (InvalidParameterError, InvalidPromptError, OutOfMemoryError) as error:
                     raise BadRequest(request.custom_id, error, type(request.body)) from error

@@ -22,9 +22,11 @@ from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.inputs import ProcessedInput, Prompt, as_prompt_list
 from jpaged.serving.answers import AnswerContext, answer_to
 from jpaged.serving.chat_template import template_arguments
+from jpaged.serving.constraints import Constraint
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, refuse_unsupported
-from jpaged.serving.sampling import sampling_of
+from jpaged.serving.sampling import in_words_of, sampling_of
+from jpaged.serving.turns import Reading, turn_of
 from jpaged.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -37,12 +39,17 @@ _IDLE = {"stream": False, "priority": 0}
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A line's request: one prompt, or several for completions. params are the same for all."""
+    """A line's request: one prompt, or several for completions. params are the same for all.
+
+    reading, constraint: of a chat that has tools or reasoning.
+    """
 
     custom_id: str
     body: CompletionRequest | ChatCompletionRequest
     prompts: list[Prompt]
     params: SamplingParams | BeamSearchParams
+    reading: Reading | None = None
+    constraint: Constraint | None = None
 
 
 class BadLine(Exception):
@@ -109,7 +116,15 @@ def _checked(
     params = sampling_of(body, defaults)
     prompts: list[Prompt]
     if isinstance(body, ChatCompletionRequest):
-        prompts = [tokenizer.apply_chat_template(body.messages, **template_arguments(body, tokenizer))]
+        turn = turn_of(body, tokenizer)
+        prompt = tokenizer.chat_prompt(turn.messages, **template_arguments(body, turn, tokenizer))
+        prompts = [tokenizer.encode_prompt(prompt)]
+        if not turn.is_plain:
+            reading = Reading(turn, turn.reasons(prompt.text), body.include_reasoning is not False)
+            constraint = turn.constraint(body, reading.reasons, tokenizer)
+            with in_words_of(body, constraint):
+                params = turn.applied(params, constraint, tokenizer)
+            return BatchRequest(custom_id, body, prompts, params, reading, constraint)
     else:
         prompts = as_prompt_list(body.prompt)
         if not prompts:
@@ -126,7 +141,7 @@ def response_line(
     body, name = request.body, uuid.uuid4().hex
     prompts = [ProcessedInput(output.prompt, output.prompt_token_ids, ()) for output in outputs]
     kind = "chatcmpl" if isinstance(body, ChatCompletionRequest) else "cmpl"
-    context = AnswerContext(f"{kind}-{name}", body.model or model, prompts, tokenizer)
+    context = AnswerContext(f"{kind}-{name}", body.model or model, prompts, tokenizer, request.reading)
     answer = answer_to(body, context)
     return _line(request.custom_id, 200, answer.whole(outputs))
 

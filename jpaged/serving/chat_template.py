@@ -4,12 +4,16 @@ from typing import Any
 
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, TokenizeRequest
+from jpaged.serving.turns import Turn
 from jpaged.text.tokenizer import Tokenizer
 
 
-def template_arguments(body: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+def template_arguments(
+    body: ChatCompletionRequest | TokenizeRequest, turn: Turn, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """What a request asks of the chat template, as arguments of `Tokenizer.chat_prompt`.
 
+    turn: the request's; its messages are what is rendered.
     Raises:
         ApiError: fields that contradict each other or a template; a variable that has the name of an option.
     """
@@ -33,10 +37,13 @@ def template_arguments(body: ChatCompletionRequest | TokenizeRequest, tokenizer:
                 f"chat_template_kwargs: {name!r} is an option of the request, not a variable; give it beside them.",
                 param="chat_template_kwargs",
             )
-    tools = body.tools if isinstance(body, TokenizeRequest) else None  # a chat's are refused
-    return variables | {
-        "tools": tools,
-        "chat_template": body.chat_template,
-        "add_generation_prompt": body.add_generation_prompt is not False,
-        "continue_final_message": bool(body.continue_final_message),
-    }
+    return (
+        turn.variables
+        | variables
+        | {
+            "tools": turn.template_tools,
+            "chat_template": body.chat_template,
+            "add_generation_prompt": body.add_generation_prompt is not False,
+            "continue_final_message": bool(body.continue_final_message),
+        }
+    )

@@ -15,6 +15,7 @@ from jpaged.api.errors import (
     NonFiniteLogitsError,
     OutOfMemoryError,
     PromptTooLongError,
+    SlowConsumerError,
     SuspectRequestError,
     UnsupportedParameterError,
 )
@@ -83,6 +84,8 @@ def api_error(error: Exception, fields: Collection[str] = (), prompt_field: str 
         return ApiError(503, message, code="restarting", headers={"retry-after": "1"})
     if isinstance(error, SuspectRequestError):
         return ApiError(500, message, code="engine_ended")
+    if isinstance(error, SlowConsumerError):
+        return ApiError(408, message, code="client_too_slow")
     if isinstance(error, NonFiniteLogitsError):
         return ApiError(500, message, code="logits_not_finite")
     if isinstance(error, JPagedError):

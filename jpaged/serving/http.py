@@ -23,12 +23,15 @@ class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
-def error_response(error: ApiError) -> Response:
-    """The answer for an error. It closes the connection if more of the request may still come."""
+def error_response(error: ApiError, body: bytes | None = None) -> Response:
+    """The answer for an error. It closes the connection if more of the request may still come.
+
+    body: in another form than OpenAI's.
+    """
     headers = dict(error.headers)
     if error.status in (408, 413):
         headers["connection"] = "close"
-    return Response(error.body(), error.status, headers, media_type="application/json")
+    return Response(error.body() if body is None else body, error.status, headers, media_type="application/json")
 
 
 def json_response(value: Any) -> Response:
@@ -36,8 +39,8 @@ def json_response(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def guarded(handler: Handler) -> Handler:
-    """Wraps a handler: its errors become answers; a client that disconnected gets none."""
+def guarded(handler: Handler, body_of: Callable[[ApiError], bytes] = ApiError.body) -> Handler:
+    """Wraps a handler: its errors become answers; a client that disconnected gets none. body_of: the JSON of errors."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -45,7 +48,8 @@ def guarded(handler: Handler) -> Handler:
         except ClientDisconnected:
             return Response(status_code=499)
         except Exception as error:  # whatever it is, the client gets an answer in the form of all errors
-            return error_response(reported(error))
+            answer = reported(error)
+            return error_response(answer, body_of(answer))
 
     return endpoint
 

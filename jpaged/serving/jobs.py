@@ -8,21 +8,22 @@ Nothing is queued before all checks have passed, so a request that is refused ha
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from jpaged.api.beam_search_params import BeamSearchParams
-from jpaged.api.errors import InvalidPromptError
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.inputs import ProcessedInput, as_prompt_list
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.admission import Admission, Ticket
 from jpaged.serving.answers import Answer, AnswerContext, answer_to
 from jpaged.serving.chat_template import template_arguments
+from jpaged.serving.constraints import Constraint
 from jpaged.serving.errors import ApiError
 from jpaged.serving.options import AppOptions
 from jpaged.serving.protocol import (
@@ -32,9 +33,16 @@ from jpaged.serving.protocol import (
     refuse_unsupported,
 )
 from jpaged.serving.sampling import in_words_of, sampling_of
+from jpaged.serving.turns import Reading, Turn, named_tool, turn_of
+from jpaged.text.chat_prompts import ChatPrompt
 
-_INLINE_LOGPROBS = 4096
-"""Answers with more log-probabilities are written in a thread."""
+INLINE_LOGPROBS = 4096
+"""Answers and events with more log-probabilities are written in a thread."""
+_BLAME_S = 5.0
+"""For finding out whose schema it is that cannot be used."""
+
+MakeAnswer = Callable[[Any, AnswerContext], Answer]
+"""Makes the answer to a request, which is a CompletionRequest or a ChatCompletionRequest."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class Job:
     request_id: unlike any other's; several clients may call theirs the same, and meet in one API process or not.
     ticket: its place in the queue; whoever runs the job closes it.
     is_large: its answer takes long to write, which is done in a thread.
+    max_unsent_bytes: of its streams, that may wait for the client.
+    trace_headers: of the client's request, for those who watch requests.
     """
 
     request_id: str
@@ -57,6 +67,8 @@ class Job:
     is_large: bool
     fields: Sequence[str]
     prompt_field: str
+    max_unsent_bytes: int
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class JobMaker:
@@ -101,19 +113,71 @@ class JobMaker:
                 await asyncio.sleep(0)  # a thousand prompts take a while; others are served meanwhile
             return await self._job(body, params, processed, "prompt", ticket)
 
-    async def chat(self, body: ChatCompletionRequest, client: bytes) -> Job:
-        """The job of a chat. Arguments and errors as of `completion`."""
+    async def chat(self, body: ChatCompletionRequest, client: bytes, make_answer: MakeAnswer = answer_to) -> Job:
+        """The job of a chat. Other arguments and errors as of `completion`.
+
+        make_answer: another dialect's.
+        """
         self._check(body)
         async with self._place(client, 1) as ticket:
             params = await self._params(body)
-            tokens = await self.chat_tokens(body)
+            text, tokens, turn = await self.chat_prompt(body)
             tokens = await self._truncated(body, tokens, params)
-            with in_words_of(body):
-                processed = await self._engine.process(tokens, params)
-            return await self._job(body, params, [processed], "messages", ticket)
+            reading = None
+            if turn.is_plain:
+                with in_words_of(body):
+                    processed = await self._engine.process(tokens, params)
+            else:
+                reading = Reading(turn, turn.reasons(text), body.include_reasoning is not False)
+                params, processed = await self._processed(body, tokens, params, reading)
+            return await self._job(body, params, [processed], "messages", ticket, reading, make_answer)
 
-    async def chat_tokens(self, body: ChatCompletionRequest | TokenizeRequest) -> list[int]:
-        """The token ids of a conversation's prompt. Raises ApiError, InvalidPromptError."""
+    async def _processed(
+        self,
+        body: ChatCompletionRequest,
+        tokens: list[int],
+        params: SamplingParams | BeamSearchParams,
+        reading: Reading,
+    ) -> tuple[SamplingParams | BeamSearchParams, ProcessedInput]:
+        """The parameters and the checked prompt of a turn with reasoning or tools."""
+        turn, tokenizer = reading.turn, self._engine.tokenizer
+        assert tokenizer is not None
+
+        def applied() -> tuple[Constraint | None, SamplingParams | BeamSearchParams]:
+            constraint = turn.constraint(body, reading.reasons, tokenizer)
+            with in_words_of(body, constraint):
+                return constraint, turn.applied(params, constraint, tokenizer)
+
+        constraint, applied_params = await self._engine.in_thread(applied) if turn.tools else applied()
+        try:
+            with in_words_of(body, constraint):
+                return applied_params, await self._engine.process(tokens, applied_params)
+        except InvalidParameterError as error:
+            if constraint is not None and str(error).startswith("tools"):
+                await self._blame_tool(body, turn)
+            raise
+
+    async def _blame_tool(self, body: ChatCompletionRequest, turn: Turn) -> None:
+        """Raises InvalidParameterError if one of the first tools alone has a schema that cannot be used."""
+        end = time.monotonic() + _BLAME_S
+        names = [tool["function"]["name"] for tool in body.tools or ()]
+        for tool in turn.tools:
+            if time.monotonic() > end:
+                return
+            where = f"tools[{names.index(tool.name)}].function.parameters"
+            try:
+                constraint = {"json": {**tool.parameters, "x-guidance": {"lenient": not tool.strict}}}
+                alone = SamplingParams(structured_outputs=constraint)  # type: ignore[arg-type]
+                await self._engine.process([0], alone)
+            except InvalidParameterError as error:
+                raise named_tool(error, where) from error
+
+    async def chat_prompt(self, body: ChatCompletionRequest | TokenizeRequest) -> tuple[str, list[int], Turn]:
+        """A conversation's prompt: its text and its token ids; and the turn that it asks for.
+
+        Raises:
+            ApiError, InvalidPromptError: there is none.
+        """
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise InvalidPromptError("A chat needs a tokenizer, but the engine was started without one.")
@@ -123,18 +187,22 @@ class JobMaker:
                 "chat_template of a request is not taken; start the server with --trust-request-chat-template.",
                 param="chat_template",
             )
-        arguments = template_arguments(body, tokenizer) | {
-            "timeout_s": self._limits.template_timeout_s,
-            "control_tokens_in_messages": self._options.control_tokens_in_messages,
-        }
-        messages = body.messages or []
+        options = self._options
+
+        def render() -> tuple[Turn, ChatPrompt]:
+            turn = turn_of(body, tokenizer, options.tool_parser, options.reasoning_parser)
+            arguments = template_arguments(body, turn, tokenizer) | {
+                "timeout_s": self._limits.template_timeout_s,
+                "control_tokens_in_messages": options.control_tokens_in_messages,
+            }
+            return turn, tokenizer.chat_prompt(turn.messages, **arguments)
+
         threads = self._threads if body.chat_template is None else self._threads_of_given
-        render = partial(tokenizer.chat_prompt, messages, **arguments)
-        prompt = await asyncio.get_running_loop().run_in_executor(threads, render)
+        turn, prompt = await asyncio.get_running_loop().run_in_executor(threads, render)
         if prompt.marks is None:
-            return await self._engine.encode(prompt.text, add_special_tokens=False)
+            return prompt.text, await self._engine.encode(prompt.text, add_special_tokens=False), turn
         self._engine.check_length(prompt.text)
-        return await self._engine.in_thread(lambda: tokenizer.encode_prompt(prompt))
+        return prompt.text, await self._engine.in_thread(lambda: tokenizer.encode_prompt(prompt)), turn
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError if the model that a request names is another than the one that is served."""
@@ -203,6 +271,8 @@ class JobMaker:
         prompts: list[ProcessedInput],
         prompt_field: str,
         ticket: Ticket,
+        reading: Reading | None = None,
+        make_answer: MakeAnswer = answer_to,
     ) -> Job:
         for prompt in prompts:
             self._limits.check_prompt_tokens(prompt.prompt_token_ids, prompt_field)
@@ -219,8 +289,8 @@ class JobMaker:
         kind, own_id = "chatcmpl" if is_chat else "cmpl", secrets.token_hex(16)
         request_id = f"{kind}-{body.request_id or own_id}"
         model, tokenizer = self._options.served_model_names[0], self._engine.tokenizer
-        context = AnswerContext(request_id, body.model or model, prompts, tokenizer)
-        answer = answer_to(body, context)
+        context = AnswerContext(request_id, body.model or model, prompts, tokenizer, reading)
+        answer = make_answer(body, context)
         return Job(
             f"{kind}-{own_id}",
             prompts,
@@ -230,7 +300,8 @@ class JobMaker:
             body.priority or 0,
             body.cache_salt,
             bool(body.stream),
-            num_logprobs > _INLINE_LOGPROBS,
+            num_logprobs > INLINE_LOGPROBS,
             body.__struct_fields__,
             prompt_field,
+            self._limits.max_unsent_bytes,
         )

@@ -30,11 +30,14 @@ class ServerLimits:
         max_stop_token_ids, max_allowed_token_ids: entries of these lists.
         max_detokenize_tokens: of one `/detokenize`, where the model itself takes no longer sequence.
         max_bad_words: entries of `bad_words`.
+        max_tools: entries of `tools`.
         max_queued_requests: prompts that wait to run, all clients' together; above it requests get a 503.
         max_queued_tokens: tokens of those.
         max_requests_per_client: prompts of one client that wait or run: of one key, or of one address where there are
             no keys; above it the client gets a 429. None: no limit.
         max_watchers: of the live view, in each API process; above it they get a 503.
+        max_unsent_bytes: of a stream's log-probabilities that wait for a client that takes them more slowly than they
+            come; above it the stream ends with an error.
         header_timeout_s: from the first byte of a request to the end of its headers.
         body_timeout_s: from there to the end of its body.
         send_timeout_s: for a client to take some of its answer; one that takes none is cut off, and its requests are
@@ -60,11 +63,13 @@ class ServerLimits:
     max_stop_token_ids: int = 64
     max_allowed_token_ids: int = 1 << 16
     max_detokenize_tokens: int = 1 << 16
+    max_tools: int = 512
     max_bad_words: int = 128
     max_queued_requests: int = 8192
     max_queued_tokens: int = 16 << 20
     max_requests_per_client: int | None = None
     max_watchers: int = 32
+    max_unsent_bytes: int = 16 << 20
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     send_timeout_s: float = 60.0
@@ -89,6 +94,8 @@ class ServerLimits:
         _at_most("stop", sum(map(len, stop)), self.max_stop_characters, " characters")
         _at_most("logit_bias", len(request.logit_bias or ()), self.max_logit_bias, " entries")
         _at_most("prompt_logprobs", request.prompt_logprobs, self.max_logprobs)
+        if isinstance(request, ChatCompletionRequest):
+            _at_most("tools", len(request.tools or ()), self.max_tools, " tools")
         if isinstance(request, CompletionRequest):
             _at_most("logprobs", request.logprobs, self.max_logprobs)
         elif isinstance(request, ChatCompletionRequest):

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jpaged.serving.errors import ApiError
@@ -22,6 +23,8 @@ HEALTH_PATHS = ("/health", "/ping")
 OPEN_PATHS = (*HEALTH_PATHS, *PATHS)
 """Paths that need no key: those, and the page, which a browser opens before its user can give a key."""
 
+_REQUEST_ID_KEY = "jpaged.request_id"
+"""Of the scope: what `RequestIds` calls the request."""
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -41,6 +44,7 @@ class RequestIds:
         given = header_of(scope, b"x-request-id")
         request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         begin, status = time.monotonic(), 0
+        scope[_REQUEST_ID_KEY] = request_id
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -111,7 +115,7 @@ class ApiKeys:
         if scope["type"] == "http" and path_of(scope) not in OPEN_PATHS and not self._knows(scope):
             error = ApiError(
                 401,
-                "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
+                "The API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
                 code="invalid_api_key",
                 kind="authentication_error",
                 headers={"www-authenticate": "Bearer"},
@@ -121,10 +125,15 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
-        scheme, _, key = (header_of(scope, b"authorization") or b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
+        digest = hashlib.sha256(key_of(scope)).digest()
         known = [hmac.compare_digest(digest, other) for other in self._digests]
-        return scheme.lower() == b"bearer" and any(known)
+        return any(known)
+
+
+def key_of(scope: Scope) -> bytes:
+    """The key that a request has, as OpenAI's clients send it or as Anthropic's do; empty if there is none."""
+    scheme, _, key = (header_of(scope, b"authorization") or b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else (header_of(scope, b"x-api-key") or b"").strip()
 
 
 def path_of(scope: Scope) -> str:
@@ -136,6 +145,16 @@ def path_of(scope: Scope) -> str:
 def header_of(scope: Scope, name: bytes) -> bytes | None:
     """The value of a request's header, given by its name in lower case."""
     return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def trace_headers(request: Request) -> dict[str, str]:
+    """What names a request and its trace: `traceparent` and `tracestate`, as far as the client sends them, and the
+    `x-request-id` that its answer has.
+    """
+    found = {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
+    if _REQUEST_ID_KEY in request.scope:
+        found["x-request-id"] = request.scope[_REQUEST_ID_KEY].decode()
+    return found
 
 
 def _printable(text: str) -> str:

@@ -8,6 +8,7 @@ An error on the way names the field of the request that it blames.
 import contextlib
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.http import guarded, json_response, read_body, unless_disconnected
 from jpaged.serving.jobs import Job, JobMaker
 from jpaged.serving.json_size import SMALL_BYTES, check_size
+from jpaged.serving.middleware import trace_headers
 from jpaged.serving.options import AppOptions, public_name
 from jpaged.serving.protocol import (
     ChatCompletionRequest,
@@ -33,6 +35,7 @@ from jpaged.serving.protocol import (
     ModelList,
     TokenizeRequest,
     TokenizeResponse,
+    json_decoder,
     refuse_unsupported,
 )
 from jpaged.serving.streams import JobStream, all_outputs
@@ -60,11 +63,11 @@ class _Handlers:
         self._engine = engine
         self._options = options
         self._jobs = JobMaker(engine, options, admission)
-        self._completion = msgspec.json.Decoder(CompletionRequest)
-        self._chat = msgspec.json.Decoder(ChatCompletionRequest)
-        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
-        self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
-        self._created = int(time.time())
+        self._completion = json_decoder(CompletionRequest)
+        self._chat = json_decoder(ChatCompletionRequest)
+        self._tokenize = json_decoder(TokenizeRequest)
+        self._detokenize = json_decoder(DetokenizeRequest)
+        self._created = int(time.time())  # noqa: TID251  # a date
 
     async def completions(self, request: Request) -> Response:
         body = await self._decode(request, self._completion)
@@ -94,7 +97,7 @@ class _Handlers:
         field = "prompt" if body.messages is None else "messages"
         try:
             if body.messages is not None:
-                tokens = await self._jobs.chat_tokens(body)
+                _, tokens, _ = await self._jobs.chat_prompt(body)
             else:
                 special = True if body.add_special_tokens is None else body.add_special_tokens
                 tokens = await self._engine.encode(body.prompt or "", add_special_tokens=special)
@@ -123,11 +126,7 @@ class _Handlers:
         return json_response(DetokenizeResponse(text))
 
     async def _decode(self, request: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
-        check_json(request)
-        body = await read_body(request, self._options.limits.max_body_bytes, self._options.limits.body_timeout_s)
-        if len(body) <= SMALL_BYTES:
-            return _parsed(body, decoder)
-        return await self._engine.in_thread(lambda: _parsed(body, decoder))
+        return await decode_body(self._engine, self._options, request, decoder)
 
     async def _generate(
         self,
@@ -138,6 +137,8 @@ class _Handlers:
     ) -> Response:
         try:
             prepared = await job
+            if self._engine.observers:
+                prepared = replace(prepared, trace_headers=trace_headers(request))
             if prepared.streams:
                 return JobStream(self._engine, prepared)
             with contextlib.closing(prepared.ticket):
@@ -157,6 +158,17 @@ class _Handlers:
         root = public_name(self._engine.args.model)
         limits = (await self._engine.ready()).limits
         return ModelCard(name, self._created, root, limits.max_model_len)
+
+
+async def decode_body(
+    engine: AsyncLLMEngine, options: AppOptions, request: Request, decoder: msgspec.json.Decoder[_T]
+) -> _T:
+    """The body of a request; a large one is decoded in a thread. Raises ApiError, ClientDisconnected."""
+    check_json(request)
+    body = await read_body(request, options.limits.max_body_bytes, options.limits.body_timeout_s)
+    if len(body) <= SMALL_BYTES:
+        return _parsed(body, decoder)
+    return await engine.in_thread(lambda: _parsed(body, decoder))
 
 
 def _parsed(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:

@@ -5,6 +5,8 @@ from typing import Any
 import msgspec
 
 from jpaged.api.version import __version__
+from jpaged.serving.dialects.messages import MessagesRequest
+from jpaged.serving.dialects.responses import ResponsesRequest
 from jpaged.serving.protocol import (
     ChatCompletionRequest,
     ChatResponse,
@@ -22,6 +24,9 @@ from jpaged.serving.protocol import (
 _POSTS: dict[str, tuple[str, Any, Any]] = {
     "/v1/completions": ("Complete prompts.", CompletionRequest, CompletionResponse),
     "/v1/chat/completions": ("Answer a conversation.", ChatCompletionRequest, ChatResponse),
+    "/v1/messages": ("Answer a conversation, as Anthropic's API does.", MessagesRequest, dict[str, Any]),
+    "/v1/messages/count_tokens": ("The tokens of such a conversation.", MessagesRequest, dict[str, int]),
+    "/v1/responses": ("Answer a conversation, as OpenAI's Responses API does.", ResponsesRequest, dict[str, Any]),
     "/tokenize": ("Text or a conversation to token ids.", TokenizeRequest, TokenizeResponse),
     "/detokenize": ("Token ids to text.", DetokenizeRequest, DetokenizeResponse),
 }

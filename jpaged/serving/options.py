@@ -9,8 +9,10 @@ from pathlib import Path
 from jpaged.api.checks import check_integer
 from jpaged.api.config import RestartOptions
 from jpaged.api.errors import InvalidParameterError
+from jpaged.processes.traces import check_endpoint
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.listeners import Listeners
+from jpaged.text.turns.formats import REASONING_FORMATS, TOOL_FORMATS
 
 DEMO_MODEL_NAME = "jpaged-demo"
 
@@ -18,6 +20,9 @@ MAX_API_WORKERS = 64
 """API processes. One keeps up with thousands of tokens a second; more than cores only cost memory."""
 LAST_WORDS_S = 2.0
 """After the time to drain, aborted requests get this long to send their answers."""
+TOOL_PARSERS = tuple(form.name for form in TOOL_FORMATS)
+REASONING_PARSERS = ("none", *(form.name for form in REASONING_FORMATS))
+"""Names that the options of this name may have."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that begin the draining."""
 
@@ -46,10 +51,19 @@ class AppOptions:
             with bounds of time, memory and output.
         control_tokens_in_messages: take what messages spell like a control token (`<|end|>`) for one. By default only
             the chat template writes control tokens, so nobody can end a message and begin another role's.
+        tool_parser: how the model writes calls: a name of `jpaged.text.turns.formats.TOOL_FORMATS`; None finds it from
+            the chat template.
+        reasoning_parser: how it writes reasoning: a name of REASONING_FORMATS there; "none" leaves it in the answer's
+            text; None finds it from the chat template.
+        log_requests: a line of JSON for each request that has ended (`processes/request_log.py`). log_prompts: with
+            prompts and answers in it.
+        otlp_traces_endpoint: URL of a collector that gets traces of requests (`processes/traces.py`).
         limits: of requests.
 
     Raises:
-        InvalidParameterError: an empty name or key, or a string where a list belongs.
+        InvalidParameterError: an empty name or key, a string where a list belongs, options that
+            contradict, or an unknown parser.
+        MissingPackageError: traces need OpenTelemetry.
     """
 
     served_model_names: Sequence[str] = (DEMO_MODEL_NAME,)
@@ -59,6 +73,11 @@ class AppOptions:
     metrics_prefix: str = "jpaged"
     trust_request_chat_template: bool = False
     control_tokens_in_messages: bool = False
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    log_requests: bool = False
+    log_prompts: bool = False
+    otlp_traces_endpoint: str | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
@@ -70,10 +89,18 @@ class AppOptions:
                 raise InvalidParameterError(f"{name} holds an empty string; leave it out or give a value.")
         if not self.served_model_names:
             raise InvalidParameterError("served_model_names is empty; give at least one name.")
+        for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise InvalidParameterError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
         if not self.metrics_prefix.isidentifier():
             raise InvalidParameterError(
                 f"metrics_prefix must be letters, digits and underscores, got {self.metrics_prefix!r}."
             )
+        if self.log_prompts and not self.log_requests:
+            raise InvalidParameterError("log_prompts needs log_requests: prompts are part of the lines that it writes.")
+        if self.otlp_traces_endpoint is not None:
+            check_endpoint(self.otlp_traces_endpoint)
 
 
 @dataclass(frozen=True, kw_only=True)

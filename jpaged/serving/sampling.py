@@ -8,7 +8,7 @@ from typing import Any
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
-from jpaged.serving.constraints import constraint_of
+from jpaged.serving.constraints import Constraint, constraint_of
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
 
@@ -39,8 +39,13 @@ def sampling_of(
 
 
 @contextmanager
-def in_words_of(request: CompletionRequest | ChatCompletionRequest) -> Iterator[None]:
-    """Renames parameters in errors: a request's fields have other names than our parameters."""
+def in_words_of(
+    request: CompletionRequest | ChatCompletionRequest, constraint: Constraint | None = None
+) -> Iterator[None]:
+    """Renames parameters in errors: a request's fields have other names than our parameters.
+
+    constraint: where it is made of more than the request's own.
+    """
     names = {}
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
@@ -50,7 +55,7 @@ def in_words_of(request: CompletionRequest | ChatCompletionRequest) -> Iterator[
         yield
     except (InvalidParameterError, OutOfMemoryError) as error:
         said = str(error)
-        constraint = constraint_of(request)
+        constraint = constraint or constraint_of(request)
         if constraint is not None:
             said = re.sub(r"^structured_outputs(\.\w+)?", constraint.field, said)
         said = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), said)
@@ -106,7 +111,7 @@ def _beam_search(request: CompletionRequest | ChatCompletionRequest, fields: dic
     return BeamSearchParams(beam_width=beam_width, n=n, length_penalty=penalty, **given)
 
 
-def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+def _logit_bias(bias: dict[str, Any]) -> dict[int, Any]:
     result = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= _TOKEN_ID_DIGITS):

@@ -3,23 +3,23 @@
     AsyncLLMEngine.generate, one for each prompt --outputs--> Answer.chunk --> one ASGI message for all that is new
 
 A stream is sent from the task that reads the engine's outputs. While a client is slow to take what was sent, its
-tokens gather in the engine's stream and leave together. When the client goes away the task is cancelled, which aborts
-what the engine still does for it.
+tokens gather in the engine's stream and leave together; log-probabilities up to a bound (`--max-unsent-bytes`). When
+the client goes away the task is cancelled, which aborts what the engine still does for it.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jpaged.api.outputs import RequestOutput
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
-from jpaged.serving.answers import event
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import ClientDisconnected, error_response, reported, unless_disconnected
-from jpaged.serving.jobs import Job
+from jpaged.serving.jobs import INLINE_LOGPROBS, Job
 from jpaged.serving.live import LiveView
 
 _EVENT_STREAM = (
@@ -58,7 +58,10 @@ class JobStream(Response):
         try:
             async with contextlib.aclosing(_outputs(self._engine, self._job)) as outputs:
                 async for i, output in outputs:
-                    chunk = answer.chunk(i, output)
+                    if _num_logprobs(output) > INLINE_LOGPROBS:  # as after a client was slow
+                        chunk = await self._engine.in_thread(partial(answer.chunk, i, output))
+                    else:
+                        chunk = answer.chunk(i, output)
                     if not begun:
                         begun = True
                         await send(start)
@@ -68,9 +71,9 @@ class JobStream(Response):
         except Exception as error:  # whatever it is, the client is told, who has begun to read
             failure = reported(error, self._job.fields, self._job.prompt_field)
             if not begun:
-                await error_response(failure)(scope, receive, send)
+                await error_response(failure, answer.error_body(failure))(scope, receive, send)
                 return
-            last = event(failure.body())
+            last = answer.failed(failure)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
@@ -103,6 +106,10 @@ class LiveStream(Response):
             await error_response(ApiError(503, "The server is about to end."))(scope, receive, send)
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _num_logprobs(output: RequestOutput) -> int:
+    return sum(len(position) for one in output.outputs for position in one.logprobs or ())
 
 
 async def _outputs(engine: AsyncLLMEngine, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -150,4 +157,6 @@ def _generation(engine: AsyncLLMEngine, job: Job, i: int) -> AsyncGenerator[Requ
         job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}",
         priority=job.priority,
         cache_salt=job.cache_salt,
+        trace_headers=job.trace_headers,
+        max_backlog_bytes=job.max_unsent_bytes // len(job.prompts) if job.streams else None,
     )

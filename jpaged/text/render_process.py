@@ -1,6 +1,6 @@
-"""Renders chat templates in a process of its own: `python -m jpaged.text.render_process FD`, started by `rendering`.
+"""Renders chat templates in a process of its own: `python -P -m jpaged.text.render_process FD`, started by `rendering`.
 
-    frame     | length, 4 bytes little-endian | msgpack |        requests and answers, one at a time
+    requests and answers, one at a time: `frames.py`, msgpack
 
 A template is a program that came with a model. Jinja's sandbox limits what it reaches, not what it takes: a single
 operation such as 'x' * 10**10 cannot be interrupted. Here its memory is limited by the kernel, and so is its time; when
@@ -16,7 +16,8 @@ from types import ModuleType
 
 import msgspec
 
-from jpaged.text.rendering import Answer, Request, read_frame, write_frame
+from jpaged.text.frames import read_frame, write_frame
+from jpaged.text.rendering import Answer, Request
 
 _LATE_S = 1.0
 """The parent ends a rendering that takes too long; this much later it ends by itself, if the parent is no more."""

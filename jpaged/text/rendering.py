@@ -8,16 +8,16 @@ The process starts with the first rendering, which takes a second, and ends with
 
 import os
 import socket
-import struct
 import subprocess
-import sys
 import time
 import weakref
-from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
 import msgspec
+
+from jpaged.text.frames import read_frame, write_frame
+from jpaged.text.helper_process import start_helper
 
 RENDER_TIMEOUT_S = 10.0
 """For a rendering that nobody else waits for."""
@@ -26,9 +26,9 @@ MAX_BYTES = 512 << 20
 MAX_CHARACTERS = 16 << 20
 """Of a rendered prompt."""
 
+_MODULE = "jpaged.text.render_process"
 _START_S = 60.0
 """For the process to start, on a machine that is busy."""
-_LENGTH = struct.Struct("<I")
 
 
 class Request(msgspec.Struct, array_like=True):
@@ -105,18 +105,8 @@ class Renderer:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "jpaged.text.render_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            self._process = start_helper(_MODULE, str(theirs.fileno()), fds=[theirs.fileno()])
         self._socket, self._pid = ours, os.getpid()
         self._finalizer = weakref.finalize(self, _end_process, self._process, ours, self._pid)
 
@@ -124,29 +114,6 @@ class Renderer:
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._socket = self._finalizer = None
-
-
-def write_frame(sock: socket.socket, data: bytes) -> None:
-    """Sends one message."""
-    sock.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def read_frame(sock: socket.socket, deadline: float | None = None) -> bytes | None:
-    """Receives one message; None if the other end is closed. deadline: of `time.monotonic`; TimeoutError after it."""
-    head = _read(sock, _LENGTH.size, deadline)
-    return None if head is None else _read(sock, _LENGTH.unpack(head)[0], deadline)
-
-
-def _read(sock: socket.socket, num_bytes: int, deadline: float | None) -> bytes | None:
-    data = bytearray()
-    while len(data) < num_bytes:
-        if deadline is not None:
-            sock.settimeout(max(1e-3, deadline - time.monotonic()))
-        part = sock.recv(min(num_bytes - len(data), 1 << 20))
-        if not part:
-            return None
-        data += part
-    return bytes(data)
 
 
 def _end_process(process: "subprocess.Popen[bytes]", sock: socket.socket, pid: int) -> None:

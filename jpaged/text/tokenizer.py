@@ -17,6 +17,7 @@ from jpaged.api.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from jpaged.text.chat_prompts import ChatPrompt, ControlTokens
 from jpaged.text.rendering import MAX_BYTES, MAX_CHARACTERS, RENDER_TIMEOUT_S, Renderer, Request
 from jpaged.text.token_decoders import decode_token, token_bytes
+from jpaged.text.turns.grammar import control_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,6 +132,16 @@ class Tokenizer:
     @cached_property
     def _control_tokens(self) -> ControlTokens:
         return ControlTokens(self.hf)
+
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """Ids by text of the tokens that a grammar names by id (`jpaged.text.turns.grammar.control_tokens`)."""
+        return control_tokens(self.hf)
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """Texts of the tokens that `skip_special_tokens` leaves out."""
+        return tuple(token.content for token in self.hf.added_tokens_decoder.values() if token.special)
 
     @property
     def is_busy(self) -> bool:

@@ -394,7 +394,7 @@ def test_the_sustained_rate_is_read_between_points():
 
 def test_figures_are_printed_drawn_and_written(tmp_path, capsys):
     report = tmp_path / "memory.json"
-    arguments = ["--quick", "--duration", "40", "--figure", "13", "--figure", "16", "--figure", "18"]
+    arguments = ["--quick", "--duration", "10", "--figure", "13", "--figure", "16", "--figure", "18"]
     pytest.importorskip("matplotlib")
     assert main([*arguments, "--json", str(report), "--plots", str(tmp_path / "images")]) == 0
     written = json.loads(report.read_text())

@@ -11,6 +11,7 @@ from jpaged.bench.throughput import main
 from jpaged.bench.workloads import DATASETS, make_requests
 from jpaged.models import ModelConfig, build
 from tests.bench import small_engine
+from tests.tiny_models import DEMO_ENGINE
 
 
 @small_engine.GROUP
@@ -65,6 +66,7 @@ def test_traces_have_the_mean_lengths_of_the_published_ones(dataset, inputs, out
         ("llama-3.1-70b", 70.55),
         ("qwen3-0.6b", 0.596),
         ("qwen3-8b", 8.19),
+        ("qwen3-30b-a3b", 30.53),
         ("opt-125m", 0.125),
         ("opt-13b", 12.85),
     ],
@@ -78,7 +80,8 @@ def test_named_models_have_the_published_number_of_parameters(name, billions):
 @small_engine.GROUP
 def test_a_workload_is_measured_with_and_without_a_schema(tmp_path, capsys):
     file = tmp_path / "figures.json"
-    sizes = ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
+    sizes = ["--max-num-seqs", str(DEMO_ENGINE["max_num_seqs"])]  # those whose programs other tests compile too
+    sizes += ["--max-num-batched-tokens", str(DEMO_ENGINE["max_num_batched_tokens"])]
     lengths = ["--num-prompts", "4", "--input-len", "6", "--output-len", "40", "--runs", "1", "--temperature", "1"]
     assert main([*sizes, *lengths, "--structured", "half", "--json", str(file)]) == 0
     free, half = json.loads(file.read_text())["results"]

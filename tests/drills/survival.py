@@ -40,6 +40,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"seed": 4, "stop": [" the ", "and", "e s"], "min_tokens": 100},
 )
 FATAL_TOKEN = 77
+SUSPECTS = {"start": ("kill", 0), "kill": ("kill", 40), "raise": ("raise", 30), "hang": ("hang", 20)}
+"""How a suspect breaks the engine, and how many tokens of it are known then."""
 
 
 class Streams:
@@ -160,7 +162,7 @@ async def _killed(server: Server, args: argparse.Namespace, calm: list[Any], log
 
 def drill_suspect(args: argparse.Namespace) -> bool:
     good = True
-    for how, length in (("kill", 0), ("kill", 40), ("raise", 30), ("hang", 20)):
+    for how, length in (SUSPECTS[name] for name in args.only or SUSPECTS):
         with tempfile.TemporaryDirectory() as directory:
             _put_fragile_engine(Path(directory), f"{FATAL_TOKEN}:{length}:{how}")
             environment = {"PYTHONPATH": directory}
@@ -220,6 +222,7 @@ def main() -> int:
     kill.set_defaults(drill=drill_kill)
     suspect = commands.add_parser("suspect")
     suspect.add_argument("--step-timeout", type=float, default=20.0, help="s")
+    suspect.add_argument("--only", choices=SUSPECTS, action="append", help="may be repeated (default: all)")
     suspect.set_defaults(drill=drill_suspect)
     for command, streams in ((kill, 200), (suspect, 12)):
         command.add_argument("--streams", type=int, default=streams)

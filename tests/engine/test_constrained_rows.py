@@ -75,6 +75,21 @@ class MadeUpGrammars:
         self.failure: Exception | None = None
         self.num_masks = 0
 
+    def close(self):
+        pass
+
+    def resume(self, guide, token_ids, mask):
+        forced: list[int] = []
+        for token in token_ids:
+            if forced:
+                assert token == forced.pop(0)
+            else:
+                (found,) = self.advance([guide], [token], [mask])
+                if isinstance(found, str):
+                    return found
+                forced = list(found)
+        return tuple(forced)
+
     def compile(self, params):
         future: Future = Future()
 
@@ -307,6 +322,42 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_and_says_why():
     assert request.stop_reason == str(grammars.failure)
     assert set(engine.reported) == {"a", "a/1", "c"}
     assert_complete(ordinary)
+    engine.assert_idle()
+
+
+class KnownToFail(MadeUpGrammars):
+    """The failure is there at once, as when an earlier request has met it."""
+
+    def compile(self, params):
+        future: Future = Future()
+        future.set_exception(InvalidParameterError("structured_outputs.regex cannot be used: it is made up"))
+        return future
+
+
+def test_a_request_that_fails_when_it_is_added_is_reported_though_nothing_else_runs():
+    engine = engine_of(KnownToFail())
+    request = constrained("a", 4, 20)
+    engine.add(request)
+    engine.run()
+    assert (request.finish_reason, set(engine.reported)) == ("abort", {"a"})
+    assert not engine.core.has_unfinished()
+
+
+def test_nothing_is_reported_of_a_failed_request_that_was_aborted_before():
+    engine = engine_of(KnownToFail())
+    engine.add(constrained("a", 4, 20), constrained("b", 4, 20))
+    engine.core.abort(["a"])
+    engine.run()
+    assert set(engine.reported) == {"b"}
+
+
+@pytest.mark.parametrize("generated", [[[5], None], [None, [5]]])
+def test_a_failure_ends_the_sequences_that_had_not_ended_in_another_engine(generated):
+    engine = engine_of(KnownToFail())
+    request = constrained("a", 4, 20, n=2, temperature=1.0)
+    engine.core.add_request(request, generated)
+    engine.run()
+    assert set(engine.reported) == {"a" if generated[0] else "a/1"}
     engine.assert_idle()
 
 

@@ -22,7 +22,7 @@ def files(tmp_path: Path) -> Path:
     """The folder with the files that the page shows."""
     page = (ROOT / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
     shown = re.findall(r'```python title="([\w.]+)"\n(.*?)```', page, re.DOTALL)
-    assert [name for name, _ in shown] == ["gpt_neox.py", "check_gpt_neox.py"]
+    assert [name for name, _ in shown] == ["phi.py", "check_phi.py"]
     for name, code in shown:
         (tmp_path / name).write_text(code, encoding="utf-8")
     return tmp_path
@@ -33,13 +33,13 @@ def test_a_family_in_a_file_gives_the_greedy_tokens_of_transformers(files: Path,
     """Over two devices of one process; and in two processes of one device, which learn of it by the environment."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     environment = os.environ | {
-        MODULES_VARIABLE: "gpt_neox.py",
+        MODULES_VARIABLE: "phi.py",
         "JAX_PLATFORMS": "cpu",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": flags + " --xla_backend_optimization_level=0",
+        "XLA_FLAGS": flags,
     }
-    command = [sys.executable, "-P", "check_gpt_neox.py", option]
+    command = [sys.executable, "-P", "check_phi.py", option]
     done = subprocess.run(command, cwd=files, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "All 48 tokens are those of transformers." in done.stdout

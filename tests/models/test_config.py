@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jpaged import models
 from jpaged.api.errors import CheckpointError, JPagedError, UnsupportedModelError
 from jpaged.models import ModelConfig
-from tests.tiny_models import MAX_LENGTH, TinyModel, tiny_model, tiny_models
+from tests.tiny_models import MAX_LENGTH, TinyModel, models_of_blocks, tiny_model, tiny_models
 
 LLAMA = tiny_model("llama-mha-d16").config
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -22,7 +22,7 @@ def llama(**changes: Any) -> ModelConfig:
     return ModelConfig.from_dict(LLAMA | changes)
 
 
-@pytest.mark.parametrize("case", tiny_models(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*tiny_models(), *models_of_blocks()], ids=lambda case: case.name)
 def test_every_tiny_model_serves_the_length_it_promises(case: TinyModel) -> None:
     assert ModelConfig.from_dict(case.config).max_position_embeddings >= MAX_LENGTH
 
@@ -112,7 +112,7 @@ def test_generation_config_says_what_ends_a_text(tmp_path: Path) -> None:
     ("changes", "named"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"rope_scaling": {"type": "mystery", "factor": 2.0}}, "mystery"),
@@ -140,6 +140,16 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("qwen3-layer-types", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
         ("opt-125m-style", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),
+        ("mpt", {"no_bias": False}, "no_bias"),
+        ("granite4-rope", {"num_local_experts": 32}, "num_local_experts"),
+        ("granite4-rope", {"layer_types": ["mamba", "attention"]}, "mamba"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ("glm4", {"hidden_act": "xielu"}, "xielu"),
     ],
 )
 def test_unimplemented_features_of_other_families_are_refused_too(
@@ -170,11 +180,45 @@ def test_a_damaged_entry_is_blamed_by_name(changes: dict[str, Any], named: str) 
         llama(**changes)
 
 
+@pytest.mark.parametrize(
+    ("case", "changes", "named"),
+    [
+        ("phi4-mini", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ("phi4-mini", {"partial_rotary_factor": 0.1}, "even number"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping"),
+        ("mpt", {"attn_config": "alibi"}, "attn_config"),
+    ],
+)
+def test_a_damaged_entry_of_another_family_is_blamed_by_name(case: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        ModelConfig.from_dict(tiny_model(case).config | changes)
+
+
+def test_the_text_part_of_a_multimodal_gemma_3_is_read_with_what_its_config_leaves_out() -> None:
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]}
+    config = ModelConfig.from_dict(whole)
+    assert (config.architecture, config.eos_token_ids) == ("Gemma3ForCausalLM", (1, 106))
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert config.max_position_embeddings == 131072
+    assert [i for i, window in enumerate(config.layer_windows) if window is None] == [5, 11, 17, 23, 29]
+
+
+def test_rope_is_stretched_for_the_length_that_is_asked_for() -> None:
+    phi = tiny_model("phi4-mini").config
+    lengths = [
+        ModelConfig.from_dict(phi, asked).max_position_embeddings for asked in (None, MAX_LENGTH, MAX_LENGTH + 1)
+    ]
+    assert lengths == [MAX_LENGTH, MAX_LENGTH, 4 * MAX_LENGTH]
+
+
 JUNK = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3) | st.just([]) | st.just({})
 
 
 @settings(max_examples=300, deadline=None)
-@given(case=st.sampled_from(tiny_models()), data=st.data())
+@given(case=st.sampled_from([*tiny_models(), *models_of_blocks()]), data=st.data())
 def test_any_entry_replaced_by_junk_is_read_or_refused_with_our_own_error(case: TinyModel, data: st.DataObject) -> None:
     config = json.loads(json.dumps(case.config))
     target = config
@@ -297,9 +341,214 @@ GPT2 = {
 }
 
 
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "gemma-2b": (
+        {
+            "architectures": ["GemmaForCausalLM"],
+            "vocab_size": 256000,
+            "hidden_size": 2048,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "hidden_act": "gelu",
+        },
+        2_506_172_416,
+    ),
+    "gemma-2-2b": (
+        {
+            "architectures": ["Gemma2ForCausalLM"],
+            "vocab_size": 256000,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "max_position_embeddings": 8192,
+        },
+        2_614_341_888,
+    ),
+    "gemma-3-1b": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "vocab_size": 262144,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 32768,
+            "rope_theta": 1000000,
+            "rope_local_base_freq": 10000,
+        },
+        999_885_952,
+    ),
+    "phi-4-mini": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+        },
+        3_836_021_760,
+    ),
+    "granite-3.1-8b": (
+        {
+            "architectures": ["GraniteForCausalLM"],
+            "vocab_size": 49155,
+            "hidden_size": 4096,
+            "intermediate_size": 12800,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 16.0,
+            "residual_multiplier": 0.22,
+        },
+        8_170_848_256,
+    ),
+    "smollm3": (
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 65536,
+            "no_rope_layer_interval": 4,
+        },
+        3_075_098_624,
+    ),
+    "glm-4-9b-0414": (
+        {
+            "architectures": ["Glm4ForCausalLM"],
+            "vocab_size": 151552,
+            "hidden_size": 4096,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 32768,
+        },
+        9_400_279_040,
+    ),
+    "command-r": (
+        {
+            "architectures": ["CohereForCausalLM"],
+            "vocab_size": 256000,
+            "hidden_size": 8192,
+            "intermediate_size": 22528,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "max_position_embeddings": 8192,
+        },
+        34_980_831_232,
+    ),
+    "stablelm-2-1.6b": (
+        {
+            "architectures": ["StableLmForCausalLM"],
+            "vocab_size": 100352,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.25,
+            "use_qkv_bias": True,
+        },
+        1_644_515_328,
+    ),
+    "starcoder2-3b": (
+        {
+            "architectures": ["Starcoder2ForCausalLM"],
+            "vocab_size": 49152,
+            "hidden_size": 3072,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 16384,
+            "sliding_window": 4096,
+        },
+        3_030_371_328,
+    ),
+    "falcon-7b": (
+        {
+            "architectures": ["FalconForCausalLM"],
+            "vocab_size": 65024,
+            "hidden_size": 4544,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 71,
+            "multi_query": True,
+            "parallel_attn": True,
+            "bias": False,
+            "alibi": False,
+            "new_decoder_architecture": False,
+        },
+        6_921_720_704,
+    ),
+    "gpt-j-6b": (
+        {
+            "architectures": ["GPTJForCausalLM"],
+            "vocab_size": 50400,
+            "n_embd": 4096,
+            "n_layer": 28,
+            "n_head": 16,
+            "rotary_dim": 64,
+            "n_positions": 2048,
+        },
+        6_050_882_784,
+    ),
+    "bloom-560m": (
+        {"architectures": ["BloomForCausalLM"], "vocab_size": 250880, "hidden_size": 1024, "n_layer": 24, "n_head": 16},
+        559_214_592,
+    ),
+    "mpt-7b": (
+        {
+            "architectures": ["MptForCausalLM"],
+            "vocab_size": 50432,
+            "d_model": 4096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "max_seq_len": 2048,
+            "attn_config": {"alibi": True},
+        },
+        6_649_286_656,
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [
+        *PUBLISHED.values(),
         (LLAMA_3_1_8B, 8_030_261_248),
         (MISTRAL_7B, 7_241_732_096),
         (QWEN2_5_0_5B, 494_032_768),
@@ -308,7 +557,7 @@ GPT2 = {
         (OPT_350M, 331_196_416),
         (GPT2, 124_439_808),
     ],
-    ids=["llama-3.1-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "opt-125m", "opt-350m", "gpt2"],
+    ids=[*PUBLISHED, "llama-3.1-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "opt-125m", "opt-350m", "gpt2"],
 )
 def test_published_models_have_their_published_number_of_parameters(config: dict[str, Any], parameters: int) -> None:
     assert models.build(ModelConfig.from_dict(config)).num_parameters == parameters

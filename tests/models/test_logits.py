@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from jpaged import models
-from tests.tiny_models import VOCAB_SIZE, WINDOW, TinyModel, tiny_model, tiny_models, torch_model, write_tiny_model
+from tests.tiny_models import (
+    MAX_LENGTH,
+    VOCAB_SIZE,
+    WINDOW,
+    TinyModel,
+    tiny_model,
+    tiny_models,
+    torch_model,
+    write_tiny_model,
+)
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -24,9 +33,11 @@ def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
-def our_logits(directory: Path, prompts: list[np.ndarray], dtype: str = "float32") -> np.ndarray:
+def our_logits(
+    directory: Path, prompts: list[np.ndarray], dtype: str = "float32", max_model_len: int | None = None
+) -> np.ndarray:
     """Logits [tokens, vocab] of all prompts, computed in one flat row."""
-    model = models.build(models.ModelConfig.from_directory(directory), dtype)
+    model = models.build(models.ModelConfig.from_directory(directory, max_model_len), dtype)
     weights = models.load(model, directory)
     segments = np.repeat(np.arange(len(prompts)), [len(p) for p in prompts]).astype(np.int32)
     positions = np.concatenate([np.arange(len(p)) for p in prompts]).astype(np.int32)
@@ -90,7 +101,9 @@ def test_half_precision_logits_are_close_to_float32_logits_of_the_same_weights(
     assert relative_error(our_logits(tmp_path, prompts, "float32"), theirs) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied-d64", "opt-350m-style", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "qwen3-tied-d64", "opt-350m-style", "gpt2", "phi4-mini", "stablelm-12b-style", "gptj"]
+)
 def test_transformers_reads_what_jpaged_saves(name: str, tmp_path: Path) -> None:
     import transformers
 
@@ -102,6 +115,23 @@ def test_transformers_reads_what_jpaged_saves(name: str, tmp_path: Path) -> None
     expected = their_logits(torch_model(case), prompts)
     assert relative_error(their_logits(model.eval(), prompts), expected) < 1e-5
     assert relative_error(our_logits(tmp_path, prompts), expected) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "length"), [("phi4-mini", 300), ("llama-rope-longrope", 300), ("llama-rope-dynamic", 280)]
+)
+def test_past_the_original_length_logits_equal_those_of_transformers(name: str, length: int, tmp_path: Path) -> None:
+    """Of a sequence that is longer (LongRoPE), or as long as the model is built for (dynamic NTK)."""
+    original = {"original_max_position_embeddings": MAX_LENGTH, "max_position_embeddings": 4 * MAX_LENGTH}
+    longrope = tiny_model("llama-rope-longrope").config["rope_scaling"] | original
+    case = vary(name, rope_scaling=longrope, **original) if name == "llama-rope-longrope" else tiny_model(name)
+    write_tiny_model(case, tmp_path)
+    prompts = random_prompts(length)
+    theirs = their_logits(torch_model(case), prompts)
+    assert relative_error(our_logits(tmp_path, prompts, max_model_len=length), theirs) < 1e-4
+    assert relative_error(our_logits(tmp_path, prompts), theirs) > 1e-3, "another rotation would be seen"
+    config = models.ModelConfig.from_directory(tmp_path, length)
+    assert config.max_position_embeddings == (length if name == "llama-rope-dynamic" else 4 * MAX_LENGTH)
 
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}

@@ -27,7 +27,7 @@ def exported() -> dict[str, object]:
 
 def test_the_file_in_the_docs_imports_from_public_packages_only() -> None:
     page = (ROOT / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
-    for code in re.findall(r'```python title="gpt_neox.py"\n(.*?)```', page, re.DOTALL):
+    for code in re.findall(r'```python title="phi.py"\n(.*?)```', page, re.DOTALL):
         imported = list(imports_of(code))
         assert imported
         assert {module for module, _ in imported} <= set(PUBLIC)

@@ -82,8 +82,10 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         (1, 7, 64, jnp.bfloat16, True, True),
         (32, 1, 80, jnp.float16, False, False),
         (8, 4, 256, jnp.float32, True, True),
+        (4, 2, 256, jnp.bfloat16, True, jnp.float32),  # Gemma 3, whose scales are float32
     ):
-        table, scale = Shape((24, head_dim // 2), jnp.float32), Shape((head_dim,), dtype)
+        table = Shape((24, head_dim // 2), jnp.float32)
+        scale = Shape((head_dim,), jnp.float32 if normed is jnp.float32 else dtype)
         arguments = (
             Shape((20_000, 2, kv_heads, 16, head_dim), dtype),
             Shape((24, kv_heads, group + 2, head_dim), dtype),
@@ -106,6 +108,14 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         arguments += (Shape((2, columns), dtype),) if biased else ()
         call = partial(ops.gated_product, activation=activation, backend="hopper")
         yield f"gated_product {rows} x {depth} x {columns} {activation}", call, arguments, False
+    for rows in (8, 2048, 65_536):  # 64 columns; 128; 2 consumers in clusters
+        x, sizes = Shape((rows, 2048), jnp.bfloat16), ids(128)
+        call = partial(ops.gated_grouped_product, backend="hopper")
+        yield f"gated_grouped_product {rows}", call, (x, Shape((128, 2048, 2, 768), jnp.bfloat16), sizes), False
+        x, down = Shape((rows, 768), jnp.float16), Shape((128, 768, 2048), jnp.float16)
+        call = partial(ops.weighted_grouped_product, backend="hopper")
+        arguments = (x, down, sizes, Shape((rows,), jnp.float32))
+        yield f"weighted_grouped_product {rows}", call, arguments, False
     yield "write_kv in XLA", partial(ops.write_kv, backend="xla"), (pool, new, new, ids(256)), True
     yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
 

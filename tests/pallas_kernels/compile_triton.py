@@ -38,7 +38,8 @@ def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """Decode and ragged attention: every key size of their tables, and what options add."""
     plain: dict[str, Any] = {}
     every = {"sliding_window": 1500, "logit_softcap": 30.0, "alibi_slopes": jnp.ones(14)}
-    sizes = [(64, jnp.bfloat16), (128, jnp.bfloat16), (256, jnp.bfloat16), (64, jnp.float32), (128, jnp.float32)]
+    sizes = [(64, jnp.bfloat16), (128, jnp.bfloat16), (256, jnp.bfloat16), (512, jnp.bfloat16)]
+    sizes += [(64, jnp.float32), (128, jnp.float32), (256, jnp.float32)]
     cases = [(head_dim, dtype, 4, 16, plain) for head_dim, dtype in sizes]
     cases += [(128, jnp.float16, 32, 64, plain), (80, jnp.float16, 7, 128, every), (256, jnp.bfloat16, 7, 16, every)]
     for head_dim, dtype, share, block_size, options in cases:
@@ -61,6 +62,7 @@ def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         (32, 1, 80, 64, jnp.float16, False, False),
         (4, 32, 96, 16, jnp.bfloat16, True, True),
         (8, 4, 256, 16, jnp.float32, True, True),
+        (4, 2, 256, 32, jnp.bfloat16, True, jnp.float32),
     ):
         pool = Shape((20_000, 2, kv_heads, block_size, head_dim), dtype)
         new, table = Shape((24, kv_heads, head_dim), dtype), Shape((24, head_dim // 2), jnp.float32)
@@ -71,7 +73,7 @@ def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         if rotated:
             arguments["rotation"] = (table, table)
         if normed:
-            scale = Shape((head_dim,), dtype)
+            scale = Shape((head_dim,), jnp.float32 if normed is jnp.float32 else dtype)
             arguments["norms"] = (scale, scale)
         yield f"rope_and_write {name}", ops.rope_and_write, arguments
         pools, moved = (pool, pool), {"block_ids": ids(8)}
@@ -92,10 +94,28 @@ def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield name, ops.sample_tokens, arguments
 
 
+def experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """The grouped products of Qwen3-30B-A3B, every height of a tile."""
+    for rows, dtype in (
+        (8, jnp.bfloat16),
+        (4096, jnp.float16),
+        (8192, jnp.bfloat16),
+        (65_536, jnp.bfloat16),
+        (8, jnp.float32),
+    ):
+        sizes = {"group_sizes": ids(128)}
+        arguments = sizes | {"x": Shape((rows, 2048), dtype), "w": Shape((128, 2048, 2, 768), dtype)}
+        yield f"gated_grouped_product {rows}", ops.gated_grouped_product, arguments
+        arguments = sizes | {"x": Shape((rows, 768), dtype), "w": Shape((128, 768, 2048), dtype)}
+        arguments["weights"] = Shape((rows,), jnp.float32)
+        yield f"weighted_grouped_product {rows}", ops.weighted_grouped_product, arguments
+
+
 def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """(name, op, its arguments)."""
     yield from attention()
     yield from other_ops()
+    yield from experts()
 
 
 def main(capabilities: list[int], names: list[str]) -> None:

@@ -1,7 +1,7 @@
 """Drawn shapes, options and steps for tests of attention ops."""
 
 import numpy as np
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tests.pallas_kernels.paged import make_world
@@ -13,11 +13,6 @@ shapes = st.sampled_from([(4, 4, 16), (8, 2, 64), (4, 1, 80), (6, 2, 96), (4, 2,
 block_sizes = st.sampled_from([16, 32, 64, 128])
 dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
 seeds = st.integers(0, 2**31)
-
-
-def assume_taken(backend: str, head_dim: int, dtype: str) -> None:
-    """Leaves out what Triton's attention refuses: heads of more than 128 numbers in float32."""
-    assume(backend != "triton" or dtype != "float32" or head_dim <= 128)
 
 
 @st.composite

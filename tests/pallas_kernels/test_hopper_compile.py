@@ -28,7 +28,7 @@ needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(m
 def compile_for_h200(*names: str, dump: str) -> list[str]:
     """What compiling all programs, or these, prints; dump: what Mosaic prints beside, by the end of its variable."""
     script = Path(__file__).with_name("compile_for_h200.py")
-    environment = {**os.environ, f"MOSAIC_GPU_DUMP_{dump}": "1"}
+    environment = {**os.environ, f"MOSAIC_GPU_DUMP_{dump}": "1", "XLA_FLAGS": ""}  # GPU code is optimised
     done = subprocess.run(
         [sys.executable, str(script), *names], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
@@ -40,7 +40,7 @@ def compile_for_h200(*names: str, dump: str) -> list[str]:
 def test_the_kernels_compile_for_an_h200_without_spills_or_pool_copies():
     printed = compile_for_h200(dump="PTXAS")
     programs = [json.loads(line) for line in printed if line.startswith("{")]
-    assert len(programs) == 35
+    assert len(programs) == 42
     for program in programs:
         assert program["alias"] == program["pool"], program
         assert program["temp"] < min(64 << 20, program["pool"] or 64 << 20), program  # less than a copy of the pool

@@ -118,6 +118,20 @@ def _tokens_by_degree(name: str) -> dict[str, Any]:
         return found | {ONE_SHOT: _tokens(replace(args, tensor_parallel_size=2, one_shot_rows=32))}
 
 
+def tokens_of_experts(name: str) -> dict[str, Any]:
+    """Greedy tokens of one device, and of several that have parts of each expert, or some experts whole."""
+    with tempfile.TemporaryDirectory() as directory, greedy_programs_only():
+        write_tiny_model(eight_heads(name), directory, use_torch=False)
+        found = {}
+        for degree, whole in ((1, False), (2, True), (4, False), (4, True)):
+            engine = LLMEngine(
+                replace(ARGS, model=directory, tensor_parallel_size=degree, enable_expert_parallel=whole)
+            )
+            collectives = _collectives(engine.startup.runner._programs[Decode(NUM_REQUESTS)].executable)
+            found[f"{degree}, {'whole' if whole else 'parts'}"] = run(engine, prompts()), collectives
+        return found
+
+
 def _tokens(args: EngineArgs) -> dict[str, Any]:
     engine = LLMEngine(args)
     plain = run(engine, prompts())
@@ -196,6 +210,7 @@ def everything_by_degree(name: str) -> dict[str, Any]:
                 "tokens": {variant: run(engine, prompts(), **params) for variant, params in SAMPLED.items()},
                 "scores": score(engine, [[3, 4, *prompt] for prompt in prompts()]),
                 "odd_rows": {rows: _drawn(rows, degree) for rows in (1, 3, 8)},
+                "finite": {int(variant): _known_to_be_finite(variant, degree) for variant in SamplingVariant},
                 "masked": {int(variant): _drawn_under_masks(variant, degree) for variant in MASKS},
                 **_forked_and_swapped(engine),
                 **_shared_prefix(engine),
@@ -248,6 +263,32 @@ def _drawn_under_masks(variant: SamplingVariant, shards: int) -> list[int]:
         full = init_full_state(rows, vocab_size)._replace(token_counts=counts)
         options: dict[str, Any] = {"variant": variant, "collectives": collectives}
         return sample(logits, numbers, numbers, state, full, jnp.asarray(masks), **options).token_ids
+
+    counts = np.zeros((rows + 1, vocab_size), np.int32)
+    if shards == 1:
+        return np.asarray(draw(jnp.asarray(logits), counts)).tolist()
+    mesh = DeviceMesh(jax.devices()[:shards]).mesh
+    columns, whole = PartitionSpec(None, MODEL_AXIS), PartitionSpec()
+    split = jax.jit(jax.shard_map(draw, mesh=mesh, in_specs=columns, out_specs=whole, check_vma=False))
+    return np.asarray(split(logits, counts)).tolist()
+
+
+def _known_to_be_finite(variant: SamplingVariant, shards: int) -> list[bool]:
+    """Of six rows, whether their tokens are said to mean something. No logit of the first two rows is finite, one of
+    the third is infinite, and some of the fourth, all of one shard's among them, are NaN.
+    """
+    rows, vocab_size = 6, 128
+    logits = np.random.default_rng(6).normal(0, 2, (rows, vocab_size)).astype(np.float32)
+    logits[0], logits[1], logits[2, 70], logits[3, 32:96] = np.nan, -np.inf, np.inf, np.nan
+    state = init_state(rows)._replace(temperature=jnp.linspace(0, 1.5, rows + 1))
+    masks = np.full((rows + 1, vocab_size // 32), 2**32 - 1, np.uint32)
+    numbers = jnp.arange(rows, dtype=jnp.int32)
+    collectives = ALONE if shards == 1 else Collectives(shards, MODEL_AXIS)
+
+    def draw(logits: jax.Array, counts: jax.Array) -> jax.Array:
+        full = init_full_state(rows, vocab_size)._replace(token_counts=counts)
+        options: dict[str, Any] = {"variant": variant, "collectives": collectives}
+        return sample(logits, numbers, numbers, state, full, jnp.asarray(masks), **options).is_finite
 
     counts = np.zeros((rows + 1, vocab_size), np.int32)
     if shards == 1:

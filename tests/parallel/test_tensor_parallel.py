@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.mesh import pick_devices
 from jpaged.models import ModelConfig
 from jpaged.models.config import VOCAB_UNIT
+from jpaged.models.experts import split_by_experts
 from jpaged.pallas_kernels.all_reduce.inbox import EMPTY
 from tests.parallel.eight_devices import call_with_eight_devices
 from tests.parallel.models import VOCAB_SIZE, eight_heads
@@ -21,6 +23,27 @@ RUNS = "tests.parallel.tensor_parallel_runs"
 @pytest.mark.parametrize("name", ["llama-gqa-d64-tied", "opt-350m-style", "gpt2"])
 def test_every_degree_gives_the_greedy_tokens_of_one_device_with_two_sums_a_layer(name):
     check_tokens(call_with_eight_devices(f"{RUNS}:tokens_by_degree", name))
+
+
+def test_devices_that_have_whole_experts_or_parts_of_each_give_the_tokens_of_one():
+    found = call_with_eight_devices(f"{RUNS}:tokens_of_experts", "qwen3-moe")
+    tokens, none = found.pop("1, parts")
+    assert not none
+    assert set(found) == {"2, whole", "4, parts", "4, whole"}
+    layers = tiny_model("qwen3-moe").config["num_hidden_layers"]
+    for drawn, collectives in found.values():
+        assert drawn == tokens
+        assert collectives == {"all-reduce": 2 * layers + 1}
+
+
+def test_whole_experts_are_refused_where_there_are_none_or_they_do_not_divide():
+    dense, sparse = (ModelConfig.from_dict(eight_heads(name).config) for name in ("llama-biases", "qwen2-moe"))
+    with pytest.raises(InvalidParameterError, match="LlamaForCausalLM is none"):
+        split_by_experts(dense)
+    with pytest.raises(InvalidParameterError, match="splits 6 experts over tensor_parallel_size=4"):
+        split_by_experts(sparse).shard(4)
+    with pytest.raises(InvalidParameterError, match="enable_expert_parallel=True needs a tensor_parallel_size above 1"):
+        EngineArgs(enable_expert_parallel=True)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +76,12 @@ def test_rows_under_masks_draw_the_tokens_of_one_device(by_degree):
 
 
 @one_process
+def test_every_shard_knows_which_rows_have_no_finite_logits(by_degree):
+    for degree, found in by_degree.items():
+        for variant, is_finite in found["finite"].items():
+            assert is_finite == [False, False, False, True, True, True], f"variant {variant} on {degree} devices"
+
+
 def test_truncating_rows_take_one_exchange_of_logits_and_one_of_tokens(by_degree):
     truncated = by_degree["4"]["collectives"][f"sample_8_{int(SamplingVariant.TRUNCATED)}"]
     assert truncated == {"all-to-all": 1, "all-gather": 1}

@@ -1,12 +1,14 @@
 """Requests that are aborted return what they have generated, whatever they report while they run."""
 
 import asyncio
+import contextlib
 import os
 import signal
 
 import pytest
 
 from jpaged.api.config import EngineArgs
+from jpaged.api.errors import SlowConsumerError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from tests.tiny_models import DEMO_ENGINE
@@ -62,6 +64,26 @@ def test_a_request_that_reports_only_its_end_returns_its_tokens_when_it_is_abort
         while (await engine.get_metrics()).num_running:
             await asyncio.sleep(0.01)
         assert engine.num_unfinished == 0
+
+    run(scene)
+
+
+def test_a_stream_whose_log_probabilities_nobody_takes_ends_and_gives_back_what_it_holds(run):
+    async def scene(engine):
+        params = SamplingParams(**LONG, logprobs=20, output_kind=RequestOutputKind.DELTA)
+        read, unread = (engine.generate(PROMPT, params, name, max_backlog_bytes=1 << 18) for name in ("read", "unread"))
+        async with contextlib.aclosing(unread):
+            await anext(unread)
+            (stream,) = engine._streams.values()
+            seen = [position async for output in read for position in output.outputs[0].logprobs]
+            assert len(seen) == 900  # a megabyte in all, and each of them once
+            assert all(seen)
+            assert not any(stream.request.logprobs)
+            with pytest.raises(SlowConsumerError, match="More than 262144 bytes"):
+                await anext(unread)
+        assert engine.num_unfinished == 0
+        while (await engine.get_metrics()).num_running:
+            await asyncio.sleep(0.01)
 
     run(scene)
 

@@ -20,7 +20,19 @@ from jpaged.processes.board import Board
 from jpaged.processes.launch import Link
 from jpaged.processes.request_metrics import NUM_COLUMNS
 from jpaged.processes.tokenizing import INLINE_CHARACTERS
-from jpaged.processes.wire import Abort, Add, FrameReader, Ready, Refused, Step, ToEngine, Update, frame
+from jpaged.processes.wire import (
+    Abort,
+    Add,
+    Answer,
+    Error,
+    FrameReader,
+    Ready,
+    Refused,
+    Step,
+    ToEngine,
+    Update,
+    frame,
+)
 from jpaged.serving.admission import Admission
 from jpaged.serving.jobs import JobMaker
 from jpaged.serving.limits import ServerLimits
@@ -234,6 +246,18 @@ def test_a_job_of_prompts_that_cannot_all_be_served_is_refused_in_the_words_of_i
         with pytest.raises(OutOfMemoryError, match=r"^n=5 may need .*; lower n or max_completion_tokens or"):
             await jobs.chat(search, b"")
         assert played.open() == (0, 0, 0)
+
+    play(scene)
+
+
+def test_what_an_engine_answers_an_error_to_is_raised_as_that_error():
+    async def scene(played):
+        woken = asyncio.ensure_future(played.engine.wake_up())
+        call = await played.receive()
+        played.send(Answer(call.call_id, Error("OutOfMemoryError", "There is no room.")))
+        with pytest.raises(OutOfMemoryError, match=r"There is no room"):
+            await woken
+        assert played.engine.is_alive
 
     play(scene)
 

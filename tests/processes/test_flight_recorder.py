@@ -4,16 +4,22 @@ import json
 import os
 import stat
 import tempfile
+from dataclasses import asdict
 
 import pytest
 
+from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError
-from jpaged.bench import recorded_steps
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.bench import recorded_steps, replayed_steps
 from jpaged.bench.steps import main
+from jpaged.executor.step.runner import Runner
+from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.processes import flight_recorder
 from jpaged.processes.flight_recorder import FlightRecorder, last_steps, write_last_steps
 from jpaged.processes.pulse import Pulse
 from tests.engine.helpers import Engine, make_request
+from tests.tiny_models import DEMO_ENGINE
 
 
 @pytest.fixture
@@ -52,6 +58,16 @@ def test_only_the_last_steps_are_kept(monkeypatch, recorded):
     assert [step["step"] for step in last_steps(pulse)] == [plan.step_id for plan in engine.plans][-4:]
 
 
+def test_a_record_that_was_not_written_whole_is_left_out(recorded):
+    engine, pulse = recorded
+    body = flight_recorder._encoder.encode(flight_recorder._Content(99, b"abc", [], 0, 0, 0, 0, 0, 0, 0, 0))
+    recorder = engine.core.observer
+    at = recorder._place(1)
+    flight_recorder._HEADER.pack_into(recorder._memory, at, 1, 1.0, 0.0, len(body))
+    recorder._memory[at + flight_recorder._HEADER.size : at + flight_recorder._HEADER.size + len(body)] = body
+    assert [step["step"] for step in last_steps(pulse)] == [0, *range(2, len(engine.plans))]
+
+
 def test_they_are_written_for_this_user_only_and_printed(monkeypatch, tmp_path, capsys, recorded):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = write_last_steps(recorded[1], "The engine process was killed by SIGKILL", {"model": "m"}, 3)
@@ -64,6 +80,33 @@ def test_they_are_written_for_this_user_only_and_printed(monkeypatch, tmp_path, 
     assert "not read" in says[-2]
     assert len(json.loads((tmp_path / "steps.json").read_text())["results"]) == 8
     assert write_last_steps(Pulse.create(), "nothing has run", {}, 4) is None
+
+
+def test_steps_of_the_recorded_lengths_run_again(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine, pulse = LLMEngine(EngineArgs(**DEMO_ENGINE, verbose=False)), Pulse.create()
+    engine.core.observer = FlightRecorder(pulse, engine.core.scheduler.slots)
+    kinds = ({"temperature": 0.0}, {"seed": 1, "n": 2}, {"top_p": 0.5}, {"logprobs": 1, "presence_penalty": 1.0})
+    for i, params in enumerate(kinds):
+        engine.add_request(str(i), [*range(5, 45 + 30 * i)], SamplingParams(**params, max_tokens=4, ignore_eos=True))
+        while engine.has_unfinished_requests():
+            engine.step()
+    recorded = last_steps(pulse)
+    assert {step["variant"] for step in recorded} >= {"greedy", "sampling", "truncated", "full"}
+    path = write_last_steps(pulse, "It was killed", asdict(engine.args), 0)
+    asked, executed = [], []
+    monkeypatch.setattr(replayed_steps, "LLMEngine", lambda args: asked.append(args) or engine)
+    execute = Runner.execute
+    monkeypatch.setattr(Runner, "execute", lambda self, plan: executed.append(plan) or execute(self, plan))
+    assert main(["--replay", str(path), "--run"]) == 0
+    assert asked == [engine.args]
+    ran = [plan for plan in executed if plan.num_rows]
+    assert [plan.step_id for plan in ran] == [step["step"] for step in recorded]
+    for plan, step in zip(ran, recorded, strict=True):
+        assert len(plan.decode_slots) == len(step["contexts"])
+        assert [(c.start, len(c.token_ids), c.samples) for c in plan.chunks] == [tuple(c[1:]) for c in step["chunks"]]
+        assert plan.variant.name.lower() == step["variant"]
+    assert capsys.readouterr().out.count(" tokens\n") == len(recorded)
 
 
 @pytest.mark.parametrize("content", [None, "no json", "{}", '{"cause": "x", "steps": []}', "[1]"])

@@ -11,7 +11,7 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs, RestartOptions
 from jpaged.api.errors import EngineDeadError, EngineRestartingError, InvalidParameterError, SuspectRequestError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
-from jpaged.processes import launch
+from jpaged.processes import launch, wire
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.keeper import RestartLimit
 from tests.support.fragile_engine import VARIABLE
@@ -207,6 +207,8 @@ def test_a_process_that_stands_still_counts_as_hung(calm):
         asked = ask_all(engine, 2)
         await until(lambda: generated(engine) > 100)
         os.kill(engine._processes.pids[0], signal.SIGSTOP)
+        assert await engine.get_replica_metrics() == {}  # it does not wait for the process
+        assert engine.metrics.counted("engine_restarts", 0) == 0
         assert await asyncio.gather(*asked) == calm
         assert engine.metrics.counted("engine_restarts", 0) == 1
 
@@ -221,9 +223,14 @@ def test_requests_of_a_dead_replica_move_to_a_living_one_at_once():
             asked = [asyncio.ensure_future(ask(engine, name, 0)) for name in seeded]
             await until(lambda: generated(engine) > 100)
             assert {stream.replica.index for stream in engine._streams.values()} == {0, 1}
+            assert not await engine.sleep()
+            asleep = await engine._ask(wire.Sleep(1), wire.Changed)  # as if requests had come after it was looked at
+            assert [answer.value for answer in asleep.values()] == [0, 0]
             dead = random.randrange(2)
             os.kill(engine._processes.pids[dead], signal.SIGKILL)
             await until(lambda: engine.is_restarting)
+            with pytest.raises(EngineRestartingError, match="cannot sleep"):
+                await engine.sleep()
             assert {stream.replica.index for stream in engine._streams.values()} == {1 - dead}
             await engine.check_health()
             assert await asyncio.gather(*asked) == calm

@@ -241,7 +241,7 @@ def test_numbers_of_numpy_are_as_good_as_pythons(tmp_path, fake):
 
 def test_the_command_reports_skipped_rows_and_exits_with_0(tmp_path, fake, capsys):
     source = write_rows(tmp_path / "in.jsonl", [*ROWS, *["broken"] * 30])
-    arguments = ["score", str(source), "-o", str(tmp_path / "out.jsonl")]
+    arguments = ["score", str(source), "-o", str(tmp_path / "out.jsonl"), "--in-process"]
     assert main(arguments) == 1
     assert "in.jsonl:4: the line is not JSON" in capsys.readouterr().err
     assert main([*arguments, "--on-error", "skip"]) == 0
@@ -249,7 +249,7 @@ def test_the_command_reports_skipped_rows_and_exits_with_0(tmp_path, fake, capsy
     assert stderr.count("is not JSON") == 20
     assert "30 of 33 rows skipped" in stderr
     assert main([*arguments, "--on-error", "skip"]) == 2  # the output exists
-    assert main(["score", str(source), "-o", str(source / "x.jsonl"), "--on-error", "skip"]) == 1
+    assert main(["score", str(source), "-o", str(source / "x.jsonl"), "--in-process", "--on-error", "skip"]) == 1
     assert "cannot be written" in capsys.readouterr().err
 
 
@@ -362,12 +362,13 @@ def test_a_worker_that_is_killed_at_work_is_started_again_and_nothing_is_lost_or
 
 def test_a_worker_that_dies_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
     source = write_rows(tmp_path / "in.jsonl", ROWS)
-    started = WorkerProcess.__init__
+    start = WorkerProcess._start
 
-    def start_and_kill(self, *arguments):
-        started(self, *arguments)
-        self._process.kill()
+    def start_and_kill(self):
+        process = start(self)
+        process.kill()
+        return process
 
-    monkeypatch.setattr(WorkerProcess, "__init__", start_and_kill)
+    monkeypatch.setattr(WorkerProcess, "_start", start_and_kill)
     with pytest.raises(EngineDeadError, match=r"Worker \d was ended by signal 9 .* run the same again"):
         score_files(source, tmp_path / "out.jsonl", data_parallel_size=2, use_tqdm=False)

@@ -12,10 +12,15 @@ import pytest
 from jpaged import LLM, BeamSearchParams, SamplingParams
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.outputs import CompletionOutput, RequestOutput
+from jpaged.assets import demo_model_path
 from jpaged.cli import main
 from jpaged.scoring.inputs import Record
 from jpaged.scoring.workers import Shard
 from jpaged.serving import batch
+from jpaged.serving.batch_requests import parse_request, response_line
+from jpaged.text.tokenizer import Tokenizer
+from jpaged.text.turns.declarations import Tool
+from jpaged.text.turns.formats import GENERIC
 
 ENGINE = ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -54,7 +59,9 @@ def run(path, lines, *options) -> tuple[int, list[dict]]:
     path.mkdir()
     source = path / "in.jsonl"
     source.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    code = main(["run-batch", "-i", str(source), "-o", str(path / "out.jsonl"), "-q", *ENGINE, *options])
+    code = main(
+        ["run-batch", "-i", str(source), "-o", str(path / "out.jsonl"), "-q", "--in-process", *ENGINE, *options]
+    )
     return code, [json.loads(line) for line in (path / "out.jsonl").read_text().splitlines()]
 
 
@@ -231,3 +238,17 @@ def test_shards_that_come_only_when_others_are_done_are_not_waited_for(tmp_path,
 
     batch.BatchShards({"engine": {}}, tmp_path).run(shards(), done, lambda rows, tokens: None)
     assert sorted(entry["shard"] for entry in entries) == list(range(6))
+
+
+def test_a_line_with_tools_is_constrained_and_its_calls_are_read():
+    tokenizer = Tokenizer.load(demo_model_path())
+    tools = [{"type": "function", "function": {"name": "clock", "description": "Looks at it."}}]
+    line = request("a", CHAT, messages=MESSAGES, tools=tools, tool_choice="required")
+    parsed = parse_request(line, tokenizer, SamplingParams())
+    assert parsed.params.structured_outputs.kind == "grammar"
+    assert "Looks at it." in tokenizer.decode(parsed.prompts[0])
+    text = GENERIC.render([(Tool("clock", {}), {})])
+    output = RequestOutput("a", None, [1], [CompletionOutput(0, text, [1], None, None, "stop")], True)
+    (choice,) = response_line(parsed, "model", [output], tokenizer)["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}

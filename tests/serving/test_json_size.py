@@ -2,7 +2,9 @@
 
 import json
 import random
+from types import FunctionType
 
+import msgspec
 import pytest
 
 from jpaged.api.beam_search_params import BeamSearchParams
@@ -14,11 +16,15 @@ from jpaged.serving import json_size
 from jpaged.serving.errors import ApiError
 from jpaged.serving.json_size import check_size
 from jpaged.serving.limits import ServerLimits
-from jpaged.serving.protocol import CompletionRequest
+from jpaged.serving.protocol import CompletionRequest, json_decoder
 
 HOSTILE = {
     "numbers": b'{"tokens":[' + b"1," * (json_size.MAX_VALUES + 1) + b"1]}",
-    "strings": b'{"prompt":[' + b'"",' * (json_size.MAX_QUOTES // 2) + b'""]}',
+    "strings": b'{"prompt":[' + b'"a",' * json_size.MAX_STRINGS + b'"a"]}',
+    "keys": b'{"messages":[{' + b'"a":1,' * json_size.MAX_STRINGS + b'"a":1}]}',
+    "digits": b'{"prompt":[' + b"1" * json_size.MAX_BYTES_OUTSIDE + b"]}",
+    "all of it": b'{"prompt":[' + b"1," * 400_000 + b'"a",' * 50_000 + b"[]," * 15_000 + b"1]}",
+    "escapes": b'{"prompt":"' + b"\\n" * 5_000_000 + b'"}',
     "lists": b'{"prompt":[' + b"[]," * (json_size.MAX_CONTAINERS + 1) + b"[]]}".ljust(json_size.SMALL_BYTES),
     "objects": b'{"messages":[' + b"{}," * (json_size.MAX_CONTAINERS + 1) + b"{}]}".ljust(json_size.SMALL_BYTES),
     "quotes": b'{"prompt":"' + b'\\"' * (json_size.MAX_QUOTES + 1) + b'"}',
@@ -57,21 +63,21 @@ def test_counts_are_those_of_the_decoded_value(seed, monkeypatch):
         return [value(depth + 1) for _ in range(draw.randrange(5))]
 
     def count(value):
-        """Commas, quotes and containers."""
+        """Commas, quotes, strings and containers."""
         if isinstance(value, str):
-            return 0, 2 + value.count('"'), 0
+            return 0, 2 + value.count('"'), 1, 0
         if not isinstance(value, list | dict):
-            return 0, 0, 0
+            return 0, 0, 0, 0
         parts = [count(one) for one in (value.values() if isinstance(value, dict) else value)]
-        commas, strings, containers = (sum(column) for column in zip((0, 0, 0), *parts, strict=True))
+        commas, quotes, strings, containers = (sum(column) for column in zip((0, 0, 0, 0), *parts, strict=True))
         keys = len(value) if isinstance(value, dict) else 0
-        return commas + max(0, len(value) - 1), strings + 2 * keys, containers + 1
+        return commas + max(0, len(value) - 1), quotes + 2 * keys, strings + keys, containers + 1
 
     given = [value(0) for _ in range(30)]
     body = json.dumps(given, ensure_ascii=False).encode()
     monkeypatch.setattr(json_size, "SMALL_BYTES", 0)
     monkeypatch.setattr(json_size, "_SLICE", 7)
-    names = ("MAX_VALUES", "MAX_QUOTES", "MAX_CONTAINERS")
+    names = ("MAX_VALUES", "MAX_QUOTES", "MAX_STRINGS", "MAX_CONTAINERS")
     for name, most in zip(names, count(given), strict=True):
         monkeypatch.setattr(json_size, name, most)
         check_size(body)
@@ -80,6 +86,16 @@ def test_counts_are_those_of_the_decoded_value(seed, monkeypatch):
             with pytest.raises(ApiError):
                 check_size(body)
         monkeypatch.setattr(json_size, name, 10**9)
+
+
+def test_numbers_that_take_long_to_decode_are_left_to_python_which_lets_others_run():
+    body = b'{"prompt":["a",1e1],"logit_bias":{"5":1e1},"suffix":[1e1],"guided_json":{"a":1e1}}'
+    told = msgspec.json.Decoder(CompletionRequest, float_hook=lambda _: "told").decode(body)
+    assert (told.prompt, told.logit_bias, told.suffix) == (["a", "told"], {"5": "told"}, ["told"])
+    assert told.guided_json == {"a": "told"}
+    decoder = json_decoder(CompletionRequest)
+    assert isinstance(decoder.float_hook, FunctionType)  # not `float` itself, which lets nobody in
+    assert decoder.decode(body).logit_bias == {"5": 10.0}
 
 
 class Counted(list):

@@ -1,10 +1,15 @@
 """A server's options, and what clients see of them."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.assets import demo_model_path
-from jpaged.serving.options import ServerOptions, public_name
+from jpaged.processes.request_log import RequestLog
+from jpaged.processes.traces import Traces
+from jpaged.serving.app import build_app
+from jpaged.serving.options import AppOptions, ServerOptions, public_name
 from jpaged.text.tokenizer import Tokenizer
 from tests.text.tokenizers_for_tests import tokenizer
 
@@ -34,3 +39,19 @@ def test_no_more_api_processes_than_any_machine_has_a_use_for(number):
 def test_a_socket_that_its_own_user_cannot_use_is_refused(mode):
     with pytest.raises(InvalidParameterError, match="uds_mode must be from 600 to 777"):
         ServerOptions(uds_mode=mode)
+
+
+def test_those_who_watch_requests_are_told_in_the_order_in_which_they_need_each_other():
+    """The log names the trace of a request, which it has when its spans were made."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    engine = SimpleNamespace(observers=[], tokenizer=None)
+    options = AppOptions(log_requests=True, log_prompts=True, otlp_traces_endpoint="http://127.0.0.1:9")
+    build_app(engine, options)
+    assert [type(one) for one in engine.observers] == [Traces, RequestLog]
+    for one in engine.observers:
+        one.close()
+
+
+def test_prompts_are_logged_only_as_part_of_the_lines_of_requests():
+    with pytest.raises(InvalidParameterError, match="log_prompts needs log_requests"):
+        AppOptions(log_prompts=True)

@@ -35,7 +35,7 @@ LIMITS = (
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server") / "log", *LIMITS)
+    server = Server(tmp_path_factory.mktemp("server") / "log", *LIMITS, "--log-requests")
     yield server
     server.close()
 
@@ -405,9 +405,15 @@ def test_tokenize_and_detokenize_are_each_others_inverse(server, offline):
 def test_answers_carry_the_clients_request_id_and_the_log_no_prompts(server):
     secret = "heron-42-secret"
     body = {"prompt": secret, "max_tokens": 1}
-    response = server.client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"x-request-id": "mine-1", "traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    response = server.client.post("/v1/completions", json=body, headers=headers)
     assert response.headers["x-request-id"] == "mine-1"
-    log = server.log_with("mine-1")
+    server.log_with(" mine-1 POST /v1/completions 200")
+    log = server.log_with('"request_id":"mine-1"')
+    (line,) = (json.loads(line) for line in log.splitlines() if '"request_id":"mine-1"' in line)
+    assert (line["trace_id"], line["finish_reasons"], line["completion_tokens"]) == (trace, ["length"], 1)
+    assert 0 <= line["queue_s"] <= line["total_s"]
     assert secret not in log
     assert KEY not in log
 

@@ -53,13 +53,16 @@ class Server:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def children(self, of: int | None = None) -> list[int]:
-        """Its children and theirs."""
+        """Its children and theirs, without those that end meanwhile."""
         pid = self.process.pid if of is None else of
-        direct = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        try:
+            direct = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            return []
         return [*direct, *(child for one in direct for child in self.children(one))]
 
     def engines(self) -> list[int]:
-        return [pid for pid in self.children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in self.children() if b"engine_process" in _command(pid)]
 
     def memory_mib(self) -> float:
         """Resident memory of all its processes."""
@@ -74,6 +77,14 @@ class Server:
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(60)
+
+
+def _command(pid: int) -> bytes:
+    """What a process was started with; empty for one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 @contextlib.contextmanager

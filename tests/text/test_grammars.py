@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,8 +14,9 @@ import pytest
 from jpaged.api.errors import InvalidParameterError, JPagedError
 from jpaged.api.structured_outputs import StructuredOutputsParams as Structured
 from jpaged.assets import demo_model_path
-from jpaged.text import grammars
-from jpaged.text.grammars import GrammarCheck, GrammarCompiler, GrammarTokenizer
+from jpaged.text import grammar_compiler, grammars
+from jpaged.text.grammar_compiler import GrammarCompiler
+from jpaged.text.grammars import GrammarCheck, GrammarTokenizer
 from jpaged.text.tokenizer import Tokenizer
 
 VOCAB_SIZE, EOS = 2816, 2
@@ -33,12 +35,14 @@ def given(tokenizer):
 
 @pytest.fixture(scope="module")
 def compiler(given):
-    return GrammarCompiler(lambda: given, VOCAB_SIZE, (EOS,))
+    compiler = GrammarCompiler(lambda: given, VOCAB_SIZE, num_threads=2)
+    yield compiler
+    compiler.close()
 
 
 @pytest.fixture(scope="module")
 def check(given):
-    return GrammarCheck(lambda: given)
+    return GrammarCheck(lambda: given, VOCAB_SIZE)
 
 
 def allowed(mask: np.ndarray) -> list[int]:
@@ -117,7 +121,7 @@ def test_what_was_checked_is_known_and_what_is_wrong_says_why(check):
 
 def test_a_check_that_takes_too_long_is_ended_and_keeps_no_other_waiting(given, monkeypatch):
     monkeypatch.setattr(grammars, "CHECK_S", 1.0)
-    check = GrammarCheck(lambda: given)
+    check = GrammarCheck(lambda: given, VOCAB_SIZE)
     check.check(Structured(regex="warm"))
     slow = Structured(json={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(9000)}})
     with ThreadPoolExecutor(1) as pool:
@@ -141,11 +145,102 @@ def test_a_checking_process_that_dies_is_replaced(check):
     check.check(Structured(regex="x3"))
 
 
+def test_whatever_a_compilation_raises_fails_it_and_the_next_one_runs(given):
+    class Panic(BaseException):
+        """As pyo3's PanicException is one."""
+
+    tokenizers = iter([Panic("the library panicked")])
+
+    def tokenizer():
+        for panic in tokenizers:
+            raise panic
+        return given
+
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE)
+    with pytest.raises(JPagedError, match=r"^structured_outputs.regex cannot be compiled: the library panicked$"):
+        compiler.compile(Structured(regex="a")).result(timeout=30)
+    assert compiler.compile(Structured(regex="b")).result(timeout=30)
+    compiler.close()
+
+
+def test_two_threads_may_empty_a_queue_at_the_same_time():
+    class Raced(deque):
+        """Another thread has taken an entry since it was counted."""
+
+        def __len__(self) -> int:
+            return super().__len__() + 1
+
+    queue = Raced([1, 2])
+    assert grammar_compiler.take_all(queue) == [1, 2]
+    assert grammar_compiler.take_all(queue) == []
+
+
 def test_a_model_without_an_end_of_sequence_token_or_a_broken_tokenizer_is_refused(given):
     with pytest.raises(InvalidParameterError, match="end-of-sequence"):
         GrammarTokenizer(given.json, VOCAB_SIZE, ()).make()
     with pytest.raises(InvalidParameterError, match="this tokenizer"):
         GrammarTokenizer("{}", VOCAB_SIZE, (EOS,)).make()
-    failing = GrammarCompiler(lambda: GrammarTokenizer("{}", VOCAB_SIZE, (EOS,)), VOCAB_SIZE, (EOS,))
+    failing = GrammarCompiler(lambda: GrammarTokenizer("{}", VOCAB_SIZE, (EOS,)), VOCAB_SIZE)
     with pytest.raises(JPagedError, match="this tokenizer"):
         failing.compile(Structured(regex="a")).result()
+
+
+def test_sequences_of_one_grammar_are_followed_in_lanes_and_get_the_masks_of_one_alone(compiler, tokenizer):
+    params = Structured(regex="(?:[ab][cd]){40}")
+    tokens = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in "acbd"]
+    alone = [may for _, may in follow(compiler, params, tokens)]
+    grammar = compiler.compile(params).result()
+    guides = [grammar.begin(False) for _ in range(300)]  # more than the shared memory has rows
+    for token, may in zip(tokens, alone, strict=True):
+        masks = np.zeros((len(guides), compiler.num_words), np.uint32)
+        assert compiler.advance(guides, [token] * len(guides), masks) == [()] * len(guides)
+        assert (masks == masks[0]).all()
+        assert allowed(masks[0]) == may
+        del guides[::3]  # these have ended
+
+
+def test_a_guide_that_is_moved_past_many_tokens_at_once_stands_where_one_that_took_each_does(compiler, tokenizer):
+    schema = {"type": "object", "properties": {"name": {"enum": ["fox", "frog"]}, "paws": {"type": "boolean"}}}
+    params = Structured(json=schema | {"required": ["name", "paws"], "additionalProperties": False}, **COMPACT)
+    grammar = compiler.compile(params).result()
+    one, mask, tokens = grammar.begin(False), np.array([grammar.mask]), []
+    while EOS not in allowed(mask[0]):
+        tokens.append(allowed(mask[0])[0])
+        (forced,) = compiler.advance([one], tokens[-1:], mask)
+        tokens += forced
+        assert not set(forced) & {EOS}
+        at_once = np.zeros_like(mask[0])
+        assert compiler.resume(grammar.begin(False), tokens, at_once) == ()
+        assert (at_once == mask[0]).all()
+        if forced:
+            assert compiler.resume(grammar.begin(False), tokens[:-1], at_once) == (tokens[-1],)
+            assert (at_once == mask[0]).all()
+    assert json.loads(tokenizer.decode([*grammar.forced, *tokens])) == {"name": "fox", "paws": False}
+    assert isinstance(compiler.resume(grammar.begin(False), [EOS, EOS], mask[0]), str)
+
+
+def test_where_the_process_has_died_sequences_fail_by_name_and_the_next_constraint_starts_another(given, tokenizer):
+    (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    compiler = GrammarCompiler(lambda: given, VOCAB_SIZE)
+    params = Structured(regex="[ab]+")
+    grammar = compiler.compile(params).result()
+    guides, masks = [grammar.begin(False) for _ in range(2)], np.zeros((2, compiler.num_words), np.uint32)
+    os.kill(compiler._process.pid, signal.SIGKILL)
+    assert compiler.advance(guides, [a, a], masks) == ["the process that follows grammars has ended"] * 2
+    again = compiler.compile(params).result().begin(False)
+    assert [isinstance(one, str) for one in compiler.advance([guides[0], again], [a, a], masks)] == [True, False]
+    compiler.close()
+
+
+def test_no_tokenizer_for_grammars_is_made_in_this_process(given, monkeypatch):
+    """It would keep all threads waiting, for seconds if the vocabulary is large."""
+    monkeypatch.setattr(GrammarTokenizer, "make", lambda self: pytest.fail("made here"))
+    for module in (grammars, grammar_compiler):
+        monkeypatch.setattr(module, "LARGE_VOCABULARY", 0)
+    check, compiler = GrammarCheck(lambda: given, VOCAB_SIZE), GrammarCompiler(lambda: given, VOCAB_SIZE)
+    check.prepare()
+    compiler.prepare()
+    check.check(Structured(regex="[ab]+"))
+    assert len(check._idle) == 1
+    assert compiler.compile(Structured(regex="[ab]+")).result().forced == ()
+    compiler.close()

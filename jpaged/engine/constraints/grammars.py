@@ -59,7 +59,7 @@ class Grammar(Protocol):
 
 
 class Grammars(Protocol):
-    """Compiles constraints and follows them; `jpaged.text.grammars` implements it.
+    """Compiles constraints and follows them; `jpaged.text.grammar_compiler` implements it.
 
     num_words: uint32 words of a mask.
     """
@@ -78,6 +78,17 @@ class Grammars(Protocol):
         masks: uint32 [n, words]; what may follow is written here.
         Returns: for each guide the forced tokens, or why it cannot go on.
         """
+        ...
+
+    def resume(self, guide: Any, token_ids: Sequence[int], mask: np.ndarray) -> "tuple[int, ...] | str":
+        """Moves a guide past many tokens at once, forced ones included. mask: uint32 [words]; as of `advance`.
+
+        Returns: the tokens that must follow these, or why the guide cannot go on.
+        """
+        ...
+
+    def close(self) -> None:
+        """Nothing will be asked for any more."""
         ...
 
 
@@ -187,16 +198,17 @@ class ConstrainedRows(DependentRows):
 
     def _follow(self, sequence: _Sequence, token_ids: Sequence[int]) -> None:
         """Moves a new sequence past tokens that it has generated in another engine."""
-        for token_id in token_ids:
-            if sequence.forced:
-                sequence.forced.popleft()
-                continue
-            masks = np.zeros((1, self._grammars.num_words), np.uint32)
-            (forced,) = self._grammars.advance([sequence.guide], [token_id], masks)
+        tokens = deque(token_ids)
+        while sequence.forced and tokens:
+            sequence.forced.popleft()
+            tokens.popleft()
+        if tokens:
+            mask = np.zeros((self._grammars.num_words,), np.uint32)
+            forced = self._grammars.resume(sequence.guide, tuple(tokens), mask)
             if isinstance(forced, str):
                 sequence.failure, self._has_failed = forced, True
-                return
-            sequence.forced, sequence.mask = deque(forced), masks[0]
+            else:
+                sequence.forced, sequence.mask = deque(forced), mask
 
     def begins(self, group: Group, slots: Sequence[int]) -> None:
         """All that is known of these slots is computed, forced tokens included."""
@@ -333,10 +345,11 @@ class ConstrainedRows(DependentRows):
         return True
 
     def close(self) -> None:
-        """Ends the thread that makes masks."""
+        """Ends the thread that makes masks, and what it asks for them."""
         if self._maker is not None:
             self._jobs.put(None)
             self._maker = None
+        self._grammars.close()
 
     def _collect(self) -> None:
         self._news.clear()

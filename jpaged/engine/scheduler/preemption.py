@@ -58,6 +58,17 @@ class Preemption(SchedulerPart):
         members[0].stats.num_preemptions += 1
         self._counters.num_preemptions += 1
 
+    def start_over(self, members: list[Request]) -> None:
+        """Preempts sequences of one group, with nothing in flight. They compute all their tokens themselves: what was
+        in the cached blocks that they had is not to be trusted, and no prefix will hit their blocks.
+        """
+        held = [self._slots.blocks(member.slot).copy() for member in members]
+        self.preempt(members, "recompute")
+        for member, block_ids in zip(members, held, strict=True):
+            member.distrusts_cache = True
+            if self._pool.cache is not None:
+                self._pool.cache.drop(block_ids)
+
     def _in_policy_order(self, slots: np.ndarray) -> np.ndarray:
         """Sorts slots, those that are preempted last first; the sequences of a group stand together, by index."""
         keys = [self._slots.index[slots], self._slots.arrival[slots]]

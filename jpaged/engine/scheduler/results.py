@@ -13,6 +13,7 @@ import numpy as np
 from jpaged.api.errors import EngineDeadError
 from jpaged.engine.constraints.dependent_rows import Ended
 from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, Logprobs, StepPlan, StepResult
+from jpaged.engine.scheduler.preemption import Preemption
 from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.sequences.logprobs import store_logprobs, store_prompt_logprobs
@@ -34,9 +35,10 @@ class RequestUpdate(NamedTuple):
 class Results(SchedulerPart):
     """Takes in the results of plans, in the order in which the plans were made."""
 
-    def __init__(self, state: SchedulerState, tenants: Tenants) -> None:
+    def __init__(self, state: SchedulerState, tenants: Tenants, preemption: Preemption) -> None:
         super().__init__(state)
         self._tenants = tenants
+        self._preemption = preemption
 
     def take(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Returns an update for each sequence that finished, and for each that got a token and reports every one.
@@ -123,11 +125,22 @@ class Results(SchedulerPart):
         return updates
 
     def _end_not_finite(self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray) -> list[RequestUpdate]:
-        """Ends the requests whose logits in these rows are not finite. Their tokens mean nothing and are dropped."""
+        """Ends the requests whose logits in these rows are not finite. Their tokens mean nothing and are dropped.
+
+        One that read cached blocks is computed again first, without them: where the request that wrote them is such a
+        one, attention's products may have spread its NaN to all tokens that it computed in a step.
+        """
         updates = []
-        for slot in rows_slots[rows[result.finish_codes[rows] == FinishCode.NOT_FINITE]].tolist():
+        slots = rows_slots[rows[result.finish_codes[rows] == FinishCode.NOT_FINITE]].tolist()
+        for slot in slots:
             request = self._slots.requests[slot]
             if request is None:  # ended with another row of its group
+                continue
+            running = request.group.running()
+            started = [member.slot for member in running if self._slots.holds_tokens(member.slot)]
+            has_hit = request.group.leader.num_cached_tokens > 0 and not request.distrusts_cache
+            if has_hit and set(started) <= set(slots):  # the device has ended them all
+                self._preemption.start_over(running)
                 continue
             open_members = [member for member in request.group.members if not member.finished]
             self._tenants.end_all(self._tenants.groups[request.request_id], "error")

@@ -88,7 +88,7 @@ class Scheduler:
         self.preemption = Preemption(state, self._tenants)
         self._planner = Planner(state, self._tenants, self.preemption)
         self._inspection = Inspection(state, self._tenants, self._pins)
-        self._results = Results(state, self._tenants)
+        self._results = Results(state, self._tenants, self.preemption)
 
     @property
     def num_unfinished(self) -> int:
@@ -157,6 +157,11 @@ class Scheduler:
                 )
         return self._planner.plan()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `take_failed` would return any."""
+        return bool(self._failed)
+
     def take_failed(self) -> list[RequestUpdate]:
         """Sequences that ended by themselves since the last call, because they cannot go on."""
         failed, self._failed = self._failed, []
@@ -189,7 +194,7 @@ class Scheduler:
             except JPagedError as error:
                 for _ in request.group.waiting():
                     self._waiting.count_out()
-                for member in request.group.members:
+                for member in [member for member in request.group.members if not member.finished]:
                     self._tenants.end(member, "abort", str(error))
                     self._failed.append(RequestUpdate(member, []))
 
@@ -213,6 +218,7 @@ class Scheduler:
         """
         group = self._tenants.groups.get(request_id)
         if group is None:
+            self._failed = [update for update in self._failed if update.request.request_id != request_id]
             return None
         self._tenants.end_all(group, "abort")
         return group.leader

@@ -92,6 +92,7 @@ class Request:
         scores: of the score targets, complete when the request finishes; None for one that generates.
         finish_reason, stop_reason: as in `CompletionOutput`; None while unfinished.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
+        distrusts_cache: its logits were not finite behind cached blocks, so it computes all its tokens itself.
         stats: when things happened to it; one object for all sequences of a request.
 
     Raises:
@@ -146,6 +147,7 @@ class Request:
         self.max_len = 0
         self.seed = 0
         self.num_cached_tokens = 0
+        self.distrusts_cache = False
         self.prompt_logprobs: list[PositionLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None]
         )
@@ -216,7 +218,7 @@ class Request:
 
     def num_skippable_tokens(self, num_known: int) -> int:
         """How many of its first tokens, of `num_known`, may come out of the prefix cache instead of being computed."""
-        if self.wants_prompt_logprobs:
+        if self.wants_prompt_logprobs or self.distrusts_cache:
             return 0
         if self.score_targets is not None:
             return self.prompt_len - len(self.score_targets)

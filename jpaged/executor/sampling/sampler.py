@@ -41,9 +41,12 @@ _INF = np.float32(np.inf)
 
 
 class SampleOutput(NamedTuple):
-    """token_ids: int32 [R], each in 0..V-1 whatever the logits; logprobs: None unless the variant is FULL or BEAM."""
+    """token_ids: int32 [R], each in 0..V-1 whatever the logits. logprobs: None unless the variant is FULL or BEAM.
+    is_finite: bool [R]; where False, no logit of the row is finite, or one is plus infinity: its token means nothing.
+    """
 
     token_ids: jax.Array
+    is_finite: jax.Array
     logprobs: TokenLogprobs | None
 
 
@@ -79,10 +82,10 @@ def sample(
     tokens all have a logit of minus infinity gets token 0.
     """
     if variant == SamplingVariant.GREEDY:
-        return SampleOutput(_most_likely(logits, collectives), None)
+        return SampleOutput(*_most_likely(logits, collectives), None)
     if variant == SamplingVariant.BEAM:
-        token_ids = _most_likely(logits, collectives)
-        return SampleOutput(token_ids, logprobs_of(logits, token_ids, num_logprobs, collectives))
+        token_ids, is_finite = _most_likely(logits, collectives)
+        return SampleOutput(token_ids, is_finite, logprobs_of(logits, token_ids, num_logprobs, collectives))
     logprobs = None
     processed = logits
     if variant == SamplingVariant.FULL:
@@ -94,10 +97,11 @@ def sample(
             raise ValueError("SamplingVariant.MASKED needs masks.")
         processed = _allowed_only(logits, _masks_of(slots, state, masks), collectives)
     truncates = variant >= SamplingVariant.TRUNCATED
-    token_ids = _draw(processed, slots, positions, state, collectives, truncates=truncates, backend=backend)
+    drawn = _draw(processed, slots, positions, state, collectives, truncates=truncates, backend=backend)
+    token_ids, is_finite = drawn
     if variant == SamplingVariant.FULL:
         logprobs = logprobs_of(logits, token_ids, num_logprobs, collectives)
-    return SampleOutput(token_ids, logprobs)
+    return SampleOutput(token_ids, is_finite, logprobs)
 
 
 def program_variant(
@@ -189,8 +193,12 @@ def _draw(
     *,
     truncates: bool,
     backend: str | None,
-) -> jax.Array:
-    """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] -> int32 [R]."""
+) -> tuple[jax.Array, jax.Array]:
+    """Temperature, min_p, top_k, top_p and the draw: float32 [R, V] -> int32 [R], and `SampleOutput.is_finite`.
+
+    NaN counts as minus infinity, so the logit of the token drawn is not finite only where none is, or one is plus
+    infinity. That shards know of it costs no message of its own: they compare their largest logits, or send tokens.
+    """
     temperature = state.temperature[slots]
     arguments = (
         logits,
@@ -202,21 +210,33 @@ def _draw(
         positions,
     )
     if collectives.size == 1:
-        return sample_tokens(*arguments, backend=backend)
+        token_ids = sample_tokens(*arguments, backend=backend)
+        return token_ids, _is_finite_at(logits, token_ids)
     if not truncates:
-        return sample_reference.sample_tokens(Operands(*arguments), shards=collectives)
+        token_ids, largest = sample_reference.sample_and_largest(Operands(*arguments), shards=collectives)
+        return token_ids, sample_reference.is_finite(largest[:, 0])
     # A threshold's passes would be some 20 all-reduces in turn, and no kernel could make them. So each shard gets whole
     # rows, an equal part of them, and draws for those.
     rows, size = logits.shape[0], collectives.size
     fill = -rows % size
     logits, *parameters = (jnp.pad(x, [(0, fill), *[(0, 0)] * (x.ndim - 1)]) for x in arguments if x is not None)
-    own = sample_tokens(collectives.deal_rows(logits), *map(collectives.own_rows, parameters), backend=backend)
-    return collectives.all_gather(own).reshape(-1)[:rows]
+    logits = collectives.deal_rows(logits)
+    own = sample_tokens(logits, *map(collectives.own_rows, parameters), backend=backend)
+    own = jnp.where(_is_finite_at(logits, own), own, ~own)  # a token that means nothing goes as a negative number
+    token_ids = collectives.all_gather(own).reshape(-1)[:rows]
+    return jnp.where(token_ids < 0, ~token_ids, token_ids), token_ids >= 0
 
 
-def _most_likely(logits: jax.Array, collectives: Collectives) -> jax.Array:
+def _is_finite_at(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Whether each row's logit of its token is finite: bool [R]."""
+    return jnp.isfinite(jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0])
+
+
+def _most_likely(logits: jax.Array, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
+    """Each row's most likely token, and `SampleOutput.is_finite`."""
     shards = None if collectives.size == 1 else collectives
-    return sample_reference.argmax(without_nan(logits), shards)[0]
+    token_ids, largest = sample_reference.argmax(without_nan(logits), shards)
+    return token_ids, sample_reference.is_finite(largest[:, 0])
 
 
 def _masks_of(slots: jax.Array, state: SamplingState, masks: jax.Array) -> jax.Array:

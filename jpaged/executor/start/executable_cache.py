@@ -97,7 +97,7 @@ class ExecutableCache:
         with suppress(OSError):
             for pattern in ("tmp*", "*.claim"):
                 for file in directory.glob(pattern):
-                    if time.time() - file.stat().st_mtime > _STALE_S:
+                    if time.time() - file.stat().st_mtime > _STALE_S:  # noqa: TID251  # the clock of files
                         file.unlink(missing_ok=True)
 
     @staticmethod

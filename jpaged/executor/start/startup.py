@@ -58,6 +58,7 @@ from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build, load
+from jpaged.models.experts import split_by_experts
 from jpaged.models.sharding import load_sharded
 from jpaged.pallas_kernels import registry
 
@@ -154,12 +155,15 @@ class Startup:
         if not self.asleep:
             return
         with self.mesh.as_default():
-            weights = self.load_weights() if self.asleep == 2 else None
             try:
+                weights = self.load_weights() if self.asleep == 2 else None
                 pools = empty_pools(self.setup, self.mesh) if self.runner.memory is None else None
-                jax.block_until_ready(pools)
+                jax.block_until_ready((weights, pools))
             except jax.errors.JaxRuntimeError as error:
-                raise OutOfMemoryError(f"There is no room for the KV pool of {_size(self.memory.pool)}.") from error
+                wanted = f"the KV pool of {_size(self.memory.pool)}"
+                if self.asleep == 2:
+                    wanted = f"the weights of {_size(self.memory.weights)} and {wanted}"
+                raise OutOfMemoryError(f"There is no room for {wanted}; let others give memory back.") from error
             self.runner.wake_up(self._num_backed, pools, weights)
         self.asleep = 0
 
@@ -256,7 +260,9 @@ def _start_on(
     interrupt: KeptInterrupt,
 ) -> Startup:
     device = mesh.local_devices[0]
-    model_config = ModelConfig.from_directory(directory)
+    model_config = ModelConfig.from_directory(directory, args.max_model_len)
+    if args.enable_expert_parallel:
+        model_config = split_by_experts(model_config)
     # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.
     model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
     shard = mesh.shard_of(model)

@@ -24,7 +24,6 @@ from jpaged.executor.step.bodies import Rows
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, StepProgram, int32
 from jpaged.executor.step.state import SlotState
-from jpaged.models.collectives import Collectives
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of logits held at once when a prompt is scored: 256 x 152,000 float32 are 156 MB."""
@@ -117,7 +116,7 @@ class Sample(StepProgram):
         valid = rows.samples & state.active[slots]
 
         codes = sampler.finish_codes(sampling, slots, positions, sampled.token_ids)
-        codes = jnp.where(_is_finite(logits, hidden, sampled.token_ids, collectives), codes, FinishCode.NOT_FINITE)
+        codes = jnp.where(sampled.is_finite, codes, FinishCode.NOT_FINITE)
         codes = jnp.where(valid, codes, FinishCode.RUNNING)
         tokens = jnp.where(valid, sampled.token_ids, NO_TOKEN)
 
@@ -134,21 +133,6 @@ class Sample(StepProgram):
         # Not `earlier.at[:].set`: over several devices XLA, of JAX 0.11.2, does not survive compiling that.
         tokens_and_codes = jax.lax.dynamic_update_slice(earlier, tokens_and_codes, (0, 0))
         return updated, SampleResult(tokens_and_codes, sampled.logprobs)
-
-
-def _is_finite(
-    logits: Float[Array, "rows vocab"],
-    hidden: Float[Array, "rows hidden"],
-    token_ids: Int[Array, " rows"],
-    collectives: Collectives,
-) -> Bool[Array, " rows"]:
-    """Whether the rows' tokens mean anything. NaN counts as minus infinity where tokens are drawn, so the logit of the
-    token drawn is not finite only where none is, or one is plus infinity. A shard has but a part of the logits; what
-    it looks at instead is the hidden state, which all shards have.
-    """
-    if collectives.size == 1:
-        return jnp.isfinite(jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0])
-    return jnp.isfinite(jnp.sum(hidden, axis=1, dtype=jnp.float32))
 
 
 @dataclass(frozen=True)

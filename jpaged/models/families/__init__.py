@@ -1,14 +1,119 @@
 """The families of this package, registered as those from outside it are."""
 
+from jpaged.models.families.bloom import BloomFamily
+from jpaged.models.families.cohere import COHERE, COHERE2
+from jpaged.models.families.falcon import FalconFamily
+from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jpaged.models.families.glm import GLM, GLM4
 from jpaged.models.families.gpt2 import GPT2Family
-from jpaged.models.families.llama import LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3
+from jpaged.models.families.gpt_neox import GPTNeoXFamily
+from jpaged.models.families.gptj import GPTJFamily
+from jpaged.models.families.granite import GRANITE, GRANITE_HYBRID
+from jpaged.models.families.llama import LLAMA, MINISTRAL, MISTRAL, MISTRAL3, QWEN2, QWEN3
+from jpaged.models.families.mpt import MptFamily
+from jpaged.models.families.olmo import OLMO2, OLMO3
 from jpaged.models.families.opt import OPTFamily
-from jpaged.models.registry import register
+from jpaged.models.families.phi3 import Phi3Family
+from jpaged.models.families.smollm3 import SmolLM3Family
+from jpaged.models.families.sparse_llama import DOTS1, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from jpaged.models.families.stablelm import StableLMFamily
+from jpaged.models.families.starcoder2 import Starcoder2Family
+from jpaged.models.registry import About, register
 
-register("LlamaForCausalLM", LLAMA)
-register("MistralForCausalLM", MISTRAL)
-register("MinistralForCausalLM", MINISTRAL)
-register("Qwen2ForCausalLM", QWEN2)
-register("Qwen3ForCausalLM", QWEN3)
-register("OPTForCausalLM", OPTFamily())
-register("GPT2LMHeadModel", GPT2Family())
+_LLAMA = About(
+    "Llama", "Llama 2, 3; Falcon 3; Yi; SmolLM 2", "RMS norms; gated SiLU; RoPE linear, llama3, yarn, NTK, LongRoPE"
+)
+_MISTRAL = About(
+    "Mistral",
+    "Mistral 7B, NeMo, Small, Large; Ministral; of Mistral Small 3.1 and 3.2 the text part",
+    "as Llama; sliding windows",
+)
+_QWEN = About("Qwen", "Qwen2, Qwen2.5, Qwen3", "as Llama; biases or norms of queries and keys; windows; tied head")
+_GEMMA = About("Gemma", "Gemma 2B, 7B; CodeGemma", "norms times 1 + w; scaled embeddings; gated GELU; tied head")
+_GEMMA2 = About("Gemma 2", "2B, 9B, 27B", "as Gemma; norms before and after; soft caps; windows in every second layer")
+_GEMMA3 = About(
+    "Gemma 3",
+    "270M, 1B, 4B, 12B, 27B; MedGemma; of multimodal checkpoints the text part",
+    "as Gemma; norms before and after, of queries and keys; windows in five layers of six, with a RoPE of their own",
+)
+_PHI = About(
+    "Phi-3, Phi-4",
+    "Phi-3-mini, Phi-3-medium, Phi-3.5-mini, Phi-4, Phi-4-mini",
+    "joined q, k, v and gate, up; LongRoPE; partial RoPE; windows",
+)
+_OLMO2 = About("OLMo 2", "1B, 7B, 13B, 32B", "norms after, not before; norms over all queries and over all keys")
+_OLMO3 = About("OLMo 3", "7B, 32B", "as OLMo 2; windows in three layers of four; YaRN in the others")
+_GRANITE = About("Granite 3", "3.0 to 3.3: 2B, 8B", "multipliers of embeddings, scores, residuals and logits")
+_GRANITE4 = About("Granite 4, dense", "4.0: Micro, 350M, 1B", "as Granite 3; joined gate, up; RoPE or none")
+_SMOLLM3 = About("SmolLM3", "3B", "no RoPE in every fourth layer; tied head")
+_GLM = About(
+    "GLM-4, 2024", "glm-4-9b-hf, GLM-Edge", "RoPE on half of a head, interleaved; biases of q, k, v; joined gate, up"
+)
+_GLM4 = About("GLM-4, 2025", "GLM-4-0414, GLM-Z1: 9B, 32B", "as GLM-4, 2024; norms before and after")
+_COHERE = About(
+    "Command R",
+    "Command R, R+; Aya 23, Aya Expanse",
+    "attention and MLP side by side; norms without bias; interleaved RoPE; norms of each head; scaled logits",
+)
+_COHERE2 = About(
+    "Command A", "Command R7B, A", "as Command R; windows and RoPE in three layers of four, none in the others"
+)
+_STABLELM = About(
+    "StableLM",
+    "3B-4E1T, Zephyr 3B, Stable Code 3B, StableLM 2 1.6B and 12B",
+    "layer norms; partial RoPE; attention and MLP side by side or not; norms of each head",
+)
+_STARCODER2 = About("StarCoder2", "3B, 7B, 15B", "layer norms; plain MLPs; biases; windows")
+_FALCON = About(
+    "Falcon",
+    "RW-1B, 7B, 40B, 180B, Falcon2-11B",
+    "attention and MLP side by side; one key-value head or several; ALiBi (RW)",
+)
+_NEOX = About(
+    "GPT-NeoX, Pythia",
+    "Pythia 14M to 12B; GPT-NeoX-20B; RedPajama-INCITE; Dolly 2",
+    "attention and MLP side by side or not; partial RoPE; biases",
+)
+_GPTJ = About("GPT-J", "6B", "attention and MLP side by side; interleaved partial RoPE; head with a bias")
+_BLOOM = About("BLOOM", "560M to 176B; BLOOMZ", "ALiBi; norm of the embeddings; biases")
+_MPT = About("MPT", "7B, 30B", "ALiBi; norms without bias; clipped q, k, v")
+_MIXTRAL = About("Mixtral", "8x7B, 8x22B", "as Mistral; a router and experts in place of each MLP")
+_QWEN2_MOE = About("Qwen2-MoE", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "as Qwen2; experts, of which one is shared")
+_QWEN3_MOE = About("Qwen3-MoE", "30B-A3B, 235B-A22B", "as Qwen3; experts in all or some layers")
+_DOTS1 = About("dots.llm1", "dots.llm1", "as Qwen3; experts chosen by a sigmoid with a bias, in groups; shared experts")
+_OPT = About("OPT", "125M to 66B", "learned positions; norms before or after; projected embeddings (350M)")
+_GPT2 = About("GPT-2", "124M to 1.5B; CodeParrot", "learned positions; joined q, k, v; scores scaled by layer")
+
+register("LlamaForCausalLM", LLAMA, _LLAMA)
+register("MistralForCausalLM", MISTRAL, _MISTRAL)
+register("MinistralForCausalLM", MINISTRAL, _MISTRAL)
+register("Mistral3ForConditionalGeneration", MISTRAL3, _MISTRAL)
+register("Qwen2ForCausalLM", QWEN2, _QWEN)
+register("Qwen3ForCausalLM", QWEN3, _QWEN)
+register("GemmaForCausalLM", GEMMA, _GEMMA)
+register("Gemma2ForCausalLM", GEMMA2, _GEMMA2)
+register("Gemma3ForCausalLM", GEMMA3, _GEMMA3)
+register("Gemma3ForConditionalGeneration", GEMMA3, _GEMMA3)
+register("Phi3ForCausalLM", Phi3Family(), _PHI)
+register("Olmo2ForCausalLM", OLMO2, _OLMO2)
+register("Olmo3ForCausalLM", OLMO3, _OLMO3)
+register("GraniteForCausalLM", GRANITE, _GRANITE)
+register("GraniteMoeHybridForCausalLM", GRANITE_HYBRID, _GRANITE4)
+register("SmolLM3ForCausalLM", SmolLM3Family(), _SMOLLM3)
+register("GlmForCausalLM", GLM, _GLM)
+register("Glm4ForCausalLM", GLM4, _GLM4)
+register("CohereForCausalLM", COHERE, _COHERE)
+register("Cohere2ForCausalLM", COHERE2, _COHERE2)
+register("StableLmForCausalLM", StableLMFamily(), _STABLELM)
+register("Starcoder2ForCausalLM", Starcoder2Family(), _STARCODER2)
+register("FalconForCausalLM", FalconFamily(), _FALCON)
+register("GPTNeoXForCausalLM", GPTNeoXFamily(), _NEOX)
+register("GPTJForCausalLM", GPTJFamily(), _GPTJ)
+register("BloomForCausalLM", BloomFamily(), _BLOOM)
+register("MptForCausalLM", MptFamily(), _MPT)
+register("OPTForCausalLM", OPTFamily(), _OPT)
+register("GPT2LMHeadModel", GPT2Family(), _GPT2)
+register("MixtralForCausalLM", MIXTRAL, _MIXTRAL)
+register("Qwen2MoeForCausalLM", QWEN2_MOE, _QWEN2_MOE)
+register("Qwen3MoeForCausalLM", QWEN3_MOE, _QWEN3_MOE)
+register("Dots1ForCausalLM", DOTS1, _DOTS1)

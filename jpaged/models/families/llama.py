@@ -47,9 +47,8 @@ class LlamaBlock(nnx.Module):
 
     def __init__(self, config: LlamaConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         hidden, dim, eps = config.hidden_size, config.head_dim, config.norm_eps
-        biases = {"qkv_bias": config.qkv_bias, "output_bias": config.output_bias}
         self.attention_norm = RMSNorm(hidden, eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs, **biases)
+        self.attention = Attention(config, layer, dtype, rngs, qkv_bias=config.qkv_bias, output_bias=config.output_bias)
         self.query_norm = RMSNorm(dim, eps, dtype, rngs) if config.qk_norm else None
         self.key_norm = RMSNorm(dim, eps, dtype, rngs) if config.qk_norm else None
         self.mlp_norm = RMSNorm(hidden, eps, dtype, rngs)
@@ -119,11 +118,7 @@ class LlamaFamily:
                 yield pieces.as_is(f"{theirs}.self_attn.q_norm.weight", f"{ours}.query_norm.scale", config.head_dim)
                 yield pieces.as_is(f"{theirs}.self_attn.k_norm.weight", f"{ours}.key_norm.scale", config.head_dim)
             yield pieces.as_is(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.scale", hidden)
-            for slot, name in enumerate(("gate_proj", "up_proj")):
-                weight, fused = f"{theirs}.mlp.{name}.weight", f"{ours}.mlp.gate_up"
-                yield Piece(weight, (inner, hidden), fused, (1, inner, hidden), (2, 0, 1), (0, slot, 0))
-                if bias:
-                    yield Piece(f"{theirs}.mlp.{name}.bias", (inner,), f"{fused}_bias", (1, inner), (0, 1), (slot, 0))
+            yield from pieces.gate_and_up(f"{theirs}.mlp", f"{ours}.mlp", config, bias=bias)
             yield from pieces.linear(f"{theirs}.mlp.down_proj", f"{ours}.mlp.down", inner, hidden, bias=bias)
         yield pieces.as_is("model.norm.weight", "norm.scale", hidden)
         if config.tie_word_embeddings:
@@ -132,12 +127,32 @@ class LlamaFamily:
             yield pieces.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)
 
 
+@dataclass(frozen=True)
+class TextPartFamily(LlamaFamily):
+    """One of the architectures, in the text part of a multimodal model. architecture: its own."""
+
+    architecture: str
+
+    derived_tensors = r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\."
+    aliases = (
+        ("language_model.lm_head.", "lm_head."),
+        ("language_model.model.", "model."),
+        ("model.language_model.", "model."),
+    )
+
+    def read_config(self, read: ConfigReader) -> LlamaConfig:
+        text = read.text_part(self.architecture)
+        text.refuse(("model_type", self.model_type))
+        return self.reads(text)
+
+
 def _fields(read: ConfigReader, *, default_length: int = 2048, default_head_dim: int | None = None) -> dict[str, Any]:
     """What all of the family spell alike."""
     hidden_size = read.integer("hidden_size")
     num_heads = read.integer("num_attention_heads")
     head_dim = read.head_dim("head_dim", default_head_dim or hidden_size // num_heads)
-    rope, length = parse_rope(read.config, head_dim, read.integer("max_position_embeddings", default_length))
+    length = read.integer("max_position_embeddings", default_length)
+    rope, length = parse_rope(read.config, head_dim, length, max_model_len=read.max_model_len)
     return read.common() | {
         "hidden_size": hidden_size,
         "num_layers": read.integer("num_hidden_layers"),
@@ -201,5 +216,6 @@ def _windows(window: int | None, kinds: tuple[str, ...]) -> tuple[int | None, ..
 LLAMA = LlamaFamily("llama", _read_llama)
 MISTRAL = LlamaFamily("mistral", _read_mistral)
 MINISTRAL = LlamaFamily("ministral", _read_ministral)
+MISTRAL3 = TextPartFamily("mistral", _read_mistral, "MistralForCausalLM")
 QWEN2 = LlamaFamily("qwen2", _read_qwen2)
 QWEN3 = LlamaFamily("qwen3", _read_qwen3)

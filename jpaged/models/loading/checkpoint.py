@@ -6,7 +6,7 @@ place) and forgotten. The host holds one tensor at a time, the device the weight
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from jpaged.api.errors import CheckpointError, InvalidParameterError
 from jpaged.models.config_reader import read_json
 from jpaged.models.loading import orbax_checkpoint, safetensors_file
+from jpaged.models.loading.pieces import Piece
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model, Weights, resolve_dtype
 
@@ -55,11 +56,27 @@ def load(
     if is_orbax(load_format, directory):
         return orbax_checkpoint.load(model, Path(directory), device)
     stored = match(model, find_tensors(Path(directory)))
-    total = sum(tensor.num_bytes for tensor in stored.values())
+    total = num_bytes(stored)
     if callable(progress):
         return _stream(model, stored, device, progress, total)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
         return _stream(model, stored, device, lambda done, _: bar.update(done - bar.n), total)
+
+
+def num_bytes(stored: Mapping[int, StoredTensor]) -> int:
+    """Bytes of the tensors that `match` found, each counted once."""
+    return sum(tensor.num_bytes for tensor in {tensor.name: tensor for tensor in stored.values()}.values())
+
+
+def read_each(stored: Mapping[int, StoredTensor]) -> Iterator[tuple[int, np.ndarray, int]]:
+    """The index of each piece that `match` found, its tensor, and the bytes that were read for it: none where the
+    pieces before it are of the same tensor."""
+    held, array = None, np.empty(0)
+    for index, tensor in stored.items():
+        read = 0 if tensor is held else tensor.num_bytes
+        if tensor is not held:
+            held, array = tensor, tensor.read()
+        yield index, array, read
 
 
 def check_load_format(load_format: str, directory: str | Path | None) -> None:
@@ -136,16 +153,22 @@ def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTenso
 
     Raises CheckpointError when one is missing, doubled, of another shape, or has no place.
     """
-    wanted = {piece.tensor: index for index, piece in enumerate(model.pieces)}
+    wanted: dict[str, list[int]] = {}
+    for index, piece in enumerate(model.pieces):
+        wanted.setdefault(piece.tensor, []).append(index)
     tied = {tensor.tensor: tensor for tensor in model.tied_tensors}
     # A checkpoint of the bare body, such as GPT-2's own, leaves the prefix out.
-    bare = not any(name.startswith(model.base_prefix) for name in found)
-    full_names = {model.base_prefix + name if bare and name not in {*wanted, *tied} else name: name for name in found}
+    own_names = {_own_name(name, model.aliases): name for name in found}
+    bare = not any(own.startswith(model.base_prefix) for own in own_names)
+    full_names = {
+        model.base_prefix + own if bare and own not in {*wanted, *tied} else own: name
+        for own, name in own_names.items()
+    }
     matched: dict[int, StoredTensor] = {}
     unexpected: list[StoredTensor] = []
     for full, name in full_names.items():
         if full in wanted:
-            matched[wanted[full]] = found[name]
+            matched |= dict.fromkeys(wanted[full], found[name])
         elif full in tied:
             equals = full_names.get(tied[full].equals)
             if equals is not None:  # or it is missed below
@@ -159,7 +182,9 @@ def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTenso
         head = {model.parameter_names[index] for index in model.head_indices}
         if all(piece.parameter in head for piece in missing) and not model.config.tie_word_embeddings:
             hint = 'set "tie_word_embeddings": true in its config.json if the model shares the embedding'
-        raise CheckpointError(f"{directory} lacks {_listed([piece.tensor for piece in missing])}; {hint}.")
+        raise CheckpointError(
+            f"{directory} lacks {_listed(list(dict.fromkeys(piece.tensor for piece in missing)))}; {hint}."
+        )
     if unexpected:
         raise CheckpointError(
             f"{unexpected[0].path} holds {_listed([tensor.name for tensor in unexpected])}, for which a"
@@ -174,6 +199,14 @@ def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTenso
             )
         _ = tensor.dtype  # refuses a type that cannot be read before anything is
     return matched
+
+
+def _own_name(name: str, aliases: Sequence[tuple[str, str]]) -> str:
+    """A stored tensor's name as the family calls it."""
+    for theirs, ours in aliases:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
@@ -209,15 +242,15 @@ def _stream(
     position = {name: i for i, name in enumerate(model.parameter_names)}
     weights: list[jax.Array | None] = [None] * len(position)
     done = 0
-    for index, tensor in stored.items():
+    for index, tensor, read in read_each(stored):
         piece = model.pieces[index]
         i = position[piece.parameter]
         target = weights[i]
         if target is None:
             leaf = model.abstract_weights[i]
             target = jnp.zeros(leaf.shape, leaf.dtype, device=device)
-        weights[i] = piece.place(target, jax.device_put(tensor.read(), device)).block_until_ready()
-        done += tensor.num_bytes
+        weights[i] = piece.place(target, tensor, device).block_until_ready()
+        done += read
         progress(done, total)
     return tuple(weight for weight in weights if weight is not None)
 
@@ -237,11 +270,25 @@ def save_pretrained(
     kept = model.dtype if dtype is None else resolve_dtype(dtype, model.config)
     by_name = dict(zip(model.parameter_names, weights, strict=True))
 
-    def tensors() -> Iterator[np.ndarray]:
-        for piece in model.pieces:
-            yield np.asarray(piece.take(by_name[piece.parameter]).astype(kept))
+    def taken(piece: Piece) -> np.ndarray:
+        return np.asarray(piece.take(by_name[piece.parameter]).astype(kept))
 
-    layout = {piece.tensor: piece.shape for piece in model.pieces}
+    def tensors() -> Iterator[np.ndarray]:
+        for name, shape in layout.items():
+            first, *others = pieces[name]
+            if first.part is None:
+                yield taken(first)
+                continue
+            whole = np.empty(shape, np.dtype(kept))
+            for piece in (first, *others):
+                assert piece.part is not None
+                piece.part.of(whole)[...] = taken(piece)
+            yield whole
+
+    pieces: dict[str, list[Piece]] = {}
+    for piece in model.pieces:
+        pieces.setdefault(piece.tensor, []).append(piece)
+    layout = {name: of_tensor[0].shape for name, of_tensor in pieces.items()}
     safetensors_file.write(directory / SINGLE_NAME, layout, np.dtype(kept), tensors())
     config: dict[str, Any] = dict(model.config.source)
     config.pop("dtype", None)

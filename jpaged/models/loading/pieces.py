@@ -2,13 +2,14 @@
 
 One declaration serves loading and saving:
 
-    tensor  --reshape--> split  --transpose--> piece  --written at `start`--> parameter
+    tensor  --(part)--> --reshape--> split  --transpose--> piece  --written at `start`--> parameter
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from math import prod
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,27 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some of a tensor: of its reshape to `split` the entries first .. first + count - 1 of an axis."""
+
+    split: tuple[int, ...]
+    axis: int
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return (*self.split[: self.axis], self.count, *self.split[self.axis + 1 :])
+
+    def of(self, tensor: Any) -> Any:
+        """The part of a numpy or JAX array, of `shape`; a view where numpy can give one."""
+        return tensor.reshape(self.split)[(slice(None),) * self.axis + (slice(self.first, self.first + self.count),)]
+
+
+@dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor and its place in a parameter.
+    """One checkpoint tensor, or a part of one, and its place in a parameter.
 
     tensor: its name in the checkpoint. shape: its shape there.
     parameter: the name of the parameter it belongs to (`Model.parameter_names`). start: where in it the piece begins;
@@ -25,6 +45,8 @@ class Piece:
     split: the shape it is reshaped to first; axes: the transposition then.
     copies: how often each entry of the split's axis `copied_axis` stands in the parameter, side by side
         (`ModelConfig.kv_head_copies`).
+    order: where the entries of the split's axis `ordered_axis` come from (`Rope.column_order`); () for all in place.
+    part: what of the tensor it is, where several pieces make one tensor; None for all.
     """
 
     tensor: str
@@ -35,14 +57,24 @@ class Piece:
     start: tuple[int, ...] = ()
     copies: int = 1
     copied_axis: int = 0
+    order: tuple[int, ...] = ()
+    ordered_axis: int = 0
+    part: Part | None = None
 
     @property
     def offsets(self) -> tuple[int, ...]:
         return self.start or (0,) * len(self.axes)
 
-    def place(self, parameter: jax.Array, tensor: jax.Array) -> jax.Array:
-        """The parameter with this tensor written into it, in the parameter's type. Donates the parameter."""
-        return _place(parameter, tensor, self.split, self.axes, self.offsets)
+    def place(
+        self, parameter: jax.Array, tensor: np.ndarray | jax.Array, device: jax.Device | None = None
+    ) -> jax.Array:
+        """The parameter with this tensor (the whole of it) written into it, in the parameter's type. Donates the
+        parameter.
+
+        device: where the parameter is; the default device if None.
+        """
+        found = jax.device_put(self._part_of(tensor), device)
+        return _place(parameter, found, self.split, self.axes, self.offsets, self._order)
 
     def slice_of(self, tensor: np.ndarray, axis: int | None, start: int, stop: int) -> np.ndarray:
         """What of a tensor of this shape belongs to entries start..stop-1 of the parameter's `axis`, all of the others
@@ -50,23 +82,36 @@ class Piece:
 
         Where the tensor ends before stop (padding), the slice is shorter.
         """
-        whole = tensor.reshape(self.split)
+        whole = self._part_of(tensor).reshape(self.split)
         if axis is None:
             return whole
         split_axis = self.axes[axis]
-        if self.copies > 1 and split_axis == self.copied_axis:
-            return whole.take(np.arange(start, stop) // self.copies, split_axis)
+        copies = self.copies if split_axis == self.copied_axis else 1
+        first = self.offsets[axis]
+        entries = np.arange(max(start, first), min(stop, first + self.split[split_axis] * copies)) - first
+        if copies > 1:
+            return whole.take(entries // copies, split_axis)
         index = [slice(None)] * whole.ndim
-        index[split_axis] = slice(start, stop)
+        index[split_axis] = slice(entries[0], entries[-1] + 1) if entries.size else slice(0)
         return whole[tuple(index)]
 
-    def place_slice(self, shard: jax.Array, piece: jax.Array) -> jax.Array:
-        """A shard of the parameter with its slice of this tensor written into it. Donates the shard."""
-        return _place(shard, piece, piece.shape, self.axes, self.offsets)
+    def place_slice(self, shard: jax.Array, piece: jax.Array, axis: int | None, start: int) -> jax.Array:
+        """A shard of the parameter, which begins at entry `start` of its `axis`, with its slice of this tensor written
+        into it. Donates the shard."""
+        offsets = tuple(max(0, offset - start) if i == axis else offset for i, offset in enumerate(self.offsets))
+        return _place(shard, piece, piece.shape, self.axes, offsets, self._order)
 
     def take(self, parameter: jax.Array) -> jax.Array:
-        """This tensor, read out of the parameter."""
-        return _take(parameter, self.shape, self.split, self.axes, self.offsets)
+        """This tensor, or the part of it that the piece is, read out of the parameter."""
+        shape = self.shape if self.part is None else self.part.shape
+        return _take(parameter, shape, self.split, self.axes, self.offsets, self._order)
+
+    def _part_of(self, tensor: Any) -> Any:
+        return tensor if self.part is None else self.part.of(tensor)
+
+    @property
+    def _order(self) -> tuple[int, tuple[int, ...]] | None:
+        return (self.ordered_axis, self.order) if self.order else None
 
 
 @dataclass(frozen=True)
@@ -98,6 +143,26 @@ class AttentionShape(Protocol):
     def kv_head_copies(self) -> int: ...
 
 
+class MLPShape(Protocol):
+    """What of a `ModelConfig` lays out its MLPs' parameters."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+
+
+class HeadShape(Protocol):
+    """What of a `ModelConfig` lays out its head."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
 def as_is(tensor: str, parameter: str, *shape: int) -> Piece:
     return Piece(tensor, shape, parameter, shape, tuple(range(len(shape))))
 
@@ -114,25 +179,108 @@ def linear(prefix: str, parameter: str, inputs: int, outputs: int, *, bias: bool
         yield as_is(f"{prefix}.bias", f"{parameter}_bias", outputs)
 
 
-def separate_qkv(prefix: str, parameter: str, config: AttentionShape, *, bias: bool) -> Iterator[Piece]:
-    """q_proj, k_proj and v_proj, torch linear layers, into `Attention`'s qkv."""
-    hidden, kv_heads, dim, group = config.hidden_size, config.num_kv_heads, config.head_dim, config.group_size
-    for name, heads, slot in (("q", group, 0), ("k", 1, group), ("v", 1, group + 1)):
-        copies = 1 if name == "q" else config.kv_head_copies
-        split = (kv_heads // copies, heads, dim)
-        rows = split[0] * heads * dim
-        yield Piece(
-            f"{prefix}.{name}_proj.weight",
-            (rows, hidden),
-            f"{parameter}.qkv",
-            (*split, hidden),
-            (3, 0, 1, 2),
-            (0, 0, slot, 0),
-            copies,
+def separate_qkv(
+    prefix: str, parameter: str, config: AttentionShape, *, bias: bool, order: tuple[int, ...] = ()
+) -> Iterator[Piece]:
+    """q_proj, k_proj and v_proj, torch linear layers, into `Attention`'s qkv.
+
+    order: of the columns of queries and keys (`Rope.column_order`).
+    """
+    for name, split, slot, copies in _qkv_parts(config):
+        tensor, reorder = f"{prefix}.{name}_proj", () if name == "v" else order
+        yield from _projection(tensor, f"{parameter}.qkv", config.hidden_size, split, slot, copies, reorder, bias=bias)
+
+
+def joined_qkv(
+    prefix: str, parameter: str, config: AttentionShape, *, bias: bool, order: tuple[int, ...] = ()
+) -> Iterator[Piece]:
+    """One torch linear layer whose rows are all queries, then all keys, then all values, into `Attention`'s qkv.
+
+    order: as of `separate_qkv`.
+    """
+    total = sum(prod(split) for _, split, _, _ in _qkv_parts(config))
+    first = 0
+    for name, split, slot, copies in _qkv_parts(config):
+        part = Part((total,), 0, first, prod(split))
+        first += part.count
+        reorder = () if name == "v" else order
+        yield from _projection(
+            prefix, f"{parameter}.qkv", config.hidden_size, split, slot, copies, reorder, part, bias=bias
         )
+
+
+def grouped_qkv(
+    prefix: str, parameter: str, config: AttentionShape, *, bias: bool, order: tuple[int, ...] = ()
+) -> Iterator[Piece]:
+    """One torch linear layer whose rows are, as in `Attention`'s qkv, of each key-value head its queries, its key and
+    its value.
+
+    order: as of `separate_qkv`.
+    """
+    kv_heads, dim = config.num_kv_heads // config.kv_head_copies, config.head_dim
+    group = config.num_heads // kv_heads
+    for name, split, slot, copies in _qkv_parts(config):
+        first, count = {"q": (0, group), "k": (group, 1), "v": (group + 1, 1)}[name]
+        part = Part((kv_heads, group + 2, dim), 1, first, count)
+        reorder = () if name == "v" else order
+        yield from _projection(
+            prefix, f"{parameter}.qkv", config.hidden_size, split, slot, copies, reorder, part, bias=bias
+        )
+
+
+def gate_and_up(prefix: str, parameter: str, config: MLPShape, *, bias: bool = False) -> Iterator[Piece]:
+    """gate_proj and up_proj, torch linear layers, into `GatedMLP`'s gate_up."""
+    inner, hidden = config.intermediate_size, config.hidden_size
+    for slot, name in enumerate(("gate_proj", "up_proj")):
+        weight, fused = f"{prefix}.{name}.weight", f"{parameter}.gate_up"
+        yield Piece(weight, (inner, hidden), fused, (1, inner, hidden), (2, 0, 1), (0, slot, 0))
         if bias:
-            name = f"{prefix}.{name}_proj.bias"
-            yield Piece(name, (rows,), f"{parameter}.qkv_bias", split, (0, 1, 2), (0, slot, 0), copies)
+            yield Piece(f"{prefix}.{name}.bias", (inner,), f"{fused}_bias", (1, inner), (0, 1), (slot, 0))
+
+
+def joined_gate_up(tensor: str, parameter: str, config: MLPShape) -> Piece:
+    """One tensor whose rows are those of the gate, then those of up, into `GatedMLP`'s gate_up."""
+    inner, hidden = config.intermediate_size, config.hidden_size
+    return Piece(tensor, (2 * inner, hidden), f"{parameter}.gate_up", (2, inner, hidden), (2, 0, 1))
+
+
+def head(tensor: str, embedding: str, config: HeadShape) -> Piece | TiedTensor:
+    """The weights of a `Decoder`'s head, which may be those of its embedding."""
+    if config.tie_word_embeddings:
+        return TiedTensor(tensor, embedding)
+    return as_is(tensor, "lm_head", config.vocab_size, config.hidden_size)
+
+
+def _qkv_parts(config: AttentionShape) -> Iterator[tuple[str, tuple[int, int, int], int, int]]:
+    """Of queries, keys and values: their name, how they are split (key-value heads, heads of each, head_dim), their
+    first slot of `Attention`'s qkv, and how often each stands there."""
+    kv_heads, dim, group, copies = config.num_kv_heads, config.head_dim, config.group_size, config.kv_head_copies
+    yield "q", (kv_heads, group, dim), 0, 1
+    yield "k", (kv_heads // copies, 1, dim), group, copies
+    yield "v", (kv_heads // copies, 1, dim), group + 1, copies
+
+
+def _projection(
+    prefix: str,
+    parameter: str,
+    hidden: int,
+    split: tuple[int, int, int],
+    slot: int,
+    copies: int,
+    order: tuple[int, ...],
+    part: Part | None = None,
+    *,
+    bias: bool,
+) -> Iterator[Piece]:
+    """Weight and bias of queries, keys or values. part: of the bias, and with the inputs as last axis of the weight."""
+    options: dict[str, Any] = {"copies": copies, "order": order, "ordered_axis": 2}
+    start, rows = (0, 0, slot, 0), prod(split if part is None else part.split)
+    of_weight = part and replace(part, split=(*part.split, hidden))
+    yield Piece(
+        f"{prefix}.weight", (rows, hidden), parameter, (*split, hidden), (3, 0, 1, 2), start, part=of_weight, **options
+    )
+    if bias:
+        yield Piece(f"{prefix}.bias", (rows,), f"{parameter}_bias", split, (0, 1, 2), start[1:], part=part, **options)
 
 
 def output_projection(prefix: str, parameter: str, config: AttentionShape, *, bias: bool) -> Iterator[Piece]:
@@ -143,9 +291,49 @@ def output_projection(prefix: str, parameter: str, config: AttentionShape, *, bi
         yield as_is(f"{prefix}.bias", f"{parameter}.out_bias", hidden)
 
 
+def experts(
+    prefix: str, parameter: str, hidden: int, inner: int, num_experts: int, *, gate: str, up: str, down: str
+) -> Iterator[Piece]:
+    """The torch linear layers of each expert, without biases, into `GroupedExperts`.
+
+    prefix: what the expert's number follows. gate, up, down: what the products are called.
+    """
+    for expert in range(num_experts):
+        theirs = f"{prefix}.{expert}"
+        for slot, name in enumerate((gate, up)):
+            fused, each = f"{parameter}.gate_up", (1, 1, inner, hidden)
+            yield Piece(f"{theirs}.{name}.weight", (inner, hidden), fused, each, (0, 3, 1, 2), (expert, 0, slot, 0))
+        split = (1, hidden, inner)
+        yield Piece(f"{theirs}.{down}.weight", (hidden, inner), f"{parameter}.down", split, (0, 2, 1), (expert, 0, 0))
+
+
 def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Piece]:
-    yield as_is(f"{prefix}.weight", f"{parameter}.scale", size)
+    yield norm(prefix, parameter, size)
     yield as_is(f"{prefix}.bias", f"{parameter}.bias", size)
+
+
+def norm(prefix: str, parameter: str, size: int) -> Piece:
+    """The scale of a norm that has nothing else."""
+    return as_is(f"{prefix}.weight", f"{parameter}.scale", size)
+
+
+def head_norms(
+    prefixes: tuple[str, str],
+    parameter: str,
+    config: AttentionShape,
+    *,
+    flat: bool = False,
+    order: tuple[int, ...] = (),
+) -> Iterator[Piece]:
+    """The scales of all queries and of all keys, into a `HeadNorms`.
+
+    prefixes: of queries and of keys. flat: the tensors are [heads * head_dim], not [heads, head_dim].
+    order: as of `separate_qkv`.
+    """
+    for prefix, (_, split, slot, copies) in zip(prefixes, _qkv_parts(config), strict=False):
+        shape = (prod(split),) if flat else (split[0] * split[1], split[2])
+        name, start = f"{parameter}.scale", (0, slot, 0)
+        yield Piece(f"{prefix}.weight", shape, name, split, (0, 1, 2), start, copies, order=order, ordered_axis=2)
 
 
 def repeat_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
@@ -157,27 +345,56 @@ def repeat_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
     return jnp.concatenate([queries, keys_and_values], axis=-2)
 
 
-# Compiled once for each kind of tensor, not for each tensor: the names are not among the arguments.
-@partial(jax.jit, static_argnums=(2, 3, 4), donate_argnums=0)
 def _place(
     parameter: jax.Array,
     tensor: jax.Array,
     split: tuple[int, ...],
     axes: tuple[int, ...],
     offsets: tuple[int, ...],
+    order: tuple[int, tuple[int, ...]] | None,
 ) -> jax.Array:
-    piece = tensor.reshape(split).transpose(axes).astype(parameter.dtype)
-    return jax.lax.dynamic_update_slice(parameter, piece, offsets)
+    return _place_at(parameter, tensor, split, axes, order, np.asarray(offsets, np.int32))
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _take(
     parameter: jax.Array,
     shape: tuple[int, ...],
     split: tuple[int, ...],
     axes: tuple[int, ...],
     offsets: tuple[int, ...],
+    order: tuple[int, tuple[int, ...]] | None,
 ) -> jax.Array:
-    piece = jax.lax.dynamic_slice(parameter, offsets, tuple(split[axis] for axis in axes))
-    inverse = sorted(range(len(axes)), key=axes.__getitem__)
-    return jnp.transpose(piece, inverse).reshape(shape)
+    return _take_at(parameter, shape, split, axes, order, np.asarray(offsets, np.int32))
+
+
+# Compiled once for each kind of tensor, not for each tensor: neither names nor places are static.
+@partial(jax.jit, static_argnums=(2, 3, 4), donate_argnums=0)
+def _place_at(
+    parameter: jax.Array,
+    tensor: jax.Array,
+    split: tuple[int, ...],
+    axes: tuple[int, ...],
+    order: tuple[int, tuple[int, ...]] | None,
+    offsets: jax.Array,
+) -> jax.Array:
+    piece = tensor.reshape(split)
+    if order is not None:
+        piece = jnp.take(piece, np.array(order[1]), order[0])
+    piece = piece.transpose(axes).astype(parameter.dtype)
+    return jax.lax.dynamic_update_slice(parameter, piece, list(offsets))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _take_at(
+    parameter: jax.Array,
+    shape: tuple[int, ...],
+    split: tuple[int, ...],
+    axes: tuple[int, ...],
+    order: tuple[int, tuple[int, ...]] | None,
+    offsets: jax.Array,
+) -> jax.Array:
+    piece = jax.lax.dynamic_slice(parameter, list(offsets), tuple(split[axis] for axis in axes))
+    piece = jnp.transpose(piece, sorted(range(len(axes)), key=axes.__getitem__))
+    if order is not None:
+        piece = jnp.take(piece, np.argsort(order[1]), order[0])
+    return piece.reshape(shape)

@@ -11,7 +11,7 @@ import triton.language as tl
 from jpaged.pallas_kernels.common.attention_arguments import Features
 
 BLOCK_SIZES = (16, 32, 64, 128)
-MOST_HEAD_DIM = 256
+MOST_HEAD_DIM = 512  # in 16 bits
 
 LOG2E = math.log2(math.e)
 """Times which a score is in base 2."""

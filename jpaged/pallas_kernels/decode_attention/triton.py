@@ -64,6 +64,7 @@ _REGISTERS = 65_536  # of a multiprocessor
 _MOST_REGISTERS = 255  # of a thread
 _CUT_FOR = 2  # CTAs of a multiprocessor: batches whose chunks keep half of these busy are not cut into leaves
 _MOST_ROWS = 32  # query heads of a group that one tile holds
+_MOST_BYTES = 512  # of a head, in such a tile: a thread cannot hold the sums of larger ones
 
 _ROW, _CHUNK, _CHUNKS, _BEGIN, _END, _LENGTH, _LEAF_TILES, _LEAF_NUMBER, _LEAVES, _CUT, _FIELDS = (
     tl.constexpr(x) for x in (ROW, CHUNK, CHUNKS, BEGIN, END, LENGTH, LEAF_TILES, LEAF, LEAVES, CUT, FIELDS)
@@ -84,6 +85,11 @@ class Config:
     ctas: int
 
 
+def rows_of_a_tile(share: int, head_dim: int, itemsize: int) -> int:
+    """Of `share` query heads that share a KV head, how many a tile holds, padded."""
+    return 16 if share <= 16 or head_dim * itemsize > _MOST_BYTES else _MOST_ROWS
+
+
 def default_config(head_dim: int, rows: int, itemsize: int) -> Config:
     """For a head_dim, so many query heads of a group, padded, and bytes of a number."""
     config = for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)), itemsize]
@@ -96,10 +102,12 @@ _LARGE = {
     (64, 2): Config(tile=128, warps=2, stages=3, ctas=4),
     (128, 2): Config(tile=64, warps=2, stages=3, ctas=4),
     (256, 2): Config(tile=32, warps=4, stages=3, ctas=2),
+    (512, 2): Config(tile=16, warps=4, stages=3, ctas=2),
     (64, 4): Config(tile=16, warps=4, stages=3, ctas=3),
     (128, 4): Config(tile=16, warps=4, stages=3, ctas=3),
+    (256, 4): Config(tile=16, warps=8, stages=2, ctas=1),
 }
-_SMALL = {size: replace(config, ctas=2) for size, config in _LARGE.items()}  # there is shared memory for fewer
+_SMALL = {size: replace(config, ctas=min(2, config.ctas)) for size, config in _LARGE.items()}  # less shared memory
 _CONFIGS = {80: _LARGE, 86: _SMALL, 90: _LARGE, 100: _LARGE, 120: _SMALL}
 """By family of GPUs; padded head_dim, and bytes of a number. Those of head_dim 128 in 16 bits are
 the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
@@ -117,7 +125,7 @@ def decode_attention(
     batch, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
     share = heads // kv_heads
-    rows = 16 if share <= 16 else _MOST_ROWS
+    rows = rows_of_a_tile(share, head_dim, q.dtype.itemsize)
     groups = kv_heads * triton.cdiv(share, rows)
     if config is None:
         config = default_config(head_dim, rows, q.dtype.itemsize)

@@ -286,7 +286,7 @@ def _finish(c: _Cta, gate: jax.Array, up: jax.Array, row: jax.Array, column: jax
     """From sums [64, up to 32] to the output, as far as that reaches."""
     if c.shape.biased:
         gate, up = gate + _bias(c, 0, column, gate.shape), up + _bias(c, 1, column, up.shape)
-    tile = _activated(c, gate) * up
+    tile = activated(c.gpu, c.shape.activation, gate) * up
     c.gpu.store_rows(c.gmem.out, tile, row, column)
 
 
@@ -295,17 +295,18 @@ def _bias(c: _Cta, half: int, column: jax.Array, shape: tuple[int, ...]) -> jax.
     return c.gpu.load_for_all_rows(c.gmem.bias.at[half, pl.ds(column, shape[1])], shape[0])
 
 
-def _activated(c: _Cta, x: jax.Array) -> jax.Array:
-    match c.shape.activation:
+def activated(gpu: ModuleType, activation: str, x: jax.Array) -> jax.Array:
+    """The activation of float32 sums [64, columns]. gpu: `hopper_primitives`, or `hopper_interpreted` on a CPU."""
+    match activation:
         case "silu":
-            return x * _sigmoid(c, x)
+            return x * _sigmoid(gpu, x)
         case "relu":
             return jnp.maximum(x, 0.0)
         case "gelu":
             return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
         case _:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y, which loses nothing where tanh is close to -1
-            return x * _sigmoid(c, math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
+            return x * _sigmoid(gpu, math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
 
 
-def _sigmoid(c: _Cta, x: jax.Array) -> jax.Array:
-    return c.gpu.reciprocal(1.0 + jnp.exp(-x))
+def _sigmoid(gpu: ModuleType, x: jax.Array) -> jax.Array:
+    return gpu.reciprocal(1.0 + jnp.exp(-x))

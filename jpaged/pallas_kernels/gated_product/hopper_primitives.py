@@ -131,39 +131,54 @@ def stored_shape(shape: tuple[int, int], padded: tuple[int, int]) -> tuple[int, 
 def store_rows(out_ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array) -> None:
     """Stores float32 tile [64, columns] from (row, column) of out_ref [M, I] on, in its 16-bit type.
 
-    What would lie past an end is left out; I and columns are multiples of 8, columns at most 32. The four threads that
-    share a row exchange what they have, so that each stores 16 bytes, behind one another.
+    What would lie past an end is left out; I and columns are multiples of 8, columns at most 32.
     """
     rows, width = out_ref.shape
+    store_tile(out_ref, tile, row, rows, column, width)
+
+
+def store_tile(
+    out_ref: Any, tile: jax.Array, row: jax.Array, end: jax.Array | int, column: jax.Array, last: int
+) -> None:
+    """Stores float32 tile [64, columns] from (row, column) of out_ref [M, I] on, in its 16-bit type, up to row `end`
+    and column `last`.
+
+    I, columns and last are multiples of 8, columns at most 32. The four threads that share a row exchange what they
+    have, so that each stores 16 bytes, behind one another.
+    """
+    _, width = out_ref.shape
     octets = tile.shape[1] // 8
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACCUMULATOR, *[plgpu.Layout.WG_SPLAT] * 2))
-    def store(ctx: Any, out: Any, tile: Any, row: Any, column: Any) -> None:
+    fixed_end, ends = (end, []) if isinstance(end, int) else (0, [end])
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACCUMULATOR, *[plgpu.Layout.WG_SPLAT] * (2 + len(ends))))
+    def store(ctx: Any, out: Any, tile: Any, row: Any, column: Any, *ends: Any) -> None:
         del ctx
+        bound = scalar(ends[0]) if ends else constant(fixed_end)
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         element = ir.MemRefType(out.type).element_type
         base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(out))
         warp, lane = warp_and_lane()
         octet = arith.remui(lane, constant(4))  # that this thread stores
         at = arith.addi(scalar(column), arith.muli(octet, constant(8)))
-        there = arith.andi(_less(at, width), _less(octet, octets))
+        there = arith.andi(_less(at, constant(last)), _less(octet, constant(octets)))
         mine = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
         pairs = tile.registers.reshape(octets, 2, 2)  # of every eight columns: two rows, two columns
         for half in range(2):
             words = [_packed(pairs[i, half], element) for i in range(octets)]
             words = _transposed([*words, *[constant(0)] * (4 - octets)], octet)
             where = arith.addi(scalar(row), arith.addi(mine, constant(8 * half)))
-            with mgpu.utils.when(arith.andi(_less(where, rows), there)):
+            with mgpu.utils.when(arith.andi(_less(where, bound), there)):
                 start = arith.muli(arith.extsi(i64, where), constant(width, 64))
                 target = offset(base, arith.addi(start, arith.extsi(i64, at)), element)
                 quad = vector.from_elements(ir.VectorType.get((4,), i32), words)
                 llvm.store(quad, target, alignment=16)
 
-    store(out_ref, tile, row, column)
+    store(out_ref, tile, row, column, *ends)
 
 
-def _less(x: Any, bound: int) -> Any:
-    return arith.cmpi(arith.CmpIPredicate.slt, x, constant(bound))
+def _less(x: Any, bound: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.slt, x, bound)
 
 
 def _accumulators(columns: int) -> tuple[Any, Any]:

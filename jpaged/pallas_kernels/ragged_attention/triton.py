@@ -6,8 +6,8 @@
     a CTA: for each step of block_kv keys      S = Q K^T, mask, online softmax in base 2, O = O shrunk + P V
     rows of a tile: token by token, the unit's heads of each
 
-    steps, block_kv keys each:   lo .. lo_full | lo_full .. hi_full | hi_full .. hi
-                                 masked        | no mask            | masked
+    steps of its loop, block_kv keys each:   lo .. lo_full | lo_full .. hi_full | hi_full .. hi
+                                             masked        | no mask            | masked
 
 Source: FlashAttention-2 (arXiv:2307.08691).
 """
@@ -74,8 +74,10 @@ _AMPERE = {
     (64, 2): Config(rows=128, block_kv=64, warps=4, stages=3),
     (128, 2): Config(rows=128, block_kv=64, warps=8, stages=3),
     (256, 2): Config(rows=64, block_kv=32, warps=8, stages=3),
+    (512, 2): Config(rows=32, block_kv=16, warps=8, stages=2),
     (64, 4): Config(rows=32, block_kv=32, warps=8, stages=3),
     (128, 4): Config(rows=32, block_kv=16, warps=8, stages=3),
+    (256, 4): Config(rows=32, block_kv=16, warps=8, stages=2),
 }
 _HOPPER = _AMPERE | {
     (64, 2): Config(rows=128, block_kv=64, warps=8, stages=3, registers=128),
@@ -195,19 +197,9 @@ def _attend(
 
     keys = pool + kv_head * (BLOCK * HEAD_DIM)
     tables += row * TABLE
-    acc, top, total = no_state(ROWS, DIM)
-    if WINDOW is not None:
-        acc, top, total = _add_steps(
-            acc, top, total, lo, lo_full, queries, keys, tables, position, slope, first_seen, kv_len, True,
-            KV_HEADS, KEYS, HEAD_DIM, DIM, BLOCK, SCALE, CAP, ALIBI, WINDOW,
-        )  # fmt: skip
-    acc, top, total = _add_steps(
-        acc, top, total, lo_full, hi_full, queries, keys, tables, position, slope, first_seen, kv_len, False,
-        KV_HEADS, KEYS, HEAD_DIM, DIM, BLOCK, SCALE, CAP, ALIBI, WINDOW,
-    )  # fmt: skip
-    acc, top, total = _add_steps(
-        acc, top, total, hi_full, hi, queries, keys, tables, position, slope, first_seen, kv_len, True,
-        KV_HEADS, KEYS, HEAD_DIM, DIM, BLOCK, SCALE, CAP, ALIBI, WINDOW,
+    acc, top, total = _attend_steps(
+        lo, lo_full, hi_full, hi, queries, keys, tables, position, slope, first_seen, kv_len,
+        ROWS, KV_HEADS, KEYS, HEAD_DIM, DIM, BLOCK, SCALE, CAP, ALIBI, WINDOW,
     )  # fmt: skip
     o, s = result(acc, top, total)
     # Read again, so that the loops need not hold them in registers.
@@ -220,20 +212,21 @@ def _attend(
 
 
 @triton.jit
-def _add_steps(
-    acc, top, total, begin, end, queries, pool, tables, position, slope, first_seen, kv_len, MASKED: tl.constexpr,
-    KV_HEADS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+def _attend_steps(
+    lo, lo_full, hi_full, hi, queries, pool, tables, position, slope, first_seen, kv_len,
+    ROWS: tl.constexpr, KV_HEADS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The state of a tile's softmax, with steps `begin` to `end` of keys added."""
+    """The state of a tile's softmax over steps `lo` to `hi` of keys, of which those from `lo_full` to `hi_full` need no
+    mask. One loop for all: a loop each would fill its pipeline of loads anew."""
     d, t = tl.arange(0, DIM), tl.arange(0, KEYS)
     is_dim = d < HEAD_DIM
-    for step in range(begin, end):
-        key = step * KEYS + t
-        if MASKED:  # in place of keys that nobody sees, which may be NaN, one that somebody sees
-            key = tl.minimum(key, kv_len - 1)
-            if WINDOW is not None:
-                key = tl.maximum(key, first_seen)
+    acc, top, total = no_state(ROWS, DIM)
+    for step in range(lo, hi):
+        # In place of keys that nobody sees, which may be NaN, one that somebody sees.
+        key = tl.minimum(step * KEYS + t, kv_len - 1)
+        if WINDOW is not None:
+            key = tl.maximum(key, first_seen)
         block = tl.load(tables + key // BLOCK).to(tl.int64)
         at = block * (2 * KV_HEADS * BLOCK * HEAD_DIM) + (key % BLOCK) * HEAD_DIM
         k_at = pool + (at[:, None] + d[None, :])
@@ -244,13 +237,19 @@ def _add_steps(
             k, v = tl.load(k_at, mask=is_dim[None, :], other=0.0), tl.load(v_at, mask=is_dim[None, :], other=0.0)
         products = tl.dot(queries, tl.trans(k), input_precision="ieee")
         x, FACTOR = scores(products, SCALE, CAP, ALIBI)
-        room = (position - step * KEYS)[:, None] - t[None, :]
         if ALIBI:
-            x -= slope[:, None] * room.to(tl.float32)
-        if MASKED:
+            x -= slope[:, None] * _room(position, step, t, KEYS).to(tl.float32)
+        if (step < lo_full) | (step >= hi_full):
+            room = _room(position, step, t, KEYS)
             seen = room >= 0
             if WINDOW is not None:
                 seen &= room < WINDOW
             x = tl.where(seen, x, float("-inf"))
         acc, top, total = add_keys(acc, top, total, x, v, FACTOR)
     return acc, top, total
+
+
+@triton.jit
+def _room(position, step, t, KEYS: tl.constexpr):
+    """How far each query stands behind each key of a step: [ROWS, KEYS]."""
+    return (position - step * KEYS)[:, None] - t[None, :]

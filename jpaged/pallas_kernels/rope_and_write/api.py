@@ -61,8 +61,8 @@ def split_qkv(
         qkv: [T, kv_heads, group + 2, head_dim]; of each KV head its `group` query heads, its key, its value.
         rotation: cos and sin, float32 [T, head_dim / 2] each, of the angles by which queries and keys are rotated
             (RoPE, arXiv:2104.09864); entries i and i + head_dim / 2 of a head are a pair. In float32, rounded once.
-        norms: scales [head_dim] of the RMS norms of queries and of keys, before the rotation; in float32, rounded
-            before the scale.
+        norms: scales [head_dim] of the RMS norms of queries and of keys, before the rotation; in float32. Scales of
+            qkv's dtype are applied after rounding to it, float32 ones before.
         norm_eps: added to those norms' mean squares.
     Returns:
         Queries [T, kv_heads * group, head_dim], keys and values [T, kv_heads, head_dim].
@@ -95,5 +95,8 @@ def _check_qkv(
                 f"rotation[{i}]", table, "T, head_dim / 2", (tokens, head_dim // 2), "qkv", jnp.float32.dtype
             )
     for i, scale in enumerate(norms or ()):
-        check.check_like(f"norms[{i}]", scale, "head_dim", (head_dim,), "qkv", qkv.dtype)
+        dtype = scale.dtype if scale.dtype == jnp.float32 else qkv.dtype
+        check.check_like(f"norms[{i}]", scale, "head_dim", (head_dim,), "qkv", dtype)
+    if norms is not None and norms[0].dtype != norms[1].dtype:
+        raise ValueError(f"norms must be of one dtype, got {norms[0].dtype} and {norms[1].dtype}")
     return check.check_eps("norm_eps", norm_eps)

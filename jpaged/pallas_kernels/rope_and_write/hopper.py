@@ -80,7 +80,7 @@ def rope_and_write(
                 mean = plgpu.layout_cast(squares.sum(axis=last) * (1.0 / head_dim), layout.reduce(last))
                 by = lax.rsqrt(mean + norm_eps)
                 by = plgpu.layout_cast(lax.broadcast_in_dim(by, shape, tuple(range(last))), layout)
-                normed = [(x * by).astype(dtype).astype(jnp.float32) for x in wide]
+                normed = [(x * by).astype(norms_ref[which].dtype).astype(jnp.float32) for x in wide]
                 scales = [along_columns(norms_ref[which], shape, columns) for columns in halves]
                 wide = [(x * s).astype(dtype).astype(jnp.float32) for x, s in zip(normed, scales, strict=True)]
             if rotation_ref is not None:

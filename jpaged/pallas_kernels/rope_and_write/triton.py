@@ -112,9 +112,12 @@ def _rope_and_write(
         by = (1.0 / tl.sqrt(mean + EPS))[:, None]
         is_key = (kind == GROUP)[:, None]
         inside = (column < HALF)[None, :]
-        # Rounded before the scale, as `reference.split_qkv` does.
-        x = _scaled(x * by, q_scale + column[None, :], k_scale + column[None, :], inside, is_key, dtype)
-        y = _scaled(y * by, q_scale + HALF + column[None, :], k_scale + HALF + column[None, :], inside, is_key, dtype)
+        # Rounded to the scale's type before the scale, as `reference.split_qkv` does.
+        kept = q_scale.dtype.element_ty
+        x = (x * by).to(kept).to(tl.float32)
+        y = (y * by).to(kept).to(tl.float32)
+        x = _scaled(x, q_scale + column[None, :], k_scale + column[None, :], inside, is_key, dtype)
+        y = _scaled(y, q_scale + HALF + column[None, :], k_scale + HALF + column[None, :], inside, is_key, dtype)
     if ROTATED:
         at = token * HALF + column
         c = tl.load(cos + at, mask=column < HALF, other=0.0)[None, :]
@@ -136,7 +139,7 @@ def _rope_and_write(
 
 @triton.jit
 def _scaled(x, q_scale, k_scale, inside, is_key, dtype: tl.constexpr):
-    """x [rows, columns], rounded, times its kind's scale, rounded again; in float32."""
+    """x [rows, columns] times its kind's scale, rounded; in float32."""
     of_queries = tl.load(q_scale, mask=inside, other=0.0).to(tl.float32)
     of_keys = tl.load(k_scale, mask=inside, other=0.0).to(tl.float32)
-    return (x.to(dtype).to(tl.float32) * tl.where(is_key, of_keys, of_queries)).to(dtype).to(tl.float32)
+    return (x * tl.where(is_key, of_keys, of_queries)).to(dtype).to(tl.float32)

@@ -48,12 +48,17 @@ def sample_tokens(operands: Operands, shards: Shards | None = None) -> jax.Array
 
     shards: `logits` are of this one's part of the vocabulary, and there is no top_k, top_p or min_p.
     """
+    return sample_and_largest(operands, shards)[0]
+
+
+def sample_and_largest(operands: Operands, shards: Shards | None = None) -> tuple[jax.Array, jax.Array]:
+    """The same, and each row's largest logit as `without_nan` has it: int32 [R], float32 [R, 1]."""
     logits, temperature, top_k, top_p, min_p, seeds, positions = operands
     rows = logits.shape[0]
     greedy = temperature <= 0
     rate = jnp.where(greedy, 1.0, 1.0 / temperature)[:, None]
-    most_likely, largest = argmax(without_nan(logits), shards)
-    largest = finite(largest)
+    most_likely, highest = argmax(without_nan(logits), shards)
+    largest = finite(highest)
     # The largest is taken off first, so that however low the temperature, the best few tokens stay near zero, where
     # float32 still tells their noise apart.
     first = None if shards is None else shards.first(logits.shape[1])
@@ -64,7 +69,7 @@ def sample_tokens(operands: Operands, shards: Shards | None = None) -> jax.Array
         min_p = jnp.zeros(rows, jnp.float32) if min_p is None else min_p
         lowest = lowest_kept(logits, largest, rate, top_k, top_p, min_p)
         scores = jnp.where(logits >= lowest, scores, -_INF)
-    return jnp.where(greedy, most_likely, argmax(scores, shards)[0])
+    return jnp.where(greedy, most_likely, argmax(scores, shards)[0]), highest
 
 
 def argmax(values: jax.Array, shards: Shards | None = None) -> tuple[jax.Array, jax.Array]:
@@ -86,6 +91,11 @@ def argmax(values: jax.Array, shards: Shards | None = None) -> tuple[jax.Array, 
 def without_nan(logits: jax.Array) -> jax.Array:
     """NaN becomes minus infinity and plus infinity the largest float, so that differences are never NaN."""
     return jnp.where(jnp.isnan(logits), -_INF, jnp.minimum(logits, _LARGEST))
+
+
+def is_finite(largest: jax.Array) -> jax.Array:
+    """Whether values that `without_nan` returned are finite as they came: bool, of their shape."""
+    return (largest > -_INF) & (largest < _LARGEST)
 
 
 def finite(largest: jax.Array) -> jax.Array:

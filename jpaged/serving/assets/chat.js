@@ -6,8 +6,9 @@ import { render } from "./markdown.js";
 
 const CONVERSATION = "jpaged-conversation";
 const SYSTEM = "jpaged-system";
-const [log, form, box, send, stop, fresh, alertBox, settings, temperature, maxTokens, system, key] = [
-  "log", "composer", "message", "send", "stop", "new", "alert", "settings", "temperature", "max-tokens", "system", "key",
+const [log, form, box, send, stop, fresh, alertBox, settings, temperature, maxTokens, system, schema, key] = [
+  ...["log", "composer", "message", "send", "stop", "new", "alert", "settings", "temperature", "max-tokens"],
+  ...["system", "schema", "key"],
 ].map((id) => document.getElementById(id));
 
 const NOTES = {
@@ -53,10 +54,32 @@ function show(role, content) {
   return said;
 }
 
+// Where the model's reasoning goes: folded, in front of what is said.
+function reasoningBefore(said) {
+  const fold = document.createElement("details");
+  fold.className = "reasoning";
+  const words = document.createElement("summary");
+  words.textContent = "Reasoning";
+  const thought = document.createElement("div");
+  fold.append(words, thought);
+  said.before(fold);
+  return thought;
+}
+
+// JSON over several lines, as Markdown's code; null if it is none.
+function asJson(content) {
+  try {
+    const value = JSON.parse(content);
+    return typeof value === "object" && value ? "```json\n" + JSON.stringify(value, null, 2) + "\n```" : null;
+  } catch {
+    return null;
+  }
+}
+
 // An answer that is complete: as Markdown, with what can be done with it.
 function settle(said, content) {
   said.dataset.raw = content;
-  said.replaceChildren(render(content, document));
+  said.replaceChildren(render(asJson(content) ?? content, document));
   const copy = button("Copy", async () => {
     try {
       await navigator.clipboard.writeText(content);
@@ -83,7 +106,8 @@ function button(words, act) {
 
 // Only the last answer can be made again (the others' buttons are hidden): it is dropped, and its question asked anew.
 function answerAgain() {
-  if (running || messages.length < 2) return;
+  checkSchema();
+  if (running || messages.length < 2 || !form.reportValidity()) return;
   const question = messages.at(-2).content;
   messages = messages.slice(0, -2);
   log.lastElementChild.remove();
@@ -115,7 +139,24 @@ function body(sent) {
   const fields = { messages: [...before, ...sent], stream: true };
   if (temperature.value !== "") fields.temperature = temperature.valueAsNumber;
   if (maxTokens.value !== "") fields.max_tokens = maxTokens.valueAsNumber;
+  if (schema.value.trim()) {
+    const wanted = JSON.parse(schema.value);
+    fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema: wanted, strict: true } };
+  }
   return fields;
+}
+
+// Says in the form what is wrong with the schema, if anything is.
+function checkSchema() {
+  let wrong = "";
+  try {
+    const wanted = schema.value.trim() ? JSON.parse(schema.value) : {};
+    if (typeof wanted !== "object" || wanted === null || Array.isArray(wanted)) wrong = "A schema is a JSON object.";
+  } catch (error) {
+    wrong = `This is no JSON: ${error.message}`;
+  }
+  schema.setCustomValidity(wrong);
+  if (wrong) settings.open = true;
 }
 
 async function say(content) {
@@ -127,12 +168,18 @@ async function say(content) {
   setRunning(controller);
   let reason = null;
   let answer = "";
+  let thought = null;
   try {
     const response = await request("v1/chat/completions", { body: body(sent), signal: controller.signal });
     for await (const event of events(response)) {
       const choice = event.choices?.[0];
       if (!choice) continue;
       const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+      const why = choice.delta?.reasoning_content ?? "";
+      if (why) {
+        thought ??= reasoningBefore(answered);
+        thought.append(why);
+      }
       const more = choice.delta?.content ?? "";
       answer += more;
       if (more) answered.append(more);
@@ -171,6 +218,7 @@ function askForKey() {
 
 function submit() {
   const content = box.value.trim();
+  checkSchema();
   if (!content || running || !form.reportValidity()) return;
   box.value = "";
   box.focus();
@@ -208,6 +256,8 @@ fresh.addEventListener("click", () => {
 
 system.value = sessionStorage.getItem(SYSTEM) ?? "";
 system.addEventListener("change", () => sessionStorage.setItem(SYSTEM, system.value));
+
+schema.addEventListener("input", () => schema.setCustomValidity(""));
 
 key.value = apiKey();
 key.addEventListener("change", () => {

@@ -266,28 +266,39 @@ TestSchedulingMachine = SchedulingMachine.TestCase
 TestSchedulingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+WALKS = [
+    ("fcfs", "auto", "full", 1),
+    ("priority", "swap", "full", 1),
+    ("priority", "recompute", "full", 1),
+    ("fcfs", "auto", "full", 4),
+    ("fcfs", "auto", "window", 1),
+    ("priority", "swap", "full and window", 2),
+    ("fcfs", "recompute", "windows and full", 1),
+]
+"""Policy, way to preempt, cache groups and most tokens a row of `serve_at_random`."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("policy", "mode", "groups", "tokens_per_row"),
-    [
-        ("fcfs", "auto", "full", 1),
-        ("priority", "swap", "full", 1),
-        ("priority", "recompute", "full", 1),
-        ("fcfs", "auto", "full", 4),
-        ("fcfs", "auto", "window", 1),
-        ("priority", "swap", "full and window", 2),
-        ("fcfs", "recompute", "windows and full", 1),
-    ],
-)
+@pytest.mark.parametrize(("policy", "mode", "groups", "tokens_per_row"), WALKS)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_thousand_requests_come_and_go(policy, mode, groups, tokens_per_row, depth):
-    """Long enough for blocks, slots and the prefix cache to turn over many times."""
-    serve_a_thousand(policy, mode, groups, tokens_per_row, depth)
+def test_hundreds_of_requests_come_and_go(policy, mode, groups, tokens_per_row, depth):
+    """Enough for blocks, slots and the prefix cache to turn over many times; `make drill-scheduling` goes further."""
+    serve_at_random(policy, mode, groups, tokens_per_row, depth)
 
 
-def serve_a_thousand(policy, mode, groups, tokens_per_row, depth, **changes) -> Drive:
-    """changes: as `Engine` takes them."""
-    rng = np.random.default_rng(20 + depth)
+def serve_at_random(
+    policy: str,
+    mode: str,
+    groups: str,
+    tokens_per_row: int,
+    depth: int,
+    *,
+    num_requests: int = 400,
+    seed: int = 20,
+    **changes: Any,
+) -> Drive:
+    """Serves requests that come, are aborted, stop and are preempted at random. changes: as `Engine` takes them."""
+    rng = np.random.default_rng(seed + depth)
     drive = Drive(
         num_blocks={"full": 33, "window": 15, "full and window": 45, "windows and full": 56}[groups],
         cache_groups=GROUPS[groups],
@@ -304,7 +315,7 @@ def serve_a_thousand(policy, mode, groups, tokens_per_row, depth, **changes) -> 
     )
     aborted = stopped = 0
     histories: list[list[int]] = [[]]
-    while drive.num_added < 1000:
+    while drive.num_added < num_requests:
         while len(drive.unfinished) < 12:
             prefix = histories[rng.integers(len(histories))] if rng.random() < 0.3 else [int(rng.integers(4))] * 20
             if rng.random() < 0.05:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import decode_attention
-from tests.pallas_kernels.drawn import assume_taken, block_sizes, dtypes, few, lengths, options, seeds, shapes
+from tests.pallas_kernels.drawn import block_sizes, dtypes, few, lengths, options, seeds, shapes
 from tests.pallas_kernels.marks import WITH_TRITON
 from tests.pallas_kernels.paged import (
     assert_close,
@@ -24,7 +24,6 @@ from tests.pallas_kernels.paged import (
 @given(data=st.data(), shape=shapes, block_size=block_sizes, dtype=dtypes, seed=seeds)
 def test_decode_attention_is_right_for_ragged_rows_in_shuffled_blocks(backend, data, shape, block_size, dtype, seed):
     heads, kv_heads, head_dim = shape
-    assume_taken(backend, head_dim, dtype)
     lens = data.draw(st.lists(lengths(block_size, 300), min_size=5, max_size=5))
     chosen = data.draw(options(heads))
     world = make_world(

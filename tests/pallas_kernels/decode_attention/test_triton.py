@@ -1,13 +1,15 @@
-"""The decode attention kernel in Triton: a sequence's bits depend on nothing but the sequence."""
+"""Attention in Triton: a sequence's bits in a decode step depend on nothing but the sequence; the largest heads."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged import pallas_kernels as ops
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.registry import missing
 from tests.pallas_kernels.marks import on_gpu_with_triton
+from tests.pallas_kernels.paged import assert_close, expected_decode, expected_ragged, make_world, random_queries
 
 if missing("triton") is not None:
     pytest.skip(str(missing("triton")), allow_module_level=True)
@@ -44,6 +46,20 @@ def test_whole_chunks_and_leaves_give_the_same_bits(lens: list[int], monkeypatch
         jax.clear_caches()
         found.append(attend(arrays, slice(None)))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(512, "bfloat16"), (256, "float32")])
+def test_the_largest_heads_are_taken_in_large_groups(head_dim: int, dtype: str) -> None:
+    world = make_world(1, [70, 0, 33], kv_heads=1, head_dim=head_dim, block_size=16, dtype=dtype)
+    arrays = (world.pool, world.tables, world.lens)
+    q = random_queries(1, 3, 20, head_dim, dtype)
+    out = ops.decode_attention(q, *arrays, backend="triton")
+    assert_close(out, expected_decode(world, np.asarray(q.astype(jnp.float32)))[0], dtype)
+    q, starts = random_queries(2, 8, 20, head_dim, dtype), np.array([0, 5, 5, 8], np.int32)
+    out = ops.ragged_attention(q, *arrays, starts, backend="triton")
+    assert_close(out, expected_ragged(world, np.asarray(q.astype(jnp.float32)), starts)[0], dtype)
+    too_large = jax.ShapeDtypeStruct((4, 2, 1, 16, 2 * head_dim), dtype)
+    assert f"head_dim {2 * head_dim}" in str(kernel.unsupported(q, too_large))
 
 
 @pytest.mark.gpu

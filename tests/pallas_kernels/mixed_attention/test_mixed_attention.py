@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jpaged.pallas_kernels import decode_attention, mixed_attention
 from jpaged.pallas_kernels.common.attention_arguments import Operands
 from jpaged.pallas_kernels.mixed_attention.api import attend_apart
-from tests.pallas_kernels.drawn import assume_taken, block_sizes, dtypes, few, options, seeds, shapes, world_of_a_step
+from tests.pallas_kernels.drawn import block_sizes, dtypes, few, options, seeds, shapes, world_of_a_step
 from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON
 from tests.pallas_kernels.paged import (
     assert_close,
@@ -27,7 +27,6 @@ from tests.pallas_kernels.paged import (
 @given(data=st.data(), shape=shapes, block_size=block_sizes, dtype=dtypes, seed=seeds)
 def test_a_step_of_decode_rows_and_chunks_computed_apart_is_right(backend, data, shape, block_size, dtype, seed):
     heads, kv_heads, head_dim = shape
-    assume_taken(backend, head_dim, dtype)
     chosen = data.draw(options(heads))
     num_decodes = data.draw(st.integers(0, 5))
     chunks = data.draw(st.lists(st.sampled_from([0, 1, 5, 33, 70]), min_size=5 - num_decodes, max_size=5 - num_decodes))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import ragged_attention
-from tests.pallas_kernels.drawn import assume_taken, block_sizes, dtypes, few, options, seeds, shapes, world_of_a_step
+from tests.pallas_kernels.drawn import block_sizes, dtypes, few, options, seeds, shapes, world_of_a_step
 from tests.pallas_kernels.marks import WITH_TRITON
 from tests.pallas_kernels.paged import (
     assert_close,
@@ -24,7 +24,6 @@ from tests.pallas_kernels.paged import (
 @given(data=st.data(), shape=shapes, block_size=block_sizes, dtype=dtypes, seed=seeds)
 def test_ragged_attention_is_right_for_chunks_and_decode_rows_together(backend, data, shape, block_size, dtype, seed):
     heads, kv_heads, head_dim = shape
-    assume_taken(backend, head_dim, dtype)
     chosen = data.draw(options(heads))
     queries = data.draw(st.lists(st.sampled_from([0, 1, 1, 5, 31, 32, 33, 70]), min_size=4, max_size=4))
     world, starts = world_of_a_step(data, queries, seed, kv_heads, head_dim, block_size, dtype)

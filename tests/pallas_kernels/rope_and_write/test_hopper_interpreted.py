@@ -21,7 +21,7 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim", "rotated", "normed"),
-    [(2, 3, 32, True, True), (4, 1, 64, False, False), (128, 1, 32, True, False)],
+    [(2, 3, 32, True, True), (2, 3, 32, True, "float32"), (4, 1, 64, False, False), (128, 1, 32, True, False)],
 )
 def test_queries_and_a_pool_written_from_a_projection_equal_the_reference(kv_heads, group, head_dim, rotated, normed):
     rng = np.random.default_rng(0)
@@ -32,7 +32,8 @@ def test_queries_and_a_pool_written_from_a_projection_equal_the_reference(kv_hea
     pool, qkv = normal(6, 2, kv_heads, 16, head_dim), normal(4, kv_heads, group + 2, head_dim)
     angles = normal(4, head_dim // 2, dtype=jnp.float32)
     rotation = (jnp.cos(angles), jnp.sin(angles)) if rotated else None
-    norms = (normal(head_dim), normal(head_dim)) if normed else None
+    of_scales = jnp.float32 if normed == "float32" else jnp.bfloat16
+    norms = (normal(head_dim, dtype=of_scales), normal(head_dim, dtype=of_scales)) if normed else None
     arguments = (pool, Projection(qkv, rotation, norms), jnp.asarray([17, 95, -1, 33], jnp.int32))
     run = jax.jit(lambda *a: hopper.rope_and_write(*a, norm_eps=1e-6, interpret=INTERPRET))
     want = reference.rope_and_write(*arguments, norm_eps=1e-6)

@@ -38,7 +38,7 @@ def turned(x, angles):
 @given(
     seed=st.integers(0, 2**31),
     heads=st.sampled_from([(1, 1), (2, 3), (4, 1)]),
-    norms=st.booleans(),
+    norms=st.sampled_from([False, True, "float32"]),
     rotation=st.booleans(),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
 )
@@ -64,7 +64,8 @@ def check_rope_and_write(seed, heads, head_dim, size, norms, rotation, dtype, ba
     rng = np.random.default_rng(seed)
     (kv_heads, group), tokens = heads, 5
     qkv = jnp.asarray(rng.standard_normal((tokens, kv_heads, group + 2, head_dim)), dtype)
-    scales = tuple(jnp.asarray(rng.uniform(0.5, 2, head_dim), dtype) for _ in range(2)) if norms else None
+    of_scales = norms if norms == "float32" else dtype
+    scales = tuple(jnp.asarray(rng.uniform(0.5, 2, head_dim), of_scales) for _ in range(2)) if norms else None
     angles = rng.uniform(-9, 9, (tokens, head_dim // 2)).astype(np.float32)
     tables = (jnp.cos(angles), jnp.sin(angles)) if rotation else None
     pool = jnp.asarray(rng.standard_normal((9, 2, kv_heads, size, head_dim)), dtype)
@@ -91,6 +92,24 @@ def check_rope_and_write(seed, heads, head_dim, size, norms, rotation, dtype, ba
         return
     for got, want in zip(split_qkv(qkv, **options), (got_q, got_k, got_v), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_queries_are_rounded_before_a_scale_of_their_type_and_once_with_a_float32_scale():
+    rng = np.random.default_rng(0)
+    qkv = jnp.asarray(rng.standard_normal((7, 1, 3, 64)), jnp.bfloat16)
+    scale = jnp.asarray(rng.uniform(0.5, 2, 64), jnp.bfloat16)
+    exact = normed(wide(qkv[:, :, 0]), wide(scale), 1e-6).astype(np.float32)
+    errors = [
+        np.abs(wide(split_qkv(qkv, norms=(kind, kind))[0]) / exact - 1).max()
+        for kind in (scale.astype(jnp.float32), scale)
+    ]
+    assert errors[0] < 2**-8 * 1.01 < errors[1]
+
+
+def test_norms_of_two_types_are_refused():
+    qkv = jnp.zeros((2, 1, 3, 16), jnp.bfloat16)
+    with pytest.raises(ValueError, match="norms must be of one dtype"):
+        split_qkv(qkv, norms=(jnp.ones(16, jnp.bfloat16), jnp.ones(16)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

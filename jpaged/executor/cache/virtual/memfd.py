@@ -130,8 +130,11 @@ class MemfdDriver:
         ctypes.memmove(begin, head, len(head))
 
     def create(self, num_bytes: int) -> _Piece:
+        memory = self.memory
         if num_bytes > self.free_bytes():
-            raise OutOfMemoryError(f"{self.free_bytes()} bytes are free, {num_bytes} more wanted.")
+            raise OutOfMemoryError(
+                f"{memory.num_used} of {memory.num_bytes} bytes are in use, {num_bytes} more wanted."
+            )
         free = self._free.get(num_bytes)
         if free:
             offset = free.pop()

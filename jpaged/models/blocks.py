@@ -1,0 +1,230 @@
+"""Layers of attention and MLP between norms, and a decoder of such layers: what most families are.
+
+    sequential   x += after(attention(norm(x)));  x += after(mlp(other_norm(x)))       each norm may be left out
+    parallel     x += attention(norm(x)) + mlp(other_norm(x) or the same norm(x))      one sum over shards
+
+A family makes the parts of a layer and gives them to a block:
+
+    def block(layer):
+        return SequentialBlock(Attention(config, layer, ...), GatedMLP(config, ...), attention_norm=..., mlp_norm=...)
+
+    Decoder(config, block, norm, dtype, rngs, collectives)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpaged.models.collectives import Collectives
+from jpaged.models.config import ModelConfig
+from jpaged.models.config_reader import ConfigReader, divide_into_heads
+from jpaged.models.family import Attend
+from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
+from jpaged.models.linear import Embedding, times
+from jpaged.models.norms import HeadNorms, Norm
+from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
+from jpaged.models.rope import Rope, parse_rope
+
+Rotations = tuple[tuple[jax.Array, jax.Array], ...]
+"""cos and sin of the tokens, of each of a model's ropes (`Rope.table`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """norm_eps: of all norms. activation: of the MLPs.
+    ropes: the rotations that layers have. layer_ropes: which of them, for each layer; None for no rotation.
+    """
+
+    norm_eps: float
+    activation: str
+    ropes: tuple[Rope, ...] = ()
+    layer_ropes: tuple[int | None, ...] = ()
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The order of the columns of queries and keys (`Rope.column_order`), equal in all layers."""
+        return self.ropes[0].column_order if self.ropes else ()
+
+
+def decoder_fields(
+    read: ConfigReader,
+    *,
+    default_length: int = 2048,
+    head_dim: int | None = None,
+    eps: str = "rms_norm_eps",
+    default_eps: float = 1e-6,
+    activation: str = "hidden_act",
+    default_activation: str = "silu",
+    tied: bool = False,
+    rope: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The fields of a `DecoderConfig` as most families spell them, with one rotation for all layers.
+
+    head_dim: where config.json has none; the hidden size divided by the heads if None.
+    eps, activation: names of entries. tied: the default of tie_word_embeddings.
+    rope: further arguments of `parse_rope`.
+    """
+    hidden_size, num_layers = read.integer("hidden_size"), read.integer("num_hidden_layers")
+    num_heads = read.integer("num_attention_heads")
+    size = read.head_dim("head_dim", head_dim or divide_into_heads(hidden_size, num_heads))
+    length = read.integer("max_position_embeddings", default_length)
+    rotation, length = parse_rope(read.config, size, length, max_model_len=read.max_model_len, **(rope or {}))
+    return read.common() | {
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": read.integer("num_key_value_heads", num_heads),
+        "head_dim": size,
+        "intermediate_size": read.integer("intermediate_size"),
+        "max_position_embeddings": length,
+        "tie_word_embeddings": read.flag("tie_word_embeddings", tied),
+        "norm_eps": read.number(eps, default_eps),
+        "activation": read.activation(activation, default_activation),
+        "ropes": (rotation,),
+        "layer_ropes": (0,) * num_layers,
+    }
+
+
+class SequentialBlock(nnx.Module):
+    """Attention, then MLP.
+
+    attention_norm, mlp_norm: of what they read; None for none.
+    after_attention, after_mlp: of what they give, before it is added; None for none.
+    query_norm, key_norm: of each query and key. head_norms: instead of these. See `Attention`.
+    rope: which of the rotations; None for none.
+    residual_scale: multiplies what attention and MLP give.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: MLP | GatedMLP,
+        *,
+        attention_norm: Norm | None = None,
+        mlp_norm: Norm | None = None,
+        after_attention: Norm | None = None,
+        after_mlp: Norm | None = None,
+        query_norm: Norm | None = None,
+        key_norm: Norm | None = None,
+        head_norms: HeadNorms | None = None,
+        rope: int | None = 0,
+        residual_scale: float = 1.0,
+    ) -> None:
+        self.attention, self.mlp = attention, mlp
+        self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
+        self.after_attention, self.after_mlp = after_attention, after_mlp
+        self.query_norm, self.key_norm, self.head_norms = query_norm, key_norm, head_norms
+        self.rope, self.residual_scale = rope, residual_scale
+
+    def __call__(self, stream: Stream, rotations: Rotations, attend: Attend) -> None:
+        rotation = None if self.rope is None else rotations[self.rope]
+        pair = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+        read = stream.value() if self.attention_norm is None else stream.normed(self.attention_norm)
+        self._add(stream, self.attention(read, attend, rotation, self.head_norms or pair), self.after_attention)
+        read = stream.value() if self.mlp_norm is None else stream.normed(self.mlp_norm)
+        self._add(stream, self.mlp(read, stream.backend), self.after_mlp)
+
+    def _add(self, stream: Stream, part: Any, norm: Norm | None) -> None:
+        part = part.times(self.residual_scale)
+        if norm is None:
+            stream.add(part)
+        else:
+            stream.add_normed(part, norm)
+
+
+class ParallelBlock(nnx.Module):
+    """Attention and MLP side by side, added to the stream as one sum.
+
+    mlp_norm: of what the MLP reads; the attention's norm if None.
+    head_norms, rope: as of `SequentialBlock`.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: MLP | GatedMLP,
+        *,
+        attention_norm: Norm,
+        mlp_norm: Norm | None = None,
+        head_norms: HeadNorms | None = None,
+        rope: int | None = 0,
+    ) -> None:
+        self.attention, self.mlp = attention, mlp
+        self.attention_norm, self.mlp_norm, self.head_norms = attention_norm, mlp_norm, head_norms
+        self.rope = rope
+
+    def __call__(self, stream: Stream, rotations: Rotations, attend: Attend) -> None:
+        rotation = None if self.rope is None else rotations[self.rope]
+        normed = stream.normed(self.attention_norm)
+        of_mlp = normed if self.mlp_norm is None else stream.normed(self.mlp_norm)
+        given = self.attention(normed, attend, rotation, self.head_norms)
+        stream.add(given + self.mlp(of_mlp, stream.backend))
+
+
+Block = SequentialBlock | ParallelBlock
+
+
+class Scales(NamedTuple):
+    """Numbers that a decoder multiplies by. embedding: of tokens. logits: of the head.
+    softcap: logits then become softcap * tanh(logit / softcap); None for as they are.
+    """
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    softcap: float | None = None
+
+
+UNSCALED = Scales()
+
+
+class Decoder(nnx.Module):
+    """Embedding, blocks, norm and head.
+
+    block: makes the layer of a number. norm: makes the last norm.
+    embedding_norm: of the embeddings, before the first layer (BLOOM).
+    head_bias: of a head of its own.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        block: Callable[[int], Block],
+        norm: Callable[[], Norm],
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        collectives: Collectives,
+        *,
+        scales: Scales = UNSCALED,
+        embedding_norm: Norm | None = None,
+        head_bias: bool = False,
+    ) -> None:
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.ropes, self.collectives, self.scales = config.ropes, collectives, scales
+        self.embedding = Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
+        self.embedding_norm = embedding_norm
+        self.layers = nnx.List(block(layer) for layer in range(config.num_layers))
+        self.norm = norm()
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Embedding(vocab, hidden, hidden**-0.5, dtype, rngs, bias=head_bias)
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any], kernels: Kernels = PLAIN_XLA
+    ) -> jax.Array:
+        rotations = tuple(rope.table(positions) for rope in self.ropes)
+        # A shard that does not have a token gives zeros for it, so scaling its part rounds as scaling the whole.
+        rows = times(self.embedding.lookup(tokens, self.collectives), self.scales.embedding)
+        stream = begin_stream(rows, self.collectives, kernels)
+        if self.embedding_norm is not None:
+            stream.replace(stream.normed(self.embedding_norm))
+        run_layers(self.layers, stream, (rotations,), attend)
+        return stream.normed(self.norm)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        logits = (self.embedding if self.lm_head is None else self.lm_head).logits(hidden)
+        scaled = logits if self.scales.logits == 1.0 else logits * self.scales.logits
+        cap = self.scales.softcap
+        return scaled if cap is None else jnp.tanh(scaled / cap) * cap

@@ -1,0 +1,98 @@
+"""OLMo 2 and OLMo 3 (OLMo Team 2024, arXiv:2501.00656): norms after attention and MLP instead of before them, and norms
+over the queries of all heads and over all keys. OLMo 3 has windows in three layers of four, which stretch no RoPE."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock, decoder_fields
+from jpaged.models.collectives import Collectives
+from jpaged.models.config_reader import ConfigReader
+from jpaged.models.layers import Attention, GatedMLP
+from jpaged.models.loading import pieces
+from jpaged.models.loading.pieces import Piece, TiedTensor
+from jpaged.models.norms import RMSNormOfAllHeads, WideRMSNorm
+from jpaged.models.rope import parse_rope
+
+_THETA = 500000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlmoConfig(DecoderConfig):
+    """bias: the products of attention have biases."""
+
+    bias: bool
+
+
+@dataclass(frozen=True)
+class OlmoFamily:
+    """One of the architectures. has_windows: OLMo 3."""
+
+    model_type: str
+    has_windows: bool
+
+    base_prefix = "model."
+    derived_tensors = r"rotary_emb\.inv_freq$"
+
+    def read_config(self, read: ConfigReader) -> OlmoConfig:
+        theta = _THETA if self.has_windows else 10000.0
+        rope = {"theta": theta, "layers": "full_attention" if self.has_windows else None}
+        fields = decoder_fields(read, default_eps=1e-5, rope=rope)
+        if self.has_windows:
+            kinds = read.kinds_of_layers(fields["num_layers"], every=4)
+            local, _ = parse_rope(_local_rope(read.config), fields["head_dim"], 2048, layers="sliding_attention")
+            fields |= {
+                "ropes": (*fields["ropes"], local),
+                "layer_ropes": tuple(int(kind == "sliding_attention") for kind in kinds),
+                "layer_windows": read.layer_windows(kinds, 4096),
+            }
+        return OlmoConfig(**fields, bias=read.flag("attention_bias", False))
+
+    def module(self, config: OlmoConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
+        norm = partial(WideRMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
+
+        def block(layer: int) -> SequentialBlock:
+            return SequentialBlock(
+                Attention(
+                    config, layer, dtype, rngs, collectives=collectives, qkv_bias=config.bias, output_bias=config.bias
+                ),
+                GatedMLP(config, config.activation, dtype, rngs),
+                after_attention=norm(),
+                after_mlp=norm(),
+                head_norms=RMSNormOfAllHeads(config, config.norm_eps, dtype, rngs),
+                rope=config.layer_ropes[layer],
+            )
+
+        return Decoder(config, block, norm, dtype, rngs, collectives)
+
+    def tensors(self, config: OlmoConfig) -> Iterator[Piece | TiedTensor]:
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.bias
+        yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
+        for i in range(config.num_layers):
+            theirs, ours = f"model.layers.{i}", f"layers.{i}"
+            attention = f"{theirs}.self_attn"
+            yield from pieces.separate_qkv(attention, f"{ours}.attention", config, bias=bias)
+            norms = f"{attention}.q_norm", f"{attention}.k_norm"
+            yield from pieces.head_norms(norms, f"{ours}.head_norms", config, flat=True)
+            yield from pieces.output_projection(f"{attention}.o_proj", f"{ours}.attention", config, bias=bias)
+            yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.after_attention", hidden)
+            yield from pieces.gate_and_up(f"{theirs}.mlp", f"{ours}.mlp", config)
+            yield from pieces.linear(f"{theirs}.mlp.down_proj", f"{ours}.mlp.down", inner, hidden, bias=False)
+            yield pieces.norm(f"{theirs}.post_feedforward_layernorm", f"{ours}.after_mlp", hidden)
+        yield pieces.norm("model.norm", "norm", hidden)
+        yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
+
+
+def _local_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries that describe the rotation of layers with a window: that of the others, before it was stretched."""
+    if any(isinstance(value, Mapping) for value in (config.get("rope_parameters") or {}).values()):
+        return {"rope_parameters": config["rope_parameters"]}
+    return {"rope_theta": config.get("rope_theta") or _THETA}
+
+
+OLMO2 = OlmoFamily("olmo2", False)
+OLMO3 = OlmoFamily("olmo3", True)

@@ -1,0 +1,1 @@
+"""Products of groups of rows, each with the matrix of its group: the MLPs of a mixture of experts."""

@@ -1,0 +1,314 @@
+"""The grouped products for Hopper, in one Pallas kernel with two endings.
+
+    gated       out[m, i] = activation(x[m] . w[e, :, 0, i]) * (x[m] . w[e, :, 1, i])
+    weighted    out[m, h] = weights[m] * (x[m] . w[e, :, h]); w [E, I, H] is taken as [E, I, 2, H / 2]
+
+The list of tiles (`tiles.py`) says which rows belong to which expert e. A persistent CTA of one producer warpgroup and
+one or two consumers takes pairs of (tile, strip of columns) in turn. Both halves of a strip are summed at once, as in
+`gated_product`, whose products and layouts these are:
+
+    producer (a warp)                                        consumers, 64 rows each
+    free --> TMA --> x [rows, 64] of 64 elements k           first  += x w[0]     wgmma, both from shared memory
+                     w [2, n, 64, 64]: k by columns          second += x w[1]
+                     --> full                                activation or weights --> out, rows of the tile alone
+
+While a group has few rows, its time is that of reading its matrix, once, and its products are computed for 64 rows:
+wgmma knows no fewer, and has the time. With many rows a group has several tiles, whose strips are computed at the same
+time and find the matrix in the L2 cache; a cluster of two CTAs then loads x for two strips.
+
+A row's sums are added in one order whatever the tiling, so its bits do not depend on the rows beside it.
+"""
+
+import dataclasses
+import functools
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jpaged.pallas_kernels.devices import num_multiprocessors
+from jpaged.pallas_kernels.gated_product.hopper import activated
+from jpaged.pallas_kernels.gated_product.hopper_primitives import LINES, STORED
+from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
+from jpaged.pallas_kernels.grouped_product import hopper_interpreted, hopper_primitives, tiles
+from jpaged.pallas_kernels.grouped_product.hopper_tiling import FEW_ROWS, Tiling, pick_tiling
+
+_RANK = "rank"  # of a CTA in its cluster
+
+
+def unsupported(x: jax.Array, w: jax.Array) -> str | None:
+    """Why the kernel cannot take these (checked) arguments; None if it can."""
+    if x.dtype not in (jnp.bfloat16.dtype, jnp.float16.dtype):
+        return f"it takes bfloat16 and float16, not {x.dtype}"
+    depth, columns = w.shape[1], w.shape[-1] if w.ndim == 4 else w.shape[-1] // 2
+    if depth % 8 or columns % 8 or w.shape[-1] % 8:
+        return f"TMA needs multiples of 8 for the axes of w's matrices (of 16 for H), got {w.shape[1:]}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "tiling", "ctas", "interpret"))
+def gated_grouped_product(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
+    *,
+    activation: str,
+    tiling: Tiling | None = None,
+    ctas: int | None = None,
+    interpret: object = None,
+) -> jax.Array:
+    """`gated_grouped_product` of the package, for arguments that are checked and that `unsupported` lets pass.
+
+    Args:
+        tiling, ctas: to try others than `pick_tiling`'s; a block a multiprocessor.
+        interpret: parameters of the Mosaic interpreter, to run on a CPU.
+    """
+    # Nobody reads weights there; ones would be a kernel of their own.
+    return _product(x, w, group_sizes, groups, x, activation, tiling, ctas, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("tiling", "ctas", "interpret"))
+def weighted_grouped_product(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
+    weights: jax.Array,
+    *,
+    tiling: Tiling | None = None,
+    ctas: int | None = None,
+    interpret: object = None,
+) -> jax.Array:
+    """`weighted_grouped_product` of the package; arguments likewise."""
+    experts, depth, columns = w.shape
+    halves = w.reshape(experts, depth, 2, columns // 2)
+    padded = jnp.pad(weights, (0, 2 * ROWS))  # the last tile reaches past the rows
+    return _product(x, halves, group_sizes, groups, padded, None, tiling, ctas, interpret)
+
+
+def _product(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
+    weights: jax.Array,
+    activation: str | None,
+    tiling: Tiling | None,
+    ctas: int | None,
+    interpret: object,
+) -> jax.Array:
+    rows, depth = x.shape
+    experts, _, _, columns = w.shape
+    ctas = ctas or num_multiprocessors()
+    tiling = tiling or pick_tiling(rows, experts, columns, ctas)
+    listed, ends = tiles.plan(group_sizes, groups, experts, rows=rows, height=tiling.rows)
+    s = _Shape(
+        tiling=tiling,
+        depth=depth,
+        columns=columns,
+        strips=tiling.strips(columns),
+        clusters=min(ctas // tiling.cluster, listed.shape[0] * tiling.strips(columns)),
+        dtype=x.dtype,
+        activation=activation,
+    )
+    gpu = hopper_primitives if interpret is None else hopper_interpreted
+    width = columns if activation is not None else 2 * columns
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, s, gpu),
+        out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
+        scratch_types=_scratch(s),
+        grid=(s.clusters,),
+        grid_names=("cta",),
+        cluster=(tiling.cluster,),
+        cluster_names=(_RANK,),
+        num_threads=tiling.consumers + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="weighted_grouped_product" if activation is None else "gated_grouped_product",
+        interpret=interpret,
+    )
+    return kernel(x, w, weights, listed, ends)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What the kernel is specialised for."""
+
+    tiling: Tiling
+    depth: int
+    columns: int  # of a half
+    strips: int  # those of a cluster counted as one
+    clusters: int
+    dtype: jnp.dtype
+    activation: str | None  # None: weighted
+
+    @property
+    def steps(self) -> int:
+        return -(-self.depth // DEPTH)
+
+
+class _Arguments(NamedTuple):
+    """The call's arrays in global memory."""
+
+    x: Any  # [A, K]
+    w: Any  # [E, K, 2, columns]
+    weights: Any  # float32 [A + 128]; where there are none, anything
+    tiles: Any  # int32 [tiles, 3]
+    ends: Any  # int32 [..], the last of which is how many tiles there are
+    out: Any  # [A, columns], or [A, 2 * columns] if weighted
+
+
+class _Scratch(NamedTuple):
+    """Shared memory, and its barriers.
+
+    full: by every copy into the stage. free: by each consumer of all CTAs that get what is copied there.
+    """
+
+    x: Any  # [stages, rows, 64]
+    w: Any  # [stages, 2, blocks, 64, 64]
+    full: Any
+    free: Any
+
+
+def _scratch(s: _Shape) -> _Scratch:
+    t = s.tiling
+    return _Scratch(
+        x=plgpu.SMEM((t.stages, t.rows, DEPTH), s.dtype, transforms=LINES),
+        w=plgpu.SMEM((t.stages, 2, t.blocks, DEPTH, DEPTH), s.dtype, transforms=LINES),
+        full=plgpu.Barrier(num_barriers=t.stages, num_arrivals=1 + 2 * t.blocks),
+        free=plgpu.ClusterBarrier(collective_axes=(_RANK,), num_barriers=t.stages, num_arrivals=t.consumers),
+    )
+
+
+class _Cta(NamedTuple):
+    """A CTA at work, as each of its warpgroups sees it."""
+
+    shape: _Shape
+    gmem: _Arguments
+    smem: _Scratch
+    gpu: ModuleType  # `hopper_primitives`, or `hopper_interpreted` on a CPU
+    cluster: jax.Array
+    rank: jax.Array
+    wg: jax.Array  # 0 .. consumers - 1, then the producer
+    turns: jax.Array  # tiles of this CTA
+
+    def tile(self, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(group, first row, end row, first column) of this CTA's tile: all strips of a tile, then the next."""
+        s, t = self.shape, self.shape.tiling
+        number = turn * s.clusters + self.cluster
+        tile, strip = lax.div(number, s.strips), lax.rem(number, s.strips)
+        group, first, end = (self.gmem.tiles[tile, field] for field in (tiles.GROUP, tiles.FIRST, tiles.END))
+        column = (strip * t.cluster + (self.rank if t.paired else 0)) * t.columns
+        return group, first, end, column
+
+    def slot(self, step: jax.Array) -> jax.Array:
+        """Where the operands of a step, counted over all tiles, are."""
+        return lax.rem(step, self.shape.tiling.stages)
+
+
+def _kernel(s: _Shape, gpu: ModuleType, *refs: Any) -> None:
+    gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), _Scratch(*refs[len(_Arguments._fields) :])
+    cluster, rank, wg = lax.axis_index("cta"), lax.axis_index(_RANK), lax.axis_index("wg")
+    turns = lax.div(gmem.ends[gmem.ends.shape[0] - 1] * s.strips + (s.clusters - 1) - cluster, s.clusters)
+    c = _Cta(s, gmem, smem, gpu, cluster, rank, wg, turns)
+    pl.when(wg == s.tiling.consumers)(functools.partial(_produce, c))
+    pl.when(wg < s.tiling.consumers)(functools.partial(_consume, c))
+
+
+def _produce(c: _Cta) -> None:
+    """The producer warpgroup, of which one warp does all."""
+    c.gpu.set_registers(c.shape.tiling.registers[1], "decrease")
+    c.gpu.in_warps(lambda _: _load(c), "operands")
+
+
+def _load(c: _Cta) -> None:
+    """Brings the operands of all tiles into shared memory."""
+    s, t, gmem, smem = c.shape, c.shape.tiling, c.gmem, c.smem
+
+    def load_x(rows: int, first: jax.Array, depth: Any, slot: jax.Array) -> None:
+        # A copy that both CTAs of a cluster ask for is made by halves, each of which goes to both.
+        plgpu.copy_gmem_to_smem(
+            gmem.x.at[pl.ds(first, rows), depth],
+            smem.x.at[slot, pl.ds(0, rows)],
+            smem.full.at[slot],
+            collective_axes=_RANK if t.paired else None,
+        )
+
+    def load_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
+        group, first, end, column = c.tile(turn)
+        few = end - first <= FEW_ROWS
+
+        def load_step(k: jax.Array, step: jax.Array) -> jax.Array:
+            slot = c.slot(step)
+            pl.when(step >= t.stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
+            depth = pl.ds(k * DEPTH, DEPTH)
+            if t.consumers == 1 and not t.paired:
+                # What lies behind few rows are old rows, whose sums nobody stores.
+                pl.when(few)(lambda: load_x(FEW_ROWS, first, depth, slot))
+                pl.when(jnp.logical_not(few))(lambda: load_x(t.rows, first, depth, slot))
+            else:
+                load_x(t.rows, first, depth, slot)
+            for half in range(2):
+                for block in range(t.blocks):
+                    part = gmem.w.at[group, depth, half, pl.ds(column + block * DEPTH, DEPTH)]
+                    plgpu.copy_gmem_to_smem(part, smem.w.at[slot, half, block], smem.full.at[slot])
+            return step + 1
+
+        return lax.fori_loop(0, jnp.where(end > first, s.steps, 0), load_step, step)
+
+    steps = lax.fori_loop(0, c.turns, load_tile, jnp.int32(0))
+    # Every release is waited for: a CTA's shared memory, where the other of its cluster arrives, ends with it.
+    for slot in range(t.stages):
+        pl.when(slot < steps)(lambda slot=slot: plgpu.barrier_wait(smem.free.at[slot]))
+
+
+def _consume(c: _Cta) -> None:
+    """A consumer warpgroup."""
+    s, t, smem = c.shape, c.shape.tiling, c.smem
+    c.gpu.set_registers(t.registers[0], "increase")
+
+    def consume_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
+        _, first, end, column = c.tile(turn)
+        pl.when(end > first)(lambda: sum_tile(first, end, column, step))
+        return step + jnp.where(end > first, s.steps, 0)
+
+    def sum_tile(first: jax.Array, end: jax.Array, column: jax.Array, step: jax.Array) -> None:
+        def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            plgpu.barrier_wait(smem.full.at[c.slot(step)])
+            x, w = smem.x.at[c.slot(step), pl.ds(c.wg * ROWS, ROWS)], smem.w.at[c.slot(step)]
+            return c.gpu.add_products(*sums, x, w)
+
+        def next_step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            sums = add(step + i, sums)
+            c.gpu.await_products_before()
+            plgpu.barrier_arrive(smem.free.at[c.slot(step + i - 1)])
+            return sums
+
+        sums = lax.fori_loop(1, s.steps, next_step, add(step, c.gpu.zeros(t.columns)))
+        halves = c.gpu.await_products(*sums)
+        plgpu.barrier_arrive(smem.free.at[c.slot(step + s.steps - 1)])
+        _finish(c, halves, first + c.wg * ROWS, end, column)
+
+    lax.fori_loop(0, c.turns, consume_tile, jnp.int32(0))
+
+
+def _finish(c: _Cta, halves: tuple[jax.Array, jax.Array], row: jax.Array, end: jax.Array, column: jax.Array) -> None:
+    """From sums [64, columns] of both halves to the output, as far as rows and columns reach."""
+    s = c.shape
+    if s.activation is None:
+        weights = c.gpu.load_for_all_columns(c.gmem.weights.at[pl.ds(row, ROWS)], STORED)
+    for begin in range(0, s.tiling.columns, STORED):
+        part = slice(begin, begin + STORED)
+        if s.activation is not None:
+            tile = activated(c.gpu, s.activation, halves[0][:, part]) * halves[1][:, part]
+            c.gpu.store_tile(c.gmem.out, tile, row, end, column + begin, s.columns)
+            continue
+        for half, sums in enumerate(halves):
+            # Columns behind a half's last are not its neighbour's.
+            at, last = half * s.columns + column + begin, (half + 1) * s.columns
+            c.gpu.store_tile(c.gmem.out, sums[:, part] * weights, row, end, at, last)

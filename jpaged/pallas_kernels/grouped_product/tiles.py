@@ -1,0 +1,64 @@
+"""The tiles of rows that a grouped product has, as a list that plain XLA operations make on the device.
+
+    sorted rows      | group 0        | group 2 |   group 3                | no group |
+    tiles            |t0      |t1     |t2       |t3      |t4      |t5      |
+
+A tile's rows are one range, of one group alone.
+"""
+
+import jax
+import jax.numpy as jnp
+
+GROUP, FIRST, END = range(3)
+"""Columns of the list: the group, its first row in the tile, and the row behind its last one there."""
+
+
+def most_tiles(rows: int, groups: int, height: int) -> int:
+    """The most tiles that so many rows in so many groups can have."""
+    return rows // height + min(rows, groups)
+
+
+def plan_rows(groups: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
+    """A tile for each row, where no two share a group; one without rows for a row of no group.
+
+    Args:
+        groups: int32 [A].
+    Returns:
+        As `plan_tiles`: int32 [A, 3], and how many there are.
+    """
+    rows = groups.shape[0]
+    row = jnp.arange(rows, dtype=jnp.int32)
+    exists = (groups >= 0) & (groups < num_groups)
+    return jnp.stack([jnp.where(exists, groups, 0), row, row + exists], axis=1), jnp.array([rows], jnp.int32)
+
+
+def plan(
+    group_sizes: jax.Array | None, groups: jax.Array | None, num_groups: int, *, rows: int, height: int
+) -> tuple[jax.Array, jax.Array]:
+    """`plan_tiles` or `plan_rows`, by which of the two is given."""
+    if groups is not None:
+        return plan_rows(groups, num_groups)
+    assert group_sizes is not None
+    return plan_tiles(group_sizes, rows=rows, height=height)
+
+
+def plan_tiles(group_sizes: jax.Array, *, rows: int, height: int) -> tuple[jax.Array, jax.Array]:
+    """The tiles, in the order of rows.
+
+    Args:
+        group_sizes: int32 [E]. rows: A, the static number of rows. height: rows of a tile, at most.
+    Returns:
+        int32 [tiles, 3], and int32 [E], how many of them each group and those before it have: the last says how many
+        there are. What follows these in the list is valid, and of no use.
+    """
+    groups = group_sizes.shape[0]
+    up_to = jnp.tril(jnp.ones((groups, groups), bool))  # sums by comparison: a kernel, where a scan would be several
+    row_ends = jnp.sum(jnp.where(up_to, group_sizes, 0), axis=1, dtype=jnp.int32)
+    tiles = (group_sizes + (height - 1)) // height
+    tile_ends = jnp.sum(jnp.where(up_to, tiles, 0), axis=1, dtype=jnp.int32)
+    number = jnp.arange(most_tiles(rows, groups, height), dtype=jnp.int32)
+    group = jnp.sum(tile_ends <= number[:, None], axis=1, dtype=jnp.int32)
+    group = jnp.minimum(group, groups - 1)
+    row_end, within = row_ends[group], number - (tile_ends - tiles)[group]
+    first = row_end - group_sizes[group] + within * height
+    return jnp.stack([group, first, jnp.minimum(first + height, row_end)], axis=1), tile_ends

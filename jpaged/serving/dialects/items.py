@@ -1,0 +1,132 @@
+"""An answer as items that follow each other: reasoning, text, calls. Anthropic calls them blocks, Responses items.
+
+TurnDelta --> begin(reasoning) more(...) end   begin(text) more(...) end   begin(call) more(...) end
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from jpaged.api.outputs import CompletionOutput, RequestOutput
+from jpaged.serving.answers import Answer, AnswerContext, finish_reason_of
+from jpaged.serving.errors import ApiError
+from jpaged.serving.protocol import ChatCompletionRequest
+from jpaged.serving.turns import Reading
+from jpaged.text.turns.parser import TurnDelta, TurnParser
+
+
+@dataclass
+class Item:
+    """One of an answer. number: from 0. id, name: of a call. text: what has come of it; of a call its arguments."""
+
+    kind: Literal["reasoning", "text", "call"]
+    number: int
+    id: str = ""
+    name: str = ""
+    text: str = ""
+
+
+def named_event(body: dict[str, Any]) -> bytes:
+    """A server-sent event that is named by its type."""
+    return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), msgspec.json.encode(body))
+
+
+class ItemsAnswer(Answer):
+    """An answer with one choice. A dialect says how an item begins, goes on and ends.
+
+    Attributes:
+        items: that have begun. reason: why the answer ended, as a chat says; None before. stop: the stop string.
+    """
+
+    _announces = True
+
+    def __init__(self, request: ChatCompletionRequest, context: AnswerContext) -> None:
+        super().__init__(request, context)
+        self.items: list[Item] = []
+        self.reason: str | None = None
+        self.stop: str | None = None
+        self._reading = context.reading
+        self._parser = TurnParser() if context.reading is None else context.reading.parser()
+        self._is_open = False
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        self._take_counts(outputs)
+        self._take(outputs[0].outputs[0])
+        return msgspec.json.encode(self._message())
+
+    def _beginning(self, index: int) -> bytes:
+        self._begun.add(index)
+        return self._start()
+
+    def _choice_events(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+        return self._take(completion)
+
+    def failed(self, error: ApiError) -> bytes:
+        return named_event({"type": "error", **msgspec.json.decode(self.error_body(error))})
+
+    def _take(self, completion: CompletionOutput) -> bytes:
+        """Takes news into the items; returns the events for them."""
+        ended = completion.finish_reason is not None
+        delta = self._parser.feed(completion.text, final=ended)
+        events = self._news(delta)
+        if ended:
+            self.reason = finish_reason_of(self._parser, completion)
+            self.stop = completion.stop_reason if isinstance(completion.stop_reason, str) else None
+            events += self._close()
+        return events
+
+    def _news(self, delta: TurnDelta) -> bytes:
+        events = b""
+        if delta.reasoning and self._reading is not None and self._reading.shows_reasoning:
+            events += self._add("reasoning", delta.reasoning)
+        if delta.content:
+            events += self._add("text", delta.content)
+        for call in delta.calls:
+            if call.name is not None:
+                assert isinstance(self._reading, Reading)
+                events += self._open(Item("call", len(self.items), self._reading.call_id(), call.name))
+            events += self._more_of(call.arguments)
+        return events
+
+    def _add(self, kind: Literal["reasoning", "text"], text: str) -> bytes:
+        events = b""
+        if not self._is_open or self.items[-1].kind != kind:
+            events = self._open(Item(kind, len(self.items)))
+        return events + self._more_of(text)
+
+    def _open(self, item: Item) -> bytes:
+        events = self._close()
+        self.items.append(item)
+        self._is_open = True
+        return events + self._begin(item)
+
+    def _more_of(self, text: str) -> bytes:
+        if not text:
+            return b""
+        self.items[-1].text += text
+        return self._more(self.items[-1], text)
+
+    def _close(self) -> bytes:
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        return self._end_of(self.items[-1])
+
+    def _start(self) -> bytes:
+        """The events before the first item."""
+        raise NotImplementedError
+
+    def _begin(self, item: Item) -> bytes:
+        raise NotImplementedError
+
+    def _more(self, item: Item, text: str) -> bytes:
+        raise NotImplementedError
+
+    def _end_of(self, item: Item) -> bytes:
+        raise NotImplementedError
+
+    def _message(self) -> dict[str, Any]:
+        """The whole answer, with all items that have come."""
+        raise NotImplementedError

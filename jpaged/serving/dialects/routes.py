@@ -1,0 +1,102 @@
+"""The routes of Anthropic's Messages API and of OpenAI's Responses API."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jpaged.api.errors import InvalidPromptError, JPagedError
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.admission import Admission, client_of
+from jpaged.serving.dialects import messages, responses
+from jpaged.serving.dialects.messages import MessagesAnswer, MessagesRequest
+from jpaged.serving.dialects.responses import ResponsesAnswer, ResponsesRequest, ResponseStore
+from jpaged.serving.errors import ApiError, api_error
+from jpaged.serving.http import guarded, json_response, unless_disconnected
+from jpaged.serving.jobs import JobMaker, MakeAnswer
+from jpaged.serving.middleware import trace_headers
+from jpaged.serving.openai_routes import decode_body
+from jpaged.serving.options import AppOptions
+from jpaged.serving.protocol import ChatCompletionRequest, json_decoder
+from jpaged.serving.streams import JobStream, all_outputs
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+def dialect_routes(engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> list[Route]:
+    """/v1/messages, /v1/messages/count_tokens and /v1/responses."""
+    server = _Handlers(engine, options, admission)
+    return [
+        Route("/v1/messages", guarded(server.messages, messages.error_body), methods=["POST"]),
+        Route("/v1/messages/count_tokens", guarded(server.count_tokens, messages.error_body), methods=["POST"]),
+        Route("/v1/responses", guarded(server.responses), methods=["POST"]),
+    ]
+
+
+class _Handlers:
+    def __init__(self, engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> None:
+        self._engine = engine
+        self._options = options
+        self._jobs = JobMaker(engine, options, admission)
+        self._messages = json_decoder(MessagesRequest)
+        self._responses = json_decoder(ResponsesRequest)
+        self._store = ResponseStore()
+
+    async def messages(self, request: Request) -> Response:
+        body = await self._decode(request, self._messages)
+        chat = await self._engine.in_thread(lambda: messages.chat_of(body))
+        return await self._answer(request, body, chat, "messages", MessagesAnswer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await self._decode(request, self._messages)
+        self._jobs.check_model(body.model)
+        try:
+            chat = await self._engine.in_thread(lambda: messages.chat_of(body, counts=True))
+            _, tokens, _ = await self._jobs.chat_prompt(chat)
+        except InvalidPromptError as error:
+            raise api_error(error, (), "messages") from error
+        return json_response({"input_tokens": len(tokens)})
+
+    async def responses(self, request: Request) -> Response:
+        body = await self._decode(request, self._responses)
+        if body.previous_response_id is not None and self._engine.num_clients > 1:
+            raise ApiError(
+                400,
+                "previous_response_id needs a server with one API process (--api-workers 1): others do not know the"
+                " response. Send the whole conversation as input.",
+                param="previous_response_id",
+            )
+
+        def make_answer(chat: ChatCompletionRequest, context: Any) -> ResponsesAnswer:
+            return ResponsesAnswer(chat, context, body, self._store)
+
+        chat = await self._engine.in_thread(lambda: responses.chat_of(body, self._store))
+        return await self._answer(request, body, chat, "input", make_answer)
+
+    async def _decode(self, request: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
+        return await decode_body(self._engine, self._options, request, decoder)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: msgspec.Struct,
+        chat: ChatCompletionRequest,
+        prompt_field: str,
+        make_answer: MakeAnswer | Callable[..., Any],
+    ) -> Response:
+        try:
+            job = await self._jobs.chat(chat, client_of(request, self._options.api_keys), make_answer)
+            if self._engine.observers:
+                job = replace(job, trace_headers=trace_headers(request))
+            if job.streams:
+                return JobStream(self._engine, job)
+            with contextlib.closing(job.ticket):
+                outputs = await unless_disconnected(request.receive, all_outputs(self._engine, job))
+        except JPagedError as error:
+            raise api_error(error, body.__struct_fields__, prompt_field) from error
+        return Response(job.answer.whole(outputs), media_type="application/json")

@@ -1,0 +1,354 @@
+"""What a chat's answer may consist of: reasoning, text and calls, as the request asks and the chat template shows.
+
+tools, tool_choice, ...  --turn_of-->  Turn  --messages, arguments--> chat template --> prompt
+constraint, prompt       --constraint-->  grammar, for SamplingParams.structured_outputs
+text of the answer       --Reading-->  reasoning, content, calls
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError
+from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.structured_outputs import StructuredOutputsParams
+from jpaged.serving.constraints import Constraint, constraint_of
+from jpaged.serving.errors import ApiError
+from jpaged.serving.protocol import ChatCompletionRequest, TokenizeRequest
+from jpaged.text.grammars import grammar_expression
+from jpaged.text.tokenizer import Tokenizer
+from jpaged.text.turns.declarations import ReasoningFormat, Tool, ToolFormat
+from jpaged.text.turns.formats import GENERIC, REASONING_FORMATS, TOOL_FORMATS, format_of
+from jpaged.text.turns.generic import without_tools
+from jpaged.text.turns.grammar import Reasons, TurnRules, turn_grammar
+from jpaged.text.turns.parser import TurnParser
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables with which templates switch reasoning on and off."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A chat's answer to be.
+
+    Args:
+        messages: as the chat template takes them: arguments of calls are dictionaries.
+        template_tools: for the chat template; None without.
+        variables: further ones for it.
+        tools, calls: that may be called, and whether they must be. parallel: several at once.
+        tool_format, reasoning: how the model writes them; None where it may not call, or where reasoning is left in the
+            text.
+        budget: tokens of the reasoning; None: any number.
+    """
+
+    messages: list[dict[str, Any]]
+    template_tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]
+    tools: tuple[Tool, ...] = ()
+    calls: Literal["auto", "required"] = "auto"
+    parallel: bool = True
+    tool_format: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    budget: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the answer's text is its content."""
+        return self.tool_format is None and self.reasoning is None
+
+    def reasons(self, prompt: str) -> Reasons:
+        """Where a prompt leaves the reasoning."""
+        form = self.reasoning
+        if form is None:
+            return "over"
+        if form.channels:
+            return "free"
+        end = prompt.rstrip()
+        if end.endswith(form.opening):
+            return "open"
+        return "over" if end.endswith(form.closing) else "free"
+
+    def constraint(self, request: ChatCompletionRequest, reasons: Reasons, tokenizer: Tokenizer) -> Constraint | None:
+        """The constraint on the whole answer; None if there is none.
+
+        Raises:
+            ApiError, InvalidParameterError: it cannot be enforced.
+        """
+        given = constraint_of(request)
+        may_reason = reasons != "over"
+        if self.budget is not None and not may_reason:
+            raise ApiError(
+                400,
+                "thinking_token_budget needs a model that reasons, and reasoning that is not switched off.",
+                param="thinking_token_budget",
+            )
+        if self.tool_format is None and not (may_reason and (given is not None or self.budget is not None)):
+            return given
+        content = None
+        if given is not None and self.calls == "auto":
+            params = StructuredOutputsParams(**given.params)
+            content = grammar_expression(params)
+        rules = TurnRules(
+            tools=self.tools,
+            tool_format=self.tool_format,
+            calls=self.calls,
+            parallel=self.parallel,
+            reasoning=self.reasoning,
+            reasons=reasons,
+            budget=self.budget,
+            content=content,
+        )
+        field = "tools" if self.tools else "thinking_token_budget" if given is None else given.field
+        return Constraint(field, {"grammar": turn_grammar(rules, tokenizer.control_tokens)})
+
+    def applied(
+        self, params: SamplingParams | BeamSearchParams, constraint: Constraint | None, tokenizer: Tokenizer
+    ) -> SamplingParams | BeamSearchParams:
+        """The parameters for an answer that is read by a parser."""
+        texts = [text for form in (self.tool_format, self.reasoning) if form is not None for text in form.texts]
+        shows = any(token in text for token in tokenizer.special_texts for text in texts)
+        skips = params.skip_special_tokens and not shows
+        if isinstance(params, BeamSearchParams):
+            return replace(params, skip_special_tokens=skips)
+        given: Any = None if constraint is None else constraint.params
+        return replace(params, structured_outputs=given, skip_special_tokens=skips)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answer to a chat is read. reasons: where its prompt leaves the reasoning. shows_reasoning: or leaves it
+    out."""
+
+    turn: Turn
+    reasons: Reasons
+    shows_reasoning: bool = True
+
+    def parser(self) -> TurnParser:
+        """What reads one choice."""
+        turn = self.turn
+        return TurnParser(turn.tool_format, turn.tools, turn.reasoning, self.reasons)
+
+    def call_id(self) -> str:
+        """An id for a call."""
+        length = 0 if self.turn.tool_format is None else self.turn.tool_format.id_length
+        return secrets.token_hex(length)[:length] if length else f"call_{secrets.token_hex(12)}"
+
+
+def turn_of(
+    request: ChatCompletionRequest | TokenizeRequest,
+    tokenizer: Tokenizer,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> Turn:
+    """The turn that a request asks for. tool_parser, reasoning_parser: as of `AppOptions`.
+
+    Raises:
+        ApiError, InvalidPromptError: tools, or calls in messages, that are malformed; fields that contradict each other
+            or have no effect.
+    """
+    given = request.tools or []
+    tools = _tools(given)
+    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(request.messages or [])]
+    template = _template(request, tokenizer, given)
+    choice: str | Tool = "auto"
+    variables: dict[str, Any] = {}
+    budget, parallel = None, True
+    if isinstance(request, ChatCompletionRequest):
+        choice = _choice(request, tools)
+        variables = _effort(request, template)
+        budget, parallel = _budget(request), request.parallel_tool_calls is not False
+    reasoning = None
+    if reasoning_parser is not None:
+        reasoning = next((form for form in REASONING_FORMATS if form.name == reasoning_parser), None)
+    else:
+        reasoning = format_of(template, REASONING_FORMATS)
+    if reasoning is not None:
+        for message in messages:
+            said = message.get("reasoning_content") or message.pop("reasoning", None)
+            if said is not None:
+                message[reasoning.history_key] = said
+    elif budget is not None:
+        raise ApiError(
+            400,
+            "thinking_token_budget needs a model that reasons, in a way that the server knows; leave it out.",
+            param="thinking_token_budget",
+        )
+    form = next((form for form in TOOL_FORMATS if form.name == tool_parser), None)
+    form = form or format_of(template, TOOL_FORMATS) or GENERIC
+    may_call = bool(tools) and choice != "none"
+    shown = given if may_call else []
+    tells = bool(shown) or any(message.get("role") == "tool" or "tool_calls" in message for message in messages)
+    template_tools: list[dict[str, Any]] | None = None
+    if form is GENERIC and tells and "tools" not in template:
+        messages = without_tools(messages, shown)
+    else:
+        template_tools = shown or None
+    if may_call and isinstance(choice, Tool):
+        tools, parallel = (choice,), False
+    return Turn(
+        messages,
+        template_tools,
+        variables,
+        tools=tools if may_call else (),
+        calls="auto" if choice in ("auto", "none") else "required",
+        parallel=parallel,
+        tool_format=form if may_call else None,
+        reasoning=reasoning,
+        budget=budget,
+    )
+
+
+def _template(request: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer, tools: list[Any]) -> str:
+    if request.chat_template is not None:
+        return request.chat_template
+    try:
+        return tokenizer.hf.get_chat_template(None, tools or None) if tokenizer.has_chat_template else ""
+    except ValueError:  # several templates and no default, which rendering says
+        return ""
+
+
+def _tools(given: Sequence[Any]) -> tuple[Tool, ...]:
+    tools: dict[str, Tool] = {}
+    for i, one in enumerate(given):
+        where = f"tools[{i}]"
+        kind = one.get("type") if isinstance(one, Mapping) else None
+        if kind != "function":
+            raise _bad_tool(f'{where}.type must be "function", got {str(kind)[:80]!r}; other tools are not supported.')
+        function = one.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise _bad_tool(
+                f"{where}.function.name must have 1 to 128 letters, digits and _ . : / -, got {str(name)[:80]!r}."
+            )
+        if name in tools:
+            raise _bad_tool(f"{where}.function.name is {name!r}, as that of another tool; names must differ.")
+        parameters = function.get("parameters")
+        parameters = _NO_ARGUMENTS if parameters is None else parameters
+        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+            raise _bad_tool(f"{where}.function.parameters must be the JSON schema of an object.")
+        if not isinstance(parameters.get("properties", {}), Mapping):
+            raise _bad_tool(f"{where}.function.parameters.properties must be an object.")
+        if not isinstance(parameters.get("required", []), list):
+            raise _bad_tool(f"{where}.function.parameters.required must be a list.")
+        try:
+            StructuredOutputsParams(json=parameters)  # its limits
+        except InvalidParameterError as error:
+            raise _bad_tool(str(named_tool(error, f"{where}.function.parameters"))) from None
+        strict = function.get("strict")
+        if strict is not None and not isinstance(strict, bool):
+            raise _bad_tool(f"{where}.function.strict must be true or false.")
+        tools[name] = Tool(name, parameters, bool(strict))
+    return tuple(tools.values())
+
+
+def _bad_tool(message: str) -> ApiError:
+    return ApiError(400, message, param="tools")
+
+
+def _choice(request: ChatCompletionRequest, tools: Sequence[Tool]) -> str | Tool:
+    """ "none", "auto", "required" or the tool that must be called."""
+    choice = request.tool_choice
+    if choice is None:
+        choice = "auto"
+    if isinstance(choice, str):
+        if choice not in ("none", "auto", "required"):
+            raise ApiError(
+                400,
+                f"tool_choice must be none, auto, required or a function, got {choice[:80]!r}.",
+                param="tool_choice",
+            )
+        if choice == "required" and not tools:
+            raise ApiError(400, "tool_choice is required, but there are no tools; give some.", param="tool_choice")
+        found: str | Tool = choice
+    else:
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if choice.get("type") != "function" or not isinstance(name, str):
+            raise ApiError(
+                400,
+                'tool_choice must be {"type": "function", "function": {"name": ...}}; other forms are not supported.',
+                param="tool_choice",
+            )
+        named = next((tool for tool in tools if tool.name == name), None)
+        if named is None:
+            raise ApiError(400, f"tool_choice names {name[:80]!r}, which is none of the tools.", param="tool_choice")
+        found = named
+    if tools and found != "none":
+        for name in ("use_beam_search", "ignore_eos"):
+            if getattr(request, name):
+                raise ApiError(400, f"{name} is not supported beside tools; leave it out.", param=name)
+    if found not in ("none", "auto") and constraint_of(request) is not None:
+        field = constraint_of(request)
+        assert field is not None
+        name = field.field.partition(".")[0]
+        raise ApiError(400, f"{name} has no effect where tool_choice requires a call; leave it out.", param=name)
+    return found
+
+
+def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
+    """Variables of the template that say how much the model shall reason."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    known = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+    if effort not in known:
+        raise ApiError(
+            400, f"reasoning_effort must be one of {', '.join(known)}, got {effort[:80]!r}.", param="reasoning_effort"
+        )
+    variables: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in template}
+    if "reasoning_effort" in template:
+        variables["reasoning_effort"] = effort
+    if not variables:
+        raise ApiError(
+            400,
+            "reasoning_effort has no effect: the model's chat template has no such variable. Leave it out.",
+            param="reasoning_effort",
+        )
+    return variables
+
+
+def _budget(request: ChatCompletionRequest) -> int | None:
+    budget = request.thinking_token_budget
+    if budget is not None and request.use_beam_search:
+        raise ApiError(
+            400, "thinking_token_budget is not supported in a beam search; leave it out.", param="thinking_token_budget"
+        )
+    if budget is not None and budget < 0:
+        raise ApiError(400, f"thinking_token_budget must be at least 0, got {budget}.", param="thinking_token_budget")
+    return budget
+
+
+def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as dictionaries, which is what chat templates want."""
+    calls = message.get("tool_calls")
+    if calls is None or calls == []:
+        return {key: value for key, value in message.items() if key != "tool_calls"}
+    if not isinstance(calls, list):
+        raise InvalidPromptError(f"{where}.tool_calls must be a list.")
+    return {**message, "tool_calls": [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]}
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidPromptError(f'{where} must be {{"id": ..., "function": {{"name": ..., "arguments": ...}}}}.')
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise InvalidPromptError(f"{where}.function.arguments is no JSON: {error}.") from None
+    if not isinstance(arguments, Mapping):
+        raise InvalidPromptError(f"{where}.function.arguments must be a JSON object.")
+    return {**call, "function": {**function, "arguments": dict(arguments)}}
+
+
+def named_tool(error: InvalidParameterError, where: str) -> InvalidParameterError:
+    """The error of a tool's schema, in words that name the tool."""
+    return InvalidParameterError(re.sub(r"^structured_outputs(\.\w+)?", where, str(error)))

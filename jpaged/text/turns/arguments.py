@@ -1,0 +1,346 @@
+"""Three ways of writing the arguments of a call.
+
+    JSON            {"city": "Paris", "days": 3}
+    PARAMETERS      <parameter=city>
+                    Paris
+                    </parameter>
+                    <parameter=days>
+                    3
+                    </parameter>
+    KEYWORDS        city="Paris", days=3
+
+Each writes the grammar of a tool's arguments, reads arguments as they arrive, and writes given ones. JSON is written
+with a space behind colons and commas, as models are trained to.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jpaged.api.errors import InvalidParameterError
+from jpaged.text.turns.declarations import Mismatch, RuleWriter, Scanner, Tool
+
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""For llguidance: where JSON has spaces."""
+_OF_ROOT = ("$defs", "definitions")
+
+
+class JsonArguments:
+    """A JSON object."""
+
+    def grammar(self, tool: Tool, rules: RuleWriter) -> str:
+        return rules.add("arguments", _json_rule({"type": "object", **tool.parameters}, tool))
+
+    def scanner(self, tool: Tool) -> Scanner:
+        return _JsonScanner("{")
+
+    def render(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+        return _json(arguments)
+
+
+class ParameterArguments:
+    """An element for each argument; strings stand in it as they are, other values as JSON.
+
+    A string ends at the closing tag. Where null is allowed besides, `null` is null.
+    """
+
+    opening, name_end, closing = "<parameter=", ">\n", "\n</parameter>\n"
+
+    def grammar(self, tool: Tool, rules: RuleWriter) -> str:
+        expressions = []
+        for name, schema, required in _properties(tool):
+            opening = rules.literal(f"{self.opening}{name}{self.name_end}")
+            element = rules.add("parameter", f"{opening} {self._value(name, schema, tool, rules)}")
+            expressions.append(element if required else element + "?")
+        return " ".join(expressions) or rules.literal("")
+
+    def scanner(self, tool: Tool) -> Scanner:
+        return _ParameterScanner({name: schema for name, schema, _ in _properties(tool)})
+
+    def render(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+        values = {name: value if isinstance(value, str) else _json(value) for name, value in arguments.items()}
+        return "".join(f"{self.opening}{n}{self.name_end}{value}{self.closing}" for n, value in values.items())
+
+    def _value(self, name: str, schema: Mapping[str, Any], tool: Tool, rules: RuleWriter) -> str:
+        closing = rules.literal(self.closing)
+        kind = _string_kind(schema)
+        if kind is None:
+            return f"{rules.add('value', _json_rule(schema, tool))} {closing}"
+        of_string = next((one for one in schema.get("anyOf", ()) if one.get("type") == "string"), schema)
+        choices = of_string.get("enum", [of_string["const"]] if "const" in of_string else None)
+        if choices is not None:
+            texts = [one for one in choices if isinstance(one, str)] + ["null"] * (kind == "null")
+            return f"({' | '.join(map(rules.literal, texts))}) {closing}"
+        low, high = of_string.get("minLength", 0), of_string.get("maxLength", "")
+        known = {"type", "anyOf", "minLength", "maxLength", "title", "description", "default", "examples"}
+        unknown = sorted({*schema, *of_string} - known)
+        if tool.strict and unknown:
+            raise InvalidParameterError(
+                f"properties.{name}: {unknown[0]} cannot be enforced for strings in this model's format of calls; leave"
+                " it out, or strict."
+            )
+        if not isinstance(low, int) or not isinstance(high, int | str):
+            raise InvalidParameterError(f"properties.{name}: minLength and maxLength must be integers.")
+        regex = f"(?s:.{{{low},{high}}})" if low or high != "" else "(?s:.*)"
+        return rules.add("text", f"/{regex}/ {json.dumps(self.closing)}", "lazy")
+
+
+class KeywordArguments:
+    """Python's keyword arguments. Values are JSON, but `True` and `False` where a boolean stands by itself."""
+
+    def grammar(self, tool: Tool, rules: RuleWriter) -> str:
+        first = behind = ""  # what may follow, where nothing has been written yet and where something has
+        comma = rules.literal(", ")
+        for name, schema, required in reversed(_properties(tool)):
+            one = rules.add("argument", f"{rules.literal(name + '=')} {self._value(schema, tool, rules)}")
+            rest = [f"{one} {behind}".rstrip()]
+            more = [f"{comma} {one} {behind}".rstrip()]
+            if not required:
+                rest.append(first or rules.literal(""))
+                more.append(behind or rules.literal(""))
+            first, behind = rules.add("first", " | ".join(rest)), rules.add("more", " | ".join(more))
+        return first or rules.literal("")
+
+    def scanner(self, tool: Tool) -> Scanner:
+        return _KeywordScanner()
+
+    def render(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+        return ", ".join(f"{n}={str(v) if isinstance(v, bool) else _json(v)}" for n, v in arguments.items())
+
+    def _value(self, schema: Mapping[str, Any], tool: Tool, rules: RuleWriter) -> str:
+        if schema.get("type") == "boolean" and "enum" not in schema and "const" not in schema:
+            return rules.add("boolean", '"True" | "False"')
+        return rules.add("value", _json_rule(schema, tool))
+
+
+JSON, PARAMETERS, KEYWORDS = JsonArguments(), ParameterArguments(), KeywordArguments()
+
+
+def json_expression(schema: Mapping[str, Any], *, lenient: bool, style: Mapping[str, Any] = JSON_STYLE) -> str:
+    """The expression for a JSON value. lenient: leave out keywords that cannot be enforced."""
+    return "%json " + json.dumps({**schema, "x-guidance": {**style, "lenient": lenient}}, ensure_ascii=False)
+
+
+def _json_rule(schema: Mapping[str, Any], tool: Tool) -> str:
+    shared = {key: tool.parameters[key] for key in _OF_ROOT if key in tool.parameters}
+    return json_expression({**schema, **shared}, lenient=not tool.strict)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _properties(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """Name, schema, and whether it is required, of each argument.
+
+    Raises:
+        InvalidParameterError: the schema is not a plain list of properties.
+    """
+    schema = tool.parameters
+    for key in ("$ref", "anyOf", "oneOf", "allOf", "patternProperties"):
+        if key in schema:
+            raise InvalidParameterError(
+                f"{key} at the top of a schema is not supported in this model's format of calls; list properties."
+            )
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    found = []
+    for name, given in properties.items():
+        if not re.fullmatch(r"[\w.$-]+", name):
+            raise InvalidParameterError(
+                f"properties.{name[:80]}: a name may have letters, digits and _ . $ - in this model's format of calls."
+            )
+        found.append((name, given if isinstance(given, Mapping) else {}, name in required))
+    missing = next((name for name in required if name not in properties), None)
+    if missing is not None:
+        raise InvalidParameterError(f"required names {missing!r}, which is not among the properties.")
+    return found
+
+
+def _string_kind(schema: Mapping[str, Any]) -> str | None:
+    """What an argument's text stands for: "string"; "null": a string or null; None: JSON."""
+    kinds = schema.get("type")
+    if kinds is None and isinstance(schema.get("anyOf"), list):
+        kinds = [one.get("type") if isinstance(one, Mapping) else None for one in schema["anyOf"]]
+        choices = [one for one in schema["anyOf"] if isinstance(one, Mapping) and one.get("type") == "string"]
+        if len(choices) != 1:
+            return None
+    if kinds is None:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        return "string" if values and all(isinstance(value, str) for value in values) else None
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    if "string" not in kinds or set(kinds) - {"string", "null"}:
+        return None
+    return "null" if "null" in kinds else "string"
+
+
+_JSON_STOPS = re.compile(r'["{}\[\]]')
+_STRING_STOPS = re.compile(r'["\\]')
+
+
+class _JsonScanner:
+    """Passes on one JSON object, array or string, to its closing bracket or quote. opening: what it begins with."""
+
+    def __init__(self, opening: str) -> None:
+        self._opening = opening
+        self._begun = self.done = False
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+
+    def feed(self, text: str) -> tuple[str, str]:
+        at = 0
+        if not self._begun and text:
+            if text[0] not in self._opening:
+                raise Mismatch
+            self._begun = True
+        while at < len(text) and not self.done:
+            at = self._past_string(text, at) if self._in_string else self._past_other(text, at)
+        return text[:at], text[at:]
+
+    def _past_string(self, text: str, at: int) -> int:
+        if self._is_escaped:
+            self._is_escaped = False
+            return at + 1
+        found = _STRING_STOPS.search(text, at)
+        if found is None:
+            return len(text)
+        if found[0] == "\\":
+            self._is_escaped = True
+        else:
+            self._in_string = False
+            self.done = self._depth == 0
+        return found.end()
+
+    def _past_other(self, text: str, at: int) -> int:
+        found = _JSON_STOPS.search(text, at)
+        if found is None:
+            return len(text)
+        if found[0] == '"':
+            self._in_string = True
+        else:
+            self._depth += 1 if found[0] in "{[" else -1
+            self.done = self._depth == 0
+        return found.end()
+
+
+class _ParameterScanner:
+    """schemas: of the arguments, by name."""
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        self.done = False
+        self._schemas = schemas
+        self._written = "{"
+        self._kind: str | None = None
+        self._in_value = False
+        self._is_first = True
+
+    def feed(self, text: str) -> tuple[str, str]:
+        json_text, self._written = self._written, ""
+        format_ = PARAMETERS
+        while not self.done:
+            if self._in_value:
+                piece, rest, ended = self._value(text)
+                json_text += piece
+                text = rest
+                if not ended:
+                    break
+                self._in_value = False
+                continue
+            if not text.startswith(format_.opening):
+                if format_.opening.startswith(text):
+                    break
+                self.done = True
+                json_text += "}"
+                break
+            name, found, rest = text[len(format_.opening) :].partition(format_.name_end)
+            if not found:
+                break
+            if name not in self._schemas:
+                raise Mismatch
+            self._kind = _string_kind(self._schemas[name])
+            self._in_value, text = True, rest
+            json_text += ("" if self._is_first else ", ") + json.dumps(name) + ": "
+            json_text += '"' if self._kind == "string" else ""
+            self._is_first = False
+        return json_text, text
+
+    def _value(self, text: str) -> tuple[str, str, bool]:
+        """JSON of a value, what is left of the text, and whether the value has ended."""
+        closing = PARAMETERS.closing
+        value, found, rest = text.partition(closing)
+        if self._kind == "string":
+            if found:
+                return _escaped(value) + '"', rest, True
+            held = held_back(text, closing)
+            return _escaped(text[: len(text) - held]), text[len(text) - held :], False
+        if not found:
+            return "", text, False
+        if self._kind == "null" and value != "null":
+            return f'"{_escaped(value)}"', rest, True
+        return value, rest, True
+
+
+class _KeywordScanner:
+    _WORDS = {"True": "true", "False": "false", "None": "null"}  # noqa: RUF012  # never written to
+
+    def __init__(self) -> None:
+        self.done = False
+        self._written = "{"
+        self._value: _JsonScanner | None = None
+        self._state = "name"
+        self._is_first = True
+
+    def feed(self, text: str) -> tuple[str, str]:
+        json_text, self._written = self._written, ""
+        while text and not self.done:
+            if self._state == "name":
+                text, piece = self._name(text)
+                if piece is None:
+                    break
+                json_text += piece
+            elif self._state == "value" and text[0] not in '{["':
+                found = re.match(r"[\w.+-]+", text)
+                if found is None:
+                    raise Mismatch
+                if found.end() == len(text):  # it may go on
+                    break
+                json_text += self._WORDS.get(found[0], found[0])
+                text, self._state = text[found.end() :], "name"
+            else:
+                if self._value is None:
+                    self._value, self._state = _JsonScanner('{["'), "inside"
+                piece, text = self._value.feed(text)
+                json_text += piece
+                if self._value.done:
+                    self._value, self._state = None, "name"
+        return json_text, text
+
+    def _name(self, text: str) -> tuple[str, str | None]:
+        """What is left of the text behind a name, and the JSON for it; None if more text is needed."""
+        if text[0] == ")":
+            self.done = True
+            return text, "}"
+        comma = "" if self._is_first else ", "
+        if not text.startswith(comma):
+            if comma.startswith(text):
+                return text, None
+            raise Mismatch
+        name, found, rest = text[len(comma) :].partition("=")
+        if not re.fullmatch(r"[\w.$-]*", name):
+            raise Mismatch
+        if not found or not rest:
+            return text, None
+        self._is_first, self._state = False, "value"
+        return rest, f"{comma}{json.dumps(name)}: "
+
+
+def held_back(text: str, marker: str) -> int:
+    """How many characters at the end of a text may be the beginning of a marker."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

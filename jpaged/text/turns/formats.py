@@ -1,0 +1,139 @@
+"""The formats. To add one, add a declaration here; a test runs over all of them.
+
+A format is found from the chat template, by the texts in `in_template`: the first of the list that has them all. What
+has to be found out about a new one: what a call looks like to the byte (render a conversation with a call through the
+model's chat template), and which text no other models' templates have.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from jpaged.text.turns.arguments import JSON, KEYWORDS, PARAMETERS
+from jpaged.text.turns.declarations import ARGUMENTS, NAME, Maybe, ReasoningFormat, ToolFormat
+
+HARMONY = ToolFormat(  # GPT-OSS
+    name="harmony",
+    call=("<|channel|>commentary to=functions.", NAME, " <|constrain|>json<|message|>", ARGUMENTS),
+    arguments=JSON,
+    most=1,
+    in_template=("<|channel|>", "<|call|>"),
+)
+QWEN3_CODER = ToolFormat(
+    name="qwen3_coder",
+    call=("<tool_call>", "\n<function=", NAME, ">\n", ARGUMENTS, "</function>\n</tool_call>"),
+    arguments=PARAMETERS,
+    between="\n",
+    in_template=("<tool_call>", "<function=", "<parameter="),
+)
+DEEPSEEK_V3 = ToolFormat(  # and R1-0528
+    name="deepseek_v3",
+    opening=("<｜tool▁calls▁begin｜>",),
+    call=(
+        *("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", NAME, "\n```json\n"),
+        *(ARGUMENTS, "\n```<｜tool▁call▁end｜>"),
+    ),
+    arguments=JSON,
+    between="\n",
+    closing="<｜tool▁calls▁end｜>",
+    in_template=("<｜tool▁calls▁begin｜>", "```json"),
+)
+DEEPSEEK_V31 = ToolFormat(
+    name="deepseek_v31",
+    opening=("<｜tool▁calls▁begin｜>",),
+    call=("<｜tool▁call▁begin｜>", NAME, "<｜tool▁sep｜>", ARGUMENTS, "<｜tool▁call▁end｜>"),
+    arguments=JSON,
+    closing="<｜tool▁calls▁end｜>",
+    in_template=("<｜tool▁calls▁begin｜>",),
+)
+MISTRAL_ARGS = ToolFormat(  # tokenizers from version 11 on: Devstral, Magistral
+    name="mistral_args",
+    call=("[TOOL_CALLS]", NAME, "[ARGS]", ARGUMENTS),
+    arguments=JSON,
+    in_template=("[TOOL_CALLS]", "[ARGS]"),
+    id_length=9,
+)
+MISTRAL = ToolFormat(
+    name="mistral",
+    opening=("[TOOL_CALLS]", "["),
+    call=('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}"),
+    arguments=JSON,
+    between=", ",
+    closing="]",
+    in_template=("[TOOL_CALLS]",),
+    id_length=9,
+)
+LLAMA4_PYTHONIC = ToolFormat(
+    name="llama4_pythonic",
+    opening=("<|python_start|>", "["),
+    call=(NAME, "(", ARGUMENTS, ")"),
+    arguments=KEYWORDS,
+    between=", ",
+    closing="]<|python_end|>",
+    in_template=("<|python_start|>",),
+)
+PYTHONIC = ToolFormat(  # Llama 3.2, ToolACE
+    name="pythonic",
+    opening=("[",),
+    call=(NAME, "(", ARGUMENTS, ")"),
+    arguments=KEYWORDS,
+    between=", ",
+    closing="]",
+    at_start=True,
+    in_template=("[func_name1(",),
+)
+LLAMA3_JSON = ToolFormat(  # Llama 3.1 to 3.3
+    name="llama3_json",
+    opening=(Maybe("<|python_tag|>"),),
+    call=('{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}"),
+    arguments=JSON,
+    between="; ",
+    at_start=True,
+    in_template=("<|python_tag|>", '"parameters"'),
+)
+HERMES = ToolFormat(  # Hermes, Qwen2.5, Qwen3
+    name="hermes",
+    call=("<tool_call>", '\n{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}\n</tool_call>"),
+    arguments=JSON,
+    between="\n",
+    in_template=("<tool_call>",),
+)
+GENERIC = ToolFormat(  # for templates that know no tools; `generic.py` tells the model of it
+    name="generic",
+    call=("<tool_call>", '{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}</tool_call>"),
+    arguments=JSON,
+    between="\n",
+)
+
+TOOL_FORMATS = (
+    *(HARMONY, QWEN3_CODER, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL_ARGS, MISTRAL),
+    *(LLAMA4_PYTHONIC, PYTHONIC, LLAMA3_JSON, HERMES, GENERIC),
+)
+
+REASONING_FORMATS = (
+    ReasoningFormat(
+        name="harmony",
+        opening="<|channel|>analysis<|message|>",
+        closing="<|end|><|start|>assistant",
+        channels=(
+            ("<|channel|>final<|message|>", ""),
+            ("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
+        ),
+        in_template=("<|channel|>analysis<|message|>",),
+        history_key="thinking",
+    ),
+    ReasoningFormat(name="seed", opening="<seed:think>", closing="</seed:think>", in_template=("<seed:think>",)),
+    ReasoningFormat(name="mistral", opening="[THINK]", closing="[/THINK]", in_template=("[THINK]",)),
+    ReasoningFormat(
+        name="think", opening="<think>", closing="</think>", gap="\n\n", in_template=("</think>",)
+    ),  # Qwen3, DeepSeek R1 and many others
+)
+
+_Format = TypeVar("_Format", ToolFormat, ReasoningFormat)
+
+
+def format_of(template: str, formats: Sequence[_Format]) -> _Format | None:
+    """The first of the formats that a chat template shows."""
+    for one in formats:
+        if one.in_template and all(text in template for text in one.in_template):
+            return one
+    return None

@@ -1,0 +1,303 @@
+"""Reads a turn as it arrives: reasoning, text and calls, each as soon as it is certain.
+
+"So <thi"                content "So "                     "<thi" may begin a marker, and is held back
+"rd>: <tool_call>{..."   content "<third>: "               what begins a call is held back until its name is known
+'...": {"a'              call 0, its name; arguments '{"a'
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from jpaged.text.turns.arguments import held_back
+from jpaged.text.turns.declarations import (
+    ARGUMENTS,
+    NAME,
+    Maybe,
+    Mismatch,
+    Part,
+    ReasoningFormat,
+    Scanner,
+    Tool,
+    ToolFormat,
+)
+from jpaged.text.turns.grammar import Reasons
+
+_SPACES = " \t\r\n"
+
+
+@dataclass
+class CallDelta:
+    """News of a call. index: of the call in its turn. name: with the first news of a call, else None. arguments: more
+    of the JSON."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass
+class TurnDelta:
+    """What is new in a turn, in the order in which it was written."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+
+class _NeedsMore(Exception):
+    """What is there may be the beginning of what is expected."""
+
+
+class TurnParser:
+    """Reads one turn. Text that is not what a format says is content.
+
+    Args:
+        tool_format: None if no calls are expected.
+        tools: that may be called.
+        reasoning: None if none is expected.
+        reasons: where the prompt leaves it.
+
+    Attributes:
+        num_calls: that have begun. is_inside_call: whether the last of them is incomplete.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat | None = None,
+        tools: Iterable[Tool] = (),
+        reasoning: ReasoningFormat | None = None,
+        reasons: Reasons = "over",
+    ) -> None:
+        self._form = tool_format
+        self._tools = {tool.name: tool for tool in tools}
+        self._reasoning = reasoning
+        self._buffer = ""
+        self._ended = False
+        self._delta = TurnDelta()
+        self.num_calls = 0
+        # What the text at the beginning of the buffer is.
+        self._state: Callable[[], None] = self._before
+        if reasoning is not None and reasons != "over":
+            self._state = self._inside_reasoning if reasons == "open" else self._before
+        self._may_reason = reasoning is not None and reasons == "free"
+        self._drops_space = reasons == "open"
+        self._channel_end = ""
+        self._parts: tuple[Part, ...] = ()  # of the call that is being read, what is left of it
+        self._held = ""  # of a call that has no name yet, what was read
+        self._tool: Tool | None = None
+        self._scanner: Scanner | None = None
+
+    @property
+    def is_inside_call(self) -> bool:
+        return self._state == self._in_call and self._scanner is not None
+
+    def feed(self, text: str, final: bool = False) -> TurnDelta:
+        """Takes more text; `final` says that no more will come. Returns what has become certain."""
+        self._buffer += text
+        self._ended = final
+        self._delta = TurnDelta()
+        try:
+            while self._buffer:
+                self._state()
+        except _NeedsMore:
+            pass
+        if final:
+            self._say(self._held + self._buffer if self._scanner is None else "")
+            self._held = self._buffer = ""
+        return self._delta
+
+    def _say(self, text: str) -> None:
+        if self._state == self._inside_reasoning:
+            self._delta.reasoning += text
+        else:
+            self._delta.content += text
+
+    def _before(self) -> None:
+        """Nothing has been said yet, or a part of the turn has been closed."""
+        if self._drops_space:
+            self._drop_space()
+        form = self._reasoning
+        waits = False
+        if form is not None:
+            openings: list[tuple[str, str | None]] = [(form.opening, None)] if self._may_reason else []
+            for opening, closing in (*openings, *form.channels):
+                found = self._begins(opening)
+                if found:
+                    self._buffer = self._buffer[len(opening) :]
+                    self._may_reason = bool(form.channels)
+                    self._drops_space = closing is None
+                    self._channel_end = closing or ""
+                    self._state = self._inside_reasoning if closing is None else self._in_content
+                    return
+                waits |= found is None
+            stripped = self._buffer.lstrip(_SPACES)
+            if self._may_reason and stripped != self._buffer and not form.channels:
+                if not stripped or form.opening.startswith(stripped):
+                    waits = True
+                elif stripped.startswith(form.opening):
+                    self._buffer = stripped
+                    return
+        if self._form is not None and self._form.at_start:
+            self._expect((*self._form.opening, *self._form.call))
+            spaces = len(self._buffer) - len(self._buffer.lstrip(_SPACES))
+            self._held, self._buffer = self._buffer[:spaces], self._buffer[spaces:]
+            if waits and not self._ended:
+                self._buffer, self._held = self._held + self._buffer, ""
+                raise _NeedsMore
+            self._state = self._in_call
+            return
+        if waits and not self._ended:
+            raise _NeedsMore
+        self._state = self._in_content
+
+    def _begins(self, marker: str) -> bool | None:
+        """Whether the buffer begins with a marker; None if it may yet."""
+        if self._buffer.startswith(marker):
+            return True
+        return None if marker.startswith(self._buffer) else False
+
+    def _drop_space(self) -> None:
+        self._buffer = self._buffer.lstrip(_SPACES)
+        if not self._buffer:
+            raise _NeedsMore
+        self._drops_space = False
+
+    def _inside_reasoning(self) -> None:
+        assert self._reasoning is not None
+        if self._drops_space:
+            self._drop_space()
+        if self._take_until(self._reasoning.closing):
+            self._drops_space = not self._reasoning.channels
+            self._state = self._before
+
+    def _in_content(self) -> None:
+        """Up to what begins calls, or closes this part of the turn."""
+        form = self._form
+        markers = [self._channel_end] if self._channel_end else []
+        if form is not None and not form.at_start:
+            markers.append(form.marker)
+        found = self._take_until(*markers)
+        if found and found == self._channel_end:
+            self._channel_end = ""
+            self._state = self._before
+        elif found:
+            assert form is not None
+            self._held = found
+            self._expect((*form.opening, *form.call)[1:])
+            self._state = self._in_call
+
+    def _take_until(self, *markers: str) -> str:
+        """Says the text up to the first of some markers, drops that and returns it; "" if there is none yet."""
+        found = [(at, marker) for marker in markers if (at := self._buffer.find(marker)) >= 0]
+        if not found:
+            held = 0 if self._ended else max((held_back(self._buffer, marker) for marker in markers), default=0)
+            end = len(self._buffer) - held
+            self._say(self._buffer[:end])
+            self._buffer = self._buffer[end:]
+            if held:
+                raise _NeedsMore
+            return ""
+        at, marker = min(found)
+        self._say(self._buffer[:at])
+        self._buffer = self._buffer[at + len(marker) :]
+        return marker
+
+    def _expect(self, parts: tuple[Part, ...]) -> None:
+        self._parts, self._tool, self._scanner = parts, None, None
+
+    def _in_call(self) -> None:
+        """Reads the parts of a call. Its news begin with its arguments; until then its text is held."""
+        try:
+            while self._parts:
+                self._part(self._parts[0])
+                self._parts = self._parts[1:]
+        except Mismatch:
+            self._say(self._held)
+            self._held = ""
+            self._state = self._in_content
+            return
+        self._scanner = None
+        self._state = self._behind_call
+
+    def _part(self, part: Part) -> None:
+        """Reads one part. Raises Mismatch, _NeedsMore."""
+        if part is ARGUMENTS:
+            self._read_arguments()
+        elif part is NAME:
+            self._read_name()
+        else:
+            text = part.text if isinstance(part, Maybe) else str(part)
+            found = self._begins(text)
+            if found is None and self._ended and self._scanner is not None:  # the end of a call, cut off
+                self._buffer = ""
+            if found is None and (not self._ended or self._scanner is not None):
+                raise _NeedsMore
+            if found:
+                self._use(len(text))
+            elif not isinstance(part, Maybe):
+                raise Mismatch
+
+    def _use(self, length: int) -> None:
+        """Text of a call; it is held until the call has begun."""
+        if self._scanner is None:
+            self._held += self._buffer[:length]
+        self._buffer = self._buffer[length:]
+
+    def _read_name(self) -> None:
+        for name in sorted(self._tools, key=len, reverse=True):
+            found = self._begins(name)
+            if found is None and not self._ended:
+                raise _NeedsMore
+            behind = self._parts[1]
+            if found and (str(behind).startswith(rest := self._buffer[len(name) :]) or rest.startswith(str(behind))):
+                if not rest and not self._ended:
+                    raise _NeedsMore
+                self._tool = self._tools[name]
+                self._use(len(name))
+                return
+        raise Mismatch
+
+    def _read_arguments(self) -> None:
+        assert self._form is not None
+        assert self._tool is not None
+        if self._scanner is None:
+            if not self._buffer:
+                raise _NeedsMore
+            self._scanner = self._form.arguments.scanner(self._tool)
+            self._delta.calls.append(CallDelta(self.num_calls, self._tool.name, ""))
+            self.num_calls += 1
+            self._held = ""
+        json_text, self._buffer = self._scanner.feed(self._buffer)
+        if json_text:
+            self._more_arguments(json_text)
+        if not self._scanner.done:
+            raise _NeedsMore
+
+    def _more_arguments(self, json_text: str) -> None:
+        index = self.num_calls - 1
+        if not self._delta.calls or self._delta.calls[-1].index != index:
+            self._delta.calls.append(CallDelta(index, None, ""))
+        self._delta.calls[-1].arguments += json_text
+
+    def _behind_call(self) -> None:
+        """Another call, or the closing, or text that belongs to no call."""
+        form = self._form
+        assert form is not None
+        if form.closing:
+            found = self._begins(form.closing)
+            if found:
+                self._buffer = self._buffer[len(form.closing) :]
+                self._state = self._in_rest
+                return
+            if found is None and not self._ended:
+                raise _NeedsMore
+        self._expect((form.between, *form.call) if form.between else form.call)
+        self._state = self._in_call
+
+    def _in_rest(self) -> None:
+        """No call can follow."""
+        self._say(self._buffer)
+        self._buffer = ""

@@ -1,0 +1,114 @@
+"""Routers against transformers' and against plain numpy; experts' MLPs against a loop over tokens."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.models.experts import Routing, mix, route
+
+
+def plain_route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -> list[dict[int, float]]:
+    """For each token: expert -> weight, in float64."""
+    found = []
+    for row in logits.astype(np.float64):
+        scores = 1 / (1 + np.exp(-row)) if routing.score == "sigmoid" else np.exp(row) / np.exp(row).sum()
+        choice = scores + (0 if correction is None else correction)
+        if routing.groups > 1:
+            groups = np.sort(choice.reshape(routing.groups, -1), axis=1)[:, -2:].sum(axis=1)
+            kept = np.argsort(-groups)[: routing.kept_groups]
+            choice = np.where(np.isin(np.arange(len(row)) // (len(row) // routing.groups), kept), choice, -np.inf)
+        best = np.argsort(-choice)[: routing.per_token]
+        total = scores[best].sum() if routing.renormalized else 1.0
+        found.append({int(expert): routing.factor * scores[expert] / total for expert in best})
+    return found
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    routing=st.sampled_from(
+        [
+            Routing(per_token=3),
+            Routing(per_token=2, renormalized=False),
+            Routing(per_token=4, score="sigmoid", biased=True, groups=4, kept_groups=2, factor=2.5),
+            Routing(per_token=1, score="sigmoid", renormalized=False),
+        ]
+    ),
+    seed=st.integers(0, 2**31),
+)
+def test_routers_pick_and_weigh_as_plain_numpy_does(routing: Routing, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((5, 16)).astype(np.float32)
+    correction = rng.standard_normal(16).astype(np.float32) if routing.biased else None
+    experts, weights = map(np.asarray, jax.jit(route, static_argnums=1)(logits, routing, correction))
+    for chosen, shares, wanted in zip(experts, weights, plain_route(logits, routing, correction), strict=True):
+        assert set(chosen.tolist()) == set(wanted)
+        assert shares == pytest.approx([wanted[expert] for expert in chosen.tolist()], rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_token_without_finite_logits_gets_different_experts_and_touches_no_other(bad: float) -> None:
+    logits = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    spoilt = logits.copy()
+    spoilt[1] = bad
+    routing = Routing(per_token=4)
+    experts, weights = map(np.asarray, route(jnp.asarray(spoilt), routing))
+    clean, clean_weights = map(np.asarray, route(jnp.asarray(logits), routing))
+    assert len(set(experts[1].tolist())) == 4
+    assert set(experts[1].tolist()) <= set(range(8))
+    np.testing.assert_array_equal(experts[[0, 2]], clean[[0, 2]])
+    np.testing.assert_array_equal(weights[[0, 2]], clean_weights[[0, 2]])
+
+
+def draw(seed: int, tokens: int, experts: int, hidden: int, inner: int) -> tuple[Any, ...]:
+    rng = np.random.default_rng(seed)
+    x, gate_up, down = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((tokens, hidden), (experts, hidden, 2, inner), (experts, inner, hidden))
+    )
+    return x, gate_up, down
+
+
+def test_experts_give_each_token_the_weighted_sum_of_its_own_and_others_nothing() -> None:
+    x, gate_up, down = draw(1, 7, 4, 24, 16)
+    rng = np.random.default_rng(2)
+    experts = rng.integers(-1, 5, (7, 3)).astype(np.int32)  # -1 and 4 are on other devices
+    weights = rng.random((7, 3)).astype(np.float32)
+    found = mix(x, gate_up, down, experts, weights, activation="silu", backend="xla")
+    wanted = np.zeros((7, 24))
+    for token, (own, shares) in enumerate(zip(experts, weights, strict=True)):
+        for expert, share in zip(own, shares, strict=True):
+            if 0 <= expert < 4:
+                gate, up = (x[token].astype(np.float64) @ gate_up[expert, :, half] for half in range(2))
+                wanted[token] += share * (gate / (1 + np.exp(-gate)) * up) @ down[expert]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_token_alone_gets_what_it_gets_among_others() -> None:
+    x, gate_up, down = draw(6, 2, 6, 24, 16)
+    experts, weights = np.array([[5, 0, -1], [1, 2, 3]], np.int32), np.float32([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]])
+    both = mix(x, gate_up, down, experts, weights, activation="silu", backend="xla")
+    alone = mix(x[:1], gate_up, down, experts[:1], weights[:1], activation="silu", backend="xla")
+    np.testing.assert_allclose(alone, both[:1], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_reach_experts_router_weights_and_tokens() -> None:
+    x, gate_up, down = draw(3, 5, 4, 16, 8)
+    logits = np.random.default_rng(4).standard_normal((5, 4)).astype(np.float32)
+
+    def loss(x: jax.Array, gate_up: jax.Array, down: jax.Array, logits: jax.Array) -> jax.Array:
+        chosen = route(logits, Routing(per_token=2))
+        return jnp.sum(mix(x, gate_up, down, *chosen, activation="silu", backend="xla") ** 2)
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(x, gate_up, down, logits)
+    for gradient, argument in zip(gradients, (x, gate_up, down, logits), strict=True):
+        assert gradient.shape == argument.shape
+        assert jnp.isfinite(gradient).all()
+        assert jnp.abs(gradient).max() > 0
+    step = 1e-2 * np.random.default_rng(5).standard_normal(x.shape).astype(np.float32)
+    around = [loss(x + sign * step, gate_up, down, logits) for sign in (1, -1)]
+    assert float(around[0] - around[1]) == pytest.approx(2 * float(jnp.sum(gradients[0] * step)), rel=2e-2)

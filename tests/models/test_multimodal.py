@@ -1,0 +1,59 @@
+"""The text part of a multimodal checkpoint is loaded as the text model that it is, whatever its tensors are called."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jpaged import models
+from jpaged.api.errors import CheckpointError, UnsupportedModelError
+from jpaged.models.loading import safetensors_file
+from tests.tiny_models import tiny_model, write_tiny_model
+
+OF_OTHER_PARTS = ("vision_tower.vision_model.embeddings.weight", "multi_modal_projector.linear.weight")
+
+
+def write_multimodal(text: Path, directory: Path, architecture: str, prefix: str, others: tuple[str, ...]) -> None:
+    """A checkpoint of which the one in `text` is the text part, whose names begin with `prefix`."""
+    tensors = {name: tensor.read() for name, tensor in safetensors_file.read_header(text / "model.safetensors").items()}
+    renamed = {
+        f"{prefix}{name.removeprefix('model.')}" if "lm_head" not in name else name: x for name, x in tensors.items()
+    }
+    renamed |= {name: np.zeros((2, 2), np.float32) for name in others}
+    layout = {name: tensor.shape for name, tensor in renamed.items()}
+    directory.mkdir()
+    safetensors_file.write(directory / "model.safetensors", layout, np.dtype(np.float32), iter(renamed.values()))
+    config = json.loads((text / "config.json").read_text())
+    whole = {"architectures": [architecture], "text_config": config, "eos_token_id": [2, 9]}
+    (directory / "config.json").write_text(json.dumps(whole))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("gemma3", "Gemma3ForConditionalGeneration"), ("mistral-full", "Mistral3ForConditionalGeneration")],
+)
+def test_it_has_the_weights_of_the_text_model(name: str, architecture: str, prefix: str, tmp_path: Path) -> None:
+    text, whole = write_tiny_model(tiny_model(name), tmp_path / "text", use_torch=False), tmp_path / "whole"
+    write_multimodal(text, whole, architecture, prefix, OF_OTHER_PARTS)
+    config = models.ModelConfig.from_directory(whole)
+    assert config.architecture == tiny_model(name).config["architectures"][0]
+    assert config.eos_token_ids == (2, 9)
+    model, alone = models.build(config, "float32"), models.build(models.ModelConfig.from_directory(text), "float32")
+    for found, expected in zip(models.load(model, whole), models.load(alone, text), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_tensor_that_no_part_has_is_refused(tmp_path: Path) -> None:
+    text, whole = write_tiny_model(tiny_model("gemma3"), tmp_path / "text", use_torch=False), tmp_path / "whole"
+    prefix = "language_model.model."
+    write_multimodal(text, whole, "Gemma3ForConditionalGeneration", prefix, ("audio_tower.weight",))
+    with pytest.raises(CheckpointError, match=r"audio_tower\.weight"):
+        models.load(models.build(models.ModelConfig.from_directory(whole), "float32"), whole)
+
+
+def test_another_text_model_is_refused_by_name() -> None:
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}}
+    with pytest.raises(UnsupportedModelError, match="ministral3"):
+        models.ModelConfig.from_dict(config)

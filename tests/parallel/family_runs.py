@@ -1,0 +1,104 @@
+"""What `tests/test_families.py` has done in a process of eight devices: every path of the engine, for several
+models."""
+
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from tests.support.greedy_programs import greedy_programs
+from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
+
+NUM_REQUESTS, NUM_TOKENS, NUM_SAMPLES = 6, 10, 3
+LENGTHS = (1, 4, 5, 23, 38, 60)
+POOLS = (44, 40, 36, 32, 28, 24, 20)
+"""Blocks of 4 tokens in each cache group, fewer and fewer until a request is preempted: 49 would do for all at once."""
+
+ARGS = EngineArgs(
+    dtype="float32",
+    block_size=4,
+    num_gpu_blocks_override=256,
+    max_model_len=128,
+    max_num_seqs=NUM_REQUESTS,
+    max_num_batched_tokens=32,
+    decode_buckets=(NUM_REQUESTS,),
+    token_buckets=(32,),
+    skip_tokenizer_init=True,
+    verbose=False,
+    watermark=0.0,
+)
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(11)
+    return [rng.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTHS]
+
+
+def tokens_by_path(*names: str) -> dict[str, dict[str, Any]]:
+    """For each model the greedy tokens of the prompts by each path, what shows that the path was taken, and scores."""
+    with greedy_programs():
+        return {name: _tokens_by_path(name) for name in names}
+
+
+def _tokens_by_path(name: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_model(tiny_model(name), directory, use_torch=False)
+        args = replace(ARGS, model=directory)
+        engine = LLMEngine(args)
+        found: dict[str, Any] = {"chunked": _run(engine)}  # 131 tokens of prompts in steps of 32
+        found["prefix hits"] = _run(engine)
+        found["hits"] = engine.get_metrics().prefix_cache_hits
+        found["preempted"] = []
+        for blocks in POOLS:
+            num_blocks = blocks * len(engine.startup.cache_groups)
+            few = LLMEngine(replace(args, num_gpu_blocks_override=num_blocks), engine.startup)
+            found["preempted"].append(_run(few))
+            if preemptions := few.get_metrics().num_preemptions:
+                break
+        found["preemptions"] = preemptions
+        found["samples"] = _samples(LLMEngine(args, engine.startup))
+        found["scores"] = _scores(LLMEngine(args, engine.startup))
+        for degree in (2, 4):
+            found[f"tensor parallel {degree}"] = _run(LLMEngine(replace(args, tensor_parallel_size=degree)))
+        return found
+
+
+def _run(engine: LLMEngine) -> list[list[int]]:
+    """Greedy tokens of all prompts at once."""
+    sampling = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    for i, prompt in enumerate(prompts()):
+        engine.add_request(str(i), prompt, sampling)
+    outputs = {output.request_id: output for output in _finish(engine)}
+    return [list(outputs[str(i)].outputs[0].token_ids) for i in range(NUM_REQUESTS)]
+
+
+def _samples(engine: LLMEngine) -> list[list[int]]:
+    """Of the fourth prompt, which ends in the middle of a block that each sample copies."""
+    sampling = SamplingParams(
+        temperature=0,
+        n=NUM_SAMPLES,
+        max_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    engine.add_request("samples", prompts()[3], sampling)
+    (output,) = _finish(engine)
+    return [list(sample.token_ids) for sample in output.outputs]
+
+
+def _scores(engine: LLMEngine) -> list[float]:
+    """Log-probabilities of the tokens of the longest prompt, from the second on."""
+    engine.add_score_request("score", prompts()[-1], 1)
+    (output,) = _finish(engine)
+    return [float(logprob) for logprob in output.scores.logprobs]
+
+
+def _finish(engine: LLMEngine) -> list[Any]:
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs

@@ -1,0 +1,86 @@
+"""What keeps engine processes running, with processes that do nothing."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+
+import pytest
+
+from jpaged.api.config import EngineArgs, RestartOptions
+from jpaged.api.errors import EngineDeadError
+from jpaged.processes import handover, keeper, launch
+from jpaged.processes.keeper import EngineKeeper
+from jpaged.processes.launch import EngineProcesses, ended_how
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Engine processes only sleep. What is put into this list is raised by the next starts, one each."""
+    errors: list[OSError] = []
+
+    def start(sockets, control, pulse, environment):
+        if errors:
+            raise errors.pop(0)
+        return subprocess.Popen(["sleep", "600"], pass_fds=[control.fileno()])
+
+    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.setattr(keeper, "_FIRST_WAIT_S", 0.01)
+    return errors
+
+
+def run(scene, options=RestartOptions()):  # noqa: B008  # it is frozen
+    """Runs a scene with processes, their keeper, and what it has told: sockets to new processes, and errors."""
+
+    async def all_of_it():
+        processes, told = EngineProcesses(EngineArgs()), asyncio.Queue()
+        kept = EngineKeeper(
+            processes, options, lambda _, sock: told.put_nowait(sock), lambda _, error: told.put_nowait(error)
+        )
+        kept.start()
+        try:
+            await scene(processes, kept, told)
+        finally:
+            kept.stop()
+            processes.kill()
+            processes.wait(10)
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 30))
+
+
+def test_a_process_that_cannot_be_started_at_the_moment_is_tried_again(starts):
+    async def scene(processes, kept, told):
+        (before,) = processes.pids
+        starts.extend([BlockingIOError(11, "no processes"), OSError(24, "no files")])
+        kept.kill(0)
+        with contextlib.closing(await told.get()):
+            assert processes.pids != [before]
+            assert not starts
+
+    run(scene)
+
+
+def test_a_process_that_can_never_be_started_is_given_up_and_all_are_told_however_long_the_error(starts):
+    async def scene(processes, kept, told):
+        ours, theirs = handover.socket_pair()
+        kept.add_client(1, ours)
+        starts.extend([OSError(12, "no memory " + "x" * 1_000_000)] * 3)
+        kept.kill(0)
+        error = await told.get()
+        assert isinstance(error, EngineDeadError)
+        assert str(error).startswith("The engine process cannot be started ([Errno 12] no memory xxx")
+        packet, _ = handover.receive(theirs)
+        assert (packet.replica, packet.message) == (0, str(error)[:10_000])
+        late, its_end = handover.socket_pair()
+        kept.add_client(2, late)
+        assert handover.receive(its_end)[0] == packet
+
+    run(scene, RestartOptions(max_restarts=3))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(3, "ended with exit code 3"), (-9, "was killed by SIGKILL"), (-signal.SIGRTMIN - 1, "was killed by signal 35")],
+)
+def test_how_a_process_ended_is_said_of_every_exit_code(code, words):
+    assert ended_how(code) == words

@@ -1,0 +1,237 @@
+"""Anthropic's Messages and OpenAI's Responses: translated requests, answers whole and streamed."""
+
+import json
+
+import jsonschema
+import openai
+import pytest
+
+from jpaged.serving.dialects import messages, responses
+from jpaged.serving.dialects.messages import MessagesRequest
+from jpaged.serving.dialects.responses import ResponsesRequest, ResponseStore
+from jpaged.serving.errors import ApiError
+from tests.serving.server_process import KEY
+
+pytestmark = pytest.mark.xdist_group("tools server")
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+STORY = "A story about a fox"
+
+
+@pytest.fixture(scope="module")
+def server(thinking_server):
+    return thinking_server
+
+
+def events_of(answer):
+    """Names and bodies of a stream's events."""
+    assert answer.status_code == 200, answer.text
+    found = []
+    for block in answer.text.split("\n\n"):
+        if block:
+            name, _, data = block.partition("\n")
+            body = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {body['type']}"
+            found.append(body)
+    return found
+
+
+def ask(server, **body):
+    body = {"max_tokens": 40, "temperature": 0, "messages": [{"role": "user", "content": STORY}]} | body
+    headers = {"authorization": "", "x-api-key": KEY, "anthropic-version": "2023-06-01"}
+    return server.client.post("/v1/messages", json=body, headers=headers)
+
+
+CALLS = {"tools": [{"name": "weather", "description": "Looks.", "input_schema": WEATHER}]}
+CALLS |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 150}
+THINKS = {"thinking": {"type": "enabled", "budget_tokens": 5}}
+
+
+@pytest.mark.parametrize(
+    ("body", "kinds", "reason"),
+    [
+        ({}, ["text"], "max_tokens"),
+        (CALLS, ["tool_use"], "tool_use"),
+        (THINKS, ["thinking", "text"], "max_tokens"),
+        (CALLS | THINKS, ["thinking", "tool_use"], "tool_use"),
+    ],
+    ids=["text", "call", "thinking", "thinking and call"],
+)
+def test_a_message_has_blocks_and_streams_them_one_after_the_other(server, body, kinds, reason):
+    whole = ask(server, **body).json()
+    assert [block["type"] for block in whole["content"]] == kinds
+    assert (whole["type"], whole["role"], whole["stop_reason"]) == ("message", "assistant", reason)
+    assert whole["usage"]["output_tokens"] > 0
+    for block in whole["content"]:
+        if block["type"] == "tool_use":
+            jsonschema.validate(block["input"], WEATHER)
+    events = events_of(ask(server, stream=True, **body))
+    assert events[0]["type"] == "message_start"
+    assert events[0]["message"]["usage"]["input_tokens"] + events[0]["message"]["usage"]["cache_read_input_tokens"] > 0
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    assert events[-2]["delta"]["stop_reason"] == reason
+    assert events[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    blocks, is_open = [], False
+    for event in events[1:-2]:
+        if event["type"] == "content_block_start":
+            assert not is_open
+            assert event["index"] == len(blocks)
+            blocks.append({**event["content_block"], "joined": ""})
+            is_open = True
+            continue
+        assert is_open
+        assert event["index"] == len(blocks) - 1
+        is_open = event["type"] != "content_block_stop"
+        if is_open:
+            delta = event["delta"]
+            blocks[-1]["joined"] += delta.get("text") or delta.get("thinking") or delta.get("partial_json")
+    assert not is_open
+    for block, other in zip(blocks, whole["content"], strict=True):
+        joined = json.loads(block["joined"]) if block["type"] == "tool_use" else block["joined"]
+        assert joined == other.get("text") or joined == other.get("thinking") or joined == other.get("input")
+
+
+def test_results_of_tools_are_told_and_counted(server):
+    (call,) = ask(server, **CALLS).json()["content"]
+    conversation = [
+        {"role": "user", "content": [{"type": "text", "text": STORY, "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, call]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "rain"}]},
+                {"type": "text", "text": "And now?"},
+            ],
+        },
+    ]
+    body = {"messages": conversation, "system": [{"type": "text", "text": "Be kind."}], "tools": CALLS["tools"]}
+    usage = ask(server, **body).json()["usage"]
+    counted = server.client.post("/v1/messages/count_tokens", json=body).json()
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    asked = messages.chat_of(MessagesRequest(max_tokens=1, **{"messages": conversation}))
+    assert [message["role"] for message in asked.messages] == ["user", "assistant", "tool", "user"]
+    assert json.loads(asked.messages[1]["tool_calls"][0]["function"]["arguments"]) == call["input"]
+
+
+def test_a_stop_sequence_is_named(server):
+    text = ask(server).json()["content"][0]["text"]
+    stop = text.split()[2]
+    cut = ask(server, stop_sequences=[stop]).json()
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", stop)
+    assert text.startswith(cut["content"][0]["text"])
+
+
+BAD = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+    ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"temperature": -1}, "temperature"),
+]
+
+
+@pytest.mark.parametrize(("field", "message"), BAD, ids=[message for _, message in BAD])
+def test_what_messages_cannot_do_gets_an_error_in_their_form(server, field, message):
+    answer = ask(server, **field)
+    assert answer.status_code == 400
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert message in answer.json()["error"]["message"]
+
+
+def respond(server, **body):
+    body = {"input": STORY, "max_output_tokens": 40, "temperature": 0} | body
+    return server.client.post("/v1/responses", json=body)
+
+
+FUNCTIONS = {"tools": [{"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}]}
+FUNCTIONS |= {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 150}
+
+
+@pytest.mark.parametrize(
+    ("body", "kinds", "status"),
+    [
+        ({}, ["message"], "incomplete"),
+        (FUNCTIONS, ["function_call"], "completed"),
+        ({"text": {"format": {"type": "json_schema", "name": "w", "schema": WEATHER}}}, ["message"], "completed"),
+    ],
+    ids=["text", "call", "schema"],
+)
+def test_a_response_has_items_and_streams_them_as_they_come(server, body, kinds, status):
+    whole = respond(server, **body).json()
+    assert [item["type"] for item in whole["output"]] == kinds
+    assert whole["status"] == status
+    item = whole["output"][-1]
+    text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+    if status == "completed":
+        jsonschema.validate(json.loads(text), WEATHER)
+    events = events_of(respond(server, stream=True, **body))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] == f"response.{status}"
+    last = events[-1]["response"]
+    assert last["usage"] == whole["usage"] | {"input_tokens_details": last["usage"]["input_tokens_details"]}
+    deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
+    assert "".join(deltas) == text
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == last["output"]
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [item["id"] for item in added] == [item["id"] for item in done]
+
+
+def test_openais_client_calls_a_tool_and_goes_on_from_the_response(server):
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key=KEY)
+    first = client.responses.create(model="model", input=STORY, temperature=0, **FUNCTIONS)
+    (call,) = first.output
+    assert call.name == "weather"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    second = client.responses.create(
+        model="model", input=[result], previous_response_id=first.id, max_output_tokens=10, instructions="Be kind."
+    )
+    assert second.output_text
+    spelled = [{"role": "user", "content": STORY}, call.model_dump(), result]
+    third = client.responses.create(model="model", input=spelled, max_output_tokens=10, instructions="Be kind.")
+    assert third.usage.input_tokens == second.usage.input_tokens
+    with client.responses.stream(model="model", input=STORY, max_output_tokens=10) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[-1] == "response.incomplete"
+    with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+        client.responses.create(model="model", input="a", previous_response_id="resp_unknown")
+
+
+def test_conversations_are_kept_within_bounds(monkeypatch):
+    monkeypatch.setattr(responses, "MAX_STORED", 2)
+    store = ResponseStore()
+    for i in range(3):
+        store.put(f"resp_{i}", [{"role": "user", "content": "a"}])
+    with pytest.raises(ApiError, match="resp_0"):
+        store.get("resp_0")
+    assert store.get("resp_1")
+    monkeypatch.setattr(responses, "MAX_STORED_BYTES", 200)
+    store.put("resp_4", [{"role": "user", "content": "b" * 150}])
+    with pytest.raises(ApiError):
+        store.get("resp_1")
+    assert store.get("resp_4")
+
+
+UNSUPPORTED = [
+    ({"background": True}, "background"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input"),
+    ({"truncation": "auto"}, "truncation"),
+]
+
+
+@pytest.mark.parametrize(("field", "param"), UNSUPPORTED, ids=[param for _, param in UNSUPPORTED])
+def test_what_responses_cannot_do_is_named(field, param):
+    with pytest.raises(ApiError) as caught:
+        responses.chat_of(ResponsesRequest(**({"input": "a"} | field)), ResponseStore())
+    assert (caught.value.status, caught.value.param) == (400, param)

@@ -1,0 +1,325 @@
+"""Formats of turns: each is read as it is written, wherever its text is cut, and its grammar allows what it reads."""
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+from tokenizers import AddedToken
+
+from jpaged.api.errors import InvalidParameterError
+from jpaged.assets import demo_model_path
+from jpaged.text.grammars import GrammarTokenizer
+from jpaged.text.tokenizer import Tokenizer
+from jpaged.text.turns.arguments import json_expression
+from jpaged.text.turns.declarations import Tool
+from jpaged.text.turns.formats import REASONING_FORMATS, TOOL_FORMATS, format_of
+from jpaged.text.turns.grammar import TurnRules, control_tokens, turn_grammar
+from jpaged.text.turns.parser import TurnParser
+
+EOS = 2
+FORMATS = {form.name: form for form in TOOL_FORMATS}
+REASONING = {form.name: form for form in REASONING_FORMATS}
+WEATHER = Tool(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "days": {"type": "integer", "minimum": 0, "maximum": 99},
+            "daily": {"type": "boolean"},
+            "unit": {"type": "string", "enum": ["celsius", "kelvin"]},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "where": {"$ref": "#/$defs/place"},
+        },
+        "required": ["city", "daily"],
+        "additionalProperties": False,
+        "$defs": {
+            "place": {
+                "type": "object",
+                "properties": {"at": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
+                "required": ["at"],
+                "additionalProperties": False,
+            }
+        },
+    },
+)
+CLOCK = Tool("get", {"type": "object", "properties": {}, "additionalProperties": False})  # its name begins the other's
+TOOLS = (WEATHER, CLOCK)
+PARIS = {"city": 'Pa"ris\\ }', "days": 3, "daily": True, "unit": "kelvin", "note": "a\nb", "where": {"at": [1, -2]}}
+CALLS = [(WEATHER, PARIS), (CLOCK, {}), (WEATHER, {"city": "Bü—😀", "daily": False, "note": None})]
+
+
+def loaded(special):
+    """The demo model's tokenizer; special: with control tokens for what is in brackets in the formats."""
+    tokenizer = Tokenizer.load(demo_model_path())
+    if special:
+        pieces = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+        pieces += ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
+        pieces += [
+            "<｜tool▁calls▁end｜>",
+            "<|channel|>",
+            "<|message|>",
+            "<|constrain|>",
+            "<|start|>",
+            "<|python_start|>",
+        ]
+        pieces += ["<|python_end|>", "[THINK]", "[/THINK]"]
+        tokenizer.hf.add_special_tokens(
+            {"additional_special_tokens": [AddedToken(piece, special=True, normalized=False) for piece in pieces[4:]]},
+            replace_extra_special_tokens=False,
+        )
+        tokenizer.hf.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in pieces[:4]])
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=["text", "control tokens"])
+def model(request):
+    tokenizer = loaded(request.param != "text")
+    size = tokenizer.vocab_size
+    return tokenizer, GrammarTokenizer.of(tokenizer, size, (EOS,)).make(), size
+
+
+@pytest.fixture(scope="module")
+def with_tokens():
+    tokenizer = loaded(True)
+    size = tokenizer.vocab_size
+    return tokenizer, GrammarTokenizer.of(tokenizer, size, (EOS,)).make(), size
+
+
+def matcher(model, rules):
+    tokenizer, ll, _ = model
+    found = LLMatcher(ll, LLMatcher.grammar_from_lark(turn_grammar(rules, control_tokens(tokenizer.hf))), log_level=0)
+    assert not found.is_error(), found.get_error()
+    return found
+
+
+def accepts(model, rules, text) -> bool:
+    ids = model[0].encode(text, add_special_tokens=False)
+    found = matcher(model, rules)
+    return found.validate_tokens(ids) == len(ids) and found.consume_tokens(ids) and found.is_accepting()
+
+
+def sampled(model, rules, rng, most=400):
+    """A text that a model without any idea writes under the grammar; None if it does not end."""
+    tokenizer, _, size = model
+    found, ids, mask = matcher(model, rules), [], np.zeros((1, -(-size // 32)), np.uint32)
+    for _ in range(most):
+        found.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little"))
+        token = EOS if EOS in allowed and rng.random() < 0.1 else int(rng.choice(allowed))
+        if token == EOS:
+            return tokenizer.decode(ids)
+        assert found.consume_token(token)
+        ids.append(token)
+    return None
+
+
+def read(parser, pieces):
+    """Reasoning, content, and calls as [name, arguments], of pieces of a text."""
+    reasoning, content, calls = "", "", []
+    for i, piece in enumerate(pieces):
+        delta = parser.feed(piece, final=i == len(pieces) - 1)
+        reasoning, content = reasoning + delta.reasoning, content + delta.content
+        for news in delta.calls:
+            if news.name is not None:
+                assert news.index == len(calls)
+                calls.append([news.name, ""])
+            calls[news.index][1] += news.arguments
+    return reasoning, content, calls
+
+
+def parser_of(form, reasoning=None, reasons="over"):
+    return TurnParser(form, TOOLS, reasoning, reasons)
+
+
+def values(calls):
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+EXPECTED = [(tool.name, arguments) for tool, arguments in CALLS]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_read_as_written_wherever_the_text_is_cut(name):
+    form = FORMATS[name]
+    calls = CALLS[: form.most]
+    text = ("" if form.at_start else "Well <too. ") + form.render(calls)
+    whole = read(parser_of(form), [text])
+    assert whole[1] == ("" if form.at_start else "Well <too. ")
+    assert values(whole[2]) == EXPECTED[: form.most]
+    for at in range(len(text)):
+        assert read(parser_of(form), [text[:at], text[at:]]) == whole, text[:at]
+    assert read(parser_of(form), list(text)) == whole
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_grammar_takes_what_is_written_and_nothing_cut_off(name, model):
+    form = FORMATS[name]
+    text = form.render(CALLS[: form.most])
+    for calls in ("auto", "required"):
+        rules = TurnRules(tools=TOOLS, tool_format=form, calls=calls)
+        assert accepts(model, rules, text), calls
+        assert accepts(model, rules, text[:-1]) is False
+    assert accepts(model, TurnRules(tools=TOOLS, tool_format=form), "No call.")
+    assert not accepts(model, TurnRules(tools=TOOLS, tool_format=form, calls="required"), "No call.")
+    single = TurnRules(tools=TOOLS, tool_format=form, parallel=False)
+    assert accepts(model, single, form.render(CALLS[:1]))
+    if form.most is None:
+        assert not accepts(model, single, text)
+    wrong = form.render([(Tool("another", {}), {})])
+    assert not accepts(model, TurnRules(tools=TOOLS, tool_format=form, calls="required"), wrong)
+
+
+@pytest.mark.parametrize("calls", ["auto", "required"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_whatever_the_grammar_allows_is_read_and_fits_the_schemas(name, calls, with_tokens):
+    form, rng, num_calls = FORMATS[name], np.random.default_rng(7), 0
+    for _ in range(12):
+        text = sampled(with_tokens, TurnRules(tools=TOOLS, tool_format=form, calls=calls), rng)
+        if text is None:
+            continue
+        _, content, found = read(parser_of(form), list(text))
+        assert calls == "auto" or content == ""
+        assert (found != []) or content == text
+        for tool_name, arguments in values(found):
+            num_calls += 1
+            jsonschema.validate(arguments, {tool.name: tool for tool in TOOLS}[tool_name].parameters)
+    assert num_calls or calls == "auto"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_that_is_no_call_is_content_to_the_byte(name):
+    form, rng = FORMATS[name], random.Random(3)
+    written = form.render(CALLS[:1])
+    at = written.index("get_weather")
+    texts = ["Hello", " \n {", written[:at], written[: at + 3], written[:at] + "nothing" + written[at + 11 :], ""]
+    texts += [written[:at] + "gets(" * 3, "[" + written[:3] + "x", "<", "[T", "<<tool_call", "\n\n"]
+    for text in texts:
+        cuts = sorted(rng.randrange(len(text) + 1) for _ in range(2))
+        pieces = [text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :]]
+        assert read(parser_of(form), pieces) == ("", text, [])
+
+
+def test_a_call_that_is_cut_off_shows_its_beginning_and_none_of_its_closing():
+    written = FORMATS["hermes"].render(CALLS[:1])
+    for end in range(written.index('"arguments": ') + 14, len(written)):
+        _, content, ((name, arguments),) = read(parser_of(FORMATS["hermes"]), list(written[:end]))
+        assert (content, name) == ("", "get_weather")
+        assert json.dumps(PARIS, ensure_ascii=False).startswith(arguments)
+
+
+@pytest.mark.parametrize("name", REASONING)
+@pytest.mark.parametrize("reasons", ["open", "free"])
+def test_reasoning_comes_apart_wherever_the_text_is_cut(name, reasons):
+    form = REASONING[name]
+    answer = form.channels[0][0] if form.channels else ""
+    text = ("" if reasons == "open" else form.opening) + "\n".join(["a", "b <th"]) + form.closing + answer + "Yes <th"
+    whole = read(parser_of(None, form, reasons), [text])
+    assert whole == ("a\nb <th", "Yes <th", [])
+    for at in range(len(text)):
+        assert read(parser_of(None, form, reasons), [text[:at], text[at:]]) == whole
+    assert read(parser_of(None, form, reasons), list(text)) == whole
+
+
+def test_a_turn_without_reasoning_is_content_and_white_space_around_reasoning_is_dropped():
+    think = REASONING["think"]
+    assert read(parser_of(None, think, "free"), list(" \n <b>")) == ("", " \n <b>", [])
+    assert read(parser_of(None, think, "free"), list("\n<think>\n\nwhy</think>\n\nso")) == ("why", "so", [])
+    assert read(parser_of(None, think, "open"), list("why")) == ("why", "", [])
+    assert read(parser_of(None, think, "over"), list("<think>")) == ("", "<think>", [])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("calls", ["auto", "required"])
+def test_calls_follow_reasoning(name, calls, with_tokens):
+    form = FORMATS[name]
+    think = REASONING["harmony" if name == "harmony" else "think"]
+    text = think.opening + "hm" + think.closing + think.gap + form.render(CALLS[:1])
+    rules = TurnRules(tools=TOOLS, tool_format=form, calls=calls, reasoning=think, reasons="free")
+    if name != "harmony":  # whose <|end|> is the demo model's end of sequence
+        assert accepts(with_tokens, rules, text)
+        assert accepts(with_tokens, rules, form.render(CALLS[:1]))
+    reasoning, content, found = read(parser_of(form, think, "free"), list(text))
+    assert (reasoning, content, values(found)) == ("hm", "", EXPECTED[:1])
+
+
+def test_harmony_has_channels_for_text_beside_calls():
+    form, channels = FORMATS["harmony"], REASONING["harmony"]
+    text = "<|channel|>analysis<|message|>one<|end|><|start|>assistant<|channel|>analysis<|message|>two<|end|><|start|>"
+    text += "assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + form.render(CALLS[:1])
+    for pieces in ([text], list(text)):
+        reasoning, content, found = read(parser_of(form, channels, "free"), pieces)
+        assert (reasoning, content, values(found)) == ("onetwo", "I look.", EXPECTED[:1])
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_a_budget_ends_reasoning_after_so_many_tokens_and_the_answer_keeps_to_its_schema(budget, with_tokens):
+    content = json_expression({"type": "object", "properties": {}, "additionalProperties": False}, lenient=False)
+    think = REASONING["think"]
+    rules = TurnRules(reasoning=think, reasons="open", budget=budget, content=content)
+    text = sampled(with_tokens, rules, np.random.default_rng(1))
+    reasoning, answer, _ = read(parser_of(None, think, "open"), [text])
+    assert answer == "{}"
+    assert len(with_tokens[0].encode(text.partition("</think>")[0], add_special_tokens=False)) <= budget + 1
+    assert bool(reasoning) == bool(budget)
+
+
+def test_a_budget_needs_a_token_that_ends_reasoning():
+    with pytest.raises(InvalidParameterError, match=r"thinking_token_budget.*</think>"):
+        turn_grammar(TurnRules(reasoning=REASONING["think"], reasons="open", budget=3), {})
+
+
+def test_text_beside_calls_keeps_to_its_schema(model):
+    content = json_expression({"enum": ["yes", "no"]}, lenient=False)
+    for name in ("hermes", "mistral"):
+        rules = TurnRules(tools=TOOLS, tool_format=FORMATS[name], content=content)
+        assert accepts(model, rules, '"yes"')
+        assert accepts(model, rules, FORMATS[name].render(CALLS[:2]))
+        assert not accepts(model, rules, "perhaps")
+
+
+def test_control_tokens_are_those_that_llguidance_takes_for_such():
+    tokenizer = loaded(True)
+    tokenizer.hf.add_tokens([AddedToken("[LATE]", special=False), AddedToken("<late", special=False)])
+    ll = GrammarTokenizer.of(tokenizer, tokenizer.vocab_size, (EOS,)).make()
+    found = control_tokens(tokenizer.hf)
+    for index, token in tokenizer.hf.added_tokens_decoder.items():
+        assert (token.content in found) == ll.is_special_token(index), token.content
+
+
+UNSUPPORTED = [
+    ("qwen3_coder", {"anyOf": []}, "anyOf at the top"),
+    ("qwen3_coder", {"properties": {"a>b": {}}}, "a>b"),
+    ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "b"}}}, "pattern cannot be enforced"),
+    ("pythonic", {"properties": {}, "required": ["c"]}, "'c'"),
+]
+
+
+@pytest.mark.parametrize(("name", "schema", "message"), UNSUPPORTED)
+def test_a_schema_that_a_format_cannot_enforce_is_refused_by_name(name, schema, message):
+    rules = TurnRules(tools=[Tool("f", schema, strict=True)], tool_format=FORMATS[name])
+    with pytest.raises(InvalidParameterError, match=f"tools: the parameters of f: .*{message}"):
+        turn_grammar(rules, {})
+
+
+TEMPLATES = [
+    ("hermes", '{{ "<tool_call>\\n{\\"name\\"" }}'),
+    ("qwen3_coder", "<tool_call>\n<function= <parameter="),
+    ("mistral", "[TOOL_CALLS] ["),
+    ("mistral_args", "[TOOL_CALLS] [ARGS]"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>```json"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁sep｜>"),
+    ("llama3_json", 'Environment <|python_tag|> {"name": function name, "parameters": dictionary}'),
+    ("llama4_pythonic", "<|python_start|>"),
+    ("harmony", "<|start|>assistant<|channel|> <|call|>"),
+    (None, "{{ messages }}"),
+]
+
+
+@pytest.mark.parametrize(("name", "template"), TEMPLATES)
+def test_the_format_is_found_from_the_template(name, template):
+    found = format_of(template, TOOL_FORMATS)
+    assert (found and found.name) == name
