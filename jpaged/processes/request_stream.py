@@ -104,6 +104,7 @@ class RequestStream:
         self._tokens_at_death = [0] * len(group.members)
         self._news = False
         self._error: JPagedError | None = None
+        self._has_failed = False
         self._waiter: asyncio.Future[None] | None = None
         self._outputs = OutputProcessor(_RemoteCore(self), tokenizer)
         self._outputs.add(self.request, checked.prompt, checked.prompt_token_ids)
@@ -131,6 +132,7 @@ class RequestStream:
         if update.finish_reason is not None:
             request.status = RequestStatus.FINISHED
             request.finish_reason = update.finish_reason  # type: ignore[assignment]  # the scheduler's own words
+            self._has_failed |= update.finish_reason == "error"
             request.stop_reason = update.stop_reason
             request.cumulative_logprob, request.score = update.cumulative_logprob, update.score
         self.last_token_time = now
@@ -201,7 +203,7 @@ class RequestStream:
                 member.logprobs.clear()
 
     def fail(self, error: JPagedError) -> None:
-        self._error = error
+        self._error, self._has_failed = error, True
         self.wake()
 
     def wake(self) -> None:
@@ -216,9 +218,9 @@ class RequestStream:
             await self._waiter
         self._news = False
         self.backlog_bytes = 0
-        if self.error is not None:
+        if self._has_failed and (error := self.error) is not None:
             self.closed = True
-            raise self.error
+            raise error
         group, changed = self.group, self._changed
         updates = []
         for i, new_token_ids in enumerate(self.pending):

@@ -109,7 +109,11 @@ class LiveStream(Response):
 
 
 def _num_logprobs(output: RequestOutput) -> int:
-    return sum(len(position) for one in output.outputs for position in one.logprobs or ())
+    total = 0
+    for one in output.outputs:  # a loop, since nearly always there are none
+        if one.logprobs:
+            total += sum(map(len, one.logprobs))
+    return total
 
 
 async def _outputs(engine: AsyncLLMEngine, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -293,7 +293,7 @@ def serve_at_random(
     tokens_per_row: int,
     depth: int,
     *,
-    num_requests: int = 400,
+    num_requests: int = 600,
     seed: int = 20,
     **changes: Any,
 ) -> Drive:

@@ -117,15 +117,15 @@ def run_case(
 def plan(rows, *, tokens=None, window, block_kv, sliding_window=None, causal=True):
     starts = np.concatenate([[0], np.cumsum([n for n, _ in rows])]).astype(np.int32)
     tokens = int(starts[-1]) if tokens is None else tokens
-    work, count = kernel.plan_tiles(
-        jnp.asarray(starts),
-        jnp.asarray([kv for _, kv in rows], jnp.int32),
+    planned = partial(
+        kernel.plan_tiles,
         tokens=tokens,
         window=window,
         block_kv=block_kv,
         sliding_window=sliding_window,
         causal=causal,
     )
+    work, count = jax.jit(planned)(jnp.asarray(starts), jnp.asarray([kv for _, kv in rows], jnp.int32))
     return starts, tokens, np.asarray(work)[: int(count[0])]
 
 
