@@ -90,6 +90,10 @@ class EngineArgs(SchedulingOptions):
             are pages, and num_gpu_blocks_override counts them.
         virtual_page_layout: what a page of the virtual layout holds: tokens of all layers ("sliced": small pages of few
             tokens), or of one layer ("per-layer": hundreds of tokens, of each layer a page).
+        kv_idle_release_s: seconds after which pages of the virtual layout that no request has needed go back to the
+            device, while the engine serves; others can have the memory, until requests need it again. The pool then
+            begins small, and gpu_memory_utilization or num_gpu_blocks_override says how far it grows. None: it keeps
+            all its memory.
         decode_buckets, token_buckets: ascending sizes that programs are compiled for.
         seed: of sampling, for requests without one, and of random weights.
         kernel_backend: implementation of attention and cache writes: "hopper" (Mosaic kernels for Hopper, also called
@@ -129,6 +133,7 @@ class EngineArgs(SchedulingOptions):
     swap_space: float = field(default=4.0, metadata=_FREE)
     kv_cache_layout: KVCacheLayout = "paged"
     virtual_page_layout: VirtualPageLayout = "sliced"
+    kv_idle_release_s: float | None = None
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
     seed: int = field(default=0, metadata=_FREE)
@@ -165,6 +170,7 @@ class EngineArgs(SchedulingOptions):
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
         check_choice("kv_cache_layout", self.kv_cache_layout, KVCacheLayout)
         check_choice("virtual_page_layout", self.virtual_page_layout, VirtualPageLayout)
+        _check_idle_release(self.kv_idle_release_s, self.kv_cache_layout)
         check_integer("block_size", self.block_size, 1)
         for name, least, most in (
             ("max_model_len", 2, 2**30),
@@ -256,6 +262,20 @@ def _check_fraction(name: str, value: object, *, zero_allowed: bool = False, one
     if not inside:
         interval = f"{'[' if zero_allowed else '('}0, 1{']' if one_allowed else ')'}"
         raise InvalidParameterError(f"{name} must be in {interval}, got {shown(value)}.")
+
+
+def _check_idle_release(value: object, layout: KVCacheLayout) -> None:
+    if value is None:
+        return
+    if not is_number(value) or not 0 < value < math.inf:
+        raise InvalidParameterError(
+            f"kv_idle_release_s must be None or a number of seconds above 0, got {shown(value)}."
+        )
+    if layout != "virtual":
+        raise InvalidParameterError(
+            f"kv_idle_release_s={value} needs kv_cache_layout='virtual', got {layout!r}: the paged layout keeps its "
+            f"memory."
+        )
 
 
 def _check_swap_space(value: object) -> None:

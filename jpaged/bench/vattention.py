@@ -176,6 +176,11 @@ def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
     pool = jax.random.normal(key, (num_blocks, 2, kv_heads, block_size, head_dim), dtype)
     counting = jnp.arange(num_blocks, dtype=jnp.int32).reshape(rows, width)
     figure("our kernel, a table that counts up", timed(ours, pool, counting))
+    for size in (64, 128):  # the same addresses, cut into larger blocks
+        if length % size == 0:
+            larger = pool.reshape(rows * length // size, 2, kv_heads, size, head_dim)
+            table = jnp.arange(len(larger), dtype=jnp.int32).reshape(rows, -1)
+            figure(f"our kernel, a table that counts up, blocks of {size}", timed(ours, larger, table))
     shuffled = jnp.asarray(np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(rows, width))
     figure("our kernel, shuffled blocks", timed(ours, pool, shuffled))
     layers = 32

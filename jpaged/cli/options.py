@@ -86,6 +86,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="pages of all layers, or of one layer, in the virtual layout (default: sliced)",
     )
     group.add_argument(
+        "--kv-idle-release-s",
+        type=float,
+        metavar="S",
+        help="give pages of the virtual layout back to the device that were idle for so long (default: never)",
+    )
+    group.add_argument(
         "--host-prefix-cache",
         action="store_const",
         const=True,

@@ -24,6 +24,7 @@ class SchedulerConfig(SchedulingOptions):
     cache_groups: layers that keep the same of a token, each with block tables of its own (`CacheGroup`); one at least.
     plans_ahead: the executor maps blocks at places of slots: say in each plan what the next ones will probably bring
         (`StepPlan.ahead`), and give a slot the blocks again that it had, where no prefix is lost by it.
+    kv_idle_release_s: as of `EngineArgs`.
     """
 
     block_size: int
@@ -36,6 +37,7 @@ class SchedulerConfig(SchedulingOptions):
     tokens_per_row: int = 1
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
     plans_ahead: bool = False
+    kv_idle_release_s: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,7 @@ The rows of a step are its decode slots, in order, and then its chunks, in order
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -254,3 +254,24 @@ class Executor(Protocol):
     """Runs plans in the order given. `execute` returns as soon as the step is dispatched."""
 
     def execute(self, plan: StepPlan) -> StepHandle: ...
+
+
+@runtime_checkable
+class BlockMemory(Protocol):
+    """The memory of the pool's blocks, where it comes and goes while an engine serves. Block ids are int32 [n]."""
+
+    def has_memory(self, num_blocks: int) -> np.ndarray:
+        """Which of the first so many blocks have memory, bool [num_blocks]. Nothing runs."""
+        ...
+
+    def take_memory(self, block_ids: np.ndarray) -> int:
+        """Gives blocks memory that have none. Returns how many got it: fewer, the first ones, if it has no more."""
+        ...
+
+    def give_memory_back(self, block_ids: np.ndarray, nothing_runs: bool) -> None:
+        """Takes the memory of blocks that are not used before they have it again, except by steps in flight and by the
+        next plan's copies to host memory.
+
+        nothing_runs: the result of every step has been read, and the next plan has no such copies.
+        """
+        ...

@@ -8,6 +8,7 @@
         .finish(request_id, stop_reason, index)  a stop string was found: drop what is in flight for the sequence
         .has_unfinished()                whether `step` has anything left to do
         .drain()                         read what is in flight for requests that have ended
+        .rest()                          a turn without requests: memory that is idle goes back
         .stats() .reset_prefix_cache() .pin_prefix(...) .unpin_prefix(...) .check_integrity()
 
 With `pipeline_depth` d a step's results are read when d later ones have been dispatched, so that planning, reading
@@ -94,6 +95,7 @@ class EngineCore:
         """
         if self._has_enough(just_in_time):
             return self._read_oldest()
+        self.scheduler.give_back_idle()
         self._pace.begins()
         plan = self.scheduler.schedule()
         while plan is NoPlan.BLOCKED and not self._in_flight[0][1].is_ready() and self.scheduler.wait_for_news():
@@ -120,6 +122,16 @@ class EngineCore:
     def spare_s(self) -> float:
         """Seconds that the next `step(just_in_time=True)` can wait for requests; zero or less if it cannot."""
         return self._pace.spare_s()
+
+    def rest(self) -> bool:
+        """One of the turns while nothing is to be done: gives back memory that is idle.
+
+        Returns: as `Scheduler.give_back_idle`.
+        """
+        if self.scheduler.elastic is None:
+            return False
+        self.drain()
+        return self.scheduler.give_back_idle()
 
     def drain(self) -> None:
         """Reads the steps that outlived their requests, which hold slots until then."""

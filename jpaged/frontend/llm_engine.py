@@ -98,12 +98,13 @@ class LLMEngine(RequestIntake):
             num_swap_chunks=int(args.swap_space * 2**30 / chunk_bytes),
             cache_groups=self.startup.cache_groups,
             plans_ahead=self.startup.runner.memory is not None,
+            kv_idle_release_s=args.kv_idle_release_s,
             **args.scheduling(),
         )
         threads = max(1, usable_cores() - 1)
         self._grammars = GrammarCompiler(self._grammar_tokenizer(directory), model.vocab_size, threads)
         kinds = (Searches, partial(ConstrainedRows, grammars=self._grammars))
-        scheduler = Scheduler(scheduler_config, args.seed, kinds=kinds)
+        scheduler = Scheduler(scheduler_config, args.seed, kinds=kinds, memory=self.startup.runner)
         self._core = EngineCore(scheduler, self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len
         self.vocab_size = model.vocab_size
@@ -152,6 +153,15 @@ class LLMEngine(RequestIntake):
             if not isinstance(error, Exception):
                 raise  # an interrupt in the middle of a step; `LLM.generate` and the commands hold it back
             raise EngineDeadError(f"The engine failed: {type(error).__name__}: {error}") from error
+
+    def rest(self) -> bool:
+        """To be called again and again while no request is unfinished, a few times a second: gives back memory of the
+        KV cache that has been idle for `kv_idle_release_s`. A server does.
+
+        Returns: whether there is more that can go back at once.
+        """
+        is_mine = self.startup.user is self._reference
+        return is_mine and not self._closed and not self.is_asleep and self._core.rest()
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests and frees what they hold. They bring no more outputs. Unknown ids are ignored."""
@@ -225,7 +235,9 @@ class LLMEngine(RequestIntake):
             OutOfMemoryError: others have the memory. The engine sleeps on.
         """
         self._check_started()
-        self.startup.wake_up()
+        if self.is_asleep:
+            self.startup.wake_up()
+            self._core.scheduler.take_memory_anew()
 
     @property
     def is_asleep(self) -> bool:
@@ -288,6 +300,8 @@ class LLMEngine(RequestIntake):
         self._core.drain()
         forgotten = self._core.reset_prefix_cache()
         assert forgotten  # nothing runs
+        if not self.is_asleep:
+            self._core.scheduler.take_memory_anew()
         self.startup.user = self._reference
 
 

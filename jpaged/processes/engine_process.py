@@ -73,11 +73,13 @@ class EngineProcess:
     def run(self) -> None:
         """Serves until told to end or until no client is left."""
         requests = self._requests
+        has_idle_memory = False
         while self._connections and not self._shutdown:
             self._pulse.beat()
             spare_s = requests.spare_s()  # in any case: the host's part of a turn ends with it
-            self._receive(spare_s if requests.has_unfinished() else IDLE_BEAT_S)
+            self._receive(spare_s if requests.has_unfinished() else 0.0 if has_idle_memory else IDLE_BEAT_S)
             self._trials.advance()
+            has_idle_memory = not requests.has_unfinished() and self._engine.rest()
             if requests.has_unfinished() and requests.spare_s() < _SHORTEST_WAIT_S:
                 for connection, message in requests.step().items():
                     connection.send(message)

@@ -364,8 +364,8 @@ class FakeExecutor:
             first = 0 if of_group.window is None else max(0, state.first_query - of_group.window + 1)
             blocks = table[: -(-n // size)]
             assert NULL_BLOCK not in blocks[first // size :], f"slot {state.start.slot} has no block for what it reads"
-            rows = [self._row(state, group, index) for index in range(len(blocks))]
-            held = self._content[rows].reshape(-1)[first:n]
+            rows = [self._row(state, group, index) for index in range(first // size, len(blocks))]
+            held = self._content[rows].reshape(-1)[first % size : n - first // size * size]
             wrong = np.flatnonzero(held != np.array([content_of(p, group) for p in state.prints[first:n]], np.int64))
             assert not len(wrong), f"position {first + wrong[0]} of slot {state.start.slot} reads what is not its own"
 

@@ -8,7 +8,7 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.searches import Searches
-from jpaged.engine.interface import StepPlan
+from jpaged.engine.interface import BlockMemory, StepPlan
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.scheduler.scheduler import RequestUpdate, Scheduler
 from jpaged.engine.sequences.request import Request
@@ -61,8 +61,9 @@ class Engine:
         self, *, seed: int = 0, rank=None, num_brought=None, kinds=(Searches,), executor=FakeExecutor, **changes
     ) -> None:
         self.config = make_config(**changes)
-        self.scheduler = Scheduler(self.config, seed, kinds=kinds)
         self.executor = executor(self.config, rank=rank, num_brought=num_brought)
+        memory = self.executor if isinstance(self.executor, BlockMemory) else None
+        self.scheduler = Scheduler(self.config, seed, kinds=kinds, memory=memory)
         self.core = EngineCore(self.scheduler, self.executor)
         self.reported: dict[str, list[int]] = {}
 
@@ -105,7 +106,7 @@ class Engine:
         return self.scheduler.slots.blocks(request.slot).tolist()
 
     def assert_idle(self) -> None:
-        assert self.scheduler.pool.num_free == self.scheduler.pool.capacity
+        assert self.scheduler.pool.num_free == self.scheduler.pool.num_present
         assert self.scheduler.slots.num_used == 0
 
 

@@ -59,7 +59,9 @@ def test_time_without_requests_is_no_part_of_the_hosts_turns():
     pace = Pace(clock)
     core = EngineCore(Scheduler(config, 0), FakeExecutor(config), pace)
     args = SimpleNamespace(scheduling_policy="fcfs", pipeline_depth=2)
-    engine = SimpleNamespace(core=core, eos_token_ids=(), args=args, get_metrics=core.stats, check_awake=lambda: None)
+    engine = SimpleNamespace(
+        core=core, eos_token_ids=(), args=args, get_metrics=core.stats, check_awake=lambda: None, rest=core.rest
+    )
     ours, theirs = socket.socketpair()
     theirs.settimeout(60)
     process = EngineProcess(engine, [Connection(ours)], StepRequests(engine), Pulse.create())

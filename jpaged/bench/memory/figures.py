@@ -4,6 +4,7 @@
     2        OPT-13B, ShareGPT, each system, more requests than it can serve     shares of the memory
     13       OPT-13B, two data sets, each system                                 mean batch
     12       three models, two data sets, each system, rates as in the paper     normalized latency
+             the same, in whole batches                                          sustained rate
     14       OPT-13B, Alpaca, 4 and 6 samples a prompt                           normalized latency
     15       2, 4, 6 samples or beams a prompt                                   blocks saved
     16       a prefix of 80 or 341 tokens before every prompt                    normalized latency
@@ -29,6 +30,7 @@ from jpaged.bench.memory import paper
 from jpaged.bench.memory.setups import SETUPS, StepTime, step_time
 from jpaged.bench.memory.sharing import CONCENTRATION, beam_saving
 from jpaged.bench.memory.simulate import SYSTEMS, Outcome, Serving, simulate
+from jpaged.bench.memory.static_batches import largest_batch, serve_batches
 from jpaged.bench.memory.traces import TraceRequest, at_rate, draw_lengths, draw_trace
 
 Row = dict[str, Any]
@@ -315,7 +317,40 @@ def figure_12(options: Options) -> dict[str, list[Row]]:
         for setup, published in by_setup.items()
         if not options.quick or setup == "opt-13b"
     ]
-    return {"12": _curves(panels, options, "figure 12")}
+    rows = _curves(panels, options, "figure 12")
+    batches = [row for label, workload, *_ in panels for row in _whole_batches(label, workload, rows, options)]
+    return {"12": rows, "12, whole batches": batches}
+
+
+_RATE_STEP = 1.1
+"""Between the rates at which whole batches are served, as a factor."""
+
+
+def _whole_batches(label: Row, workload: Workload, rows: Sequence[Row], options: Options) -> Iterator[Row]:
+    """What FasterTransformer's batches sustain in a panel, beside the paged system of these rows: at the latency at
+    which all are compared, and where plots end. Large models are near the first one in an idle system already, since
+    a short answer waits for the longest of its batch. Rates are low, so traces have a number of requests instead of a
+    time.
+    """
+    setup, step = SETUPS[workload.setup], workload.step_time()
+    batch, rate, num_requests = largest_batch(setup), 0.01, options.seconds(2000)
+    curve: list[tuple[float, float]] = []
+    while not curve or curve[-1][1] < LATENCY_LIMIT_S:
+        trace = replace(workload, duration_s=num_requests / rate).trace(rate)
+        curve.append((rate, serve_batches(trace, setup, step)))
+        rate *= _RATE_STEP
+    is_paged = [row for row in rows if row["system"] == "paged" and row.items() >= label.items()]
+    of_paged = [(row["rate"], row["latency_s_per_token"]) for row in is_paged]
+    for limit_s in (SUSTAINED_S, LATENCY_LIMIT_S):
+        sustained = sustained_rate(curve, limit_s)
+        yield {
+            **label,
+            "system": "faster-transformer",
+            "batch": batch,
+            "limit_s_per_token": limit_s,
+            "sustained_rate": sustained,
+            "paged_over": _ratio(sustained_rate(of_paged, limit_s), sustained),
+        }
 
 
 def figure_14(options: Options) -> dict[str, list[Row]]:

@@ -32,6 +32,7 @@ import numpy as np
 
 from jpaged.api.errors import EngineDeadError
 from jpaged.engine.kv.block_pool import BlockPool
+from jpaged.engine.kv.elastic import ElasticPool
 from jpaged.engine.sequences.slots import Slots
 
 _NO_UPDATES, _NO_COPIES = np.zeros((0, 4), np.int32), np.zeros((0, 2), np.int32)
@@ -56,11 +57,14 @@ class Growth(NamedTuple):
 class BlockManager:
     """Keeps `Slots.block_tables` and `Slots.capacity` in agreement with the pool's reference counts.
 
+    elastic: what gives absent blocks of the pool their memory; None where all have theirs for ever.
+
     num_unreserved: how often less came to be reserved for a sequence, which may make room for another.
     """
 
-    def __init__(self, pool: BlockPool, slots: Slots) -> None:
+    def __init__(self, pool: BlockPool, slots: Slots, elastic: ElasticPool | None = None) -> None:
         self._pool = pool
+        self._elastic = elastic
         self._slots = slots
         self._block_size = pool.block_size
         self._num_groups = len(slots.windows)
@@ -74,6 +78,14 @@ class BlockManager:
     def num_available(self) -> int:
         """Blocks that are free and reserved for nobody."""
         return self._pool.num_free - self._num_reserved
+
+    def can_have(self, num_blocks: int) -> bool:
+        """Whether so many blocks are available, once the pool has got what memory it can get for them."""
+        missing = num_blocks - self.num_available
+        if missing > 0 and self._elastic is not None:
+            self._elastic.grow(missing)
+            missing = num_blocks - self.num_available
+        return missing <= 0
 
     def fork(self, parent: int, children: Sequence[int]) -> None:
         """Gives `children`, slots without blocks, all that `parent` has computed; they share every block. The parent
@@ -144,6 +156,8 @@ class BlockManager:
             return stop
         reserved = self._reserved.get(slot, 0)
         self._reserve(slot, reserved + self._give_back(np.array([slot])))
+        wanted = -(-(stop - int(self._slots.capacity[slot])) // self._block_size) * len(self._windows)
+        self.can_have(wanted - self._reserved.get(slot, 0))
         num_blocks = (self._reserved.get(slot, 0) + max(0, self.num_available)) // len(self._windows)
         return min(stop, int(self._slots.capacity[slot]) + num_blocks * self._block_size)
 

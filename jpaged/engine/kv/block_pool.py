@@ -9,6 +9,8 @@
 A block is either referenced or on the free list. Freed blocks keep their contents, and their name in the prefix
 cache, until `allocate` hands them out again; until then a prefix hit brings them back (`share`). Which table holds
 which block is the business of `BlockManager`.
+
+Some blocks may be absent (`elastic.py`): these have no memory, and are neither referenced nor free.
 """
 
 from collections.abc import Iterable
@@ -53,6 +55,17 @@ class FreeList:
         self._tail += n
         self._size += n
 
+    def push_front(self, block_ids: np.ndarray) -> None:
+        """Puts blocks that are not in the list before all others, in order."""
+        n = len(block_ids)
+        if self._head < n:
+            self._compact(room=n)
+        self._head -= n
+        places = slice(self._head, self._head + n)
+        self._entries[places] = block_ids
+        self._position[block_ids] = self._index[places]
+        self._size += n
+
     def pop(self, n: int) -> np.ndarray:
         """Takes the n oldest blocks, int32 [n]; the caller has checked that there are so many."""
         self._size -= n
@@ -85,11 +98,12 @@ class FreeList:
         window = self._entries[start:stop]
         return window[self._position[window] == self._index[start:stop]]
 
-    def _compact(self) -> None:
+    def _compact(self, room: int = 0) -> None:
+        """Moves the live entries to the start, behind so many places."""
         live = self.to_array()
-        self._head, self._tail = 0, len(live)
-        self._entries[: self._tail] = live
-        self._position[live] = self._index[: self._tail]
+        self._head, self._tail = room, room + len(live)
+        self._entries[room : self._tail] = live
+        self._position[live] = self._index[room : self._tail]
 
 
 class BlockPool:
@@ -115,12 +129,19 @@ class BlockPool:
         self._ref_counts = np.zeros((num_blocks,), np.int32)
         self._free_list = FreeList(num_blocks)
         self._free_list.push(np.arange(1, num_blocks, dtype=np.int32))
+        self._is_absent = np.zeros((num_blocks,), np.bool_)
+        self.num_absent = 0
         self.num_releases = 0
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be allocated at most: all but the null block."""
+        """Blocks that can be allocated at most: all but the null block, absent ones included."""
         return self.num_blocks - 1
+
+    @property
+    def num_present(self) -> int:
+        """Blocks that are not absent, less the null block."""
+        return self.capacity - self.num_absent
 
     @property
     def num_free(self) -> int:
@@ -128,7 +149,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        return self.capacity - self.num_free
+        return self.num_present - self.num_free
 
     def ref_count(self, block_id: int) -> int:
         return int(self._ref_counts[block_id])
@@ -166,7 +187,7 @@ class BlockPool:
             OutOfMemoryError: fewer are free; nothing is allocated.
         """
         if n > self.num_free:
-            raise OutOfMemoryError(f"{n} blocks wanted, {self.num_free} of {self.capacity} are free.")
+            raise OutOfMemoryError(f"{n} blocks wanted, {self.num_free} of {self.num_present} are free.")
         granted = None if wanted is None else self.granted(wanted)
         if wanted is None or granted is None or not granted.any():
             block_ids = self._free_list.pop(n)
@@ -181,7 +202,7 @@ class BlockPool:
 
     def granted(self, wanted: np.ndarray) -> np.ndarray:
         """Which of the wishes `allocate` would fulfil now: bool [n]. A block that is wished for twice is given once."""
-        granted = (self._ref_counts[wanted] == 0) & (wanted != NULL_BLOCK)
+        granted = (self._ref_counts[wanted] == 0) & (wanted != NULL_BLOCK) & ~self._is_absent[wanted]
         if self.cache is not None:
             granted &= ~self.cache.are_named(wanted)
         candidates = np.flatnonzero(granted)
@@ -193,6 +214,36 @@ class BlockPool:
     def next_to_allocate(self, n: int) -> np.ndarray:
         """At most n of the free blocks that `allocate` hands out next, in order; those it skips over count, too."""
         return self._free_list.head(n)
+
+    def withhold(self, n: int) -> np.ndarray:
+        """Makes the n least recently used free blocks absent, int32 [n]; prefixes in them are forgotten. The caller has
+        checked that so many are free.
+        """
+        block_ids = self._free_list.pop(n)
+        if self.cache is not None:
+            self.cache.drop(block_ids)
+        self._is_absent[block_ids] = True
+        self.num_absent += n
+        return block_ids
+
+    def restore(self, block_ids: np.ndarray) -> None:
+        """Makes absent blocks free; they are allocated before all others, which prefixes might hit."""
+        self._is_absent[block_ids] = False
+        self.num_absent -= len(block_ids)
+        self._free_list.push_front(block_ids)
+
+    def absent(self, n: int) -> np.ndarray:
+        """At most n of the absent blocks, int32, ascending."""
+        return np.flatnonzero(self._is_absent)[:n].astype(np.int32)
+
+    def set_present(self, present: np.ndarray) -> None:
+        """Makes those blocks absent that are not in `present`, bool [num_blocks], and all others free. None is
+        referenced, and no prefix is in the cache.
+        """
+        self._is_absent[1:] = ~present[1:]
+        self.num_absent = int(np.count_nonzero(self._is_absent))
+        self._free_list.pop(len(self._free_list))
+        self._free_list.push(np.flatnonzero(~self._is_absent)[1:].astype(np.int32))
 
     def share(self, block_ids: np.ndarray) -> None:
         """Adds a reference to each of these distinct blocks; those that were free leave the free list."""
@@ -261,6 +312,8 @@ class BlockPool:
         times_free = np.bincount(self._free_list.to_array(), minlength=self.num_blocks)
         free = expected == 0
         free[NULL_BLOCK] = False
+        _refuse(self._is_absent & ~free, "referenced, though absent")
+        free &= ~self._is_absent
         _refuse(times_free != free, "lost, or free and owned at once")
         if len(self._free_list) != np.count_nonzero(free):
             raise EngineDeadError(f"{np.count_nonzero(free)} blocks are free, counted {len(self._free_list)}.")

@@ -69,7 +69,7 @@ class Admission(SchedulerPart):
             margin = int(self._config.watermark * pool.capacity) + len(siblings) * len(hits)
             margin += self._num_blocks_to_resume(others)
         num_needed = num_new + pool.num_unreferenced(in_pool) + num_reserved + margin
-        if num_needed > self._blocks.num_available:
+        if not self._blocks.can_have(num_needed):
             return []
         num_of_part = pool.num_unreferenced(part) + (self._num_windowed if num_part else 0)
         if num_needed + num_of_part > self._blocks.num_available:
@@ -113,7 +113,7 @@ class Admission(SchedulerPart):
             max(0, self._footprint.windowed_peak(computed, len(known)) - int(np.count_nonzero(p[~self._is_full] >= 0)))
             for known, computed, p in zip(tokens, record.num_computed, record.places, strict=True)
         ]
-        if record.num_places + sum(new) + sum(reserved) + margin > self._blocks.num_available:
+        if not self._blocks.can_have(record.num_places + sum(new) + sum(reserved) + margin):
             return []
         if self._slots.num_free < len(members) + len(siblings):
             return []
@@ -149,7 +149,7 @@ class Admission(SchedulerPart):
         num_entries = [-(-len(known) // size) for known in tokens]
         num_new = self._num_full * (sum(num_entries) - shared * (len(members) - 1)) - len(in_pool)
         margin = int(self._config.watermark * self._pool.capacity) if self._slots.num_used else 0
-        if num_new + self._pool.num_unreferenced(in_pool) + margin > self._blocks.num_available:
+        if not self._blocks.can_have(num_new + self._pool.num_unreferenced(in_pool) + margin):
             return []
         have = hits
         for member, known, n in zip(members, tokens, num_entries, strict=True):

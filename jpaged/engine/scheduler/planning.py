@@ -172,16 +172,16 @@ class Planner(SchedulerPart):
         """
         if self._config.tokens_per_row > 1 and not self._tenants.prefilling:
             growth = self._growth(self._config.tokens_per_row)
-            if growth.num_blocks <= self._blocks.num_available:
+            if self._blocks.can_have(growth.num_blocks):
                 return growth
         growth = self._growth()
-        if growth.num_blocks <= self._blocks.num_available:
+        if self._blocks.can_have(growth.num_blocks):
             return growth
         if self.in_flight:
             return None
         for _ in self._preemption.one_by_one():
             growth = self._growth()
-            if growth.num_blocks <= self._blocks.num_available:
+            if self._blocks.can_have(growth.num_blocks):
                 return growth
         raise EngineDeadError("Blocks are short, though nothing runs that could hold them.")
 

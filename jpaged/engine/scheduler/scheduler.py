@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError
+from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError, OutOfMemoryError
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.dependent_rows import Dependents, MakeRows
 from jpaged.engine.constraints.searches import Searches
-from jpaged.engine.interface import StepPlan, StepResult
+from jpaged.engine.interface import BlockMemory, StepPlan, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.kv.block_pool import BlockPool
+from jpaged.engine.kv.elastic import ElasticPool
 from jpaged.engine.kv.host_tier import HostTier
 from jpaged.engine.kv.pins import PinnedPrefixes
 from jpaged.engine.kv.swap_space import SwapSpace
@@ -29,6 +30,7 @@ from jpaged.engine.scheduler.results import RequestUpdate, Results
 from jpaged.engine.scheduler.state import SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.scheduler.waiting_queue import WaitingQueue
+from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import FinishReason, Request, RequestStatus
 from jpaged.engine.sequences.seeds import request_seed
 from jpaged.engine.sequences.slots import Slots
@@ -45,6 +47,10 @@ class Scheduler:
         seed: of the engine; requests without a seed get one from it and their arrival number, so runs reproduce.
         pool: hands out the blocks; one made to the configuration if not given.
         kinds: of rows that wait for their last result (`constraints/dependent_rows.py`).
+        memory: of the pool's blocks, for `SchedulerConfig.kv_idle_release_s`.
+
+    Raises:
+        OutOfMemoryError: the device has no memory for the blocks of the longest sequence.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class Scheduler:
         seed: int = 0,
         pool: BlockPool | None = None,
         kinds: Sequence[MakeRows] = (Searches,),
+        memory: BlockMemory | None = None,
     ) -> None:
         self.config = config
         self.pool = pool or BlockPool(
@@ -66,7 +73,11 @@ class Scheduler:
         self._num_arrived = 0
         self._pins = PinnedPrefixes(self.pool)
         self._waiting = WaitingQueue(by_priority=config.policy == "priority")
-        self._blocks = BlockManager(self.pool, self.slots)
+        self.elastic: ElasticPool | None = None
+        if memory is not None and config.kv_idle_release_s is not None:
+            longest = config.footprint.alone(config.max_model_len, config.max_model_len)
+            self.elastic = ElasticPool(self.pool, memory, config.kv_idle_release_s, min(longest, self.pool.capacity))
+        self._blocks = BlockManager(self.pool, self.slots, self.elastic)
         self._dependents = Dependents(kinds, self.slots, self._blocks)
         self._on_hold: list[Request] = []  # they need something before they may wait for slots
         self._failed: list[RequestUpdate] = []
@@ -98,7 +109,7 @@ class Scheduler:
         Raises:
             InvalidPromptError: its prompt leaves no room for a token within max_model_len.
             OutOfMemoryError: its prompt leaves no room for a token within the whole pool; or beams, which must run
-                together, might not fit it.
+                together, might not fit it, or not the memory that the device has at this time.
             InvalidParameterError: its id belongs to an unfinished request; it is for more sequences than can run.
         """
         groups = self._tenants.groups
@@ -108,7 +119,15 @@ class Scheduler:
         request.arrival_number = self._num_arrived
         self._num_arrived += 1
         request.seed = request_seed(request.sampling.seed, self._seed, request.arrival_number)
-        group = groups[request.request_id] = self._dependents.group_of(request)
+        group = self._dependents.group_of(request)
+        if self.elastic is not None:
+            try:
+                self.elastic.secure(self._num_needed(group) + self._pins.num_blocks)
+            except OutOfMemoryError:
+                self._dependents.forget(request)
+                self._num_arrived -= 1
+                raise
+        groups[request.request_id] = group
         if generated is not None:
             group.resume(generated)
         for sequence in group.waiting():
@@ -247,11 +266,46 @@ class Scheduler:
             OutOfMemoryError: what is left of the pool would not hold the longest sequence, or an unfinished request;
                 or the pin would take blocks that are reserved for prompts being computed, so it can be had later.
         """
-        footprint, longest = self.config.footprint, self.config.max_model_len
-        needed = [footprint.alone(longest, longest)]
-        for group in self._tenants.groups.values():
-            needed.append(footprint.alone(group.leader.prompt_len, group.leader.max_len, group.num_together))
-        return self._pins.pin(token_ids, cache_salt, self._blocks.num_available, num_needed=max(needed))
+        longest = self.config.max_model_len
+        needed = max(self.config.footprint.alone(longest, longest), self._most_needed())
+        num_tokens = self._pins.pin(token_ids, cache_salt, self._blocks.num_available, num_needed=needed)
+        if self.elastic is not None:
+            try:
+                self.elastic.secure(needed + self._pins.num_blocks)
+            except OutOfMemoryError:
+                self._pins.unpin(token_ids, cache_salt)
+                raise
+        return num_tokens
+
+    def _most_needed(self) -> int:
+        """The most blocks that one of the unfinished requests needs to finish."""
+        return max(map(self._num_needed, self._tenants.groups.values()), default=0)
+
+    def _num_needed(self, group: SequenceGroup) -> int:
+        """Blocks that a request needs at once to finish."""
+        leader = group.leader
+        return self.config.footprint.alone(leader.prompt_len, leader.max_len, group.num_together)
+
+    def take_memory_anew(self) -> None:
+        """Learns which blocks have memory, which others may have changed. No block is referenced.
+
+        Raises:
+            OutOfMemoryError: the device has no memory for the blocks of the longest sequence.
+        """
+        if self.elastic is not None:
+            self.elastic.restart()
+
+    def give_back_idle(self) -> bool:
+        """Gives back some of the memory that nobody has needed for `kv_idle_release_s`, if that is set.
+
+        Returns: whether there is more that can go back at once.
+        """
+        if self.elastic is None:
+            return False
+        nothing_runs = not self._planner.in_flight and not self.num_unfinished
+        return self.elastic.give_back_idle(
+            self._blocks.num_available, lambda: self._most_needed() + self._pins.num_blocks, nothing_runs
+        )
 
     def unpin_prefix(self, token_ids: np.ndarray, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix go its way again. Returns whether it was pinned."""

@@ -64,9 +64,6 @@ from jpaged.pallas_kernels import registry
 
 log = logging.getLogger("jpaged.startup")
 
-_LEFT_FREE = 2**29
-"""Bytes of a GPU that no page takes, for what CUDA and JAX allocate yet."""
-
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
 
@@ -120,6 +117,11 @@ class Startup:
         return self.memory.num_blocks
 
     @property
+    def _num_backed(self) -> int:
+        """Blocks that must have memory before the first request."""
+        return self.num_blocks if self.args.kv_idle_release_s is None else _needed_pages(self.setup)
+
+    @property
     def _blocks(self) -> str:
         """What the pool is made of, in words."""
         geometry = self.config.geometry
@@ -162,7 +164,7 @@ class Startup:
                 if self.asleep == 2:
                     wanted = f"the weights of {_size(self.memory.weights)} and {wanted}"
                 raise OutOfMemoryError(f"There is no room for {wanted}; let others give memory back.") from error
-            self.runner.wake_up(self.num_blocks, pools, weights)
+            self.runner.wake_up(self._num_backed, pools, weights)
         self.asleep = 0
 
     def table(self, name: str) -> str:
@@ -432,14 +434,24 @@ def _cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, devi
     return replace(config, geometry=geometry, block_size=geometry.page_tokens, max_model_len=length)
 
 
+def _needed_pages(setup: Setup) -> int:
+    """Pages that the longest sequence needs, and the null block."""
+    return setup.cache.sequence_blocks(setup.config.max_model_len) + 1
+
+
 def _back_pages(pages: VirtualMemory, setup: Setup, planned: int, args: EngineArgs) -> int:
-    """Gives pages their memory. Returns how many: JAX takes more than its arrays need, and others use the device, too.
+    """Gives pages their memory. Returns how many the pool may have: JAX takes more than its arrays need, and others use
+    the device, too. With kv_idle_release_s those of the longest sequence get theirs now, the others when they are
+    needed.
 
     Raises:
         OutOfMemoryError: not as many as the user asked for, or as the longest sequence needs.
     """
-    count = pages.back_most(_LEFT_FREE if jax.default_backend() == "gpu" else 0)
-    needed = setup.cache.sequence_blocks(setup.config.max_model_len) + 1
+    needed = _needed_pages(setup)
+    if args.kv_idle_release_s is not None:
+        pages.back_first(needed)
+        return planned
+    count = pages.back_most()
     if count < (args.num_gpu_blocks_override or needed):
         raise OutOfMemoryError(
             f"The device has memory for {count} pages, but {args.num_gpu_blocks_override or needed} are needed; lower "

@@ -170,6 +170,28 @@ class Runner:
         if weights is not None:
             self._held |= {"weights": weights, "head": self._setup.model.head_weights(weights)}
 
+    def has_memory(self, num_blocks: int) -> np.ndarray:
+        """As `BlockMemory.has_memory`."""
+        if self.memory is None:
+            return np.ones((num_blocks,), np.bool_)
+        self._wait()
+        self.memory.mapper.withdraw_all()  # what an engine before gave back
+        return self.memory.are_backed(num_blocks)
+
+    def take_memory(self, block_ids: np.ndarray) -> int:
+        """As `BlockMemory.take_memory`."""
+        return 0 if self.memory is None else self.memory.take(block_ids)
+
+    def give_memory_back(self, block_ids: np.ndarray, nothing_runs: bool) -> None:
+        """As `BlockMemory.give_memory_back`."""
+        if self.memory is None:
+            return
+        if len(block_ids):
+            self.memory.mapper.retire(block_ids)
+        if nothing_runs:  # what only copies blocks has no result to be read, but may still be on its way
+            self._wait()
+            self.memory.mapper.withdraw_all()
+
     def _delete(self, *names: str) -> None:
         for array in jax.tree.leaves([self._held.pop(name, ()) for name in names]):
             array.delete()

@@ -18,17 +18,19 @@ import numpy as np
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.executor.cache.virtual.cuda import CudaDriver
 from jpaged.executor.cache.virtual.driver import Driver
-from jpaged.executor.cache.virtual.memfd import MemfdDriver
+from jpaged.executor.cache.virtual.memfd import MemfdDriver, Memory
 from jpaged.executor.cache.virtual.pages import PageManager
 
 
 class Ranges(Protocol):
     """Addresses of one device, and the driver that maps memory below them.
 
-    spare_bytes: that each page needs besides its blocks.
+    spare_bytes: that each page needs besides its blocks. left_free: bytes of the device that no page takes, for what
+        CUDA and JAX allocate yet.
     """
 
     spare_bytes: ClassVar[int]
+    left_free: ClassVar[int]
 
     @property
     def driver(self) -> Driver: ...
@@ -56,6 +58,7 @@ class GpuRanges:
     """`Ranges` of a GPU."""
 
     spare_bytes: ClassVar[int] = 0
+    left_free: ClassVar[int] = 2**29
 
     def __init__(self, device: jax.Device) -> None:
         self._device = device
@@ -90,10 +93,11 @@ class CpuRanges:
     """`Ranges` of a CPU. num_bytes: memory that pages may have."""
 
     spare_bytes: ClassVar[int] = 64
+    left_free: ClassVar[int] = 0
 
     def __init__(self, device: jax.Device, num_bytes: int) -> None:
         self._device = device
-        self.driver = MemfdDriver(num_bytes)
+        self.driver = MemfdDriver(Memory(num_bytes))
         self._adopted: list[int] = []
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[jax.Array, int]:

@@ -47,6 +47,7 @@ class CudaDriver:
         self.granularity = int(self._check(driver.cuMemGetAllocationGranularity(self._kind, recommended)))
 
     def begin_thread(self) -> None:
+        """Calls of other devices' drivers change the current context, so those that depend on it set it anew."""
         self._check(self._cuda.cuCtxSetCurrent(self._context))
 
     def reserve(self, num_bytes: int) -> int:
@@ -59,10 +60,12 @@ class CudaDriver:
 
     def synchronize(self) -> None:
         """Waits for all that the device was given to do."""
+        self.begin_thread()
         self._check(self._cuda.cuCtxSynchronize())
 
     def free_bytes(self) -> int:
         """Bytes of the device that nobody has."""
+        self.begin_thread()
         return int(self._check(self._cuda.cuMemGetInfo())[0])
 
     def create(self, num_bytes: int) -> Any:
@@ -81,9 +84,11 @@ class CudaDriver:
         self._check(self._cuda.cuMemUnmap(address, num_bytes))
 
     def clear(self, address: int, num_bytes: int) -> None:
+        self.begin_thread()
         self._check(self._cuda.cuMemsetD32(address, 0, num_bytes // 4))
 
     def settle(self) -> None:
+        self.begin_thread()
         self._check(self._cuda.cuStreamSynchronize(self._cuda.CUstream(0)))
 
     def _check(self, result: tuple[Any, ...]) -> Any:

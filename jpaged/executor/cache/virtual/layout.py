@@ -95,10 +95,11 @@ class VirtualCache(PagedCache):
         active: Bool[Array, " rows"],
         shared: tuple[Int[Array, ""], Int[Array, ""]] | None = None,
     ) -> Layers:
-        """As `PagedCache.decode_layers`. Of each row it sees no more pages than hold its tokens: a table has entries of
-        former tenants behind these, and below their places pages come and go while a step runs.
+        """As `PagedCache.decode_layers`. Of each row it sees no more pages than hold tokens that its queries see: a
+        table has entries of former tenants behind these, and of pages given back before a window. Below their places
+        pages come and go while a step runs.
         """
-        tables = self._held(tables, jnp.where(active, positions + 1, 0))
+        tables = self._held(tables, jnp.where(active, positions + 1, 0), positions)
         return super().decode_layers(pools, tables, positions, active, shared)
 
     def mixed_layers(
@@ -107,16 +108,31 @@ class VirtualCache(PagedCache):
         tables: Int[Array, "rows groups blocks"],
         active: Bool[Array, " rows"],
         kv_lens: Int[Array, " rows"],
-        *of_tokens: Array,
+        rows: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        valid: Bool[Array, " tokens"],
+        query_starts: Int[Array, " rows+1"],
+        num_decodes: Int[Array, ""],
     ) -> Layers:
         """As `PagedCache.mixed_layers`, and as `decode_layers` of each row."""
-        return super().mixed_layers(pools, self._held(tables, kv_lens), active, kv_lens, *of_tokens)
+        tables = self._held(tables, kv_lens, kv_lens - (query_starts[1:] - query_starts[:-1]))
+        return super().mixed_layers(pools, tables, active, kv_lens, rows, positions, valid, query_starts, num_decodes)
 
     def _held(
-        self, tables: Int[Array, "rows groups blocks"], kv_lens: Int[Array, " rows"]
+        self,
+        tables: Int[Array, "rows groups blocks"],
+        kv_lens: Int[Array, " rows"],
+        first_queries: Int[Array, " rows"],
     ) -> Int[Array, "rows groups blocks"]:
-        first = jnp.arange(tables.shape[2], dtype=jnp.int32) * self.config.block_size
-        return jnp.where(first < kv_lens[:, None, None], tables, NULL_BLOCK)
+        """first_queries: the position of each row's first query."""
+        size = self.config.block_size
+        first = jnp.arange(tables.shape[2], dtype=jnp.int32) * size
+        held = first < kv_lens[:, None, None]
+        windows = [self.config.max_model_len if group.window is None else group.window for group in self.groups]
+        if min(windows) < self.config.max_model_len:
+            first_seen = first_queries[:, None, None] - (jnp.array(windows, jnp.int32)[:, None] - 1)
+            held &= first + size > first_seen
+        return jnp.where(held, tables, NULL_BLOCK)
 
     def _mapping(
         self,

@@ -1,7 +1,8 @@
 """Keeps the pages of running sequences below their places: before each step, and ahead of the next.
 
-    plan N:   slots start, grow, copy, move      --prepare-->   what is not mapped yet is mapped; then N is dispatched
-    plan N:   what the next plan will bring      --thread--->   mapped while N runs, so that N + 1 finds it
+    plan N:   slots start, grow, copy, move      --prepare-->   what N uses and is not mapped yet; then N is dispatched
+    plan N:   what prompts use in later chunks,
+              what the next plan will bring      --thread--->   mapped while N runs, so that N + 1 finds it
 
 A place may lose its page only when nobody reads or writes it any more. Steps in flight do so in two cases: a sequence
 that goes on gets another page in the place of one (copy-on-write); or the host ended a sequence, of which the device
@@ -11,6 +12,7 @@ after that: they write to the null block and see nothing.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from jpaged.executor.cache.virtual.driver import Driver
 from jpaged.executor.cache.virtual.pages import MappingCounts, PageManager
 
 _NO_STEP = -1
+_Puts = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Places, their pages, and whether they may only be read, as `PageManager.put` takes them."""
+
 _NO_PLACES, _NO_FLAGS = np.zeros((0,), np.int64), np.zeros((0,), np.bool_)
 
 
@@ -52,6 +57,8 @@ class PlanMapper:
         self._num_steps = 0
         self._newest_read = _NO_STEP
         self._ahead: Future[None] | None = None
+        self._later: _Puts | None = None  # what no program uses before the next plan
+        self._retired: list[tuple[int, np.ndarray]] = []  # pages to withdraw once a step was read, in its order
         self._thread = ThreadPoolExecutor(1, "jpaged-map-ahead", self._begin_thread)
 
     @property
@@ -62,6 +69,8 @@ class PlanMapper:
     def forget(self) -> None:
         """Nothing runs, and what sequences had is gone: no place is anybody's any more."""
         self.join()
+        self._retired.clear()
+        self._later = None
         self._tables[:] = NULL_BLOCK
 
     def close(self) -> None:
@@ -76,6 +85,10 @@ class PlanMapper:
             OutOfMemoryError: a page needs memory, and the device has no more.
         """
         self.join()
+        if self._later is not None:
+            missing = self._missing(*self._later)  # by now only what the device had no memory for
+            self._put((self._later[0][missing], self._later[1][missing], self._later[2][missing]))
+            self._later = None
         self._ended_in[plan.ends] = self._last_step[plan.ends]
         places, pages, read_only, is_live = self._changes(plan)
         if len(places):
@@ -85,8 +98,10 @@ class PlanMapper:
             if self._are_read(places, is_live[missing]):
                 wait()
                 self._newest_read = self._num_steps - 1
-            for manager in self._managers:
-                manager.put(places, pages, read_only)
+            is_later = self._are_used_later(plan, places)
+            self._put((places[~is_later], pages[~is_later], read_only[~is_later]))
+            if is_later.any():
+                self._later = places[is_later], pages[is_later], read_only[is_later]
         self._last_step[plan.decode_slots] = self._num_steps
         for chunk in plan.chunks:
             self._last_step[chunk.slot] = self._num_steps
@@ -97,7 +112,10 @@ class PlanMapper:
         return self._num_steps
 
     def dispatched(self, plan: StepPlan) -> None:
-        """The plan's programs are on their way: begins to map what the next plan will bring."""
+        """The plan's programs are on their way: begins to map what later plans need, and to withdraw pages that no step
+        in flight uses any more.
+        """
+        puts = [] if self._later is None else [self._later]
         if self.maps_ahead and len(plan.ahead):
             slots, groups, indices, pages = plan.ahead.T
             places = self._places(groups, slots, indices)
@@ -105,12 +123,52 @@ class PlanMapper:
             writable = np.zeros(places.shape, np.bool_)
             missing = self._missing(places, pages, writable) & is_free & (self._ended_in[slots] <= self._newest_read)
             if missing.any():
-                self._ahead = self._thread.submit(self._put_ahead, places[missing], pages[missing], writable[missing])
+                puts.append((places[missing], pages[missing], writable[missing]))
+        unused = [self._retired.pop(0)[1] for _ in range(self._num_unused())]
+        if puts or unused:
+            self._ahead = self._thread.submit(self._change, puts, unused)
         self._num_steps += 1
 
     def has_run(self, step: int) -> None:
         """A step's result was read, so it and those before it are done."""
         self._newest_read = max(self._newest_read, step)
+
+    def retire(self, pages: np.ndarray) -> None:
+        """Withdraws pages as soon as no step uses them: the next plan may, by copies to host memory, but no later one
+        does before `take` names them.
+        """
+        goes = np.zeros((int(self._tables.max(initial=0)) + 1,), np.bool_)
+        goes[pages[pages < len(goes)]] = True
+        self._tables[goes[self._tables]] = NULL_BLOCK  # of sequences that ended, or before a window
+        self._retired.append((self._num_steps, pages))
+
+    def take(self, pages: np.ndarray, num_spare: int) -> int:
+        """Gives distinct pages their memory, in order: those that are still to be withdrawn, and at most `num_spare`
+        others.
+
+        Returns: how many have it then on every device, the first ones.
+        """
+        self.join()
+        for manager in self._managers:
+            has_none = np.array([not manager.is_backed(page) for page in pages.tolist()], np.bool_)
+            with suppress(OutOfMemoryError):  # others take it at the same time
+                manager.back(pages[has_none][: max(0, num_spare)])
+        backed = [all(manager.is_backed(page) for manager in self._managers) for page in pages.tolist()]
+        count = backed.index(False) if False in backed else len(backed)
+        taken = pages[:count]
+        retired = [(step, old[~np.isin(old, taken)]) for step, old in self._retired]
+        self._retired = [(step, old) for step, old in retired if len(old)]
+        fresh = pages[count:][~np.isin(pages[count:], [page for _, old in self._retired for page in old.tolist()])]
+        for manager in self._managers:
+            manager.withdraw(fresh)
+        return count
+
+    def withdraw_all(self) -> None:
+        """Withdraws what was retired. Nothing runs."""
+        self.join()
+        self._change((), [pages for _, pages in self._retired])
+        self._retired.clear()
+        self._later = None
 
     def check_integrity(self) -> None:
         """Raises EngineDeadError unless what running sequences have is mapped where they look for it."""
@@ -166,26 +224,49 @@ class PlanMapper:
         """Whether steps in flight may touch a page that these places have."""
         slots = places // self._shape[2] % self._shape[1]
         until = np.where(is_live, self._last_step[slots], self._ended_in[slots])
-        has_page = self._managers[0].pages_at(places) >= 0
+        has_page = np.any([manager.pages_at(places) >= 0 for manager in self._managers], axis=0)
         return bool((has_page & (until > self._newest_read)).any())
 
     def _missing(self, places: np.ndarray, pages: np.ndarray, read_only: np.ndarray) -> np.ndarray:
-        return self._managers[0].missing(places, pages, read_only)
+        """Which are missing on any device: one may have had no memory for what is mapped ahead on another."""
+        missing: np.ndarray = np.any([m.missing(places, pages, read_only) for m in self._managers], axis=0)
+        return missing
 
     def _places(self, groups: np.ndarray, slots: np.ndarray, indices: np.ndarray) -> np.ndarray:
         _, num_slots, width = self._shape
         places: np.ndarray = (groups.astype(np.int64) * num_slots + slots) * width + indices
         return places
 
-    def _put_ahead(self, places: np.ndarray, pages: np.ndarray, read_only: np.ndarray) -> None:
+    def _num_unused(self) -> int:
+        """How many entries of `_retired` no step in flight uses."""
+        return sum(step <= self._newest_read for step, _ in self._retired)
+
+    def _are_used_later(self, plan: StepPlan, places: np.ndarray) -> np.ndarray:
+        """Which of these places the plan's programs do not use: of prompts that begin, those behind the first chunk."""
+        if not plan.starts or not plan.chunks or not self.maps_ahead:
+            return np.zeros(places.shape, np.bool_)
+        started = {start.slot for start in plan.starts}
+        end = np.full(self._shape[1:2], self._shape[2], np.int64)
+        for chunk in plan.chunks:
+            if chunk.slot in started:
+                end[chunk.slot] = -(-(chunk.start + len(chunk.token_ids)) // self._page_tokens)
+        is_later: np.ndarray = places % self._shape[2] >= end[places // self._shape[2] % self._shape[1]]
+        return is_later
+
+    def _put(self, puts: _Puts) -> None:
         for manager in self._managers:
-            try:
-                manager.put(places, pages, read_only)
-            except OutOfMemoryError:  # whoever needs them will hear of it
-                return
+            manager.put(*puts)
+
+    def _change(self, puts: Sequence[_Puts], unused: Sequence[np.ndarray]) -> None:
+        for some in puts:
+            with suppress(OutOfMemoryError):  # whoever needs them will hear of it
+                self._put(some)
+        for pages in unused:
+            for manager in self._managers:
+                manager.withdraw(pages)
 
     def join(self) -> None:
-        """Waits for what is being mapped ahead."""
+        """Waits for what the thread is doing."""
         if self._ahead is not None:
             self._ahead.result()
             self._ahead = None

@@ -10,6 +10,7 @@ the data: pages begin there, 64 bytes before the blocks that they hold, and each
 import ctypes
 import mmap
 import os
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jpaged.api.errors import EngineDeadError, OutOfMemoryError, UnsupportedModelError
@@ -48,27 +49,34 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
+@dataclass
+class Memory:
+    """What there is, which drivers may share as those of several engines share a GPU.
+
+    num_bytes: that can be had in all; `create` refuses more. num_used: of handles that were not released.
+    """
+
+    num_bytes: int
+    num_used: int = 0
+
+
 class MemfdDriver:
     """`Driver` for a CPU.
 
     Args:
-        num_bytes: memory that can be had in all; `create` refuses more.
-
-    Attributes:
-        num_created: bytes of handles that were not released.
+        memory: that handles are taken from.
     """
 
     granularity = mmap.PAGESIZE
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
         self._libc = _libc()
         self._file = os.memfd_create("jpaged-kv-pages")
-        self._limit = num_bytes
         self._end = 0
         self._free: dict[int, list[int]] = {}  # offsets by size
         self._maps: dict[int, int] = {}  # sizes by address
         self._heads: dict[int, bytes] = {}  # the C library's bytes before adopted arrays, by page
-        self.num_created = 0
 
     def close(self) -> None:
         """Gives the file back. What is mapped keeps its memory until it is unmapped."""
@@ -76,7 +84,7 @@ class MemfdDriver:
 
     def free_bytes(self) -> int:
         """Memory that `create` can give yet."""
-        return self._limit - self.num_created
+        return self.memory.num_bytes - self.memory.num_used
 
     def reserve(self, num_bytes: int) -> int:
         """Addresses with nothing below them."""
@@ -122,8 +130,11 @@ class MemfdDriver:
         ctypes.memmove(begin, head, len(head))
 
     def create(self, num_bytes: int) -> _Piece:
-        if self.num_created + num_bytes > self._limit:
-            raise OutOfMemoryError(f"{self.num_created} of {self._limit} bytes are in use, {num_bytes} more wanted.")
+        memory = self.memory
+        if num_bytes > self.free_bytes():
+            raise OutOfMemoryError(
+                f"{memory.num_used} of {memory.num_bytes} bytes are in use, {num_bytes} more wanted."
+            )
         free = self._free.get(num_bytes)
         if free:
             offset = free.pop()
@@ -131,14 +142,14 @@ class MemfdDriver:
             offset = self._end
             self._end += num_bytes
             os.ftruncate(self._file, self._end)
-        self.num_created += num_bytes
+        self.memory.num_used += num_bytes
         return _Piece(offset, num_bytes)
 
     def release(self, handle: _Piece) -> None:
         failed = self._libc.fallocate(self._file, _PUNCH_HOLE | _KEEP_SIZE, handle.offset, handle.num_bytes)
         self._check(failed, "fallocate")
         self._free.setdefault(handle.num_bytes, []).append(handle.offset)
-        self.num_created -= handle.num_bytes
+        self.memory.num_used -= handle.num_bytes
 
     def map(self, address: int, handle: _Piece, num_bytes: int) -> None:
         if address in self._maps or num_bytes != handle.num_bytes:

@@ -35,6 +35,7 @@ class VirtualMemory:
     def __init__(self, cache: VirtualCache, mesh: DeviceMesh) -> None:
         config = cache.config
         self._num_pages = config.num_blocks
+        self._page_bytes = cache.block_bytes
         self._ranges: list[Ranges] = []
         self._managers: list[PageManager] = []
         shards: list[list[jax.Array]] = []
@@ -62,8 +63,8 @@ class VirtualMemory:
         """Memory that pages have, on the first device."""
         return self._managers[0].backed_bytes
 
-    def back_most(self, reserve_bytes: int) -> int:
-        """Gives pages their memory, the first ones first, as far as each device has more than so much left.
+    def back_most(self) -> int:
+        """Gives pages their memory, the first ones first, as far as each device has some to spare.
 
         Returns: how many have memory on every device, the null block included.
         """
@@ -71,7 +72,7 @@ class VirtualMemory:
             pages = np.arange(first, min(first + _PAGES_AT_ONCE, self._num_pages))
             for manager, ranges in zip(self._managers, self._ranges, strict=True):
                 try:
-                    if ranges.free_bytes() > reserve_bytes:
+                    if ranges.free_bytes() > ranges.left_free:
                         manager.back(pages)
                 except OutOfMemoryError:  # others take it at the same time
                     pass
@@ -79,6 +80,20 @@ class VirtualMemory:
         for manager in self._managers:
             manager.withdraw(np.arange(count, self._num_pages))
         return count
+
+    def are_backed(self, num_pages: int) -> np.ndarray:
+        """Which of the first so many pages have memory, bool [num_pages]."""
+        self.mapper.join()
+        backed = [[manager.is_backed(page) for page in range(num_pages)] for manager in self._managers]
+        return np.all(np.array(backed, np.bool_), axis=0)
+
+    def take(self, pages: np.ndarray) -> int:
+        """Gives distinct pages their memory, in order, as far as each device has some to spare.
+
+        Returns: how many have it then, the first ones.
+        """
+        spare = min(ranges.free_bytes() - ranges.left_free for ranges in self._ranges)
+        return self.mapper.take(pages, spare // self._page_bytes)
 
     def back_first(self, count: int) -> None:
         """Gives the first so many pages their memory.

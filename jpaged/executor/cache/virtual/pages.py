@@ -104,7 +104,9 @@ class PageManager:
         """
         with self._lock, self._timed():
             there = np.array([page for page in pages.tolist() if self._handles[page] is not None], np.int64)
-            self._empty(np.flatnonzero(np.isin(self._page_at, there)))
+            goes = np.zeros((self._num_pages + 1,), np.bool_)  # the last one stands for NO_PAGE
+            goes[there] = True
+            self._empty(np.flatnonzero(goes[self._page_at]))
             for start, stop in _runs(np.sort(there)):
                 for base in self._bases:
                     self._driver.unmap(base + start * self._page_bytes, (stop - start) * self._page_bytes)

@@ -11,7 +11,7 @@ import numpy as np
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import NULL_BLOCK, StepPlan, StepResult
 from jpaged.executor.cache.virtual.mapper import PlanMapper
-from jpaged.executor.cache.virtual.memfd import MemfdDriver
+from jpaged.executor.cache.virtual.memfd import MemfdDriver, Memory
 from jpaged.executor.cache.virtual.pages import PageManager
 from tests.engine.fake_executor import FakeExecutor, FakeHandle, _Slot
 
@@ -37,7 +37,7 @@ class MappedExecutor(FakeExecutor):
         self._tables = (len(config.cache_groups), config.max_num_seqs, config.max_blocks_per_seq)
         num_places = int(np.prod(self._tables))
         rows = config.num_blocks + num_places
-        self.driver = MemfdDriver(config.num_blocks * PAGE_BYTES)
+        self.driver = MemfdDriver(Memory(config.num_blocks * PAGE_BYTES))
         base = self.driver.reserve(rows * PAGE_BYTES)
         self.manager = PageManager(self.driver, [base], PAGE_BYTES, config.num_blocks, num_places)
         self.manager.back(np.array([NULL_BLOCK]))

@@ -12,14 +12,14 @@ import pytest
 
 from jpaged.api.errors import EngineDeadError, OutOfMemoryError
 from jpaged.executor.cache.virtual.arrays import CpuRanges
-from jpaged.executor.cache.virtual.memfd import LEAST_ADOPTED, MemfdDriver
+from jpaged.executor.cache.virtual.memfd import LEAST_ADOPTED, MemfdDriver, Memory
 
 PAGE = MemfdDriver.granularity
 
 
 @pytest.fixture
 def driver():
-    driver = MemfdDriver(16 * PAGE)
+    driver = MemfdDriver(Memory(16 * PAGE))
     yield driver
     driver.close()
 
@@ -50,7 +50,7 @@ def test_released_memory_comes_back_as_zeros_and_counts_no_more(driver):
     put(base, 7)
     driver.unmap(base, PAGE)
     driver.release(page)
-    assert driver.num_created == 0
+    assert driver.memory.num_used == 0
     driver.map(base, driver.create(PAGE), PAGE)
     driver.allow(base, PAGE, read_only=False)
     assert get(base) == 0
@@ -85,7 +85,7 @@ FAULTS = {
 def test_a_stray_access_ends_the_process(fault):
     program = f"""
 from tests.executor.cache.virtual.test_memfd import *
-driver = MemfdDriver(4 * PAGE)
+driver = MemfdDriver(Memory(4 * PAGE))
 base = driver.reserve(4 * PAGE)
 driver.map(base, driver.create(PAGE), PAGE)
 driver.allow(base, PAGE, read_only=False)

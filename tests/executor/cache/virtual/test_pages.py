@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jpaged.api.errors import EngineDeadError, OutOfMemoryError
-from jpaged.executor.cache.virtual.memfd import MemfdDriver
+from jpaged.executor.cache.virtual.memfd import MemfdDriver, Memory
 from jpaged.executor.cache.virtual.pages import NO_PAGE, PageManager
 
 PAGE = MemfdDriver.granularity
@@ -18,7 +18,7 @@ NUM_PAGES, NUM_PLACES, NUM_ARRAYS = 8, 20, 2
 
 class Setup:
     def __init__(self, limit: int = NUM_PAGES * NUM_ARRAYS) -> None:
-        self.driver = MemfdDriver(limit * PAGE)
+        self.driver = MemfdDriver(Memory(limit * PAGE))
         size = (NUM_PAGES + NUM_PLACES) * PAGE
         self.bases = [self.driver.reserve(size) for _ in range(NUM_ARRAYS)]
         self.manager = PageManager(self.driver, self.bases, PAGE, NUM_PAGES, NUM_PLACES)
@@ -62,7 +62,7 @@ def test_a_page_for_which_there_is_no_memory_leaves_all_as_it_was():
     with pytest.raises(OutOfMemoryError):
         setup.manager.put(np.array([0, 1]), np.array([1, 2]), flags(2))
     assert setup.manager.num_backed == 2
-    assert setup.driver.num_created == 4 * PAGE
+    assert setup.driver.memory.num_used == 4 * PAGE
     assert setup.manager.pages_at(np.array([0, 1])).tolist() == [NO_PAGE, NO_PAGE]
     setup.manager.withdraw(np.array([0]))
     setup.manager.put(np.array([0, 1]), np.array([1, 2]), flags(2))
@@ -149,13 +149,13 @@ class PagesMachine(RuleBasedStateMachine):
         manager = self.setup.manager
         manager.check_integrity()
         assert manager.num_backed == len(self.values)
-        assert self.setup.driver.num_created == manager.backed_bytes == len(self.values) * NUM_ARRAYS * PAGE
+        assert self.setup.driver.memory.num_used == manager.backed_bytes == len(self.values) * NUM_ARRAYS * PAGE
         expected = [self.at.get(place, (NO_PAGE, False))[0] for place in range(NUM_PLACES)]
         assert manager.pages_at(np.arange(NUM_PLACES)).tolist() == expected
 
     def teardown(self):
         self.setup.manager.close()
-        assert self.setup.driver.num_created == 0
+        assert self.setup.driver.memory.num_used == 0
         self.setup.driver.close()
 
 

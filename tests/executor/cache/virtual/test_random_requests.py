@@ -61,10 +61,20 @@ def test_a_slot_gets_the_pages_again_that_it_had_and_maps_nothing():
     assert counts.num_unmapped == 0
 
 
+def test_of_a_long_prompt_only_the_first_chunks_pages_are_mapped_before_the_step():
+    engine = Engine(**CHANGES, num_blocks=64, max_num_batched_tokens=16, max_model_len=128, pipeline_depth=0)
+    mapper = engine.executor.mapper
+    mapped = []
+    mapper.dispatched = lambda plan, then=mapper.dispatched: (mapped.append(mapper.counts.num_mapped), then(plan))
+    engine.add(make_request("long", 64, 4))
+    engine.run()
+    assert mapped[:2] == [16 // 4, 64 // 4]
+
+
 def assert_nothing_leaks(executor: MappedExecutor) -> None:
     """And gives everything back."""
     executor.mapper.check_integrity()
-    assert executor.driver.num_created == executor.manager.backed_bytes
+    assert executor.driver.memory.num_used == executor.manager.backed_bytes
     executor.mapper.close()
     executor.manager.withdraw(np.arange(executor.config.num_blocks))
-    assert executor.driver.num_created == executor.manager.backed_bytes == 0
+    assert executor.driver.memory.num_used == executor.manager.backed_bytes == 0
