@@ -206,6 +206,8 @@ def torch_model(case: TinyModel) -> Any:
 
 def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """The weights of a parameter of transformers', which holds all experts where a checkpoint has a tensor for each."""
+    if case.family == "gpt_neox":  # whose head has another name in checkpoints
+        name = name.replace("lm_head", "embed_out")
     prefix, _, part = name.rpartition(".experts.")
     if case.config["model_type"] == "mixtral":
         prefix, name = prefix.replace(".mlp", ".block_sparse_moe"), name.replace(".mlp.gate", ".block_sparse_moe.gate")
