@@ -61,6 +61,10 @@ class EchoEngine:
     def check_awake(self) -> None:
         """It never sleeps."""
 
+    def rest(self) -> bool:
+        """It has no memory to give back."""
+        return False
+
     def request_limits(self) -> RequestLimits:
         return RequestLimits(
             max_model_len=8000, max_num_seqs=16, max_num_batched_tokens=64, block_size=4, num_blocks=self.num_blocks
