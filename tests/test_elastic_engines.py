@@ -96,8 +96,9 @@ def test_an_engine_that_slept_begins_small_and_grows(engines):
         ({"kv_cache_layout": "paged", "kv_idle_release_s": 1.0}, "needs kv_cache_layout='virtual'"),
         ({"kv_cache_layout": "virtual", "kv_idle_release_s": 0}, "kv_idle_release_s must be"),
         ({"kv_cache_layout": "virtual", "kv_idle_release_s": "soon"}, "kv_idle_release_s must be"),
+        ({"virtual_page_layout": "per-layer"}, "virtual_page_layout='per-layer' needs kv_cache_layout='virtual'"),
     ],
 )
-def test_what_cannot_be_released_is_refused_by_name(options, said):
+def test_what_the_layout_does_not_do_is_refused_by_name(options, said):
     with pytest.raises(InvalidParameterError, match=said):
         EngineArgs(**options)

@@ -170,6 +170,11 @@ class EngineArgs(SchedulingOptions):
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
         check_choice("kv_cache_layout", self.kv_cache_layout, KVCacheLayout)
         check_choice("virtual_page_layout", self.virtual_page_layout, VirtualPageLayout)
+        if self.virtual_page_layout != "sliced" and self.kv_cache_layout != "virtual":
+            raise InvalidParameterError(
+                f"virtual_page_layout={self.virtual_page_layout!r} needs kv_cache_layout='virtual', got"
+                f" {self.kv_cache_layout!r}: only the virtual layout has pages."
+            )
         _check_idle_release(self.kv_idle_release_s, self.kv_cache_layout)
         check_integer("block_size", self.block_size, 1)
         for name, least, most in (

@@ -14,8 +14,6 @@ from jpaged.executor.cache.virtual.mapper import PlanMapper
 from jpaged.executor.cache.virtual.pages import PageManager
 from jpaged.executor.mesh import DeviceMesh
 
-_PAGES_AT_ONCE = 256
-
 
 class VirtualMemory:
     """What is below the pools of a runner.
@@ -68,18 +66,7 @@ class VirtualMemory:
 
         Returns: how many have memory on every device, the null block included.
         """
-        for first in range(0, self._num_pages, _PAGES_AT_ONCE):
-            pages = np.arange(first, min(first + _PAGES_AT_ONCE, self._num_pages))
-            for manager, ranges in zip(self._managers, self._ranges, strict=True):
-                try:
-                    if ranges.free_bytes() > ranges.left_free:
-                        manager.back(pages)
-                except OutOfMemoryError:  # others take it at the same time
-                    pass
-        count = min(manager.num_backed for manager in self._managers)
-        for manager in self._managers:
-            manager.withdraw(np.arange(count, self._num_pages))
-        return count
+        return self.take(np.arange(self._num_pages))
 
     def are_backed(self, num_pages: int) -> np.ndarray:
         """Which of the first so many pages have memory, bool [num_pages]."""
