@@ -178,6 +178,8 @@ class EngineProcess:
             return wire.Intact()
         if isinstance(question, wire.ResetPrefixCache):
             return wire.Changed(int(engine.reset_prefix_cache()), engine.request_limits())
+        if isinstance(question, wire.Sleep | wire.WakeUp):
+            self._pulse.rest()  # gigabytes are moved, read or mapped
         if isinstance(question, wire.Sleep):
             return wire.Changed(int(engine.sleep(question.level)), engine.request_limits())
         if isinstance(question, wire.WakeUp):

@@ -1,6 +1,7 @@
 """A sign of life of an engine process, in memory that it shares with the process that started it.
 
-    float64 | beat | steps |        beat: `time.monotonic()` when its loop last came round; 0 before it serves
+    float64 | beat | steps |        beat: `time.monotonic()` when its loop last came round; 0 before it serves, and
+                                    while it does what may take as long as a start
 
 The clock is the same in all processes of a machine. A loop that has nothing to do comes round once a second.
 """
@@ -37,6 +38,10 @@ class Pulse:
         """The loop comes round."""
         self._cells[0] = time.monotonic()
 
+    def rest(self) -> None:
+        """What comes before the next beat may take long."""
+        self._cells[0] = 0.0
+
     def count_step(self) -> None:
         """A step's results have been read."""
         self._cells[1] += 1
@@ -46,7 +51,7 @@ class Pulse:
         return int(self._cells[1])
 
     def silence_s(self) -> float:
-        """Seconds since the last beat; 0 before the first."""
+        """Seconds since the last beat; 0 before the first, and after a `rest`."""
         last = float(self._cells[0])
         return time.monotonic() - last if last else 0.0
 

@@ -4,8 +4,10 @@ The grammar's state is a fingerprint of the tokens behind it. It says which toke
 run of tokens must.
 """
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -216,6 +218,31 @@ def test_rows_that_are_all_ready_run_in_halves_one_behind_the_other():
     assert_constrained(*requests)
     sizes = [plan.num_rows for plan in engine.plans if len(plan.decode_slots)]
     assert max(len(plan.decode_slots) for plan in engine.plans) <= 2 * LEAST_HALVED, sizes
+
+
+def test_an_engine_that_is_let_go_takes_its_thread_along_though_compiled_grammars_are_kept():
+    class Keeping(MadeUpGrammars):
+        def __init__(self):
+            super().__init__()
+            self.kept = []
+
+        def compile(self, params):
+            self.kept.append(super().compile(params))
+            return self.kept[-1]
+
+    grammars = Keeping()
+    grammars.may_compile.clear()  # or the one who asks need not wait for news
+    engine = engine_of(grammars)
+    engine.add(constrained("constrained", 4, 10))
+    grammars.may_compile.set()
+    engine.run()
+    kind = engine.core.scheduler._dependents._kinds[2]
+    thread, rows = kind._maker, weakref.ref(kind)
+    del engine, kind
+    gc.collect()
+    assert rows() is None
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_ordinary_rows_run_in_every_step_while_masks_are_made():

@@ -24,9 +24,10 @@ def answers_by_layout() -> dict[str, list[list[int]]]:
         "two shards": {"tensor_parallel_size": 2},
         "two replicas": {"tensor_parallel_size": 2, "data_parallel_size": 2},
     }
+    sizes = DEMO_ENGINE | {"max_num_seqs": 8, "decode_buckets": (8,)}
     found = {}
     for name, layout in layouts.items():
-        with LLM(**DEMO_ENGINE, **layout, dtype="float32", verbose=False) as llm:
+        with LLM(**sizes, **layout, dtype="float32", verbose=False) as llm:
             outputs = llm.generate(["Once"] * len(params), params, use_tqdm=False)
             found[name] = [list(output.outputs[0].token_ids) for output in outputs]
     return found

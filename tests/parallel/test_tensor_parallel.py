@@ -82,6 +82,7 @@ def test_every_shard_knows_which_rows_have_no_finite_logits(by_degree):
             assert is_finite == [False, False, False, True, True, True], f"variant {variant} on {degree} devices"
 
 
+@one_process
 def test_truncating_rows_take_one_exchange_of_logits_and_one_of_tokens(by_degree):
     truncated = by_degree["4"]["collectives"][f"sample_8_{int(SamplingVariant.TRUNCATED)}"]
     assert truncated == {"all-to-all": 1, "all-gather": 1}

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,21 @@ from jpaged.processes.client_requests import StepRequests
 from jpaged.processes.connection import Connection
 from jpaged.processes.engine_process import EngineProcess
 from jpaged.processes.pulse import Pulse
-from jpaged.processes.wire import Add, Answer, Call, FrameReader, FromEngine, GetStats, Shutdown, Stats, Step, frame
+from jpaged.processes.wire import (
+    Add,
+    Answer,
+    Call,
+    Changed,
+    FrameReader,
+    FromEngine,
+    GetStats,
+    Shutdown,
+    Sleep,
+    Stats,
+    Step,
+    WakeUp,
+    frame,
+)
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.helpers import make_config
 
@@ -80,3 +95,35 @@ def test_time_without_requests_is_no_part_of_the_hosts_turns():
     assert not thread.is_alive()
     assert core.stats().generated_tokens == 10
     assert max(pace._tellings) < 1.0
+
+
+def test_an_engine_that_falls_asleep_or_wakes_up_does_not_count_as_hung_however_long_it_takes():
+    core = EngineCore(Scheduler(make_config(), 0), FakeExecutor(make_config()))
+    pulse, silent = Pulse.create(), []
+
+    def take_long(*_) -> bool:
+        time.sleep(0.02)
+        silent.append(pulse.silence_s())
+        return True
+
+    engine = SimpleNamespace(
+        core=core,
+        args=SimpleNamespace(pipeline_depth=1),
+        rest=core.rest,
+        sleep=take_long,
+        wake_up=take_long,
+        request_limits=lambda: core.scheduler.limits,
+    )
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(60)
+    process = EngineProcess(engine, [Connection(ours)], StepRequests(engine), pulse)
+    thread = threading.Thread(target=process.run, daemon=True)
+    thread.start()
+    client = Client(theirs)
+    for number, question in enumerate((Sleep(2), WakeUp())):
+        client.send(Call(number, question))
+        assert isinstance(client.receive().value, Changed)
+    client.send(Shutdown())
+    thread.join(60)
+    assert silent == [0.0, 0.0]
+    assert 0.0 < pulse.silence_s() < 60.0  # it beats again

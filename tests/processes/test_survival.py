@@ -19,7 +19,7 @@ from tests.tiny_models import DEMO_ENGINE
 
 pytestmark = pytest.mark.xdist_group("survival")
 
-NUM_TOKENS = 160
+NUM_TOKENS = 100
 KINDS = {
     "greedy": {"temperature": 0.0},
     "seeded": {"seed": 5},
@@ -28,7 +28,7 @@ KINDS = {
     "two, whole": {"n": 2, "output_kind": RequestOutputKind.FINAL_ONLY},
     "deltas": {"seed": 7, "output_kind": RequestOutputKind.DELTA},
     "logprobs": {"seed": 8, "logprobs": 2, "prompt_logprobs": 1},
-    "stop": {"seed": 9, "stop": [" the ", "and"], "include_stop_str_in_output": True, "min_tokens": 60},
+    "stop": {"seed": 9, "stop": [" the ", "and"], "include_stop_str_in_output": True, "min_tokens": 50},
     "penalties": {"seed": 10, "presence_penalty": 1.0, "repetition_penalty": 1.2},
     "best of": {"seed": 11, "n": 1, "best_of": 3},
 }

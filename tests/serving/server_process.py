@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 
-from tests.tiny_models import DEMO_ENGINE
+from tests.tiny_models import DEMO_ENGINE, engine_options
 
 KEY = "a-key-for-tests"
-SIZES = tuple(word for name, size in DEMO_ENGINE.items() for word in ("--" + name.replace("_", "-"), str(size)))
+SIZES = engine_options(DEMO_ENGINE)
 OPTIONS = (*SIZES, "--api-workers", "1")
 
 

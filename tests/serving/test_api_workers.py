@@ -220,8 +220,9 @@ def test_a_killed_api_process_that_is_not_started_again_ends_the_others_and_the_
     os.kill(pids[-1], signal.SIGKILL)
     assert server.process.wait(60) == 1
     assert ended_within(pids, 20)
-    log = server.log_with(f"API process {pids[-1]} ended with signal 9; start the server anew")
-    assert log.index(f"API process {pids[-1]} ended") < log.index("draining")
+    ended = f"API process {pids[-1]} ended with signal 9"
+    log = server.log_with(f"{ended}; start the server anew")
+    assert log.index(f"{ended}; the others drain") < log.index(f"{ended}; start the server anew")
 
 
 def test_a_killed_supervisor_leaves_nothing(tmp_path):

@@ -158,7 +158,8 @@ class ConstrainedRows(DependentRows):
             return None
         future = self._grammars.compile(constraint)
         self._compiling[request.request_id] = future
-        future.add_done_callback(lambda _: self._news.set())
+        news = self._news  # what has compiled keeps the future, which must not keep this object
+        future.add_done_callback(lambda _: news.set())
         return SequenceGroup.form(request)
 
     def may_queue(self, request: Request) -> bool:

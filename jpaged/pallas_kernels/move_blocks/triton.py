@@ -1,6 +1,6 @@
 """Block copy, gather and scatter in Triton: whole blocks, many at a time, of one layer a launch.
 
-grid (piece of a block, pair)      from global memory to registers and back
+grid (piece of a block + pieces * pair)      from global memory to registers and back
 """
 
 from typing import Any
@@ -53,7 +53,9 @@ def scatter_blocks(kv_pools: tuple[jax.Array, ...], staging: jax.Array, block_id
 def _plan(pool: jax.Array, ids: jax.Array) -> tuple[Launch, dict[str, Any]]:
     """The launch for one layer, and the kernels' constants."""
     size = pool[0].size
-    return Launch((triton.cdiv(size, _PIECE), ids.shape[0])), {"SIZE": size, "PIECE": _PIECE}
+    pieces = triton.cdiv(size, _PIECE)
+    sizes = {"SIZE": size, "PIECE": _PIECE, "PIECES": pieces}
+    return Launch((pieces * ids.shape[0],)), sizes  # only a grid's first axis may have more than 65,535 CTAs
 
 
 def _places(pools: tuple[jax.Array, ...], ids: jax.Array) -> jax.Array:
@@ -62,23 +64,23 @@ def _places(pools: tuple[jax.Array, ...], ids: jax.Array) -> jax.Array:
 
 
 @triton.jit
-def _copy_blocks(src, dst, pool, SIZE: tl.constexpr, PIECE: tl.constexpr):
+def _copy_blocks(src, dst, pool, SIZE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
     """Within pool [blocks, SIZE], block src[i] to dst[i]: int32 [pairs]."""
-    pair = tl.program_id(1)
+    pair, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
     from_block, to_block = tl.load(src + pair).to(tl.int64), tl.load(dst + pair).to(tl.int64)
-    _move_piece(pool + from_block * SIZE, pool + to_block * SIZE, SIZE, PIECE)
+    _move_piece(pool + from_block * SIZE, pool + to_block * SIZE, piece, SIZE, PIECE)
 
 
 @triton.jit
-def _transfer_blocks(source, src, dst, target, SIZE: tl.constexpr, PIECE: tl.constexpr):
+def _transfer_blocks(source, src, dst, target, SIZE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
     """Block src[i] of source [blocks, SIZE] to dst[i] of target."""
-    pair = tl.program_id(1)
+    pair, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
     from_block, to_block = tl.load(src + pair).to(tl.int64), tl.load(dst + pair).to(tl.int64)
-    _move_piece(source + from_block * SIZE, target + to_block * SIZE, SIZE, PIECE)
+    _move_piece(source + from_block * SIZE, target + to_block * SIZE, piece, SIZE, PIECE)
 
 
 @triton.jit
-def _move_piece(source, target, SIZE: tl.constexpr, PIECE: tl.constexpr):
-    """This CTA's part of a block."""
-    at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+def _move_piece(source, target, piece, SIZE: tl.constexpr, PIECE: tl.constexpr):
+    """A part of a block."""
+    at = piece * PIECE + tl.arange(0, PIECE)
     tl.store(target + at, tl.load(source + at, mask=at < SIZE), mask=at < SIZE)
