@@ -148,7 +148,8 @@ class JobMaker:
             with in_words_of(body, constraint):
                 return constraint, turn.applied(params, constraint, tokenizer)
 
-        constraint, applied_params = await self._engine.in_thread(applied) if turn.tools else applied()
+        is_long = bool(turn.tools) or (isinstance(params, SamplingParams) and params.structured_outputs is not None)
+        constraint, applied_params = await self._engine.in_thread(applied) if is_long else applied()
         try:
             with in_words_of(body, constraint):
                 return applied_params, await self._engine.process(tokens, applied_params)
