@@ -98,7 +98,7 @@ def measure_mapping() -> list[dict[str, Any]]:
     device = jax.devices()[0]
     ranges = GpuRanges(device) if device.platform == "gpu" else CpuRanges(device, most * PAGE_BYTES)
     base = ranges.driver.reserve((1 + 2) * most * PAGE_BYTES)
-    manager = PageManager(ranges.driver, [base], PAGE_BYTES, most, 2 * most)
+    manager = PageManager([(ranges.driver, base)], PAGE_BYTES, most, 2 * most)
     pages = np.arange(most)
     begun = time.perf_counter()
     manager.back(pages)

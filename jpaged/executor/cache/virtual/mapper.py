@@ -19,7 +19,7 @@ import numpy as np
 from jpaged.api.errors import EngineDeadError, OutOfMemoryError
 from jpaged.engine.interface import NULL_BLOCK, StepPlan
 from jpaged.executor.cache.virtual.driver import Driver
-from jpaged.executor.cache.virtual.pages import MappingCounts, PageManager
+from jpaged.executor.cache.virtual.pages import NO_PAGE, MappingCounts, PageManager
 
 _NO_STEP = -1
 _Puts = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -29,10 +29,10 @@ _NO_PLACES, _NO_FLAGS = np.zeros((0,), np.int64), np.zeros((0,), np.bool_)
 
 
 class PlanMapper:
-    """Maps what plans need, on each of the devices alike.
+    """Maps what plans need.
 
     Args:
-        managers, drivers: of the devices.
+        manager: of the pages. drivers: of its devices.
         tables: cache groups, slots and entries of a block table. A place is an index into such an array, flat.
         page_tokens: tokens that a page holds.
 
@@ -42,12 +42,12 @@ class PlanMapper:
 
     def __init__(
         self,
-        managers: Sequence[PageManager],
+        manager: PageManager,
         drivers: Sequence[Driver],
         tables: tuple[int, int, int],
         page_tokens: int,
     ) -> None:
-        self._managers, self._drivers = tuple(managers), tuple(drivers)
+        self._manager, self._drivers = manager, tuple(drivers)
         self._page_tokens = page_tokens
         self._shape = tables
         self._tables = np.zeros(tables, np.int32)  # the pages of running sequences
@@ -63,8 +63,8 @@ class PlanMapper:
 
     @property
     def counts(self) -> MappingCounts:
-        """What was mapped, on the first device."""
-        return self._managers[0].counts
+        """What was mapped."""
+        return self._manager.counts
 
     def forget(self) -> None:
         """Nothing runs, and what sequences had is gone: no place is anybody's any more."""
@@ -86,20 +86,20 @@ class PlanMapper:
         """
         self.join()
         if self._later is not None:
-            missing = self._missing(*self._later)  # by now only what the device had no memory for
-            self._put((self._later[0][missing], self._later[1][missing], self._later[2][missing]))
+            missing = self._manager.missing(*self._later)  # by now only what the device had no memory for
+            self._manager.put(self._later[0][missing], self._later[1][missing], self._later[2][missing])
             self._later = None
         self._ended_in[plan.ends] = self._last_step[plan.ends]
         places, pages, read_only, is_live = self._changes(plan)
         if len(places):
-            missing = self._missing(places, pages, read_only)
+            missing = self._manager.missing(places, pages, read_only)
             self.counts.num_kept += int(np.count_nonzero(~missing))
             places, pages, read_only = places[missing], pages[missing], read_only[missing]
             if self._are_read(places, is_live[missing]):
                 wait()
                 self._newest_read = self._num_steps - 1
             is_later = self._are_used_later(plan, places)
-            self._put((places[~is_later], pages[~is_later], read_only[~is_later]))
+            self._manager.put(places[~is_later], pages[~is_later], read_only[~is_later])
             if is_later.any():
                 self._later = places[is_later], pages[is_later], read_only[is_later]
         self._last_step[plan.decode_slots] = self._num_steps
@@ -121,7 +121,9 @@ class PlanMapper:
             places = self._places(groups, slots, indices)
             is_free = self._tables[groups, slots, indices] == NULL_BLOCK
             writable = np.zeros(places.shape, np.bool_)
-            missing = self._missing(places, pages, writable) & is_free & (self._ended_in[slots] <= self._newest_read)
+            missing = (
+                self._manager.missing(places, pages, writable) & is_free & (self._ended_in[slots] <= self._newest_read)
+            )
             if missing.any():
                 puts.append((places[missing], pages[missing], writable[missing]))
         unused = [self._retired.pop(0)[1] for _ in range(self._num_unused())]
@@ -146,21 +148,20 @@ class PlanMapper:
         """Gives distinct pages their memory, in order: those that are still to be withdrawn, and at most `num_spare`
         others.
 
-        Returns: how many have it then on every device, the first ones.
+        Returns: how many have it then, the first ones.
         """
         self.join()
-        for manager in self._managers:
-            has_none = np.array([not manager.is_backed(page) for page in pages.tolist()], np.bool_)
-            with suppress(OutOfMemoryError):  # others take it at the same time
-                manager.back(pages[has_none][: max(0, num_spare)])
-        backed = [all(manager.is_backed(page) for manager in self._managers) for page in pages.tolist()]
+        manager = self._manager
+        has_none = np.array([not manager.is_backed(page) for page in pages.tolist()], np.bool_)
+        with suppress(OutOfMemoryError):  # others take it at the same time
+            manager.back(pages[has_none][: max(0, num_spare)])
+        backed = [manager.is_backed(page) for page in pages.tolist()]
         count = backed.index(False) if False in backed else len(backed)
         taken = pages[:count]
         retired = [(step, old[~np.isin(old, taken)]) for step, old in self._retired]
         self._retired = [(step, old) for step, old in retired if len(old)]
         fresh = pages[count:][~np.isin(pages[count:], [page for _, old in self._retired for page in old.tolist()])]
-        for manager in self._managers:
-            manager.withdraw(fresh)
+        manager.withdraw(fresh)
         return count
 
     def withdraw_all(self) -> None:
@@ -175,11 +176,10 @@ class PlanMapper:
         self.join()
         places = np.flatnonzero(self._tables.reshape(-1) != NULL_BLOCK)
         pages = self._tables.reshape(-1)[places]
-        for manager in self._managers:
-            manager.check_integrity()
-            wrong = places[manager.pages_at(places) != pages]
-            if len(wrong):
-                raise EngineDeadError(f"Places {wrong[:16].tolist()} do not have the pages of their block tables.")
+        self._manager.check_integrity()
+        wrong = places[self._manager.pages_at(places) != pages]
+        if len(wrong):
+            raise EngineDeadError(f"Places {wrong[:16].tolist()} do not have the pages of their block tables.")
 
     def _changes(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """The places that have other pages after the plan's changes than before, their pages, which of them the slot
@@ -224,13 +224,8 @@ class PlanMapper:
         """Whether steps in flight may touch a page that these places have."""
         slots = places // self._shape[2] % self._shape[1]
         until = np.where(is_live, self._last_step[slots], self._ended_in[slots])
-        has_page = np.any([manager.pages_at(places) >= 0 for manager in self._managers], axis=0)
+        has_page = self._manager.pages_at(places) != NO_PAGE
         return bool((has_page & (until > self._newest_read)).any())
-
-    def _missing(self, places: np.ndarray, pages: np.ndarray, read_only: np.ndarray) -> np.ndarray:
-        """Which are missing on any device: one may have had no memory for what is mapped ahead on another."""
-        missing: np.ndarray = np.any([m.missing(places, pages, read_only) for m in self._managers], axis=0)
-        return missing
 
     def _places(self, groups: np.ndarray, slots: np.ndarray, indices: np.ndarray) -> np.ndarray:
         _, num_slots, width = self._shape
@@ -253,17 +248,12 @@ class PlanMapper:
         is_later: np.ndarray = places % self._shape[2] >= end[places // self._shape[2] % self._shape[1]]
         return is_later
 
-    def _put(self, puts: _Puts) -> None:
-        for manager in self._managers:
-            manager.put(*puts)
-
     def _change(self, puts: Sequence[_Puts], unused: Sequence[np.ndarray]) -> None:
         for some in puts:
             with suppress(OutOfMemoryError):  # whoever needs them will hear of it
-                self._put(some)
+                self._manager.put(*some)
         for pages in unused:
-            for manager in self._managers:
-                manager.withdraw(pages)
+            self._manager.withdraw(pages)
 
     def join(self) -> None:
         """Waits for what the thread is doing."""
