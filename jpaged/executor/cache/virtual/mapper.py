@@ -10,6 +10,7 @@ does not know yet. Then what is in flight is waited for. A slot that the device 
 after that: they write to the null block and see nothing.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -38,6 +39,8 @@ class PlanMapper:
 
     Attributes:
         maps_ahead: whether to map what plans announce (`StepPlan.ahead`) while they run.
+        num_in_steps: pages that were mapped before a step could be dispatched.
+        waited_s: for which steps waited for that, and for the thread.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class PlanMapper:
         self._last_step = np.full(tables[1:2], _NO_STEP, np.int64)  # that had a row of the slot
         self._ended_in = self._last_step.copy()  # the last step of a tenant that the host ended
         self.maps_ahead = True
+        self.num_in_steps = 0
+        self.waited_s = 0.0
         self._num_steps = 0
         self._newest_read = _NO_STEP
         self._ahead: Future[None] | None = None
@@ -84,10 +89,17 @@ class PlanMapper:
         Raises:
             OutOfMemoryError: a page needs memory, and the device has no more.
         """
+        begun = time.perf_counter()
+        try:
+            self._prepare(plan, wait)
+        finally:
+            self.waited_s += time.perf_counter() - begun
+
+    def _prepare(self, plan: StepPlan, wait: Callable[[], None]) -> None:
         self.join()
         if self._later is not None:
             missing = self._manager.missing(*self._later)  # by now only what the device had no memory for
-            self._manager.put(self._later[0][missing], self._later[1][missing], self._later[2][missing])
+            self.num_in_steps += self._manager.put(*(of_later[missing] for of_later in self._later))
             self._later = None
         self._ended_in[plan.ends] = self._last_step[plan.ends]
         places, pages, read_only, is_live = self._changes(plan)
@@ -99,7 +111,7 @@ class PlanMapper:
                 wait()
                 self._newest_read = self._num_steps - 1
             is_later = self._are_used_later(plan, places)
-            self._manager.put(places[~is_later], pages[~is_later], read_only[~is_later])
+            self.num_in_steps += self._manager.put(places[~is_later], pages[~is_later], read_only[~is_later])
             if is_later.any():
                 self._later = places[is_later], pages[is_later], read_only[is_later]
         self._last_step[plan.decode_slots] = self._num_steps

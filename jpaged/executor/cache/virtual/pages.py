@@ -129,9 +129,11 @@ class PageManager:
         differs: np.ndarray = (self._page_at[places] != pages) | (self._read_only[places] & ~read_only)
         return differs
 
-    def put(self, places: np.ndarray, pages: np.ndarray, read_only: np.ndarray) -> None:
+    def put(self, places: np.ndarray, pages: np.ndarray, read_only: np.ndarray) -> int:
         """Maps pages below distinct places: int [n], int [n], bool [n]. What is there already stays; other pages below
         these places are unmapped, so nobody may be reading there.
+
+        Returns: how many were mapped.
 
         Raises:
             OutOfMemoryError: pages without memory get some, and a device has no more; or it has none for the mapping
@@ -141,7 +143,7 @@ class PageManager:
             differs = self.missing(places, pages, read_only)
             self.counts.num_kept += len(places) - int(np.count_nonzero(differs))
             if not differs.any():
-                return
+                return 0
             order = np.argsort(places[differs], kind="stable")
             places, pages, read_only = (x[differs][order] for x in (places, pages, read_only))
             self.back(np.unique(pages))
@@ -151,6 +153,7 @@ class PageManager:
                 self._page_at[places] = pages
                 self._read_only[places] = read_only
                 self.counts.num_mapped += len(places)
+        return len(places)
 
     def clear(self, places: np.ndarray) -> None:
         """Leaves nothing below these distinct places, which nobody reads."""
