@@ -22,6 +22,8 @@ from jpaged.engine.interface import NULL_BLOCK
 from jpaged.engine.kv.prefix_cache import PrefixCache
 
 _ABSENT = -1
+_LOOKED_AT = 16
+"""Blocks that are looked at to tell whether the next ones in line hold prefixes."""
 NOBODY = -1
 """Stands for the slot of a block that is promised to none."""
 
@@ -212,15 +214,19 @@ class BlockPool:
 
     def can_have(self, wanted: np.ndarray, slots: np.ndarray | int) -> np.ndarray:
         """Which of these blocks can be given to these slots out of turn: those that are free, promised to no other
-        slot, and that no prefix could hit, or that have been free for longer than half of the others. Bool of their
-        shape.
+        slot, and that no prefix could hit. Where the next ones in line would cost prefixes, too, also those that have
+        been free for longer than half of the others. Bool of their shape.
         """
         promised_to = self._promised_to[wanted]
         fits = (self._ref_counts[wanted] == 0) & (wanted != NULL_BLOCK) & ~self._is_absent[wanted]
         fits &= (promised_to == NOBODY) | (promised_to == slots)
         if self.cache is not None:
             named = self.cache.are_named(wanted)
-            fits &= ~named if self.cache.host is not None else ~named | self._free_list.are_old(wanted)
+            if self.cache.host is None and (fits & named).any():
+                next_ones = self._free_list.head(_LOOKED_AT)
+                if 2 * np.count_nonzero(self.cache.are_named(next_ones)) >= len(next_ones):
+                    named &= ~self._free_list.are_old(wanted)
+            fits &= ~named
         return fits
 
     def granted(self, wanted: np.ndarray, slots: np.ndarray | int = NOBODY) -> np.ndarray:

@@ -15,6 +15,7 @@ Layers with windows, steps of several tokens a row and prefixes in host memory a
 
 import numpy as np
 
+from jpaged.engine.interface import NULL_BLOCK
 from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.sequences.request import Request, RequestStatus
 
@@ -68,20 +69,22 @@ class Foresight(SchedulerPart):
         return slot
 
     def _best_fit(self, first: int, stop: int) -> int:
-        """Of the slots that were freed first and last the one that has most blocks that can be had again at these
-        indices, and of several such the one with the fewest behind them; of these the one freed first. Not one that is
-        prepared for others, if there is another.
+        """Of the slots that were freed first and last the one where getting blocks at these indices costs least.
+
+        A block that can be had again costs nothing. Another one must be mapped, and the one that is there unmapped, at
+        about half the cost. Of several such slots it is the one with the fewest blocks behind these, and of those the
+        one freed first. Slots that are prepared for others come last.
         """
         candidates = self._slots.free_candidates(self._prepared)
         if len(candidates) == 1:
             return int(candidates[0])
         width = self._slots.block_tables.shape[2]
         indices = np.arange(first, max(first + 1, min(2 * stop, width)))
-        wanted = self._slots.block_tables[0][candidates[:, None], indices]
-        can_have = self._pool.can_have(wanted, candidates[:, None])
-        fits = can_have[:, : stop - first].sum(axis=1)
-        surplus = can_have[:, stop - first :].sum(axis=1)
-        return int(candidates[np.argmax(fits * (width + 1) - surplus)])
+        there = self._slots.block_tables[0][candidates[:, None], indices]
+        fits, n = self._pool.can_have(there, candidates[:, None]), stop - first
+        in_the_way = (there[:, :n] != NULL_BLOCK) & ~fits[:, :n]
+        saved = 2 * fits[:, :n].sum(axis=1) - in_the_way.sum(axis=1)
+        return int(candidates[np.argmax(saved * (width + 1) - fits[:, n:].sum(axis=1))])
 
     def _of_growing_rows(self) -> np.ndarray:
         slots, pool, size = self._slots, self._pool, self._config.block_size
@@ -123,7 +126,7 @@ class Foresight(SchedulerPart):
         leader = self._waiting.peek()
         if leader is None or slots.num_free <= len(self._prepared) or -(-leader.prompt_len // size) > spare:
             return _NOTHING
-        found = []
+        found: list[np.ndarray] = []
         prepared = set(map(id, self._prepared.values()))
         for request in self._waiting.first(_MOST_PROMPTS):
             budget -= request.prompt_len
@@ -131,7 +134,8 @@ class Foresight(SchedulerPart):
                 break
             if id(request) in prepared:
                 continue
-            if request.swap is not None or request.group.forked or slots.num_free <= len(self._prepared):
+            resumes_together = request.group.runs_together and request.group.forked
+            if request.swap is not None or resumes_together or slots.num_free <= len(self._prepared):
                 break
             token_ids = request.known_token_ids()
             hits = self._prefix_hits(request, token_ids)
