@@ -97,8 +97,8 @@ class Slots:
         return len(self._free)
 
     def wanted(self, slots: np.ndarray | int, indices: np.ndarray) -> np.ndarray | None:
-        """The blocks that these slots' tables had at these indices when a former tenant ended, for a sequence that gets
-        there now: int32 [n]. None where that is of no use: see `SchedulerConfig.plans_ahead`.
+        """The blocks that were promised to these slots at these indices of their tables, or that they had there when a
+        former tenant ended, for a sequence that gets there now: int32 [n]. None where that is of no use: see `SchedulerConfig.plans_ahead`.
         """
         return self._tables[0][slots, indices] if self._wants_same_blocks else None
 
