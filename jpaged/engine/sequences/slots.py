@@ -98,7 +98,8 @@ class Slots:
 
     def wanted(self, slots: np.ndarray | int, indices: np.ndarray) -> np.ndarray | None:
         """The blocks that were promised to these slots at these indices of their tables, or that they had there when a
-        former tenant ended, for a sequence that gets there now: int32 [n]. None where that is of no use: see `SchedulerConfig.plans_ahead`.
+        former tenant ended, for a sequence that gets there now: int32 [n]. None where that is of no use: see
+        `SchedulerConfig.plans_ahead`.
         """
         return self._tables[0][slots, indices] if self._wants_same_blocks else None
 
@@ -118,7 +119,7 @@ class Slots:
 
     @property
     def next_free(self) -> int:
-        """The slot that `acquire` gives; there is a free one."""
+        """The slot that `acquire` gives where none is named; there is a free one."""
         return self._free[0]
 
     @property
