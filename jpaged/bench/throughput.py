@@ -32,6 +32,7 @@ from jpaged.bench.report import write_report
 from jpaged.bench.sharegpt import read_turns, sharegpt_requests
 from jpaged.bench.structured import make_structured_llm, measure_structured, structured_row
 from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, make_requests
+from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.llm import LLM
 from jpaged.text.tokenizer import Tokenizer
 
@@ -164,6 +165,7 @@ def measure(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: in
     prompts = [request.prompt_token_ids for request in requests]
     seconds = []
     utilization = kv_utilization(llm, prompts, params)
+    before = mapping_so_far(llm)
     for _ in range(runs):
         llm.reset_prefix_cache()
         begun = time.perf_counter()
@@ -181,7 +183,20 @@ def measure(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: in
         "kv_utilization": utilization,
         "output_tokens_per_s": generated / statistics.median(seconds) if seconds else None,
         "metrics": asdict(llm.get_metrics()),
+        "mapping": {name: value - before[name] for name, value in mapping_so_far(llm).items()},
     }
+
+
+def mapping_so_far(llm: LLM) -> dict[str, float]:
+    """What the virtual layout's page manager has done, and seconds that steps waited for it; empty where there is none
+    in this process.
+    """
+    engine = llm.engine
+    memory = engine.startup.runner.memory if isinstance(engine, LLMEngine) else None
+    if memory is None:
+        return {}
+    mapper = memory.mapper
+    return asdict(mapper.counts) | {"num_in_steps": mapper.num_in_steps, "waited_s": mapper.waited_s}
 
 
 def _params(requests: list[BenchRequest], workload: Workload) -> list[SamplingParams]:
@@ -230,5 +245,11 @@ def _row(figure: dict) -> str:
         f"{figure['name']}: {figure['num_prompts']} requests, {figure['input_tokens']:,} tokens in, "
         f"{figure['output_tokens']:,} out: {figure['output_tokens_per_s']:,.0f} output tokens/s "
         f"({least:.3f} to {most:.3f} s a run); {figure['kv_utilization']:.1%} of the KV memory in use held tokens"
+        + (
+            f"; of {mapping['num_mapped']:,} pages mapped {mapping['num_in_steps']:,} were in the way of a step, steps "
+            f"waited {mapping['waited_s']:.2f} s for pages"
+            if (mapping := figure.get("mapping"))
+            else ""
+        )
         + (f"; profiled, the device was idle for {idle:.1%} of the time" if idle is not None else "")
     )

@@ -5,6 +5,7 @@ Parts, all of them by default (`--part` names some):
     mapping     pages mapped and unmapped a second, by how many at a time, and the growth of 1,000 sequences at once
     attention   decode attention over one layer's keys and values: cuDNN over contiguous addresses, our kernel over the
                 same by a table that counts up, and over shuffled blocks (`--rows` sequences of `--context` tokens each)
+    calls       the driver's calls for 1,000 tokens of a ShareGPT-like load, by the scheduler and no device
     waste       the share of pages' memory that holds no token, by page layout and length, beside blocks of 16 tokens
     steps       decode steps of an engine in each layout: mean, median and 99th percentile, with pages mapped in the
                 step and ahead of it; whether greedy tokens are the paged layout's; what sleeping and waking takes
@@ -33,7 +34,10 @@ from jpaged.api.sampling_params import SamplingParams
 from jpaged.assets import demo_model_path
 from jpaged.bench.arguments import bench_parser, check_least
 from jpaged.bench.engine_options import add_engine_options, engine_options
+from jpaged.bench.mapping_calls import count_calls
 from jpaged.bench.report import write_report
+from jpaged.bench.workloads import WORKLOADS, make_requests
+from jpaged.engine.config import SchedulerConfig
 from jpaged.executor.cache.virtual.arrays import CpuRanges, GpuRanges
 from jpaged.executor.cache.virtual.geometry import Geometry
 from jpaged.executor.cache.virtual.pages import PageManager
@@ -42,7 +46,7 @@ from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.models import ModelConfig
 from jpaged.pallas_kernels import decode_attention
 
-PARTS = ("mapping", "attention", "waste", "steps", "turns")
+PARTS = ("mapping", "calls", "attention", "waste", "steps", "turns")
 LAYOUTS = ("paged", "sliced", "per-layer")
 PAGE_BYTES = 2 * 2**20
 _ROUNDS = 5
@@ -74,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     of_part: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "mapping": measure_mapping,
         "attention": partial(measure_attention, args.rows, args.context),
+        "calls": partial(measure_calls, args),
         "waste": partial(waste, args),
         "steps": partial(measure_engines, args),
         "turns": partial(measure_turns, args),
@@ -98,7 +103,7 @@ def measure_mapping() -> list[dict[str, Any]]:
     device = jax.devices()[0]
     ranges = GpuRanges(device) if device.platform == "gpu" else CpuRanges(device, most * PAGE_BYTES)
     base = ranges.driver.reserve((1 + 2) * most * PAGE_BYTES)
-    manager = PageManager(ranges.driver, [base], PAGE_BYTES, most, 2 * most)
+    manager = PageManager([(ranges.driver, base)], PAGE_BYTES, most, 2 * most)
     pages = np.arange(most)
     begun = time.perf_counter()
     manager.back(pages)
@@ -199,6 +204,33 @@ def _by_table(q: jax.Array, pool: jax.Array, table: jax.Array, kv_lens: jax.Arra
 
 def _rate(num_bytes: int, seconds: float) -> dict[str, float]:
     return {"gb_per_s": num_bytes / seconds / 1e9}
+
+
+_CALL_ROUNDS = 3
+
+
+def measure_calls(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rounds of the `sharegpt` workload, at most 128 or all requests at once, with a prefix cache and without one."""
+    model = ModelConfig.from_directory(Path(engine_options(args)["model"] or demo_model_path()))
+    block_bytes = 2 * model.num_kv_heads * args.block_size * model.head_dim * 2
+    page_tokens = Geometry.fit("sliced", model.num_layers, args.block_size, block_bytes, PAGE_BYTES).page_tokens
+    load = WORKLOADS["sharegpt"]
+    rounds = [make_requests(load.dataset, load.num_prompts, 32_000, seed=seed) for seed in range(_CALL_ROUNDS)]
+    figures = []
+    for slots in (128, 1024):
+        for cached in (True, False):
+            config = SchedulerConfig(
+                block_size=page_tokens,
+                num_blocks=1 + 720_000 // page_tokens,  # of an 8B model 94 GB
+                max_num_seqs=slots,
+                max_num_batched_tokens=8192,
+                max_model_len=2560,
+                enable_prefix_caching=cached,
+                plans_ahead=True,
+            )
+            for figure in count_calls(config, rounds):
+                figures.append({"page_tokens": page_tokens, "slots": slots, "prefix_cache": cached} | figure)
+    return figures
 
 
 def waste(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -22,8 +22,9 @@ class SchedulerConfig(SchedulingOptions):
     num_swap_chunks: chunks of `SWAP_CHUNK_BLOCKS` blocks in host memory.
     tokens_per_row: the most tokens that a step brings for a decoding sequence, where it has no prompts to compute.
     cache_groups: layers that keep the same of a token, each with block tables of its own (`CacheGroup`); one at least.
-    plans_ahead: the executor maps blocks at places of slots: say in each plan what the next ones will probably bring
-        (`StepPlan.ahead`), and give a slot the blocks again that it had, where no prefix is lost by it.
+    plans_ahead: the executor maps blocks at places of slots: say in each plan what later ones will probably bring
+        (`StepPlan.ahead`), and give a slot the blocks again that it had, where few prefixes are lost by it
+        (`scheduler/foresight.py`).
     kv_idle_release_s: as of `EngineArgs`.
     """
 

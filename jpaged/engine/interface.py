@@ -173,8 +173,9 @@ class StepPlan:
         Both 0 where there are chunks.
     tokens_per_row: tokens that each sampling row brings, unless it ends earlier; a row that waits for its last result
         (`constraints/dependent_rows.py`) may bring fewer, or none. 1 where there are chunks.
-    ahead: int32 [a, 4]; like `table_updates`, entries that the next plans will probably bring: for an executor that
-        has something to prepare for them. The blocks are still free, and may go to others.
+    ahead: int32 [a, 4]; like `table_updates`, entries that later plans will probably bring, also at the start of slots
+        that are free now: for an executor that has something to prepare for them. The blocks
+        are still free, and may go to others.
     """
 
     step_id: int

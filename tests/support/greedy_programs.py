@@ -18,21 +18,25 @@ _KINDS = (Update, Mixed, Decode, CopyBlocks, Score)
 
 
 @contextmanager
-def greedy_programs() -> Iterator[None]:
-    """Engines that start within it serve greedy requests without penalties, masks or log-probabilities, and scores."""
+def greedy_programs(*others: type[StepProgram]) -> Iterator[None]:
+    """Engines that start within it serve greedy requests without penalties, masks or log-probabilities, and scores.
+
+    others: kinds of programs that are compiled, too.
+    """
+
+    def submit(compiler: Compiler) -> None:
+        kinds = (*_KINDS, *others)
+        compiler.submit([program for program in step_programs(compiler.setup) if _is_needed(program, kinds)])
+
     with (
-        mock.patch.object(Compiler, "submit_pool_programs", _submit),
+        mock.patch.object(Compiler, "submit_pool_programs", submit),
         mock.patch.object(Compiler, "submit_other_programs"),
         mock.patch.object(Runner, "warm_up"),
     ):
         yield
 
 
-def _submit(compiler: Compiler) -> None:
-    compiler.submit([program for program in step_programs(compiler.setup) if _is_needed(program)])
-
-
-def _is_needed(program: StepProgram) -> bool:
+def _is_needed(program: StepProgram, kinds: tuple[type[StepProgram], ...]) -> bool:
     if isinstance(program, Sample):
         return program.variant == SamplingVariant.GREEDY
-    return type(program) in _KINDS
+    return isinstance(program, kinds)

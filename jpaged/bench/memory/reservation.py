@@ -19,7 +19,7 @@ import numpy as np
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.memory.buddy import BuddyAllocator
-from jpaged.engine.kv.block_pool import BlockPool
+from jpaged.engine.kv.block_pool import NOBODY, BlockPool
 
 POLICIES: dict[str, Callable[[int, int, int], int]] = {
     "orca-max": lambda prompt_len, max_len, max_model_len: max_model_len,
@@ -70,13 +70,13 @@ class ReservationPool(BlockPool):
         """Slots for all that the sequence may become, as the policy guesses it."""
         return max(num_tokens, self._reserve(prompt_len, max_len, self._max_model_len))
 
-    def allocate(self, n: int, wanted: np.ndarray | None = None) -> np.ndarray:
+    def allocate(self, n: int, wanted: np.ndarray | None = None, slots: np.ndarray | int = NOBODY) -> np.ndarray:
         """A contiguous range, int32 [n], whatever is wished for.
 
         Raises:
             OutOfMemoryError: no free range is long enough; nothing is allocated.
         """
-        del wanted
+        del wanted, slots
         if n == 0:
             return np.zeros((0,), np.int32)
         first = self._buddies.allocate(n) + 1  # block 0 is the null block

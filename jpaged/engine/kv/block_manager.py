@@ -243,7 +243,7 @@ class BlockManager:
             if copying or growth.num_tokens > 1
             else self._slots.wanted(growing, self._slots.capacity[growing] // self._block_size)
         )
-        block_ids = self._pool.allocate(growth.num_blocks, wanted)
+        block_ids = self._pool.allocate(growth.num_blocks, wanted, growing)
         updates, copies = np.zeros((n, 4), np.int32), _NO_COPIES  # of the first group
         if copying:  # before anything is appended: the shared blocks are the last ones
             new = block_ids.reshape(self._num_groups, n)[:, num_growing:]

@@ -22,6 +22,10 @@ from jpaged.engine.interface import NULL_BLOCK
 from jpaged.engine.kv.prefix_cache import PrefixCache
 
 _ABSENT = -1
+_LOOKED_AT = 16
+"""Blocks that are looked at to tell whether the next ones in line hold prefixes."""
+NOBODY = -1
+"""Stands for the slot of a block that is promised to none."""
 
 
 class FreeList:
@@ -81,6 +85,11 @@ class FreeList:
         self._position[block_ids] = _ABSENT
         return block_ids
 
+    def are_old(self, block_ids: np.ndarray) -> np.ndarray:
+        """Which of these blocks, which are in the list, are in its older half, about: bool of their shape."""
+        old: np.ndarray = self._position[block_ids] < (self._head + self._tail) // 2
+        return old
+
     def remove(self, block_ids: np.ndarray) -> None:
         """Takes these blocks out, wherever they stand."""
         self._position[block_ids] = _ABSENT
@@ -130,6 +139,7 @@ class BlockPool:
         self._free_list = FreeList(num_blocks)
         self._free_list.push(np.arange(1, num_blocks, dtype=np.int32))
         self._is_absent = np.zeros((num_blocks,), np.bool_)
+        self._promised_to = np.full((num_blocks,), NOBODY, np.int32)
         self.num_absent = 0
         self.num_releases = 0
 
@@ -175,11 +185,12 @@ class BlockPool:
         """How many of these blocks are on the free list, so that sharing them uses up free blocks."""
         return int(np.count_nonzero(self._ref_counts[block_ids] == 0)) if len(block_ids) else 0
 
-    def allocate(self, n: int, wanted: np.ndarray | None = None) -> np.ndarray:
+    def allocate(self, n: int, wanted: np.ndarray | None = None, slots: np.ndarray | int = NOBODY) -> np.ndarray:
         """Hands out the n least recently used free blocks with one reference each.
 
-        wanted: int32 [n]; blocks to have instead where that costs nothing: those that are free, and that no prefix
-            could hit. The null block for places without a wish.
+        wanted: int32 [n]; blocks to have instead where that costs little (`can_have`). The null block for places
+            without a wish.
+        slots: int [n], or one for all; that wish for them.
 
         Returns: int32 [n].
 
@@ -188,7 +199,7 @@ class BlockPool:
         """
         if n > self.num_free:
             raise OutOfMemoryError(f"{n} blocks wanted, {self.num_free} of {self.num_present} are free.")
-        granted = None if wanted is None else self.granted(wanted)
+        granted = None if wanted is None else self.granted(wanted, slots)
         if wanted is None or granted is None or not granted.any():
             block_ids = self._free_list.pop(n)
         else:
@@ -196,15 +207,31 @@ class BlockPool:
             self._free_list.remove(block_ids[granted])
             block_ids[~granted] = self._free_list.pop(n - int(np.count_nonzero(granted)))
         self._ref_counts[block_ids] = 1
+        self._promised_to[block_ids] = NOBODY
         if self.cache is not None:
             self.cache.forget(block_ids)
         return block_ids
 
-    def granted(self, wanted: np.ndarray) -> np.ndarray:
-        """Which of the wishes `allocate` would fulfil now: bool [n]. A block that is wished for twice is given once."""
-        granted = (self._ref_counts[wanted] == 0) & (wanted != NULL_BLOCK) & ~self._is_absent[wanted]
+    def can_have(self, wanted: np.ndarray, slots: np.ndarray | int) -> np.ndarray:
+        """Which of these blocks can be given to these slots out of turn: those that are free, promised to no other
+        slot, and that no prefix could hit. Where the next ones in line would cost prefixes, too, also those that have
+        been free for longer than half of the others. Bool of their shape.
+        """
+        promised_to = self._promised_to[wanted]
+        fits = (self._ref_counts[wanted] == 0) & (wanted != NULL_BLOCK) & ~self._is_absent[wanted]
+        fits &= (promised_to == NOBODY) | (promised_to == slots)
         if self.cache is not None:
-            granted &= ~self.cache.are_named(wanted)
+            named = self.cache.are_named(wanted)
+            if self.cache.host is None and (fits & named).any():
+                next_ones = self._free_list.head(_LOOKED_AT)
+                if 2 * np.count_nonzero(self.cache.are_named(next_ones)) >= len(next_ones):
+                    named &= ~self._free_list.are_old(wanted)
+            fits &= ~named
+        return fits
+
+    def granted(self, wanted: np.ndarray, slots: np.ndarray | int = NOBODY) -> np.ndarray:
+        """Which of the wishes `allocate` would fulfil now: bool [n]. A block that is wished for twice is given once."""
+        granted = self.can_have(wanted, slots)
         candidates = np.flatnonzero(granted)
         if len(candidates) > 1:
             first = np.unique(wanted[candidates], return_index=True)[1]
@@ -214,6 +241,25 @@ class BlockPool:
     def next_to_allocate(self, n: int) -> np.ndarray:
         """At most n of the free blocks that `allocate` hands out next, in order; those it skips over count, too."""
         return self._free_list.head(n)
+
+    def promise(self, slots: np.ndarray) -> np.ndarray:
+        """The least recently used free blocks, one for each of these slots, which can wish for them from now on while
+        others cannot. They stay free, but come last in line. Prefixes in them are forgotten.
+
+        Returns: int32 [n]; the caller has checked that so many are free.
+        """
+        block_ids = self._free_list.pop(len(slots))
+        self._free_list.push(block_ids)
+        if self.cache is not None:
+            self.cache.forget(block_ids)
+        self._promised_to[block_ids] = slots
+        return block_ids
+
+    def touch(self, block_ids: np.ndarray) -> None:
+        """Those of these distinct blocks that are free come last in line, as if just used: they are about to be hit."""
+        free = block_ids[(self._ref_counts[block_ids] == 0) & (block_ids > NULL_BLOCK)].astype(np.int32)
+        self._free_list.remove(free)
+        self._free_list.push(free)
 
     def withhold(self, n: int) -> np.ndarray:
         """Makes the n least recently used free blocks absent, int32 [n]; prefixes in them are forgotten. The caller has

@@ -16,6 +16,7 @@ from jpaged.engine.interface import NULL_BLOCK
 from jpaged.engine.kv.prefix_cache import ON_HOST, root_digest
 from jpaged.engine.kv.swap_record import SwapRecord
 from jpaged.engine.plan_in_progress import NO_BLOCKS, PlanInProgress, slot_start
+from jpaged.engine.scheduler.foresight import Foresight
 from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.sequences.request import Request, RequestStatus
 
@@ -27,8 +28,9 @@ class Admission(SchedulerPart):
     most are reserved; they get them chunk by chunk (`BlockManager`).
     """
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, foresight: Foresight) -> None:
         super().__init__(state)
+        self._foresight = foresight
         self._footprint = state.config.footprint
         self._is_full = np.array([window is None for window in state.config.windows])
         self._num_full, self._num_windowed = int(self._is_full.sum()), int((~self._is_full).sum())
@@ -75,14 +77,16 @@ class Admission(SchedulerPart):
         if num_needed + num_of_part > self._blocks.num_available:
             part, num_part = NO_BLOCKS, 0
         pool.share(part)  # before anything is allocated, or it might be reused
-        tables = self._tables(plan, request, token_ids, hits, num_entries)
+        slot = self._foresight.slot_for(request, num_hits, num_entries)
+        tables = self._tables(plan, request, token_ids, hits, num_entries, slot)
         if num_part:
             if self._num_windowed:
                 tables[~self._is_full, num_hits] = pool.allocate(self._num_windowed)
             plan.copies += zip(part.tolist(), tables[:, num_hits].tolist(), strict=True)
         num_computed = num_hits * size + num_part
         held = num_hits + bool(num_part)
-        self._acquire(plan, request, token_ids, tables, num_computed, held if self._num_windowed else num_entries)
+        num_held = held if self._num_windowed else num_entries
+        self._acquire(plan, request, token_ids, tables, num_computed, num_held, slot)
         self._blocks.reserve(request.slot, num_reserved)
         for sibling in siblings:
             self._slots.acquire(sibling, plan.step_id, NO_BLOCKS, NO_BLOCKS, 0)
@@ -169,25 +173,34 @@ class Admission(SchedulerPart):
         tables: np.ndarray,
         num_computed: int,
         num_blocks: int,
+        slot: int | None = None,
     ) -> None:
         """Gives a sequence its slot, and lets the device know. Arguments as of `Slots.acquire`."""
-        self._slots.acquire(request, plan.step_id, token_ids, tables, num_computed, num_blocks)
+        self._slots.acquire(request, plan.step_id, token_ids, tables, num_computed, num_blocks, slot)
         plan.starts.append(slot_start(request, token_ids, tables, num_computed))
 
     def _tables(
-        self, plan: PlanInProgress, request: Request, token_ids: np.ndarray, hits: np.ndarray, num_entries: int
+        self,
+        plan: PlanInProgress,
+        request: Request,
+        token_ids: np.ndarray,
+        hits: np.ndarray,
+        num_entries: int,
+        slot: int | None = None,
     ) -> np.ndarray:
         """Block tables, int32 [groups, num_entries], that begin with `hits`, as `PrefixCache.match` gives them. Groups
         without a window have new blocks behind these, others none yet. The plan brings back the hits in host memory to
-        new blocks, and they can be hit in the pool again.
+        new blocks, and they can be hit in the pool again. slot: that it will have; the lowest free one if None.
         """
         num_hits = hits.shape[1]
         if num_hits:
             self._pool.share(hits[hits > NULL_BLOCK])
         cache = self._pool.cache
         if not self._num_windowed and (cache is None or cache.host is None):
-            wanted = self._slots.wanted(self._slots.next_free, np.arange(num_hits, num_entries))
-            own = self._pool.allocate(self._num_full * (num_entries - num_hits), wanted).reshape(self._num_full, -1)
+            slot = self._slots.next_free if slot is None else slot
+            wanted = self._slots.wanted(slot, np.arange(num_hits, num_entries))
+            own = self._pool.allocate(self._num_full * (num_entries - num_hits), wanted, slot)
+            own = own.reshape(self._num_full, -1)
             return np.concatenate([hits, own], axis=1) if num_hits else own
         groups, on_host = np.nonzero(hits == ON_HOST)
         block_ids = self._pool.allocate(len(on_host) + self._num_full * (num_entries - num_hits))
@@ -201,14 +214,6 @@ class Admission(SchedulerPart):
             first, stop = int(on_host.min()), int(on_host.max()) + 1
             cache.register(digests, token_ids, tables, first, stop, request.cache_salt)
         return tables
-
-    def _prefix_hits(self, request: Request, token_ids: np.ndarray) -> np.ndarray:
-        """Blocks in the prefix cache for the beginning of a request's known tokens, as `PrefixCache.match`."""
-        cache = self._pool.cache
-        reusable = request.num_skippable_tokens(len(token_ids)) // self._config.block_size
-        if cache is None or not reusable:
-            return np.zeros((len(self._is_full), 0), np.int32)
-        return cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
 
     def _part_hit(self, request: Request, token_ids: np.ndarray, num_hits: int) -> tuple[np.ndarray, int]:
         """A cached block of each group that begins as the one after the request's hits, int32 [groups] or [0], and how

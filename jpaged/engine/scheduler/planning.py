@@ -43,6 +43,7 @@ from jpaged.engine.interface import SamplingVariant, StepPlan
 from jpaged.engine.kv.block_manager import Growth
 from jpaged.engine.plan_in_progress import PlanInProgress
 from jpaged.engine.scheduler.chunks import Chunks
+from jpaged.engine.scheduler.foresight import Foresight
 from jpaged.engine.scheduler.preemption import Preemption
 from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
@@ -71,7 +72,8 @@ class Planner(SchedulerPart):
         self._tenants = tenants
         self._preemption = preemption
         self._chunks = Chunks(state, tenants)
-        self._waiting_requests = WaitingRequests(state, tenants, self._chunks)
+        self._foresight = Foresight(state)
+        self._waiting_requests = WaitingRequests(state, tenants, self._chunks, self._foresight)
         self.in_flight: deque[StepPlan] = deque()
         self._next_step_id = 0
 
@@ -140,28 +142,11 @@ class Planner(SchedulerPart):
             shared_len=shared_blocks * self._config.block_size,
             chunks=tuple(plan.chunks),
             tokens_per_row=num_tokens,
-            ahead=self._ahead() if self._config.plans_ahead else _NO_UPDATES,
+            ahead=self._foresight.entries() if self._config.plans_ahead else _NO_UPDATES,
         )
         self._next_step_id += 1
         self.in_flight.append(step)
         return step
-
-    def _ahead(self) -> np.ndarray:
-        """As `StepPlan.ahead`: the blocks that rows will need to decode on. It errs where others are served first."""
-        slots = self._slots
-        rows = slots.decodable()
-        growing = rows[slots.num_computed[rows] == slots.capacity[rows]]
-        wanted = slots.wanted(growing, slots.capacity[growing] // self._config.block_size)
-        if wanted is not None:  # what the slot had is mapped already
-            growing = growing[~self._pool.granted(wanted)]
-        num_groups, n = len(slots.windows), len(growing)
-        block_ids = self._pool.next_to_allocate(num_groups * n)
-        ahead = np.empty((num_groups * n, 4), np.int32)
-        ahead[:, 0], ahead[:, 1] = np.tile(growing, num_groups), np.repeat(np.arange(num_groups), n)
-        ahead[:, 2] = np.tile(slots.capacity[growing] // self._config.block_size, num_groups)
-        ahead = ahead[: len(block_ids)]
-        ahead[:, 3] = block_ids
-        return ahead
 
     def _growth_that_fits(self) -> Growth | None:
         """The slots that decode in this step and what they need, after preempting where more blocks are needed than

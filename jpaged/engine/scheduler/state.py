@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.dependent_rows import Dependents
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.swap_space import SwapSpace
 from jpaged.engine.scheduler.waiting_queue import WaitingQueue
+from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.slots import Slots
 from jpaged.engine.stats import Counters
 
@@ -45,3 +48,11 @@ class SchedulerPart:
         self._waiting = state.waiting
         self._dependents = state.dependents
         self._counters = state.counters
+
+    def _prefix_hits(self, request: Request, token_ids: np.ndarray) -> np.ndarray:
+        """Blocks in the prefix cache for the beginning of a request's known tokens, as `PrefixCache.match`."""
+        cache = self._pool.cache
+        reusable = request.num_skippable_tokens(len(token_ids)) // self._config.block_size
+        if cache is None or not reusable:
+            return np.zeros((len(self._config.windows), 0), np.int32)
+        return cache.match(request.block_digests, token_ids, reusable, request.cache_salt)

@@ -40,6 +40,11 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return self._heap[0][-1] if self._heap else None
 
+    def first(self, n: int) -> list[Request]:
+        """At most n sequences, in the order in which their turns come."""
+        entries = heapq.nsmallest(n, self._heap)
+        return [entry[-1] for entry in entries if entry[-1].status != RequestStatus.FINISHED]
+
     def pop(self) -> Request:
         """Removes and returns what `peek` showed."""
         self._size -= 1

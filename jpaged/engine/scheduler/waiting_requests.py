@@ -8,6 +8,7 @@ from jpaged.engine.kv.swap_record import SwapRecord
 from jpaged.engine.plan_in_progress import PlanInProgress
 from jpaged.engine.scheduler.admission import Admission
 from jpaged.engine.scheduler.chunks import Chunks
+from jpaged.engine.scheduler.foresight import Foresight
 from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.sequences.request import Request
@@ -16,11 +17,11 @@ from jpaged.engine.sequences.request import Request
 class WaitingRequests(SchedulerPart):
     """Takes requests from the queue into plans."""
 
-    def __init__(self, state: SchedulerState, tenants: Tenants, chunks: Chunks) -> None:
+    def __init__(self, state: SchedulerState, tenants: Tenants, chunks: Chunks, foresight: Foresight) -> None:
         super().__init__(state)
         self._tenants = tenants
         self._chunks = chunks
-        self._admission = Admission(state)
+        self._admission = Admission(state, foresight)
         self._did_not_fit: tuple[Request, int, int] | None = None
 
     def admit(self, plan: PlanInProgress) -> None:

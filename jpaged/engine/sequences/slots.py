@@ -14,7 +14,8 @@ step when num_computed == capacity.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from jpaged.engine.sequences.request import Request
 
 NEVER = np.iinfo(np.int64).max
 
+
+_CANDIDATES = 8
+"""Free slots of either kind that a sequence is offered."""
 
 ORDINARY = 0
 """`Slots.kind` of a sequence whose rows need no result to be planned."""
@@ -81,6 +85,7 @@ class Slots:
         self.requests: list[Request | None] = [None] * n
         self.variant_counts = [0] * len(SamplingVariant)
         self._free = list(range(n))
+        self._freed = dict.fromkeys(range(n))  # the free slots, in the order in which they came to be
 
     @property
     def windowed_groups(self) -> list[int]:
@@ -92,14 +97,29 @@ class Slots:
         return len(self._free)
 
     def wanted(self, slots: np.ndarray | int, indices: np.ndarray) -> np.ndarray | None:
-        """The blocks that these slots' tables had at these indices when a former tenant ended, for a sequence that gets
-        there now: int32 [n]. None where that is of no use: see `SchedulerConfig.plans_ahead`.
+        """The blocks that were promised to these slots at these indices of their tables, or that they had there when a
+        former tenant ended, for a sequence that gets there now: int32 [n]. None where that is of no use: see
+        `SchedulerConfig.plans_ahead`.
         """
         return self._tables[0][slots, indices] if self._wants_same_blocks else None
 
+    def expect(self, slots: np.ndarray, indices: np.ndarray, block_ids: np.ndarray) -> None:
+        """Puts blocks that these slots do not hold behind those that they do, for `wanted`: int [n] each."""
+        self._tables[0][slots, indices] = block_ids
+
+    def free_candidates(self, others: Collection[int]) -> np.ndarray:
+        """Some free slots, of which there are any: those that were freed first, and those that were freed last, in this
+        order. Slots among `others` only if there are no more.
+        """
+        first = list(islice((slot for slot in self._freed if slot not in others), _CANDIDATES))
+        if not first:
+            return np.array([next(iter(self._freed))])
+        last = list(islice((slot for slot in reversed(self._freed) if slot not in others), _CANDIDATES))
+        return np.array(list(dict.fromkeys([*first, *reversed(last)])))
+
     @property
     def next_free(self) -> int:
-        """The slot that `acquire` gives; there is a free one."""
+        """The slot that `acquire` gives where none is named; there is a free one."""
         return self._free[0]
 
     @property
@@ -141,16 +161,23 @@ class Slots:
         block_ids: np.ndarray,
         num_computed: int,
         num_blocks: int | None = None,
+        slot: int | None = None,
     ) -> int:
-        """Gives the lowest free slot to a request that is to compute its known tokens, and returns the slot.
+        """Gives a free slot to a request that is to compute its known tokens, and returns the slot.
 
         Args:
             token_ids: int32 [known]; its known tokens, none for a sequence that only has its slot kept for it.
             block_ids: int32 [groups, n], or [n] for one group; its block tables.
             num_computed: tokens whose keys and values are in them.
             num_blocks: how many entries of its table each group has blocks for; n if None.
+            slot: which is free; the lowest free one if None.
         """
-        slot = heapq.heappop(self._free)
+        if slot is None or slot == self._free[0]:
+            slot = heapq.heappop(self._free)
+        else:
+            self._free.remove(slot)
+            heapq.heapify(self._free)
+        del self._freed[slot]
         n = block_ids.shape[-1]
         self.num_computed[slot] = num_computed
         self.num_known[slot] = len(token_ids)
@@ -330,3 +357,4 @@ class Slots:
         self.reports[slot] = self.wants_logprobs[slot] = False
         self.kind[slot] = ORDINARY
         heapq.heappush(self._free, slot)
+        self._freed[slot] = None

@@ -413,10 +413,10 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
 
 def _cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, device: jax.Device) -> ExecutorConfig:
     """The same for the virtual layout, whose blocks are pages of the device."""
-    if args.tensor_parallel_size > 1 or jax.process_count() > 1:
+    if jax.process_count() > 1:
         raise InvalidParameterError(
-            f"kv_cache_layout='virtual' is for a model on one device, got tensor_parallel_size="
-            f"{args.tensor_parallel_size}; use kv_cache_layout='paged', or replicas (data_parallel_size)."
+            f"kv_cache_layout='virtual' is for a model within one process, got {jax.process_count()} of them; use "
+            f"kv_cache_layout='paged', or replicas (data_parallel_size)."
         )
     cache = Setup.of(shard, config).cache
     is_cpu = device.platform == "cpu"

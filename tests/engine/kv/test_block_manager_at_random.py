@@ -29,6 +29,7 @@ from jpaged.engine.kv.swap_record import NO_PLACE
 from jpaged.engine.kv.swap_space import SwapSpace
 from jpaged.engine.plan_in_progress import NO_BLOCKS, PlanInProgress
 from jpaged.engine.scheduler.admission import Admission
+from jpaged.engine.scheduler.foresight import Foresight
 from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.scheduler.state import SchedulerState
 from jpaged.engine.scheduler.waiting_queue import WaitingQueue
@@ -75,7 +76,8 @@ class Memory:
         self.searches = Searches(1, self.slots, self.manager)
         shared = (self.pool, self.slots, self.manager, self.space)
         dependents = Dependents((), self.slots, self.manager)
-        self.admission = Admission(SchedulerState(config, *shared, WaitingQueue(False), dependents, Counters()))
+        state = SchedulerState(config, *shared, WaitingQueue(False), dependents, Counters())
+        self.admission = Admission(state, Foresight(state))
         self.limits = Scheduler(config).limits
         self.content = np.zeros((num_blocks, SIZE), np.int64)
         self.host: dict[int, np.ndarray] = {}

@@ -49,8 +49,14 @@ class Ranges(Protocol):
         """
         ...
 
+    def synchronize(self) -> None:
+        """Waits for all that the device was given to do."""
+        ...
+
     def forget(self, manager: PageManager) -> None:
-        """What is to be done when the arrays were freed or forgotten; manager: of what is below them."""
+        """What is to be done when the arrays were freed or forgotten, and no device of the manager runs anything any
+        more; manager: of what is below them.
+        """
         ...
 
 
@@ -79,8 +85,10 @@ class GpuRanges:
         while self._reserved:
             self.driver.give_up(*self._reserved.pop())
 
-    def forget(self, manager: PageManager) -> None:
+    def synchronize(self) -> None:
         self.driver.synchronize()
+
+    def forget(self, manager: PageManager) -> None:
         manager.close()
         self.free()
 
@@ -117,6 +125,9 @@ class CpuRanges:
     def free(self) -> None:
         while self._adopted:
             self.driver.abandon(self._adopted.pop())
+
+    def synchronize(self) -> None:
+        """Who reads an array of a CPU waits for it by itself."""
 
     def forget(self, manager: PageManager) -> None:
         """Arrays that were freed have taken what was below them along."""

@@ -10,6 +10,9 @@
 A place keeps its page when its sequence ends: whoever gets that page there next finds it mapped. So pages are unmapped
 only when another one comes to the place (`put`), or when their memory is given back (`withdraw`).
 
+With several devices a page is a piece of memory in each array of each of them, and every device has the same pages at
+the same places. Where a call of one driver fails, what the others did for the same pages is undone.
+
 It knows nothing of sequences, steps or kernels: its callers see to it that nobody reads what they change.
 """
 
@@ -29,30 +32,38 @@ NO_PAGE = -1
 
 @dataclass(slots=True)
 class MappingCounts:
-    """What the manager did. num_kept: puts that found their page mapped already. seconds: in the driver's calls."""
+    """What the manager did.
+
+    num_created, num_mapped, num_unmapped: pages that got memory, came to a place, and went from one.
+    num_kept: puts that found their page mapped already.
+    num_access_calls, num_unmap_calls: of the drivers, for places, on all devices; one serves neighbouring places.
+    seconds: in the drivers' calls.
+    """
 
     num_created: int = 0
     num_mapped: int = 0
     num_unmapped: int = 0
     num_kept: int = 0
+    num_access_calls: int = 0
+    num_unmap_calls: int = 0
     seconds: float = 0.0
 
 
 class PageManager:
-    """The pages of one device. Several threads may call it.
+    """The pages of one device, or of several that are alike. Several threads may call it.
 
     Args:
-        driver: of the device.
-        bases: where each array begins; a page is as many pieces of memory, one in each.
-        page_bytes: of a page in one array, a multiple of the driver's granularity.
+        arrays: each array of each device: its driver, and where it begins. A page is as many pieces of memory.
+        page_bytes: of a page in one array, a multiple of the drivers' granularity.
         num_pages, num_places: of addresses; see `geometry.py`.
     """
 
-    def __init__(self, driver: Driver, bases: Sequence[int], page_bytes: int, num_pages: int, num_places: int) -> None:
-        if page_bytes % driver.granularity:
-            raise EngineDeadError(f"Pages of {page_bytes} bytes are not a multiple of {driver.granularity}.")
-        self._driver = driver
-        self._bases = tuple(bases)
+    def __init__(self, arrays: Sequence[tuple[Driver, int]], page_bytes: int, num_pages: int, num_places: int) -> None:
+        for driver, _ in arrays:
+            if page_bytes % driver.granularity:
+                raise EngineDeadError(f"Pages of {page_bytes} bytes are not a multiple of {driver.granularity}.")
+        self._arrays = tuple(arrays)
+        self._drivers = tuple({id(driver): driver for driver, _ in arrays}.values())
         self._page_bytes = page_bytes
         self._num_pages = num_pages
         self._handles: list[list[Handle] | None] = [None] * num_pages
@@ -68,8 +79,8 @@ class PageManager:
 
     @property
     def backed_bytes(self) -> int:
-        """Memory that pages have."""
-        return self.num_backed * self._page_bytes * len(self._bases)
+        """Memory that pages have, on all devices together."""
+        return self.num_backed * self._page_bytes * len(self._arrays)
 
     def is_backed(self, page: int) -> bool:
         """Whether the page has memory."""
@@ -83,20 +94,18 @@ class PageManager:
         """Gives memory, all zeros, to those of these distinct pages that have none.
 
         Raises:
-            OutOfMemoryError: the device has not enough; those that came before have got theirs.
+            OutOfMemoryError: a device has not enough; those that came before have got theirs on every device, and the
+                others on none.
         """
         with self._lock, self._timed():
-            missing = np.array([page for page in pages.tolist() if self._handles[page] is None], np.int64)
+            missing = [page for page in pages.tolist() if self._handles[page] is None]
             created: list[int] = []
             try:
-                for page in missing.tolist():
+                for page in missing:
                     self._handles[page] = self._create()
                     created.append(page)
             finally:
-                for start, stop in _runs(np.array(sorted(created), np.int64)):
-                    self._open_homes(start, stop)
-                self._driver.settle()
-                self.counts.num_created += len(created)
+                self._open_homes(np.array(sorted(created), np.int64))
 
     def withdraw(self, pages: np.ndarray) -> None:
         """Takes the memory of those of these distinct pages that have any, and unmaps it everywhere. Nobody reads them,
@@ -108,12 +117,10 @@ class PageManager:
             goes[there] = True
             self._empty(np.flatnonzero(goes[self._page_at]))
             for start, stop in _runs(np.sort(there)):
-                for base in self._bases:
-                    self._driver.unmap(base + start * self._page_bytes, (stop - start) * self._page_bytes)
+                for driver, base in self._arrays:
+                    driver.unmap(base + start * self._page_bytes, (stop - start) * self._page_bytes)
             for page in there.tolist():
-                for handle in self._handles[page] or ():
-                    self._driver.release(handle)
-                self._handles[page] = None
+                self._release(page)
 
     def missing(self, places: np.ndarray, pages: np.ndarray, read_only: np.ndarray) -> np.ndarray:
         """Which of these places do not have these pages, with these rights: bool [n]. A place that may be written is
@@ -122,33 +129,31 @@ class PageManager:
         differs: np.ndarray = (self._page_at[places] != pages) | (self._read_only[places] & ~read_only)
         return differs
 
-    def put(self, places: np.ndarray, pages: np.ndarray, read_only: np.ndarray) -> None:
+    def put(self, places: np.ndarray, pages: np.ndarray, read_only: np.ndarray) -> int:
         """Maps pages below distinct places: int [n], int [n], bool [n]. What is there already stays; other pages below
         these places are unmapped, so nobody may be reading there.
 
+        Returns: how many were mapped.
+
         Raises:
-            OutOfMemoryError: pages without memory get some, and the device has no more.
+            OutOfMemoryError: pages without memory get some, and a device has no more; or it has none for the mapping
+                itself. Those of the places that had to change have nothing then, on any device, or what they had.
         """
         with self._lock:
             differs = self.missing(places, pages, read_only)
             self.counts.num_kept += len(places) - int(np.count_nonzero(differs))
             if not differs.any():
-                return
+                return 0
             order = np.argsort(places[differs], kind="stable")
             places, pages, read_only = (x[differs][order] for x in (places, pages, read_only))
             self.back(np.unique(pages))
             with self._timed():
                 self._empty(places)
-                for place, page in zip(places.tolist(), pages.tolist(), strict=True):
-                    for base, handle in zip(self._bases, self._handles[page] or (), strict=True):
-                        self._driver.map(self._address(base, place), handle, self._page_bytes)
-                for rights in (False, True):
-                    for start, stop in _runs(places[read_only == rights]):
-                        for base in self._bases:
-                            self._driver.allow(self._address(base, start), (stop - start) * self._page_bytes, rights)
+                self._map(places, pages, read_only)
                 self._page_at[places] = pages
                 self._read_only[places] = read_only
                 self.counts.num_mapped += len(places)
+        return len(places)
 
     def clear(self, places: np.ndarray) -> None:
         """Leaves nothing below these distinct places, which nobody reads."""
@@ -169,31 +174,75 @@ class PageManager:
     def _create(self) -> list[Handle]:
         handles: list[Handle] = []
         try:
-            for _ in self._bases:
-                handles.append(self._driver.create(self._page_bytes))
+            for driver, _ in self._arrays:
+                handles.append(driver.create(self._page_bytes))
         except OutOfMemoryError:
-            for handle in handles:
-                self._driver.release(handle)
+            for (driver, _), handle in zip(self._arrays, handles, strict=False):
+                driver.release(handle)
             raise
         return handles
 
-    def _open_homes(self, start: int, stop: int) -> None:
-        """Maps pages start .. stop-1 at their homes, with zeros in them."""
-        size = (stop - start) * self._page_bytes
-        for i, base in enumerate(self._bases):
-            for page in range(start, stop):
-                handles = self._handles[page]
-                assert handles is not None
-                self._driver.map(base + page * self._page_bytes, handles[i], self._page_bytes)
-            self._driver.allow(base + start * self._page_bytes, size, read_only=False)
-            self._driver.clear(base + start * self._page_bytes, size)
+    def _release(self, page: int) -> None:
+        for (driver, _), handle in zip(self._arrays, self._handles[page] or (), strict=True):
+            driver.release(handle)
+        self._handles[page] = None
+
+    def _open_homes(self, pages: np.ndarray) -> None:
+        """Maps these ascending pages, which have memory, at their homes, with zeros in them; if that fails on a device,
+        none of them has memory any more.
+        """
+        size, mapped = self._page_bytes, list[tuple[Driver, int]]()
+        try:
+            for i, (driver, base) in enumerate(self._arrays):
+                for page in pages.tolist():
+                    handles = self._handles[page]
+                    assert handles is not None
+                    driver.map(base + page * size, handles[i], size)
+                    mapped.append((driver, base + page * size))
+                for start, stop in _runs(pages):
+                    driver.allow(base + start * size, (stop - start) * size, read_only=False)
+                    driver.clear(base + start * size, (stop - start) * size)
+            for driver in self._drivers:
+                driver.settle()
+        except Exception:
+            self._undo(mapped)
+            for page in pages.tolist():
+                self._release(page)
+            raise
+        self.counts.num_created += len(pages)
+
+    def _map(self, places: np.ndarray, pages: np.ndarray, read_only: np.ndarray) -> None:
+        """Maps pages, which have memory, below ascending places that have none; all of them on every device, or none on
+        any.
+        """
+        size, mapped = self._page_bytes, list[tuple[Driver, int]]()
+        runs = [(rights, list(_runs(places[read_only == rights]))) for rights in (False, True)]
+        try:
+            for i, (driver, base) in enumerate(self._arrays):
+                for place, page in zip(places.tolist(), pages.tolist(), strict=True):
+                    handles = self._handles[page]
+                    assert handles is not None
+                    driver.map(self._address(base, place), handles[i], size)
+                    mapped.append((driver, self._address(base, place)))
+                for rights, of_rights in runs:
+                    for start, stop in of_rights:
+                        driver.allow(self._address(base, start), (stop - start) * size, rights)
+                    self.counts.num_access_calls += len(of_rights)
+        except Exception:
+            self._undo(mapped)
+            raise
+
+    def _undo(self, mapped: Sequence[tuple[Driver, int]]) -> None:
+        for driver, address in mapped:
+            driver.unmap(address, self._page_bytes)
 
     def _empty(self, places: np.ndarray) -> None:
         """Unmaps what these ascending places have."""
         mapped = places[self._page_at[places] != NO_PAGE]
         for start, stop in _runs(mapped):
-            for base in self._bases:
-                self._driver.unmap(self._address(base, start), (stop - start) * self._page_bytes)
+            for driver, base in self._arrays:
+                driver.unmap(self._address(base, start), (stop - start) * self._page_bytes)
+            self.counts.num_unmap_calls += len(self._arrays)
         self._page_at[mapped] = NO_PAGE
         self.counts.num_unmapped += len(mapped)
 

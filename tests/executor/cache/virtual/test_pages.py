@@ -21,7 +21,7 @@ class Setup:
         self.driver = MemfdDriver(Memory(limit * PAGE))
         size = (NUM_PAGES + NUM_PLACES) * PAGE
         self.bases = [self.driver.reserve(size) for _ in range(NUM_ARRAYS)]
-        self.manager = PageManager(self.driver, self.bases, PAGE, NUM_PAGES, NUM_PLACES)
+        self.manager = PageManager([(self.driver, base) for base in self.bases], PAGE, NUM_PAGES, NUM_PLACES)
 
     def word(self, array: int, row: int) -> ctypes.c_int64:
         """Of a home (a page's number) or a place (NUM_PAGES + its number)."""
@@ -74,6 +74,74 @@ def test_a_page_without_memory_below_a_place_is_noticed():
     setup.manager._handles[1] = None
     with pytest.raises(EngineDeadError, match="no memory"):
         setup.manager.check_integrity()
+
+
+class Devices:
+    """Two devices with an array each, and a manager of both. The second fails in its `fails_in`-th call of a kind."""
+
+    def __init__(self, kind: str = "", fails_in: int = 0) -> None:
+        self.drivers = [MemfdDriver(Memory(NUM_PAGES * PAGE)) for _ in range(2)]
+        self.bases = [driver.reserve((NUM_PAGES + NUM_PLACES) * PAGE) for driver in self.drivers]
+        self.manager = PageManager(list(zip(self.drivers, self.bases, strict=True)), PAGE, NUM_PAGES, NUM_PLACES)
+        self.manager.back(np.arange(3))
+        if kind:
+            call, self.left = getattr(self.drivers[1], kind), fails_in
+
+            def failing(*arguments, **named):
+                self.left -= 1
+                if self.left == 0:
+                    raise OutOfMemoryError("injected")
+                return call(*arguments, **named)
+
+            setattr(self.drivers[1], kind, failing)
+
+    def maps(self) -> list[list[int]]:
+        """Of each device, what is mapped, as homes and places."""
+        return [
+            sorted((at - base) // PAGE for at in driver._maps)
+            for driver, base in zip(self.drivers, self.bases, strict=True)
+        ]
+
+    def word(self, device: int, row: int) -> ctypes.c_int64:
+        return ctypes.c_int64.from_address(self.bases[device] + row * PAGE + 16)
+
+
+def test_every_device_has_the_same_pages_at_the_same_places():
+    devices = Devices()
+    devices.manager.put(np.array([4, 5, 9]), np.array([2, 1, 2]), flags(3))
+    assert devices.maps() == [[0, 1, 2, *(NUM_PAGES + place for place in (4, 5, 9))]] * 2
+    for device in range(2):
+        devices.word(device, NUM_PAGES + 4).value = 7 + device
+        assert devices.word(device, NUM_PAGES + 9).value == devices.word(device, 2).value == 7 + device
+    assert devices.manager.backed_bytes == 2 * 3 * PAGE
+
+
+@pytest.mark.parametrize(("kind", "fails_in"), [("map", 1), ("map", 3), ("allow", 1), ("allow", 2)])
+def test_places_that_one_device_cannot_map_are_empty_on_both_and_can_be_mapped_later(kind, fails_in):
+    failing = Devices(kind, fails_in)
+    places, pages = np.array([4, 5, 9]), np.array([2, 1, 2])
+    with pytest.raises(OutOfMemoryError, match="injected"):
+        failing.manager.put(places, pages, flags(3))
+    assert failing.maps() == [[0, 1, 2]] * 2
+    assert failing.manager.pages_at(places).tolist() == [NO_PAGE] * 3
+    failing.manager.put(places, pages, flags(3))
+    assert failing.maps() == [[0, 1, 2, *(NUM_PAGES + place for place in places.tolist())]] * 2
+
+
+@pytest.mark.parametrize(("kind", "fails_in"), [("create", 2), ("map", 1), ("map", 2), ("allow", 1), ("clear", 1)])
+def test_pages_that_one_device_has_no_memory_for_have_it_on_none(kind, fails_in):
+    devices = Devices(kind, fails_in)
+    manager = devices.manager
+    with pytest.raises(OutOfMemoryError, match="injected"):
+        manager.back(np.array([3, 4]))
+    first, second = (driver.memory.num_used for driver in devices.drivers)
+    assert first == second == manager.num_backed * PAGE
+    assert devices.maps() == [list(range(manager.num_backed))] * 2
+    manager.back(np.array([3, 4]))
+    assert manager.num_backed == 5
+    manager.close()
+    assert devices.maps() == [[], []]
+    assert not any(driver.memory.num_used for driver in devices.drivers)
 
 
 class PagesMachine(RuleBasedStateMachine):

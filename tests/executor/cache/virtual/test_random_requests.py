@@ -1,9 +1,12 @@
 """The random operations of the scheduler's tests over pages that are mapped and unmapped below their slots."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import settings
 
+from jpaged.api.errors import OutOfMemoryError
 from tests.engine.helpers import Engine, make_request
 from tests.engine.scheduler.test_scheduling_at_random import SchedulingMachine, serve_at_random
 from tests.executor.cache.virtual.mapped_executor import MappedExecutor
@@ -46,6 +49,42 @@ def test_hundreds_of_requests_find_their_own_pages_and_none_leaks(policy, mode, 
     assert_nothing_leaks(executor)
 
 
+class TwoDevices(MappedExecutor):
+    num_devices = 2
+
+
+class FailingDevice(TwoDevices):
+    """Whose second device now and then has no memory for a mapping, as a call ahead of a step finds; not in a step."""
+
+    num_failures = 0
+
+    def __init__(self, config, **options) -> None:
+        super().__init__(config, **options)
+        driver, rng = self.drivers[1], np.random.default_rng(3)
+        steps_thread = threading.get_ident()
+
+        def fails(call):
+            def calling(*arguments, **named):
+                if threading.get_ident() != steps_thread and rng.random() < 0.1:
+                    self.num_failures += 1
+                    raise OutOfMemoryError("injected")
+                return call(*arguments, **named)
+
+            return calling
+
+        driver.map, driver.allow = fails(driver.map), fails(driver.allow)
+
+
+@pytest.mark.parametrize("executor", [TwoDevices, FailingDevice])
+def test_two_devices_have_the_same_pages_whatever_comes_and_though_one_fails(executor):
+    drive = serve_at_random("priority", "swap", "full", 1, 2, num_requests=300, executor=executor, plans_ahead=True)
+    executor = drive.engine.executor
+    assert executor.manager.counts.num_mapped > 500
+    if isinstance(executor, FailingDevice):
+        assert executor.num_failures > 20
+    assert_nothing_leaks(executor)
+
+
 def test_a_slot_gets_the_pages_again_that_it_had_and_maps_nothing():
     """Without a prefix cache, which would lose what they hold."""
     engine = Engine(**CHANGES, num_blocks=64, max_num_seqs=4, enable_prefix_caching=False, pipeline_depth=2)
@@ -73,8 +112,4 @@ def test_of_a_long_prompt_only_the_first_chunks_pages_are_mapped_before_the_step
 
 def assert_nothing_leaks(executor: MappedExecutor) -> None:
     """And gives everything back."""
-    executor.mapper.check_integrity()
-    assert executor.driver.memory.num_used == executor.manager.backed_bytes
-    executor.mapper.close()
-    executor.manager.withdraw(np.arange(executor.config.num_blocks))
-    assert executor.driver.memory.num_used == executor.manager.backed_bytes == 0
+    executor.assert_nothing_leaks()
