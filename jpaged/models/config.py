@@ -86,12 +86,13 @@ class ModelConfig:
             CheckpointError: a needed entry is missing or of the wrong type.
         """
         architecture = architecture_of(config)
+        family = family_of(architecture)
         for feature in ("quantization_config", "compression_config"):
-            if config.get(feature):
+            if config.get(feature) and not _is_dequantized(feature, config[feature], family):
                 raise UnsupportedModelError(
                     f"config.json: {feature} is not supported; use the checkpoint that is not quantized."
                 )
-        read = family_of(architecture).read_config(ConfigReader(architecture, config, max_model_len))
+        read = family.read_config(ConfigReader(architecture, config, max_model_len))
         if not isinstance(read, ModelConfig):
             raise TypeError(f"The family of {architecture} read a {type(read).__name__}, which is no ModelConfig.")
         for feature in ("num_experts", "num_local_experts", "n_routed_experts"):
@@ -167,6 +168,12 @@ class ModelConfig:
 def inner_columns(inner: int, shards: int) -> int:
     """Inner columns of an MLP that each shard has, padding included."""
     return _INNER_UNIT * -(-inner // (shards * _INNER_UNIT)) if inner % shards else inner // shards
+
+
+def _is_dequantized(feature: str, value: Any, family: Any) -> bool:
+    """Whether an entry of config.json describes what loading the family's checkpoints undoes."""
+    method = value.get("quant_method") if isinstance(value, Mapping) else None
+    return feature == "quantization_config" and method in getattr(family, "quantizations", ())
 
 
 def _restore(architecture: str, module: str, name: str, values: dict[str, Any]) -> ModelConfig:

@@ -530,6 +530,30 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         {"architectures": ["BloomForCausalLM"], "vocab_size": 250880, "hidden_size": 1024, "n_layer": 24, "n_head": 16},
         559_214_592,
     ),
+    **{
+        f"gpt-oss-{name}": (
+            {
+                "architectures": ["GptOssForCausalLM"],
+                "vocab_size": 201088,
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "num_hidden_layers": num_layers,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "num_local_experts": num_experts,
+                "num_experts_per_tok": 4,
+                "max_position_embeddings": 131072,
+                "sliding_window": 128,
+                "quantization_config": {"quant_method": "mxfp4"},
+            },
+            parameters,
+        )
+        for name, num_layers, num_experts, parameters in (
+            ("20b", 24, 32, 20_914_757_184),
+            ("120b", 36, 128, 116_829_156_672),
+        )
+    },
     "mpt-7b": (
         {
             "architectures": ["MptForCausalLM"],

@@ -284,16 +284,7 @@ def _fields(
     Raises:
         CheckpointError: a token is to have more experts than there are, or groups are not equal ones.
     """
-    if routing.per_token > num_experts:
-        raise CheckpointError(
-            f"config.json: num_experts_per_tok ({routing.per_token}) must be at most the number of experts"
-            f" ({num_experts})."
-        )
-    if num_experts % routing.groups or not routing.per_token <= routing.kept_groups * (num_experts // routing.groups):
-        raise CheckpointError(
-            f"config.json: n_group ({routing.groups}) must divide the experts ({num_experts}), and topk_group"
-            f" ({routing.kept_groups}) of these groups must have num_experts_per_tok ({routing.per_token}) of them."
-        )
+    routing.check(num_experts)
     hidden_size = read.integer("hidden_size")
     num_heads = read.integer("num_attention_heads")
     head_dim = read.head_dim("head_dim", hidden_size // num_heads)
