@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 torch.set_num_threads(1)
 pytestmark = pytest.mark.transformers
 
-SIZE = 8
+SIZE = 9
 GROUPS = [tuple(models_of_blocks()[first : first + SIZE]) for first in range(0, len(models_of_blocks()), SIZE)]
 CASES = [
     pytest.param(case, group, marks=pytest.mark.xdist_group(group[0].name), id=case.name)

@@ -16,7 +16,7 @@ POOLS = (44, 40, 36, 32, 28, 24, 20)
 """Blocks of 4 tokens in each cache group, fewer and fewer until a request is preempted: 49 would do for all at once."""
 
 UNSPLIT = {"gemma", "phi3-window", "granite4-nope", "glm", "command-r", "stablelm", "falcon-11b-style"}
-UNSPLIT |= {"redpajama-3b-style", "mpt-30b-style", "gpt-oss-120b-style"}
+UNSPLIT |= {"redpajama-3b-style", "mpt-30b-style", "gpt-oss-120b-style", "glm4.5-air-style"}
 """Models that are split over devices as another of their family is, and run on one alone."""
 
 SPARSE = {"gpt-oss-20b-style"}
