@@ -585,3 +585,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 )
 def test_published_models_have_their_published_number_of_parameters(config: dict[str, Any], parameters: int) -> None:
     assert models.build(ModelConfig.from_dict(config)).num_parameters == parameters
+
+
+def test_windows_of_gpt_oss_stand_in_every_second_layer_or_where_config_says() -> None:
+    config = tiny_model("gpt-oss-120b-style").config
+    assert ModelConfig.from_dict(config).layer_windows == (12, None, 12)
+    kinds = ["full_attention", "full_attention", "sliding_attention"]
+    assert ModelConfig.from_dict(config | {"layer_types": kinds}).layer_windows == (None, None, 12)
+    assert ModelConfig.from_dict(config | {"sliding_window": None}).layer_windows == (None, None, None)
+    without = {name: value for name, value in config.items() if name != "sliding_window"}
+    assert ModelConfig.from_dict(without).layer_windows == (128, None, 128)
+
+
+def test_gpt_oss_without_a_rope_has_that_of_the_published_models() -> None:
+    config = tiny_model("gpt-oss-20b-style").config
+    without = {name: value for name, value in config.items() if not name.startswith("rope")}
+    assert ModelConfig.from_dict(without).ropes == ModelConfig.from_dict(config).ropes
+    rounded = config | {"rope_scaling": config["rope_scaling"] | {"truncate": True}}
+    assert ModelConfig.from_dict(rounded).ropes != ModelConfig.from_dict(config).ropes

@@ -60,13 +60,16 @@ class GptOssFamily:
         read = read.with_entries(**{name: value for name, value in usual.items() if read.config.get(name) is None})
         fields = decoder_fields(read, head_dim=64, default_length=131072, rope={"theta": 150000.0})
         num_layers, num_experts = fields["num_layers"], read.integer("num_local_experts", 128)
+        kinds = read.layer_kinds(num_layers)
+        if read.optional_positive("sliding_window", 128) is None:
+            kinds = ("full_attention",) * num_layers
         alternating = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(num_layers))
         routing = Routing(per_token=read.integer("num_experts_per_tok", 4))
         routing.check(num_experts)
         return GptOssConfig(
             **fields,
             bias=read.flag("attention_bias", True),
-            layer_windows=read.layer_windows(read.layer_kinds(num_layers) or alternating, 128),
+            layer_windows=read.layer_windows(kinds or alternating, 128),
             num_experts=num_experts,
             routing=routing,
             expert_size=fields["intermediate_size"],

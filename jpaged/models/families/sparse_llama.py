@@ -267,8 +267,7 @@ def _read_glm4_moe(read: ConfigReader) -> SparseLlamaConfig:
     """GLM-4.5 Team 2025, arXiv:2508.06471: as dots.llm1, but half of each head is rotated."""
     routing = _sigmoid_routing(read, per_token=8, renormalized=True)
     num_experts = read.integer("n_routed_experts", 128)
-    length = {"default_length": 131072, "rotated_fraction": 0.5}
-    fields = _fields(read, num_experts=num_experts, routing=routing, **length)
+    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=131072, rotated_fraction=0.5)
     num_layers, expert_size = fields["num_layers"], read.integer("moe_intermediate_size", 1408)
     return SparseLlamaConfig(
         **fields,
