@@ -125,6 +125,11 @@ class ModelConfig:
             config["torch_dtype"] = _stored_dtype(path)
         return ModelConfig.from_dict(config, max_model_len)
 
+    def saved_as(self, dtype: str) -> dict[str, Any]:
+        """The config.json of a checkpoint whose weights are saved in this type, which is never a quantized one."""
+        kept = {name: value for name, value in self.source.items() if name not in ("dtype", "quantization_config")}
+        return kept | {"architectures": [self.architecture], "torch_dtype": dtype}
+
     def shard(self, shards: int) -> Self:
         """The configuration that one of `shards` equal shards computes; this one for one.
 

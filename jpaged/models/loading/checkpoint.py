@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -295,8 +294,5 @@ def save_pretrained(
         pieces.setdefault(piece.tensor, []).append(piece)
     layout = {name: of_tensor[0].shape for name, of_tensor in pieces.items()}
     safetensors_file.write(directory / SINGLE_NAME, layout, np.dtype(kept), tensors())
-    config: dict[str, Any] = dict(model.config.source)
-    for entry in ("dtype", "quantization_config"):  # what is written is not quantized
-        config.pop(entry, None)
-    config |= {"architectures": [model.config.architecture], "torch_dtype": kept.name}
+    config = model.config.saved_as(kept.name)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
