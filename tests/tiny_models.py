@@ -206,7 +206,7 @@ def torch_model(case: TinyModel) -> Any:
     import transformers
 
     config = transformers.AutoConfig.for_model(**json.loads(json.dumps(case.config)))
-    eager = case.family == "gemma"  # other implementations of attention leave soft caps out
+    eager = case.family in ("gemma", "gpt_oss")  # other implementations of attention leave soft caps and sinks out
     options = {"dtype": torch.float32} | ({"attn_implementation": "eager"} if eager else {})
     model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():
@@ -222,6 +222,8 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
     """The weights of a parameter of transformers', which holds all experts where a checkpoint has a tensor for each."""
     if case.family == "gpt_neox":  # whose head has another name in checkpoints
         name = name.replace("lm_head", "embed_out")
+    if case.family == "gpt_oss":  # whose checkpoints hold all experts in one
+        return draw(case, name, shape)
     prefix, _, part = name.rpartition(".experts.")
     if case.config["model_type"] == "mixtral":
         prefix, name = prefix.replace(".mlp", ".block_sparse_moe"), name.replace(".mlp.gate", ".block_sparse_moe.gate")
@@ -286,7 +288,8 @@ def _llama(name: str, family: str = "Llama", **changes: Any) -> TinyModel:
 
 
 def models_of_blocks() -> list[TinyModel]:
-    """The families whose layers are `jpaged.models.blocks`, with the features of their published configurations."""
+    """The families whose layers are `jpaged.models.blocks`, with the features of their published configurations; and
+    GLM-4.5, which takes the same paths."""
     window = {"sliding_window": WINDOW}
     gemma = {
         "num_key_value_heads": 2,
@@ -339,6 +342,38 @@ def models_of_blocks() -> list[TinyModel]:
     gptj = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_inner": 112, "n_positions": MAX_LENGTH}
     bloom = {"hidden_size": 64, "n_layer": 2, "seq_length": MAX_LENGTH, "tie_word_embeddings": True}
     mpt = {"d_model": 64, "n_layers": 2, "max_seq_len": MAX_LENGTH, "no_bias": True, "tie_word_embeddings": True}
+    glm45 = {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1e6,
+        "attention_bias": True,
+        "pad_token_id": 0,
+    }
+    gpt_oss = {
+        "model_type": "gpt_oss",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "pad_token_id": 0,
+        **window,
+    }
     return [
         _of("gemma", "gemma", "GemmaForCausalLM", **gemma | {"hidden_activation": None, "hidden_act": "gelu"}),
         _of("gemma2", "gemma", "Gemma2ForCausalLM", **gemma2),
@@ -426,6 +461,18 @@ def models_of_blocks() -> list[TinyModel]:
         _of("bloom", "bloom", "BloomForCausalLM", n_head=4, layer_norm_epsilon=1e-5, **bloom),
         _of("mpt", "mpt", "MptForCausalLM", n_heads=4, attn_config={"alibi": True}, **mpt),
         _of("mpt-30b-style", "mpt", "MptForCausalLM", n_heads=8, attn_config={"clip_qkv": 1.5, "alibi": True}, **mpt),
+        _sparse("glm4.5-air-style", "Glm4Moe", **glm45, routed_scaling_factor=1.0),
+        _sparse("glm4.5-style", "Glm4Moe", **glm45, use_qk_norm=True, routed_scaling_factor=2.5),
+        _of("gpt-oss-20b-style", "gpt_oss", "GptOssForCausalLM", num_local_experts=8, swiglu_limit=7.0, **gpt_oss),
+        _of(
+            "gpt-oss-120b-style",
+            "gpt_oss",
+            "GptOssForCausalLM",
+            num_hidden_layers=3,
+            num_local_experts=32,
+            swiglu_limit=2.0,
+            **gpt_oss,
+        ),
     ]
 
 

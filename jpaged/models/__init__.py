@@ -36,7 +36,7 @@ from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.dense import dense_causal_attend
-from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward
+from jpaged.models.experts import ClampedSwiGLU, Routing, SparseConfig, SparseMLP, feed_forward
 from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, CausalLM, Family
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, Linear, PartialSum
@@ -70,6 +70,7 @@ __all__ = [
     "Attention",
     "Block",
     "CausalLM",
+    "ClampedSwiGLU",
     "Collectives",
     "ConfigReader",
     "Decoder",

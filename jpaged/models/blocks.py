@@ -22,6 +22,7 @@ from flax import nnx
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
+from jpaged.models.experts import SparseMLP
 from jpaged.models.family import Attend
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, times
@@ -102,7 +103,7 @@ class SequentialBlock(nnx.Module):
     def __init__(
         self,
         attention: Attention,
-        mlp: MLP | GatedMLP,
+        mlp: MLP | GatedMLP | SparseMLP,
         *,
         attention_norm: Norm | None = None,
         mlp_norm: Norm | None = None,
@@ -126,7 +127,12 @@ class SequentialBlock(nnx.Module):
         read = stream.value() if self.attention_norm is None else stream.normed(self.attention_norm)
         self._add(stream, self.attention(read, attend, rotation, self.head_norms or pair), self.after_attention)
         read = stream.value() if self.mlp_norm is None else stream.normed(self.mlp_norm)
-        self._add(stream, self.mlp(read, stream.backend), self.after_mlp)
+        given = (
+            self.mlp(read, stream.backend, stream.live)
+            if isinstance(self.mlp, SparseMLP)
+            else self.mlp(read, stream.backend)
+        )
+        self._add(stream, given, self.after_mlp)
 
     def _add(self, stream: Stream, part: Any, norm: Norm | None) -> None:
         part = part.times(self.residual_scale)

@@ -86,12 +86,13 @@ class ModelConfig:
             CheckpointError: a needed entry is missing or of the wrong type.
         """
         architecture = architecture_of(config)
+        family = family_of(architecture)
         for feature in ("quantization_config", "compression_config"):
-            if config.get(feature):
+            if config.get(feature) and not _is_dequantized(feature, config[feature], family):
                 raise UnsupportedModelError(
                     f"config.json: {feature} is not supported; use the checkpoint that is not quantized."
                 )
-        read = family_of(architecture).read_config(ConfigReader(architecture, config, max_model_len))
+        read = family.read_config(ConfigReader(architecture, config, max_model_len))
         if not isinstance(read, ModelConfig):
             raise TypeError(f"The family of {architecture} read a {type(read).__name__}, which is no ModelConfig.")
         for feature in ("num_experts", "num_local_experts", "n_routed_experts"):
@@ -123,6 +124,11 @@ class ModelConfig:
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["torch_dtype"] = _stored_dtype(path)
         return ModelConfig.from_dict(config, max_model_len)
+
+    def saved_as(self, dtype: str) -> dict[str, Any]:
+        """The config.json of a checkpoint whose weights are saved in this type, which is never a quantized one."""
+        kept = {name: value for name, value in self.source.items() if name not in ("dtype", "quantization_config")}
+        return kept | {"architectures": [self.architecture], "torch_dtype": dtype}
 
     def shard(self, shards: int) -> Self:
         """The configuration that one of `shards` equal shards computes; this one for one.
@@ -167,6 +173,12 @@ class ModelConfig:
 def inner_columns(inner: int, shards: int) -> int:
     """Inner columns of an MLP that each shard has, padding included."""
     return _INNER_UNIT * -(-inner // (shards * _INNER_UNIT)) if inner % shards else inner // shards
+
+
+def _is_dequantized(feature: str, value: Any, family: Any) -> bool:
+    """Whether an entry of config.json describes what loading the family's checkpoints undoes."""
+    method = value.get("quant_method") if isinstance(value, Mapping) else None
+    return feature == "quantization_config" and method in getattr(family, "quantizations", ())
 
 
 def _restore(architecture: str, module: str, name: str, values: dict[str, Any]) -> ModelConfig:

@@ -17,6 +17,7 @@ def dense_causal_attend(
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
 ) -> jax.Array:
     """An `Attend` in which token i of the T given sees tokens 0..i.
@@ -27,6 +28,7 @@ def dense_causal_attend(
     qkv, rotation, norms, norm_eps: as in `pallas_kernels.split_qkv`.
     sliding_window: a token sees this many tokens, itself included.
     alibi_slopes: float32 [heads]; the score loses slope times distance.
+    sinks: float [heads]; logits without values, which join the softmax of every token.
     segment_ids: int32 [T]; for several sequences in one row of tokens, each sees only its own. Bind it with
         `functools.partial`.
     Returns [T, heads, head_dim].
@@ -49,6 +51,12 @@ def dense_causal_attend(
     if segment_ids is not None:
         seen &= segment_ids[:, None] == segment_ids[None, :]
     # Every token sees itself, so no row of the softmax is empty.
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, heads // kv_heads, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., :-1]
     out = jnp.einsum("kgqs,skd->qkgd", weights.astype(v.dtype), v, precision=precision)
     return out.reshape(tokens, heads, head_dim)

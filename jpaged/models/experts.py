@@ -22,13 +22,14 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from jpaged.api.errors import InvalidParameterError
+from jpaged.api.errors import CheckpointError, InvalidParameterError
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig, inner_columns
 from jpaged.models.layers import GatedMLP
 from jpaged.models.linear import Linear, PartialSum
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
+from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
 _FEW_ROWS = 64
 """Pairs of token and expert that are multiplied unsorted, where they are at most half as many as experts: few share an
@@ -56,6 +57,32 @@ class Routing:
     groups: int = 1
     kept_groups: int = 1
 
+    def check(self, num_experts: int) -> None:
+        """Raises CheckpointError where a token is to have more experts than there are, or groups are not equal ones."""
+        if self.per_token > num_experts:
+            raise CheckpointError(
+                f"config.json: num_experts_per_tok ({self.per_token}) must be at most the number of experts"
+                f" ({num_experts})."
+            )
+        if num_experts % self.groups or not self.per_token <= self.kept_groups * (num_experts // self.groups):
+            raise CheckpointError(
+                f"config.json: n_group ({self.groups}) must divide the experts ({num_experts}), and topk_group"
+                f" ({self.kept_groups}) of these groups must have num_experts_per_tok ({self.per_token}) of them."
+            )
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss's experts: (up + 1) * gate * sigmoid(alpha * gate), of a gate of at most `limit` and an
+    up within [-limit, limit] (arXiv:2508.10925)."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(ModelConfig):
@@ -69,6 +96,8 @@ class SparseConfig(ModelConfig):
     expert_parallel: shards have whole experts instead of columns of all.
     expert_shards: shards that the experts are split over whole; 1 until `shard` says so.
     activation: of experts and MLPs.
+    clamped: of experts, in place of that.
+    router_bias: the router's product has a bias. expert_bias: both products of each expert have.
     """
 
     routing: Routing
@@ -79,6 +108,9 @@ class SparseConfig(ModelConfig):
     expert_parallel: bool = False
     expert_shards: int = 1
     activation: str
+    clamped: ClampedSwiGLU | None = None
+    router_bias: bool = False
+    expert_bias: bool = False
 
     @property
     def held_experts(self) -> int:
@@ -124,7 +156,7 @@ class Router(nnx.Module):
     def __init__(self, config: SparseConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         hidden, experts = config.hidden_size, config.num_experts
         self.routing = config.routing
-        self.gate = Linear((hidden,), (experts,), hidden**-0.5, dtype, rngs)
+        self.gate = Linear((hidden,), (experts,), hidden**-0.5, dtype, rngs, bias=config.router_bias)
         # In float32, as it is stored: it decides between scores that are close.
         start, wide = Constant(0.0), jnp.dtype(jnp.float32)
         self.correction = parameter(rngs, start, (experts,), wide) if config.routing.biased else None
@@ -182,16 +214,23 @@ def _ranks(x: jax.Array) -> jax.Array:
 
 
 class GroupedExperts(nnx.Module):
-    """The experts' MLPs: gate_up [E, hidden, 2, inner], gate first, and down [E, inner, hidden]."""
+    """The experts' MLPs: gate_up [E, hidden, 2, inner], gate first, and down [E, inner, hidden]; and their biases
+    [E, 2, inner] and [E, hidden], if they have any."""
 
-    def __init__(self, config: SparseConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: SparseConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
         experts, hidden, inner = config.held_experts, config.hidden_size, config.expert_size
         whole = config.expert_parallel
         std = (inner * 2 * config.num_layers) ** -0.5
         shape = (experts, hidden, 2, inner)
         self.gate_up = parameter(rngs, Normal(hidden**-0.5), shape, dtype, 0 if whole else 3)
         self.down = parameter(rngs, Normal(std), (experts, inner, hidden), dtype, 0 if whole else 1)
-        self.activation = config.activation
+        self.activation: str | ClampedSwiGLU = config.clamped or config.activation
+        zero, biased = Constant(0.0), config.expert_bias
+        both = (experts, 2, inner)
+        self.gate_up_bias = parameter(rngs, zero, both, dtype, 0 if whole else 2) if biased else None
+        self.down_bias = parameter(rngs, zero, (experts, hidden), dtype, 0 if whole else None) if biased else None
+        # Of an expert whose columns are split over shards each has a term of the sum, and the first its bias.
+        self.bias_of_first = None if whole else collectives
 
     def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array, backend: str | None) -> jax.Array:
         """The weighted sum of each token's experts, of those that are here.
@@ -202,7 +241,13 @@ class GroupedExperts(nnx.Module):
         Returns [T, hidden].
         """
         operands = promote_dtype((x, self.gate_up[...], self.down[...]))  # as in `Linear.gated`
-        return mix(*operands, experts, weights, activation=self.activation, backend=backend)
+        biases = None
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            down_bias = self.down_bias[...]
+            if self.bias_of_first is not None and self.bias_of_first.size > 1:
+                down_bias = jnp.where(self.bias_of_first.index() == 0, down_bias, 0)
+            biases = self.gate_up_bias[...], down_bias
+        return mix(*operands, experts, weights, activation=self.activation, backend=backend, biases=biases)
 
 
 def mix(
@@ -212,12 +257,20 @@ def mix(
     experts: jax.Array,
     weights: jax.Array,
     *,
-    activation: str,
+    activation: str | ClampedSwiGLU,
     backend: str | None,
+    biases: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """The experts' MLPs as grouped products; the arguments are those of `GroupedExperts`."""
+    """The experts' MLPs as grouped products; the arguments are those of `GroupedExperts`.
+
+    biases: of gate_up and down.
+    """
     (tokens, each), num_experts = experts.shape, gate_up.shape[0]
-    gated = partial(gated_grouped_product, activation=activation, backend=backend)
+    if isinstance(activation, ClampedSwiGLU) or biases is not None:
+        bias = None if biases is None else biases[0]
+        gated = partial(_gated_apart, bias=bias, activation=activation, backend=backend)
+    else:
+        gated = partial(gated_grouped_product, activation=activation, backend=backend)
     weighted = partial(weighted_grouped_product, backend=backend)
     if experts.size <= min(_FEW_ROWS, num_experts // 2):
         groups = experts.reshape(-1)
@@ -228,8 +281,41 @@ def mix(
         inner = gated(x[assignments // each], gate_up, sizes)
         rows = weighted(inner, down, sizes, weights.reshape(-1)[assignments])[places]
     here = (experts >= 0) & (experts < num_experts)
-    found = jnp.where(here[..., None], rows.astype(jnp.float32), 0.0)
-    return jnp.sum(found, axis=1).astype(x.dtype)
+    found = rows.astype(jnp.float32)
+    if biases is not None:
+        of_row = biases[1][jnp.clip(experts, 0, num_experts - 1)]
+        found = found + weights[..., None] * of_row.astype(jnp.float32)
+    return jnp.sum(jnp.where(here[..., None], found, 0.0), axis=1).astype(x.dtype)
+
+
+def _gated_apart(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array | None,
+    *,
+    groups: jax.Array | None = None,
+    bias: jax.Array | None,
+    activation: str | ClampedSwiGLU,
+    backend: str | None,
+) -> jax.Array:
+    """`gated_grouped_product` with what its kernels lack: a bias [E, 2, I], or a clamped activation.
+
+    The product is a kernel of its own, and the rest an elementwise one of XLA's, in float32: gate and up [A, 2, I] go
+    to memory, in x's type, and back.
+    """
+    experts, depth, _, columns = w.shape
+    flat, alone = w.reshape(experts, depth, 2 * columns), jnp.ones(x.shape[:1], jnp.float32)
+    both = weighted_grouped_product(x, flat, group_sizes, alone, groups=groups, backend=backend)
+    both = both.reshape(-1, 2, columns).astype(jnp.promote_types(x.dtype, jnp.float32))
+    if bias is not None:
+        if groups is None:
+            assert group_sizes is not None
+            ends = jnp.cumsum(group_sizes)
+            groups = jnp.sum(jnp.arange(x.shape[0])[:, None] >= ends, axis=1, dtype=jnp.int32)
+        both = both + bias[jnp.clip(groups, 0, experts - 1)].astype(both.dtype)
+    gate, up = both[:, 0], both[:, 1]
+    inner = activation(gate, up) if isinstance(activation, ClampedSwiGLU) else ACTIVATIONS[activation](gate) * up
+    return inner.astype(x.dtype)
 
 
 class SparseMLP(nnx.Module):
@@ -238,7 +324,7 @@ class SparseMLP(nnx.Module):
     def __init__(self, config: SparseConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
         self.collectives, self.held_experts = collectives, config.held_experts if config.expert_parallel else 0
         self.router = Router(config, dtype, rngs)
-        self.experts = GroupedExperts(config, dtype, rngs)
+        self.experts = GroupedExperts(config, dtype, rngs, collectives)
         hidden, shared = config.hidden_size, replace(config, intermediate_size=config.shared_size)
         self.shared = GatedMLP(shared, config.activation, dtype, rngs) if config.shared_size else None
         self.shared_gate = Linear((hidden,), (1,), hidden**-0.5, dtype, rngs) if config.shared_gate else None

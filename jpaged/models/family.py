@@ -38,6 +38,7 @@ class Attend(Protocol):
         just that.
     scale: multiplies the product of query and key.
     sliding_window: tokens that a query sees, itself included; None for all before it.
+    sinks: [heads], logits without values that join each softmax; the caller gives them only where a layer has some.
     Returns [T, heads, head_dim].
     """
 
@@ -52,6 +53,7 @@ class Attend(Protocol):
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
         alibi_slopes: jax.Array | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array: ...
 
 
@@ -82,7 +84,8 @@ class Family(Protocol[Config]):
         or that are of a part which is not run, such as a vision tower. They are left unread; "" for none.
 
     A family may also have `aliases`: pairs of what a tensor's name may begin with in a checkpoint, and what it begins
-    with in `tensors`; for the text part of multimodal checkpoints.
+    with in `tensors`; for the text part of multimodal checkpoints. And `quantizations`: values of "quant_method" in
+    config.json's "quantization_config" that it takes, since loading makes plain numbers of such weights ("mxfp4").
     """
 
     @property

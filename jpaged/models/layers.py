@@ -13,6 +13,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.family import Attend
 from jpaged.models.linear import Linear, PartialSum
 from jpaged.models.norms import HeadNorms, Norm
+from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import Stream
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
@@ -57,6 +58,7 @@ class Attention(nnx.Module):
     alibi_slopes: of all heads of all shards; the score loses slope times distance (Press et al. 2021,
     arXiv:2108.12409).
     clip: queries, keys and values are clipped to [-clip, clip] (MPT).
+    sinks: each head has a learned logit that joins its softmax (gpt-oss).
     collectives: of the shards, for what depends on the heads of the others: slopes and `HeadNorms`.
     """
 
@@ -73,6 +75,7 @@ class Attention(nnx.Module):
         logit_softcap: float | None = None,
         alibi_slopes: tuple[float, ...] | None = None,
         clip: float | None = None,
+        sinks: bool = False,
         collectives: Collectives = ALONE,
     ) -> None:
         hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
@@ -82,6 +85,8 @@ class Attention(nnx.Module):
         self.sliding_window = config.layer_windows[layer]
         by_head = (config.num_kv_heads, config.group_size + 2, dim)
         self.qkv = Linear((hidden,), by_head, hidden**-0.5, dtype, rngs, shard_axis=1, bias=qkv_bias, kv_heads=True)
+        # As many as query heads, which are split over shards as they stand.
+        self.sinks = parameter(rngs, Constant(0.0), (heads,), dtype, 0) if sinks else None
         out_std = (heads * dim * 2 * config.num_layers) ** -0.5
         self.out = Linear((heads, dim), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=output_bias)
 
@@ -117,6 +122,7 @@ class Attention(nnx.Module):
             sliding_window=self.sliding_window,
             logit_softcap=self.logit_softcap,
             alibi_slopes=self._own_slopes(),
+            **({} if self.sinks is None else {"sinks": self.sinks[...]}),
         )
         return self.out.partial_sum(y)
 

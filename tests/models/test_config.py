@@ -530,6 +530,30 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         {"architectures": ["BloomForCausalLM"], "vocab_size": 250880, "hidden_size": 1024, "n_layer": 24, "n_head": 16},
         559_214_592,
     ),
+    **{
+        f"gpt-oss-{name}": (
+            {
+                "architectures": ["GptOssForCausalLM"],
+                "vocab_size": 201088,
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "num_hidden_layers": num_layers,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "num_local_experts": num_experts,
+                "num_experts_per_tok": 4,
+                "max_position_embeddings": 131072,
+                "sliding_window": 128,
+                "quantization_config": {"quant_method": "mxfp4"},
+            },
+            parameters,
+        )
+        for name, num_layers, num_experts, parameters in (
+            ("20b", 24, 32, 20_914_757_184),
+            ("120b", 36, 128, 116_829_156_672),
+        )
+    },
     "mpt-7b": (
         {
             "architectures": ["MptForCausalLM"],
@@ -561,3 +585,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 )
 def test_published_models_have_their_published_number_of_parameters(config: dict[str, Any], parameters: int) -> None:
     assert models.build(ModelConfig.from_dict(config)).num_parameters == parameters
+
+
+def test_windows_of_gpt_oss_stand_in_every_second_layer_or_where_config_says() -> None:
+    config = tiny_model("gpt-oss-120b-style").config
+    assert ModelConfig.from_dict(config).layer_windows == (12, None, 12)
+    kinds = ["full_attention", "full_attention", "sliding_attention"]
+    assert ModelConfig.from_dict(config | {"layer_types": kinds}).layer_windows == (None, None, 12)
+    assert ModelConfig.from_dict(config | {"sliding_window": None}).layer_windows == (None, None, None)
+    without = {name: value for name, value in config.items() if name != "sliding_window"}
+    assert ModelConfig.from_dict(without).layer_windows == (128, None, 128)
+
+
+def test_gpt_oss_without_a_rope_has_that_of_the_published_models() -> None:
+    config = tiny_model("gpt-oss-20b-style").config
+    without = {name: value for name, value in config.items() if not name.startswith("rope")}
+    assert ModelConfig.from_dict(without).ropes == ModelConfig.from_dict(config).ropes
+    rounded = config | {"rope_scaling": config["rope_scaling"] | {"truncate": True}}
+    assert ModelConfig.from_dict(rounded).ropes != ModelConfig.from_dict(config).ropes

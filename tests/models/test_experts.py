@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.models.experts import Routing, mix, route
+from jpaged.models.experts import ClampedSwiGLU, Routing, mix, route
 
 
 def plain_route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -> list[dict[int, float]]:
@@ -85,6 +85,30 @@ def test_experts_give_each_token_the_weighted_sum_of_its_own_and_others_nothing(
             if 0 <= expert < 4:
                 gate, up = (x[token].astype(np.float64) @ gate_up[expert, :, half] for half in range(2))
                 wanted[token] += share * (gate / (1 + np.exp(-gate)) * up) @ down[expert]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [2, 7])  # rows unsorted, and sorted by expert
+@pytest.mark.parametrize("activation", [ClampedSwiGLU(limit=1.5), "silu"])
+def test_biases_are_weighted_with_the_experts_they_are_of(tokens: int, activation: ClampedSwiGLU | str) -> None:
+    x, gate_up, down = draw(1, tokens, 12, 24, 16)
+    rng = np.random.default_rng(2)
+    experts = np.stack([rng.permutation(14)[:3] - 1 for _ in range(tokens)]).astype(np.int32)  # -1, 12: other devices
+    weights = rng.random((tokens, 3)).astype(np.float32)
+    biases = rng.standard_normal((12, 2, 16)).astype(np.float32), rng.standard_normal((12, 24)).astype(np.float32)
+    found = mix(x, gate_up, down, experts, weights, activation=activation, backend="xla", biases=biases)
+    wanted = np.zeros((tokens, 24))
+    for token, (own, shares) in enumerate(zip(experts, weights, strict=True)):
+        for expert, share in zip(own, shares, strict=True):
+            if 0 <= expert < 12:
+                gate, up = (x[token].astype(np.float64) @ gate_up[expert, :, half] for half in range(2))
+                gate, up = gate + biases[0][expert, 0], up + biases[0][expert, 1]
+                if activation == "silu":
+                    inner = gate / (1 + np.exp(-gate)) * up
+                else:
+                    gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+                    inner = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+                wanted[token] += share * (inner @ down[expert] + biases[1][expert])
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
 
 

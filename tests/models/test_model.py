@@ -180,6 +180,13 @@ def test_dense_attention_equals_a_plain_loop(kv_heads: int) -> None:
     )
     theirs = reference_attention(q, k, v, 0.4, 5, 2.0, slopes, segments)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    sinks = jnp.array([-2.0, 0.0, 1.5, 20.0])
+    ours = models.dense_causal_attend(qkv, scale=0.4, sinks=sinks)
+    heads = k.repeat(4 // kv_heads, 1)
+    scores = np.where(np.tri(19), np.einsum("qhd,khd->hqk", q, heads) * 0.4, -np.inf)
+    total = np.exp(scores).sum(-1, keepdims=True) + np.exp(np.float64(sinks))[:, None, None]
+    theirs = np.einsum("hqk,khd->qhd", np.exp(scores) / total, v.repeat(4 // kv_heads, 1))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     plain = models.dense_causal_attend(qkv, scale=0.4)
     no_limits = reference_attention(q, k, v, 0.4, 99, 1e9, np.zeros(4), np.zeros(19))
     np.testing.assert_allclose(plain, no_limits, rtol=1e-5, atol=1e-5)

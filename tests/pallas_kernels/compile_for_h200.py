@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged import pallas_kernels as ops
+from jpaged.models.experts import ClampedSwiGLU, mix
 
 Shape = jax.ShapeDtypeStruct
 
@@ -31,6 +32,11 @@ def rope_and_write(pool: Any, qkv: Any, slots: Any, rotation: Any, norms: Any) -
     return ops.rope_and_write(pool, qkv, slots, rotation=rotation, norms=norms, backend="hopper")
 
 
+def experts_of_gpt_oss(x: Any, gate_up: Any, down: Any, experts: Any, weights: Any, biases: Any) -> Any:
+    options = {"activation": ClampedSwiGLU(), "backend": "hopper", "biases": biases}
+    return mix(x, gate_up, down, experts, weights, **options)
+
+
 def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
     """(name, function, arguments, whether the pools, its first argument, are donated)."""
     for heads, kv_heads, head_dim, block_size, dtype, options in (
@@ -41,6 +47,7 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         (16, 4, 256, 16, jnp.bfloat16, {}),
         (32, 1, 80, 64, jnp.bfloat16, {"logit_softcap": 30.0}),
         (28, 4, 96, 128, jnp.bfloat16, {"alibi_slopes": jnp.ones(28)}),
+        (64, 8, 64, 16, jnp.bfloat16, {"sliding_window": 128, "sinks": jnp.ones(64)}),  # gpt-oss
     ):
         pool = Shape((4096, 2, kv_heads, block_size, head_dim), dtype)
         call = partial(ops.decode_attention, backend="hopper", return_lse=True, **options)
@@ -53,7 +60,7 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         yield f"mixed 1,024 tokens, {rows} rows, {heads}/{kv_heads} D 128 block 16", call, arguments, False
     for rows, heads, kv_heads, head_dim, block_size, options in (
         (64, 32, 8, 128, 16, {}),
-        (512, 16, 8, 128, 16, {}),
+        (512, 16, 8, 128, 16, {"sinks": jnp.ones(16)}),
         (64, 8, 8, 64, 32, {"alibi_slopes": jnp.ones(8)}),
         (256, 28, 4, 80, 64, {"logit_softcap": 30.0}),
     ):
@@ -116,6 +123,11 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         call = partial(ops.weighted_grouped_product, backend="hopper")
         arguments = (x, down, sizes, Shape((rows,), jnp.float32))
         yield f"weighted_grouped_product {rows}", call, arguments, False
+    for rows in (4, 512):  # gpt-oss-20b: biases and activation in XLA between the products
+        shapes = ((rows, 2880), (32, 2880, 2, 2880), (32, 2880, 2880), (32, 2, 2880), (32, 2880))
+        x, gate_up, down, *biases = (Shape(shape, jnp.bfloat16) for shape in shapes)
+        arguments = (x, gate_up, down, ids(rows, 4), Shape((rows, 4), jnp.float32), tuple(biases))
+        yield f"experts of gpt-oss {rows}", experts_of_gpt_oss, arguments, False
     yield "write_kv in XLA", partial(ops.write_kv, backend="xla"), (pool, new, new, ids(256)), True
     yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
 

@@ -37,7 +37,7 @@ def ids(*shape: int) -> Shape:
 def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """Decode and ragged attention: every key size of their tables, and what options add."""
     plain: dict[str, Any] = {}
-    every = {"sliding_window": 1500, "logit_softcap": 30.0, "alibi_slopes": jnp.ones(14)}
+    every = {"sliding_window": 1500, "logit_softcap": 30.0, "alibi_slopes": jnp.ones(14), "sinks": jnp.ones(14)}
     sizes = [(64, jnp.bfloat16), (128, jnp.bfloat16), (256, jnp.bfloat16), (512, jnp.bfloat16)]
     sizes += [(64, jnp.float32), (128, jnp.float32), (256, jnp.float32)]
     cases = [(head_dim, dtype, 4, 16, plain) for head_dim, dtype in sizes]

@@ -25,6 +25,8 @@ def options(draw: st.DrawFn, heads: int) -> dict:
     if draw(st.booleans()):
         chosen["alibi_slopes"] = np.linspace(0.02, 0.5, heads, dtype=np.float32)
     if draw(st.booleans()):
+        chosen["sinks"] = np.linspace(-2.0, 6.0, heads, dtype=np.float32)
+    if draw(st.booleans()):
         chosen["scale"] = draw(st.sampled_from([0.05, 0.3]))
     return chosen
 

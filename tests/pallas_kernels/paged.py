@@ -88,6 +88,7 @@ def attend(
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     alibi_slopes: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Causal attention in float64, the textbook way. q: [n, heads, head_dim], of the positions from `first` on."""
     n, heads, head_dim = q.shape
@@ -103,6 +104,9 @@ def attend(
     if sliding_window is not None:
         seen &= key > at - sliding_window
     scores = np.where(seen, scores, -np.inf)
+    if sinks is not None:  # a key of their own, whose value is 0
+        sink = np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (heads, n, 1))
+        scores, values = np.concatenate([scores, sink], -1), np.concatenate([values, np.zeros_like(values[:1])])
     top = scores.max(-1, keepdims=True)
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)

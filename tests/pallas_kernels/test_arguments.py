@@ -151,6 +151,8 @@ def test_an_eps_out_of_range_is_named(bad):
         ("scale", float("inf")),
         ("alibi_slopes", jnp.ones(3)),
         ("alibi_slopes", jnp.ones(4, jnp.int32)),
+        ("sinks", jnp.ones(3)),
+        ("sinks", jnp.ones(4, jnp.int32)),
         ("backend", "cuda"),
     ],
 )
@@ -165,10 +167,12 @@ def test_an_option_out_of_range_is_named(op, good, name, bad):
     [
         (ragged_attention, RAGGED, "causal", 1),
         (mixed_attention, MIXED, "logit_softcap", -1.0),
+        (mixed_attention, MIXED, "sinks", jnp.ones((4, 1))),
         (mixed_attention, MIXED, "backend", "cuda"),
         (shared_prefix_attention, SHARED, "scale", "big"),
         (shared_prefix_attention, SHARED, "logit_softcap", -1.0),
         (shared_prefix_attention, SHARED, "alibi_slopes", jnp.ones(3)),
+        (shared_prefix_attention, SHARED, "sinks", jnp.ones(3)),
         (shared_prefix_attention, SHARED, "backend", "cuda"),
     ],
 )

@@ -16,8 +16,11 @@ POOLS = (44, 40, 36, 32, 28, 24, 20)
 """Blocks of 4 tokens in each cache group, fewer and fewer until a request is preempted: 49 would do for all at once."""
 
 UNSPLIT = {"gemma", "phi3-window", "granite4-nope", "glm", "command-r", "stablelm", "falcon-11b-style"}
-UNSPLIT |= {"redpajama-3b-style", "mpt-30b-style"}
+UNSPLIT |= {"redpajama-3b-style", "mpt-30b-style", "gpt-oss-120b-style", "glm4.5-air-style"}
 """Models that are split over devices as another of their family is, and run on one alone."""
+
+SPARSE = {"gpt-oss-20b-style"}
+"""Models whose experts are split over devices in both ways."""
 
 ARGS = EngineArgs(
     dtype="float32",
@@ -64,7 +67,10 @@ def _tokens_by_path(name: str) -> dict[str, Any]:
         found["samples"] = _samples(LLMEngine(args, engine.startup))
         found["scores"] = _scores(LLMEngine(args, engine.startup))
         for degree in () if name in UNSPLIT else (2, 4):
-            found[f"tensor parallel {degree}"] = _run(LLMEngine(replace(args, tensor_parallel_size=degree)))
+            split = replace(args, tensor_parallel_size=degree)
+            found[f"tensor parallel {degree}"] = _run(LLMEngine(split))
+            if name in SPARSE:
+                found[f"expert parallel {degree}"] = _run(LLMEngine(replace(split, enable_expert_parallel=True)))
         return found
 
 

@@ -346,6 +346,21 @@ def test_the_format_is_found_from_the_template(name, template):
     assert (found and found.name) == name
 
 
+def test_a_template_of_gpt_oss_shows_calls_and_reasoning():
+    template = """
+        {%- if message.tool_calls %}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+            {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json<|message|>" }}
+            {{- call.arguments | tojson + "<|call|>" }}
+        {%- else %}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
+        {%- endif %}
+    """
+    tools, reasoning = format_of(template, TOOL_FORMATS), format_of(template, REASONING_FORMATS)
+    assert tools is FORMATS["harmony"]
+    assert reasoning is REASONING["harmony"]
+
+
 def test_a_template_that_knows_no_tools_is_told_of_them_in_text():
     call = {"id": "1", "function": {"name": "clock", "arguments": {}}}
     messages = [

@@ -7,6 +7,7 @@ from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from jpaged.models.families.glm import GLM, GLM4
 from jpaged.models.families.gpt2 import GPT2Family
 from jpaged.models.families.gpt_neox import GPTNeoXFamily
+from jpaged.models.families.gpt_oss import GptOssFamily
 from jpaged.models.families.gptj import GPTJFamily
 from jpaged.models.families.granite import GRANITE, GRANITE_HYBRID
 from jpaged.models.families.llama import LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3
@@ -15,7 +16,7 @@ from jpaged.models.families.olmo import OLMO2, OLMO3
 from jpaged.models.families.opt import OPTFamily
 from jpaged.models.families.phi3 import Phi3Family
 from jpaged.models.families.smollm3 import SmolLM3Family
-from jpaged.models.families.sparse_llama import DOTS1, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from jpaged.models.families.sparse_llama import DOTS1, GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from jpaged.models.families.stablelm import StableLMFamily
 from jpaged.models.families.starcoder2 import Starcoder2Family
 from jpaged.models.registry import About, register
@@ -81,6 +82,16 @@ _MIXTRAL = About("Mixtral", "8x7B, 8x22B", "as Mistral; a router and experts in 
 _QWEN2_MOE = About("Qwen2-MoE", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "as Qwen2; experts, of which one is shared")
 _QWEN3_MOE = About("Qwen3-MoE", "30B-A3B, 235B-A22B", "as Qwen3; experts in all or some layers")
 _DOTS1 = About("dots.llm1", "dots.llm1", "as Qwen3; experts chosen by a sigmoid with a bias, in groups; shared experts")
+_GPT_OSS = About(
+    "gpt-oss",
+    "gpt-oss-20b, gpt-oss-120b",
+    "experts with biases and clamped SwiGLU, in MXFP4 or not; attention sinks; windows in every second layer; YaRN",
+)
+_GLM4_MOE = About(
+    "GLM-4.5",
+    "GLM-4.5, 4.5-Air, 4.6",
+    "as dots.llm1; RoPE on half of a head; biases of q, k, v; norms of each head or none",
+)
 _OPT = About("OPT", "125M to 66B", "learned positions; norms before or after; projected embeddings (350M)")
 _GPT2 = About("GPT-2", "124M to 1.5B; CodeParrot", "learned positions; joined q, k, v; scores scaled by layer")
 
@@ -117,3 +128,5 @@ register("MixtralForCausalLM", MIXTRAL, _MIXTRAL)
 register("Qwen2MoeForCausalLM", QWEN2_MOE, _QWEN2_MOE)
 register("Qwen3MoeForCausalLM", QWEN3_MOE, _QWEN3_MOE)
 register("Dots1ForCausalLM", DOTS1, _DOTS1)
+register("Glm4MoeForCausalLM", GLM4_MOE, _GLM4_MOE)
+register("GptOssForCausalLM", GptOssFamily(), _GPT_OSS)

@@ -1,11 +1,11 @@
-"""The Llama family with experts: Mixtral, Qwen2-MoE, Qwen3-MoE and dots.llm1.
+"""The Llama family with experts: Mixtral, Qwen2-MoE, Qwen3-MoE, dots.llm1 and GLM-4.5.
 
 They differ in what `SparseLlamaConfig` says (routers, shared experts, dense layers, norms of queries and keys), and in
 the names of their checkpoints' tensors.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -103,14 +103,14 @@ class SparseLlamaForCausalLM(nnx.Module):
 
 @dataclass(frozen=True)
 class SparseLlamaFamily:
-    """One of the architectures. reads: its configuration. names: of its checkpoints' tensors."""
+    """One of the architectures. reads: its configuration. names, derived_tensors: of its checkpoints' tensors."""
 
     model_type: str
     reads: Callable[[ConfigReader], SparseLlamaConfig]
     names: Names = Names()
+    derived_tensors: str = r"rotary_emb\.inv_freq$"
 
     base_prefix = "model."
-    derived_tensors = r"rotary_emb\.inv_freq$"
 
     def read_config(self, read: ConfigReader) -> SparseLlamaConfig:
         return self.reads(read)
@@ -121,18 +121,18 @@ class SparseLlamaFamily:
         return SparseLlamaForCausalLM(config, dtype, rngs, collectives)
 
     def tensors(self, config: SparseLlamaConfig) -> Iterator[Piece | TiedTensor]:
-        hidden = config.hidden_size
+        hidden, order = config.hidden_size, config.rope.column_order
         yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
         for i in range(config.num_layers):
             theirs, ours = f"model.layers.{i}", f"layers.{i}"
             yield pieces.as_is(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.scale", hidden)
-            yield from pieces.separate_qkv(f"{theirs}.self_attn", f"{ours}.attention", config, bias=config.qkv_bias)
-            yield from pieces.output_projection(
-                f"{theirs}.self_attn.o_proj", f"{ours}.attention", config, bias=config.output_bias
-            )
-            if config.qk_norm:
-                yield pieces.as_is(f"{theirs}.self_attn.q_norm.weight", f"{ours}.query_norm.scale", config.head_dim)
-                yield pieces.as_is(f"{theirs}.self_attn.k_norm.weight", f"{ours}.key_norm.scale", config.head_dim)
+            attention = f"{theirs}.self_attn"
+            biases = {"qkv": config.qkv_bias, "out": config.output_bias}
+            yield from pieces.separate_qkv(attention, f"{ours}.attention", config, bias=biases["qkv"], order=order)
+            yield from pieces.output_projection(f"{attention}.o_proj", f"{ours}.attention", config, bias=biases["out"])
+            for norm in ("query", "key") if config.qk_norm else ():
+                scale = pieces.norm(f"{attention}.{norm[0]}_norm", f"{ours}.{norm}_norm", config.head_dim)
+                yield replace(scale, order=order)
             yield pieces.as_is(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.scale", hidden)
             if config.dense_layers[i]:
                 yield from _gated_mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, config.intermediate_size)
@@ -243,15 +243,7 @@ def _qwen_fields(read: ConfigReader, num_experts: int, *, per_token: int, expert
 
 def _read_dots1(read: ConfigReader) -> SparseLlamaConfig:
     """Huo et al. 2025, arXiv:2506.05767: DeepSeek-V3's router and shared experts, and ordinary attention."""
-    routing = Routing(
-        per_token=read.integer("num_experts_per_tok"),
-        score="sigmoid",
-        renormalized=read.flag("norm_topk_prob", False),
-        factor=read.number("routed_scaling_factor", 1.0),
-        biased=True,
-        groups=read.integer("n_group", 1),
-        kept_groups=read.integer("topk_group", 1),
-    )
+    routing = _sigmoid_routing(read)
     num_experts = read.integer("n_routed_experts")
     fields = _fields(read, num_experts=num_experts, routing=routing, default_length=2048)
     num_layers, expert_size = fields["num_layers"], read.integer("moe_intermediate_size", 1408)
@@ -271,6 +263,35 @@ def _read_dots1(read: ConfigReader) -> SparseLlamaConfig:
     )
 
 
+def _read_glm4_moe(read: ConfigReader) -> SparseLlamaConfig:
+    """GLM-4.5 Team 2025, arXiv:2508.06471: as dots.llm1, but half of each head is rotated."""
+    routing = _sigmoid_routing(read, per_token=8, renormalized=True)
+    num_experts = read.integer("n_routed_experts", 128)
+    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=131072, rotated_fraction=0.5)
+    num_layers, expert_size = fields["num_layers"], read.integer("moe_intermediate_size", 1408)
+    return SparseLlamaConfig(
+        **fields,
+        expert_size=expert_size,
+        shared_size=expert_size * read.integer("n_shared_experts", 1),
+        dense_layers=tuple(layer < read.number("first_k_dense_replace", 1) for layer in range(num_layers)),
+        qk_norm=read.flag("use_qk_norm", False),
+        qkv_bias=read.flag("attention_bias", False),
+    )
+
+
+def _sigmoid_routing(read: ConfigReader, *, per_token: int | None = None, renormalized: bool = False) -> Routing:
+    """DeepSeek-V3's router. per_token, renormalized: where config.json leaves them out."""
+    return Routing(
+        per_token=read.integer("num_experts_per_tok", per_token),
+        score="sigmoid",
+        renormalized=read.flag("norm_topk_prob", renormalized),
+        factor=read.number("routed_scaling_factor", 1.0),
+        biased=True,
+        groups=read.integer("n_group", 1),
+        kept_groups=read.integer("topk_group", 1),
+    )
+
+
 def _fields(
     read: ConfigReader,
     *,
@@ -278,27 +299,22 @@ def _fields(
     routing: Routing,
     default_length: int,
     default_theta: float = 10000.0,
+    rotated_fraction: float | None = None,
 ) -> dict[str, Any]:
     """What the families spell alike of a `SparseLlamaConfig`.
+
+    rotated_fraction: as of `parse_rope`.
 
     Raises:
         CheckpointError: a token is to have more experts than there are, or groups are not equal ones.
     """
-    if routing.per_token > num_experts:
-        raise CheckpointError(
-            f"config.json: num_experts_per_tok ({routing.per_token}) must be at most the number of experts"
-            f" ({num_experts})."
-        )
-    if num_experts % routing.groups or not routing.per_token <= routing.kept_groups * (num_experts // routing.groups):
-        raise CheckpointError(
-            f"config.json: n_group ({routing.groups}) must divide the experts ({num_experts}), and topk_group"
-            f" ({routing.kept_groups}) of these groups must have num_experts_per_tok ({routing.per_token}) of them."
-        )
+    routing.check(num_experts)
     hidden_size = read.integer("hidden_size")
     num_heads = read.integer("num_attention_heads")
     head_dim = read.head_dim("head_dim", hidden_size // num_heads)
     stated = {"rope_theta": default_theta, **read.config}
-    rope, length = parse_rope(stated, head_dim, read.integer("max_position_embeddings", default_length))
+    length = read.integer("max_position_embeddings", default_length)
+    rope, length = parse_rope(stated, head_dim, length, rotated_fraction=rotated_fraction)
     return read.common() | {
         "hidden_size": hidden_size,
         "num_layers": read.integer("num_hidden_layers"),
@@ -320,3 +336,8 @@ MIXTRAL = SparseLlamaFamily("mixtral", _read_mixtral, Names(block="block_sparse_
 QWEN3_MOE = SparseLlamaFamily("qwen3_moe", _read_qwen3_moe)
 QWEN2_MOE = SparseLlamaFamily("qwen2_moe", _read_qwen2_moe, Names(shared="shared_expert"))
 DOTS1 = SparseLlamaFamily("dots1", _read_dots1)
+GLM4_MOE = SparseLlamaFamily(
+    # One layer more than there are, which predicts a token further; of GLM-4.5-Air and of GLM-4.5 and 4.6.
+    *("glm4_moe", _read_glm4_moe),
+    derived_tensors=r"rotary_emb\.inv_freq$|^model\.layers\.(46|92)\.",
+)

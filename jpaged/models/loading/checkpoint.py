@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from jpaged.api.errors import CheckpointError, InvalidParameterError
 from jpaged.models.config_reader import read_json
 from jpaged.models.loading import orbax_checkpoint, safetensors_file
+from jpaged.models.loading.mxfp4 import join_packed
 from jpaged.models.loading.pieces import Piece
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model, Weights, resolve_dtype
@@ -95,10 +95,14 @@ def is_orbax(load_format: str, directory: str | Path) -> bool:
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint directory by name, headers only.
+    """Every tensor of a checkpoint directory by name, headers only. Those in MXFP4 stand for what they are read as.
 
     Raises CheckpointError when the directory has no safetensors (pickles are refused), or a file is damaged.
     """
+    return join_packed(_find_stored(directory))
+
+
+def _find_stored(directory: Path) -> dict[str, StoredTensor]:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; give the directory that holds config.json.")
     if (directory / INDEX_NAME).is_file():
@@ -290,7 +294,5 @@ def save_pretrained(
         pieces.setdefault(piece.tensor, []).append(piece)
     layout = {name: of_tensor[0].shape for name, of_tensor in pieces.items()}
     safetensors_file.write(directory / SINGLE_NAME, layout, np.dtype(kept), tensors())
-    config: dict[str, Any] = dict(model.config.source)
-    config.pop("dtype", None)
-    config |= {"architectures": [model.config.architecture], "torch_dtype": kept.name}
+    config = model.config.saved_as(kept.name)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -85,9 +85,7 @@ def _write(model: Model, weights: Sequence[jax.Array], directory: Path) -> None:
     }
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save((directory / PARAMS).absolute(), _nested(named), save_args=_nested(chunks))
-    config: dict[str, Any] = dict(model.config.source)
-    config.pop("dtype", None)
-    config |= {"architectures": [model.config.architecture], "torch_dtype": model.dtype.name}
+    config = model.config.saved_as(model.dtype.name)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -57,9 +57,16 @@ class StoredTensor:
 
     def read(self) -> np.ndarray:
         """The tensor in a new array. Raises CheckpointError when the file has become shorter."""
+        return self._read_as(self.dtype)
+
+    def read_bytes(self) -> np.ndarray:
+        """The tensor, of a type of one byte, as uint8. Raises as `read`."""
+        return self._read_as(np.dtype(np.uint8))
+
+    def _read_as(self, dtype: np.dtype) -> np.ndarray:
         count = math.prod(self.shape)
         with self.path.open("rb") as file:
-            array = np.fromfile(file, self.dtype, count, offset=self.offset)
+            array = np.fromfile(file, dtype, count, offset=self.offset)
         if array.size != count:
             raise CheckpointError(f"{self.path} ends within tensor {self.name!r}; download or write it again.")
         return array.reshape(self.shape)

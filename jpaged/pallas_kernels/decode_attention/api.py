@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.common import attention_arguments as attention
+from jpaged.pallas_kernels.common.sinks import check_sinks, count_sinks
 from jpaged.pallas_kernels.registry import Op
 
 OP = Op("decode_attention", __package__)
@@ -20,6 +21,7 @@ def decode_attention(
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -36,7 +38,9 @@ def decode_attention(
         sliding_window: the query at position p sees keys p - sliding_window + 1 .. p only.
         logit_softcap: scores become cap * tanh(score / cap), before ALiBi and the mask.
         alibi_slopes: float [heads]; adds slope * (key position - query position) to the scores.
-        return_lse: also return the log-sum-exp, by which partial results are merged.
+        sinks: float [heads]; logits without values, which join the softmax of every query.
+        return_lse: also return the log-sum-exp, by which partial results are merged. It counts the sinks: give them to
+            none of the parts, or to one alone.
         backend: None (by device), "hopper", "triton" or "xla".
     Returns:
         [B, heads, head_dim] of q's dtype; with return_lse also float32 [B, heads], natural logarithm.
@@ -49,9 +53,11 @@ def decode_attention(
     check.check_int32("kv_lens", kv_lens, "B", (q.shape[0],))
     features = attention.check_features(q, block_tables, scale, sliding_window, logit_softcap)
     slopes = attention.check_alibi(alibi_slopes, q.shape[1])
+    sinks = check_sinks(sinks, q.shape[1])
     kernel = OP.pick(backend, q, kv_pool).run
     if q.shape[0] == 0:
         out, lse = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
     else:
         out, lse = kernel(attention.Operands(q, kv_pool, block_tables, kv_lens, slopes), features)
+    out, lse = count_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -41,6 +41,7 @@ def mixed_attention(
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """`ragged_attention` whose first rows have one query each.
@@ -48,7 +49,7 @@ def mixed_attention(
     Args:
         q, kv_pool, block_tables, kv_lens, query_starts: as in `ragged_attention`.
         num_decodes: int32 []; rows 0 .. num_decodes - 1 have one query each, the last token's.
-        scale, sliding_window, logit_softcap, alibi_slopes: as in `ragged_attention`.
+        scale, sliding_window, logit_softcap, alibi_slopes, sinks: as in `ragged_attention`.
         backend: None (by device), "hopper", "triton" or "xla".
     Returns:
         [T, heads, head_dim] of q's dtype, as `ragged_attention` does.
@@ -62,6 +63,7 @@ def mixed_attention(
         "scale": scale,
         "sliding_window": sliding_window,
         "logit_softcap": logit_softcap,
+        "sinks": sinks,
         "backend": backend,
     }
     if q.shape[0] >= LEAST_TOKENS and all(op.pick(backend, q, kv_pool).backend != REFERENCE for op in (DECODE, RAGGED)):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.common import attention_arguments as attention
+from jpaged.pallas_kernels.common.sinks import check_sinks, count_sinks
 from jpaged.pallas_kernels.registry import Op
 
 OP = Op("ragged_attention", __package__)
@@ -21,6 +22,7 @@ def ragged_attention(
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     causal: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
@@ -40,7 +42,7 @@ def ragged_attention(
             nobody's, and what comes out for them is undefined.
         causal: False lets every query of a row stand at the row's last token, as if each were its one decode query:
             they all see its kv_lens[r] tokens, which may then be fewer than the queries, or none.
-        scale, sliding_window, logit_softcap, alibi_slopes, return_lse, backend: as in `decode_attention`.
+        scale, sliding_window, logit_softcap, alibi_slopes, sinks, return_lse, backend: as in `decode_attention`.
     Returns:
         [T, heads, head_dim] of q's dtype; with return_lse also float32 [T, heads], natural logarithm.
     Raises:
@@ -55,10 +57,12 @@ def ragged_attention(
     features = attention.check_features(q, block_tables, scale, sliding_window, logit_softcap)
     causal = check.check_flag("causal", causal)
     slopes = attention.check_alibi(alibi_slopes, q.shape[1])
+    sinks = check_sinks(sinks, q.shape[1])
     kernel = OP.pick(backend, q, kv_pool).run
     if q.shape[0] == 0 or rows == 0:
         out, lse = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
     else:
         operands = attention.Operands(q, kv_pool, block_tables, kv_lens, slopes)
         out, lse = kernel(operands, query_starts, features, causal=causal)
+    out, lse = count_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.common.attention_arguments import check_queries
+from jpaged.pallas_kernels.common.sinks import check_sinks, count_sinks
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
 from jpaged.pallas_kernels.devices import num_multiprocessors
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
@@ -40,6 +41,7 @@ def shared_prefix_attention(
     scale: float | None = None,
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -51,7 +53,7 @@ def shared_prefix_attention(
             exactly `decode_attention`'s.
         shared_len: int32 []; how many of their first tokens are the same: a multiple of block_size, less than the
             kv_lens of each of them that is not empty. They are read through the table of row 0.
-        scale, logit_softcap, alibi_slopes, return_lse, backend: as in `decode_attention`.
+        scale, logit_softcap, alibi_slopes, sinks, return_lse, backend: as in `decode_attention`.
     Returns:
         As `decode_attention`, up to rounding: partial results are rounded to q's dtype before they are merged.
     Raises:
@@ -64,6 +66,7 @@ def shared_prefix_attention(
     check.check_int32("kv_lens", kv_lens, "B", (rows,))
     check.check_scalar("num_sharing", num_sharing)
     check.check_scalar("shared_len", shared_len)
+    sinks = check_sinks(sinks, heads)
     features: dict[str, Any] = {
         "scale": scale,
         "logit_softcap": logit_softcap,
@@ -108,7 +111,8 @@ def shared_prefix_attention(
     own_out, own_lse = decode_attention(q, kv_pool, own_tables, own_lens, return_lse=True, **features)
 
     dense_outs = dense_out.reshape(parts, *q.shape)
-    out, lse = merge_attention([*dense_outs, own_out], [*dense_lse, own_lse])
+    # Once for all parts, which are computed without.
+    out, lse = count_sinks(*merge_attention([*dense_outs, own_out], [*dense_lse, own_lse]), sinks)
     return (out, lse) if return_lse else out
 
 

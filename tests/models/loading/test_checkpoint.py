@@ -152,6 +152,19 @@ def test_old_rotary_buffers_are_ignored(llama: Path) -> None:
     assert same(load(llama), expected)
 
 
+@pytest.mark.parametrize("layer", [46, 92])
+def test_the_layer_of_glm_4_5_that_predicts_further_tokens_is_ignored_and_others_are_not(
+    layer: int, tmp_path: Path
+) -> None:
+    directory = write_tiny_model(tiny_model("glm4.5-style"), tmp_path, use_torch=False)
+    before = load(directory)
+    rewrite(directory, lambda tensors: tensors.update({f"model.layers.{layer}.eh_proj.weight": np.ones((64, 128))}))
+    assert same(load(directory), before)
+    rewrite(directory, lambda tensors: tensors.update({f"model.layers.{layer + 1}.enorm.weight": np.ones(64)}))
+    with pytest.raises(CheckpointError, match=f"holds tensor 'model.layers.{layer + 1}.enorm.weight'"):
+        load(directory)
+
+
 def test_a_tied_checkpoint_may_store_its_head_if_it_is_the_embedding(tmp_path: Path) -> None:
     write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path, use_torch=False)
     expected = load(tmp_path)

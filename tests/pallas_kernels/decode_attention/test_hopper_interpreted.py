@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
+from jpaged.pallas_kernels.common.sinks import count_sinks
 from jpaged.pallas_kernels.registry import missing
 from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_decode, make_world, random_queries
 
@@ -47,9 +48,12 @@ def attend(kernel, config, lens, heads, kv_heads, block_size, head_dim, options)
         config=config,
         interpret=INTERPRET,
     )
-    want, want_lse = expected_decode(world, np.asarray(q.astype(jnp.float32)), alibi_slopes=slopes, **options)
-    assert_close(out, want, "bfloat16")
-    assert_lse_close(lse, want_lse, "bfloat16")
+    for sinks in (None, np.linspace(-2.0, 6.0, heads, dtype=np.float32)):
+        features = {"alibi_slopes": slopes, "sinks": sinks, **options}
+        want, want_lse = expected_decode(world, np.asarray(q.astype(jnp.float32)), **features)
+        with_sinks, lse_with_sinks = count_sinks(out, lse, sinks)
+        assert_close(with_sinks, want, "bfloat16")
+        assert_lse_close(lse_with_sinks, want_lse, "bfloat16")
     return out, lse
 
 

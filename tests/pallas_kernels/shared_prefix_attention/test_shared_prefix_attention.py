@@ -63,7 +63,7 @@ def check(seed, lens, num_sharing, shape, prefix, dtype, backend, **chosen):
     [
         ((8, 2, 64), (16, 20), "bfloat16", {}),
         ((4, 1, 80), (128, 3), "float16", {"logit_softcap": 1.5, "scale": 0.3}),
-        ((4, 4, 16), (32, 9), "float32", {"alibi_slopes": slopes(4)}),
+        ((4, 4, 16), (32, 9), "float32", {"alibi_slopes": slopes(4), "sinks": np.float32([-3.0, 1.0, 5.0, 40.0])}),
     ],
 )
 @pytest.mark.parametrize("backend", WITH_TRITON)
