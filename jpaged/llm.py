@@ -25,6 +25,7 @@ from jpaged.api.errors import (
 )
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.api.weights import InFlight
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import Messages, ProcessedInput, Prompt, as_prompt_list
@@ -35,6 +36,8 @@ from jpaged.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from jpaged.models.loading.live import WeightsForm
 
 log = logging.getLogger("jpaged.engine")
 
@@ -303,6 +306,40 @@ class LLM:
         """
         with self._turn(), self._between_steps:
             self.engine.wake_up()
+
+    def update_weights(self, weights: Any, *, partial: bool = False, in_flight: InFlight = "recompute") -> None:
+        """Gives the model other weights, in place: nothing is compiled but, the first time, the programs that write
+        them. During another thread's call it is done between two of its steps. Cached prefixes are forgotten, pinned
+        ones included.
+
+        Args:
+            weights: a module of the model (`weights_as("module")`), an `nnx.State` of one, or a mapping, nested or
+                flat, to arrays, by the names of a Hugging Face checkpoint or of our own parameters. They are copied on
+                the device and stay the caller's.
+            partial: what is not given stays as it is; otherwise it is an error that names what is missing.
+            in_flight: what running requests do: "recompute" the keys and values of their tokens with the new weights,
+                or "continue" with those that the old weights have computed.
+        Raises:
+            InvalidParameterError: arrays are missing or surplus, or of another shape or type; the message names them.
+                The engine goes on with the weights that it has.
+            EngineDeadError: the device failed in the middle; the engine is of no more use.
+        """
+        with Interruptible() as interrupt, self._between_steps:
+            self.engine.update_weights(weights, partial=partial, in_flight=in_flight)
+        if interrupt.requested:
+            raise KeyboardInterrupt
+
+    def weights_as(self, form: "WeightsForm") -> Any:
+        """Copies of the weights, in a form that `update_weights` takes.
+
+        form: "huggingface": a dictionary by the names of a Hugging Face checkpoint, in its shapes; "parameters": by our
+            own names; "state": the `nnx.State` of the model's module; "module": the Flax module, to train it.
+
+        Raises:
+            InvalidParameterError: there is no such form, or the model runs in other processes.
+        """
+        with self._turn(), self._between_steps:
+            return self.engine.weights_as(form)
 
     def get_metrics(self) -> EngineStats:
         """Counters and occupancy of the engine. During another thread's call they are read between two of its steps."""

@@ -23,16 +23,24 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError, error_of, shown
+from jpaged.api.errors import (
+    EngineDeadError,
+    InvalidParameterError,
+    JPagedError,
+    UnsupportedParameterError,
+    error_of,
+    shown,
+)
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.weights import InFlight
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.request import Request, checked_salt
 from jpaged.engine.sequences.seeds import default_seed
@@ -270,6 +278,24 @@ class ReplicatedEngine(RequestIntake):
     def wake_up(self) -> None:
         """As `LLMEngine.wake_up`, on every replica."""
         self._change(wire.WakeUp())
+
+    def update_weights(self, weights: Any, *, partial: bool = False, in_flight: InFlight = "recompute") -> None:
+        """Refuses: replicas have processes of their own, which an array on a device does not reach.
+
+        Raises:
+            UnsupportedParameterError: always.
+        """
+        raise UnsupportedParameterError("update_weights is for data_parallel_size=1; replicas read a checkpoint.")
+
+    def weights_as(self, form: str) -> Any:
+        """Refuses: arrays of other processes' devices are not to be had here.
+
+        Raises:
+            UnsupportedParameterError: always.
+        """
+        raise UnsupportedParameterError(
+            "weights_as is for data_parallel_size=1: replicas' weights are in processes of their own."
+        )
 
     def close(self) -> None:
         """Ends the replicas; the engine is of no more use. Called when it is collected, too. The second time it does
