@@ -1,6 +1,7 @@
 """`LLM`: completes a list of prompts with a model, in one call. For offline use."""
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from itertools import count
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from tqdm import tqdm
@@ -20,6 +22,7 @@ from jpaged.api.errors import (
     InvalidPromptError,
     JPagedError,
     OutOfMemoryError,
+    UnsupportedParameterError,
     shown,
     suggestion,
 )
@@ -30,6 +33,7 @@ from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import Messages, ProcessedInput, Prompt, as_prompt_list
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
+from jpaged.frontend.model_of_config import as_directory
 from jpaged.host.interrupt import Interruptible
 from jpaged.processes.replicas import ReplicatedEngine
 from jpaged.text.tokenizer import Tokenizer
@@ -55,7 +59,12 @@ class LLM:
     that run side by side, give one call many prompts, or use `AsyncLLMEngine`.
 
     Args:
-        model: a directory in Hugging Face layout or a hub id; the embedded demo model by default.
+        model: a directory in Hugging Face layout or a hub id; the embedded demo model by default. Or a configuration:
+            the contents of a config.json, a transformers config or a `ModelConfig`. Then weights come from `weights`,
+            and prompts and outputs are token ids, unless `tokenizer` names one. What such a configuration does not say
+            of the type, `dtype` does (else float32).
+        weights: instead of those of a checkpoint, as `update_weights` takes them. The arrays stay the caller's. A
+            directory then needs a config.json only.
         options: the other fields of `EngineArgs`, by name: dtype, max_model_len, block_size, gpu_memory_utilization,
             max_num_seqs, enable_prefix_caching, seed, load_format, skip_tokenizer_init and so on.
     Raises:
@@ -63,13 +72,26 @@ class LLM:
         ModelNotFoundError, CheckpointError, UnsupportedModelError, OutOfMemoryError: as `LLMEngine`.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Any | None = None, *, weights: Any = None, **options: Any) -> None:
         unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
         if unknown:
             names = list(EngineArgs.__dataclass_fields__)
             known = f"it has {', '.join(names)}"
             raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; {suggestion(unknown[0], names) or known}.")
-        self.engine = _start_engine(EngineArgs(model=model, **options))
+        self._config: TemporaryDirectory[str] | None = None  # where `model` is a configuration
+        path: str | None
+        if model is None or isinstance(model, str | os.PathLike):
+            path = None if model is None else os.fspath(model)
+        else:
+            self._config = as_directory(model)
+            path = self._config.name
+            if weights is None and options.get("load_format") != "dummy":
+                raise InvalidParameterError(
+                    "model is a configuration, which has no weights; give weights=..., or load_format='dummy' for"
+                    " random ones."
+                )
+            options = {"skip_tokenizer_init": options.get("tokenizer") is None} | options
+        self.engine = _start_engine(EngineArgs(model=path, **options), weights)
         self._request_ids = map(str, count())
         self._turns = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever
         self._between_steps = _FairLock()  # around whatever reaches the engine
@@ -88,6 +110,8 @@ class LLM:
         """
         with self._turn(), self._between_steps:
             self.engine.close()
+            if self._config is not None:
+                self._config.cleanup()
 
     def __reduce__(self) -> NoReturn:
         raise JPagedError(
@@ -398,14 +422,21 @@ class LLM:
         return finished
 
 
-def _start_engine(args: EngineArgs) -> LLMEngine | ReplicatedEngine:
+def _start_engine(args: EngineArgs, weights: Any) -> LLMEngine | ReplicatedEngine:
     """One engine, or as many replicas as `data_parallel_size` asks for.
 
     Raises:
         InvalidParameterError: replicas are asked for of a model over several processes.
     """
     check_one_host(args)
-    return LLMEngine(args) if args.data_parallel_size == 1 else ReplicatedEngine(args)
+    if args.data_parallel_size == 1:
+        return LLMEngine(args, weights=weights)
+    if weights is not None:
+        raise UnsupportedParameterError(
+            "weights is for data_parallel_size=1: replicas, in processes of their own, begin with a checkpoint or with"
+            " load_format='dummy'."
+        )
+    return ReplicatedEngine(args)
 
 
 @contextmanager

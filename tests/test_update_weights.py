@@ -1,10 +1,14 @@
 """Weights that a running engine is given: the tokens of a fresh engine, nothing compiled, nothing lost."""
 
 import gc
+import json
+import re
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.monitoring
@@ -13,9 +17,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from jpaged.api.errors import EngineAsleepError, InvalidParameterError
-from jpaged.models import Model, Weights, dense_causal_attend
+from jpaged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged.api.errors import EngineAsleepError, InvalidParameterError, UnsupportedParameterError
+from jpaged.models import Model, ModelConfig, Weights, build, dense_causal_attend, registry
 from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import TINY_ENGINE, tiny_model, write_tiny_model
 
@@ -317,8 +321,6 @@ def test_arrays_of_numpy_and_names_with_params_before_them_are_taken(engine, ref
 
 
 def test_an_llm_takes_weights_from_another_thread_between_its_steps(directory):
-    from jpaged import LLM
-
     with greedy_programs():
         llm = LLM(str(directory), **TINY_ENGINE)
     weights = llm.engine.startup.model.init(17)
@@ -341,3 +343,74 @@ def test_an_llm_takes_weights_from_another_thread_between_its_steps(directory):
     assert [list(output.outputs[0].token_ids) for output in outputs] == reference.greedy(weights)
     assert set(llm.weights_as("parameters")) == set(llm.engine.startup.model.parameter_names)
     llm.close()
+
+
+class Config:
+    """As transformers' configurations are: objects that give their contents."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return tiny_model(NAME).config
+
+
+@pytest.mark.parametrize("kind", ["contents", "transformers", "jpaged", "directory"])
+def test_an_llm_begins_from_a_configuration_and_arrays_alone(reference, shared, tmp_path, kind):
+    contents = tiny_model(NAME).config
+    (tmp_path / "config.json").write_text(json.dumps(contents))
+    kinds = {"contents": contents, "transformers": Config(), "jpaged": ModelConfig.from_dict(contents)}
+    weights = model_of(shared).init(18)
+    with greedy_programs(), LLM(kinds.get(kind, tmp_path), weights=weights, **TINY_ENGINE) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params(5), use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == reference.greedy(weights)
+        assert llm.sleep(2)
+        with pytest.raises(InvalidParameterError, match="call update_weights before wake_up"):
+            llm.wake_up()
+    assert not weights[0].is_deleted()
+
+
+def test_what_is_no_configuration_and_weights_that_do_not_fit_are_refused_before_anything_starts(shared):
+    weights, contents = model_of(shared).init(0), tiny_model(NAME).config
+    options = TINY_ENGINE | {"skip_tokenizer_init": False}
+    for model, given, message in (
+        (7, weights, "model must be a directory, a hub id, the contents of a config.json, .* got 7"),
+        ({}, weights, "was read from no config.json"),
+        (contents | {"x": object()}, weights, "cannot be written as a config.json: .*not JSON serializable"),
+        (contents, None, "model is a configuration, which has no weights; give weights=..., or load_format='dummy'"),
+        (contents, weights[1:], "weights is a sequence of"),
+    ):
+        with pytest.raises(InvalidParameterError, match=message):
+            LLM(model, weights=given, **options)
+    with pytest.raises(UnsupportedParameterError, match="weights is for data_parallel_size=1"):
+        LLM(contents, weights=weights, data_parallel_size=2, **TINY_ENGINE)
+
+
+PHI = {
+    "architectures": ["PhiForCausalLM"],
+    "vocab_size": 157,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 112,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def phi(tmp_path) -> Iterator[Model]:
+    """Of the family in docs/adding_a_model.md."""
+    page = (Path(__file__).parents[1] / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
+    found = re.search(r'```python title="phi.py"\n(.*?)```', page, re.DOTALL)
+    assert found is not None
+    (tmp_path / "phi_of_the_page.py").write_text(found[1], encoding="utf-8")
+    with mock.patch.dict(registry._families), mock.patch.dict(registry._abouts), mock.patch.dict(sys.modules):
+        registry._import_file(tmp_path / "phi_of_the_page.py")
+        yield build(ModelConfig.from_dict(PHI), "float32")
+
+
+def test_a_family_from_outside_the_package_takes_weights_in_every_form(phi):
+    reference, first = Reference(phi), phi.init(0)
+    with greedy_programs(), LLM(PHI, weights=first, **TINY_ENGINE) as llm:
+        for i, form in enumerate(("huggingface", "parameters", "state", "module")):
+            weights = phi.init(i)
+            llm.update_weights(llm.engine.startup.updater.read(weights, form))
+            outputs = llm.generate(PROMPTS, params(5), use_tqdm=False)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == reference.greedy(weights)
