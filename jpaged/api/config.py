@@ -65,8 +65,11 @@ class EngineArgs(SchedulingOptions):
             arithmetic in 16 bits is slow). "half" is float16 and "float" float32.
         max_model_len: longest sequence, prompt and output, in tokens; by default what model and pool allow.
         block_size: tokens in a block of the KV pool; a power of two from 1 to 256 (the GPU kernels take 16 to 128).
-        gpu_memory_utilization: fraction of the device's memory to use for everything, in (0, 1]. JAX takes its memory
-            when it first touches the device: in a process where it has, no more than it took then can be used.
+        gpu_memory_utilization: fraction of the device's memory to use for everything, in (0, 1]. Other arrays of this
+            process, a trainer's say, are part of it; what other processes have on the device is not used. JAX takes its
+            memory when it first touches the device (XLA_PYTHON_CLIENT_MEM_FRACTION): in a process where it has, no more
+            than it took then can be used. With XLA_PYTHON_CLIENT_PREALLOCATE=false the engine takes its part when it
+            starts.
         num_gpu_blocks_override: blocks in the pool, instead of what memory allows.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: token budget of a step; longer prompts are computed in chunks. No more sequences than

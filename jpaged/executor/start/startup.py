@@ -324,7 +324,8 @@ def _start_on(
     if given is not None:
         update = updater.match(given)
         load_weights = partial(fill_weights, mesh, shard, updater, update)
-    limits = [free_device_memory(one, args.gpu_memory_utilization) for one in mesh.local_devices]
+    at_once = args.kv_cache_layout == "paged"
+    limits = [free_device_memory(one, args.gpu_memory_utilization, at_once=at_once) for one in mesh.local_devices]
     limit = min((one for one in limits if one is not None), default=None)
     config = executor_config(args, model_config, limit)
     rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
