@@ -111,9 +111,7 @@ def test_an_engine_has_its_share_of_the_device_less_what_the_process_has_on_it()
     assert FakeGPU(72, 0, 0).room(0.9) == 72, "JAX has touched nothing yet"
     assert FakeGPU(72, 72, 20).room(0.9) == 52, "a trainer's arrays"
     assert FakeGPU(72, 72, 20).room(0.5) == 20
-    assert FakeGPU(60, 60, 10).room(0.9) == 50, (
-        "JAX ran before with 75 percent, or MEM_FRACTION"
-    )
+    assert FakeGPU(60, 60, 10).room(0.9) == 50, "JAX ran before with 75 percent, or MEM_FRACTION"
     assert FakeGPU(60, 60, 10).room(0.4) == 22, "of the device, not of what JAX has"
     assert FakeGPU(60, 60, 30).room(0.25) == 0
 
