@@ -284,6 +284,23 @@ class LLMEngine(RequestIntake):
                 f"The engine failed while its weights were replaced: {type(error).__name__}: {error}"
             ) from error
 
+    def pause(self) -> None:
+        """Dispatches no step until `resume`: the device is idle when it returns. Requests keep what they have, and
+        others may be added. `step` returns what was in flight, then nothing.
+        """
+        self._check_started()
+        self._core.pause()
+
+    def resume(self) -> None:
+        """Goes on where `pause` left off."""
+        self._check_started()
+        self._core.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` not since."""
+        return self._core.is_paused
+
     def weights_as(self, form: WeightsForm) -> Any:
         """Copies of the weights on their devices, in a form that `update_weights` takes.
 

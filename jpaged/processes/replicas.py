@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.checks import check_bool, check_choice
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import (
     EngineDeadError,
@@ -54,6 +55,7 @@ from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses, ended_how
 from jpaged.processes.links import SyncLink
 from jpaged.processes.router import Router
+from jpaged.processes.shared_weights import SharedWeights
 from jpaged.text.tokenizer import Tokenizer
 
 _WAIT_S = 0.05
@@ -280,12 +282,21 @@ class ReplicatedEngine(RequestIntake):
         self._change(wire.WakeUp())
 
     def update_weights(self, weights: Any, *, partial: bool = False, in_flight: InFlight = "recompute") -> None:
-        """Refuses: replicas have processes of their own, which an array on a device does not reach.
+        """As `LLMEngine.update_weights`, on every replica. The arrays go through the host, in memory that the replicas
+        share. weights: a mapping, nested or flat, from names to arrays, such as an `nnx.State`.
 
         Raises:
-            UnsupportedParameterError: always.
+            InvalidParameterError: as there; all replicas go on with the weights that they have.
         """
-        raise UnsupportedParameterError("update_weights is for data_parallel_size=1; replicas read a checkpoint.")
+        check_choice("in_flight", in_flight, InFlight)
+        check_bool("partial", partial)
+        self._check_alive()
+        shared = SharedWeights(weights)
+        try:
+            self._router.forget_prefixes()
+            self._change(wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight))
+        finally:
+            shared.close()
 
     def weights_as(self, form: str) -> Any:
         """Refuses: arrays of other processes' devices are not to be had here.
@@ -398,7 +409,13 @@ class ReplicatedEngine(RequestIntake):
         return [value for value in values if isinstance(value, kind)]
 
     def _change(
-        self, question: wire.ResetPrefixCache | wire.PinPrefix | wire.UnpinPrefix | wire.Sleep | wire.WakeUp
+        self,
+        question: wire.ResetPrefixCache
+        | wire.PinPrefix
+        | wire.UnpinPrefix
+        | wire.Sleep
+        | wire.WakeUp
+        | wire.UpdateWeights,
     ) -> list[int]:
         """Changes the replicas or their prefix caches, and with them a request's limits, which pinned blocks lower."""
         answers = self._ask_all(question, wire.Changed)
