@@ -20,6 +20,7 @@ _MAX_DEVICES = 4096
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """PyTorch's names, under which vLLM takes them too."""
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 
 _FREE = {"free": True}
@@ -113,6 +114,11 @@ class EngineArgs(SchedulingOptions):
         data_parallel_size: replicas of the model, each on devices and in a process of its own (`LLM` only).
         coordinator_address, num_processes, process_id: of a model over several hosts, `docs/parallel.md`; by default
             what JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say.
+        logprobs_mode: whose log-probabilities `SamplingParams.logprobs` gives. "raw_logprobs": the model's own
+            distribution. "processed_logprobs": the distribution that the token was sampled from, after masks, biases,
+            penalties, temperature, min_p, top_k and top_p, where a token that they leave out has minus infinity; for
+            greedy requests the one after masks, biases and penalties. Those of prompts, scores and beam searches are
+            always raw. Names as in vLLM.
         load_format: "safetensors" or "orbax" checkpoint, or "auto" for what is there; "dummy" makes random weights from
             its config.json.
         skip_tokenizer_init: take and give token ids only.
@@ -148,6 +154,7 @@ class EngineArgs(SchedulingOptions):
     coordinator_address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     load_format: LoadFormat = "auto"
     skip_tokenizer_init: bool = field(default=False, metadata=_FREE)
     verbose: bool = field(default=True, metadata=_FREE)
@@ -170,6 +177,7 @@ class EngineArgs(SchedulingOptions):
         check_choice("dtype", self.dtype, DType)
         object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
         check_choice("load_format", self.load_format, LoadFormat)
+        check_choice("logprobs_mode", self.logprobs_mode, LogprobsMode)
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
         check_choice("kv_cache_layout", self.kv_cache_layout, KVCacheLayout)
         check_choice("virtual_page_layout", self.virtual_page_layout, VirtualPageLayout)

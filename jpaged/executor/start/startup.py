@@ -474,6 +474,7 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
         token_buckets=token_buckets,
         kernel_backend=args.kernel_backend,
         shared_prefix_attention=args.shared_prefix_attention,
+        logprobs_mode=args.logprobs_mode,
     )
 
 
