@@ -144,8 +144,8 @@ def test_after_each_of_a_hundred_updates_the_tokens_are_those_of_the_new_weights
             compiled, arrays = compilations.count, len(jax.live_arrays())
         weights = model.init(i)
         engine.update_weights(forms[i % len(forms)](weights))
-        found = greedy(engine)
-        assert found == reference.greedy(weights), i
+        found = greedy(engine, num_tokens=3)
+        assert found == reference.greedy(weights, num_tokens=3), i
         seen.add(str(found))
         del weights
     assert len(seen) > 90
@@ -155,7 +155,7 @@ def test_after_each_of_a_hundred_updates_the_tokens_are_those_of_the_new_weights
     assert compilations.count == compiled
     with greedy_programs():
         fresh = LLMEngine(engine.args, weights=model.init(99))
-    assert greedy(fresh) == found
+    assert greedy(fresh, num_tokens=3) == found
     fresh.close()
 
 
