@@ -1,6 +1,7 @@
 """`LLM`: completes a list of prompts with a model, in one call. For offline use."""
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from itertools import count
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from tqdm import tqdm
@@ -20,21 +22,26 @@ from jpaged.api.errors import (
     InvalidPromptError,
     JPagedError,
     OutOfMemoryError,
+    UnsupportedParameterError,
     shown,
     suggestion,
 )
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.api.weights import InFlight
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import Messages, ProcessedInput, Prompt, as_prompt_list
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
+from jpaged.frontend.model_of_config import as_directory
 from jpaged.host.interrupt import Interruptible
 from jpaged.processes.replicas import ReplicatedEngine
 from jpaged.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from jpaged.models.loading.live import WeightsForm
 
 log = logging.getLogger("jpaged.engine")
 
@@ -52,7 +59,12 @@ class LLM:
     that run side by side, give one call many prompts, or use `AsyncLLMEngine`.
 
     Args:
-        model: a directory in Hugging Face layout or a hub id; the embedded demo model by default.
+        model: a directory in Hugging Face layout or a hub id; the embedded demo model by default. Or a configuration:
+            the contents of a config.json, a transformers config or a `ModelConfig`. Then weights come from `weights`,
+            and prompts and outputs are token ids, unless `tokenizer` names one. What such a configuration does not say
+            of the type, `dtype` does (else float32).
+        weights: instead of those of a checkpoint, as `update_weights` takes them. The arrays stay the caller's. A
+            directory then needs a config.json only.
         options: the other fields of `EngineArgs`, by name: dtype, max_model_len, block_size, gpu_memory_utilization,
             max_num_seqs, enable_prefix_caching, seed, load_format, skip_tokenizer_init and so on.
     Raises:
@@ -60,13 +72,26 @@ class LLM:
         ModelNotFoundError, CheckpointError, UnsupportedModelError, OutOfMemoryError: as `LLMEngine`.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Any | None = None, *, weights: Any = None, **options: Any) -> None:
         unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
         if unknown:
             names = list(EngineArgs.__dataclass_fields__)
             known = f"it has {', '.join(names)}"
             raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; {suggestion(unknown[0], names) or known}.")
-        self.engine = _start_engine(EngineArgs(model=model, **options))
+        self._config: TemporaryDirectory[str] | None = None  # where `model` is a configuration
+        path: str | None
+        if model is None or isinstance(model, str | os.PathLike):
+            path = None if model is None else os.fspath(model)
+        else:
+            self._config = as_directory(model)
+            path = self._config.name
+            if weights is None and options.get("load_format") != "dummy":
+                raise InvalidParameterError(
+                    "model is a configuration, which has no weights; give weights=..., or load_format='dummy' for"
+                    " random ones."
+                )
+            options = {"skip_tokenizer_init": options.get("tokenizer") is None} | options
+        self.engine = _start_engine(EngineArgs(model=path, **options), weights)
         self._request_ids = map(str, count())
         self._turns = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever
         self._between_steps = _FairLock()  # around whatever reaches the engine
@@ -85,6 +110,8 @@ class LLM:
         """
         with self._turn(), self._between_steps:
             self.engine.close()
+            if self._config is not None:
+                self._config.cleanup()
 
     def __reduce__(self) -> NoReturn:
         raise JPagedError(
@@ -304,6 +331,40 @@ class LLM:
         with self._turn(), self._between_steps:
             self.engine.wake_up()
 
+    def update_weights(self, weights: Any, *, partial: bool = False, in_flight: InFlight = "recompute") -> None:
+        """Gives the model other weights, in place: nothing is compiled but, the first time, the programs that write
+        them. During another thread's call it is done between two of its steps. Cached prefixes are forgotten, pinned
+        ones included.
+
+        Args:
+            weights: a module of the model (`weights_as("module")`), an `nnx.State` of one, or a mapping, nested or
+                flat, to arrays, by the names of a Hugging Face checkpoint or of our own parameters. They are copied on
+                the device and stay the caller's.
+            partial: what is not given stays as it is; otherwise it is an error that names what is missing.
+            in_flight: what running requests do: "recompute" the keys and values of their tokens with the new weights,
+                or "continue" with those that the old weights have computed.
+        Raises:
+            InvalidParameterError: arrays are missing or surplus, or of another shape or type; the message names them.
+                The engine goes on with the weights that it has.
+            EngineDeadError: the device failed in the middle; the engine is of no more use.
+        """
+        with Interruptible() as interrupt, self._between_steps:
+            self.engine.update_weights(weights, partial=partial, in_flight=in_flight)
+        if interrupt.requested:
+            raise KeyboardInterrupt
+
+    def weights_as(self, form: "WeightsForm") -> Any:
+        """Copies of the weights, in a form that `update_weights` takes.
+
+        form: "huggingface": a dictionary by the names of a Hugging Face checkpoint, in its shapes; "parameters": by our
+            own names; "state": the `nnx.State` of the model's module; "module": the Flax module, to train it.
+
+        Raises:
+            InvalidParameterError: there is no such form, or the model runs in other processes.
+        """
+        with self._turn(), self._between_steps:
+            return self.engine.weights_as(form)
+
     def get_metrics(self) -> EngineStats:
         """Counters and occupancy of the engine. During another thread's call they are read between two of its steps."""
         with Interruptible() as interrupt, self._between_steps:
@@ -361,14 +422,21 @@ class LLM:
         return finished
 
 
-def _start_engine(args: EngineArgs) -> LLMEngine | ReplicatedEngine:
+def _start_engine(args: EngineArgs, weights: Any) -> LLMEngine | ReplicatedEngine:
     """One engine, or as many replicas as `data_parallel_size` asks for.
 
     Raises:
         InvalidParameterError: replicas are asked for of a model over several processes.
     """
     check_one_host(args)
-    return LLMEngine(args) if args.data_parallel_size == 1 else ReplicatedEngine(args)
+    if args.data_parallel_size == 1:
+        return LLMEngine(args, weights=weights)
+    if weights is not None:
+        raise UnsupportedParameterError(
+            "weights is for data_parallel_size=1: replicas, in processes of their own, begin with a checkpoint or with"
+            " load_format='dummy'."
+        )
+    return ReplicatedEngine(args)
 
 
 @contextmanager

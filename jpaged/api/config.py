@@ -20,6 +20,7 @@ _MAX_DEVICES = 4096
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """PyTorch's names, under which vLLM takes them too."""
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 
 _FREE = {"free": True}
@@ -65,8 +66,11 @@ class EngineArgs(SchedulingOptions):
             arithmetic in 16 bits is slow). "half" is float16 and "float" float32.
         max_model_len: longest sequence, prompt and output, in tokens; by default what model and pool allow.
         block_size: tokens in a block of the KV pool; a power of two from 1 to 256 (the GPU kernels take 16 to 128).
-        gpu_memory_utilization: fraction of the device's memory to use for everything, in (0, 1]. JAX takes its memory
-            when it first touches the device: in a process where it has, no more than it took then can be used.
+        gpu_memory_utilization: fraction of the device's memory to use for everything, in (0, 1]. Other arrays of this
+            process, a trainer's say, are part of it; what other processes have on the device is not used. JAX takes its
+            memory when it first touches the device (XLA_PYTHON_CLIENT_MEM_FRACTION): in a process where it has, no more
+            than it took then can be used. With XLA_PYTHON_CLIENT_PREALLOCATE=false the engine takes its part when it
+            starts.
         num_gpu_blocks_override: blocks in the pool, instead of what memory allows.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: token budget of a step; longer prompts are computed in chunks. No more sequences than
@@ -110,6 +114,11 @@ class EngineArgs(SchedulingOptions):
         data_parallel_size: replicas of the model, each on devices and in a process of its own (`LLM` only).
         coordinator_address, num_processes, process_id: of a model over several hosts, `docs/parallel.md`; by default
             what JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say.
+        logprobs_mode: whose log-probabilities `SamplingParams.logprobs` gives. "raw_logprobs": the model's own
+            distribution. "processed_logprobs": the distribution that the token was sampled from, after masks, biases,
+            penalties, temperature, min_p, top_k and top_p, where a token that they leave out has minus infinity; for
+            greedy requests the one after masks, biases and penalties. Those of prompts, scores and beam searches are
+            always raw. Names as in vLLM.
         load_format: "safetensors" or "orbax" checkpoint, or "auto" for what is there; "dummy" makes random weights from
             its config.json.
         skip_tokenizer_init: take and give token ids only.
@@ -145,6 +154,7 @@ class EngineArgs(SchedulingOptions):
     coordinator_address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     load_format: LoadFormat = "auto"
     skip_tokenizer_init: bool = field(default=False, metadata=_FREE)
     verbose: bool = field(default=True, metadata=_FREE)
@@ -167,6 +177,7 @@ class EngineArgs(SchedulingOptions):
         check_choice("dtype", self.dtype, DType)
         object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
         check_choice("load_format", self.load_format, LoadFormat)
+        check_choice("logprobs_mode", self.logprobs_mode, LogprobsMode)
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
         check_choice("kv_cache_layout", self.kv_cache_layout, KVCacheLayout)
         check_choice("virtual_page_layout", self.virtual_page_layout, VirtualPageLayout)

@@ -5,7 +5,15 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from jpaged.api.config import DType, EngineArgs, KVCacheLayout, LoadFormat, PreemptionMode, VirtualPageLayout
+from jpaged.api.config import (
+    DType,
+    EngineArgs,
+    KVCacheLayout,
+    LoadFormat,
+    LogprobsMode,
+    PreemptionMode,
+    VirtualPageLayout,
+)
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -74,6 +82,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--preemption-mode",
         choices=get_args(PreemptionMode),
         help="swap preempted sequences or compute them again (default: auto)",
+    )
+    group.add_argument(
+        "--logprobs-mode",
+        choices=get_args(LogprobsMode),
+        help="log-probabilities of the model's own distribution, or of the one sampled from (default: raw_logprobs)",
     )
     group.add_argument(
         "--kv-cache-layout",

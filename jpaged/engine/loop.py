@@ -8,6 +8,8 @@
         .finish(request_id, stop_reason, index)  a stop string was found: drop what is in flight for the sequence
         .has_unfinished()                whether `step` has anything left to do
         .drain()                         read what is in flight for requests that have ended
+        .pause() .resume()               dispatch nothing for a while; requests keep what they have
+        .take_new_weights(in_flight)     read what is in flight, and forget what old weights have computed
         .rest()                          a turn without requests: memory that is idle goes back
         .stats() .reset_prefix_cache() .pin_prefix(...) .unpin_prefix(...) .check_integrity()
 
@@ -29,6 +31,7 @@ from typing import Protocol
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
+from jpaged.api.weights import InFlight
 from jpaged.engine.interface import Executor, StepHandle, StepPlan
 from jpaged.engine.pace import Pace
 from jpaged.engine.scheduler.scheduler import NoPlan, RequestUpdate, Scheduler
@@ -62,6 +65,8 @@ class EngineCore:
         self._pace = pace or Pace()
         self._depth = scheduler.config.pipeline_depth
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._settled: list[RequestUpdate] = []
+        self._is_paused = False
 
     def add_request(self, request: Request, generated: Sequence[Sequence[int] | None] | None = None) -> None:
         """Queues a request. generated: as of `Scheduler.add`.
@@ -76,6 +81,8 @@ class EngineCore:
 
         Returns: those that were unfinished; no update will come for them.
         """
+        request_ids = set(request_ids)
+        self._settled = [update for update in self._settled if update.request.request_id not in request_ids]
         aborted = (self.scheduler.abort(request_id) for request_id in request_ids)
         return [request for request in aborted if request is not None]
 
@@ -84,6 +91,7 @@ class EngineCore:
 
         Returns: the sequence, or None if there is none unfinished of this id and index.
         """
+        self._settled = [u for u in self._settled if (u.request.request_id, u.request.index) != (request_id, index)]
         return self.scheduler.finish(request_id, "stop", stop_reason, index)
 
     def step(self, *, just_in_time: bool = False) -> list[RequestUpdate]:
@@ -93,6 +101,11 @@ class EngineCore:
         Raises:
             EngineDeadError: requests are left, yet nothing can run.
         """
+        if self._settled:
+            settled, self._settled = self._settled, []
+            return settled
+        if self._is_paused:
+            return []
         if self._has_enough(just_in_time):
             return self._read_oldest()
         self.scheduler.give_back_idle()
@@ -138,6 +151,40 @@ class EngineCore:
         while self._in_flight and not self.has_unfinished():
             self._read_oldest()
 
+    def can_step(self) -> bool:
+        """Whether `step` would do anything: not while it is paused, once what was in flight has been told."""
+        return bool(self._settled) or (not self._is_paused and self.has_unfinished())
+
+    def has_settled(self, request_id: str) -> bool:
+        """Whether the next `step` returns something of this request that `settle` has read."""
+        return any(update.request.request_id == request_id for update in self._settled)
+
+    def pause(self) -> None:
+        """Dispatches nothing until `resume`, and reads what is in flight. Requests keep what they have."""
+        self.settle()
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` not since."""
+        return self._is_paused
+
+    def settle(self) -> None:
+        """Reads all that is in flight; the next `step` returns what it brought."""
+        while self._in_flight:
+            self._settled += self._read_oldest()
+
+    def take_new_weights(self, in_flight: InFlight) -> None:
+        """As `Scheduler.take_new_weights`, once all that is in flight has been read: its tokens are of the old weights.
+        To be called before these are gone.
+        """
+        self.settle()
+        self.scheduler.take_new_weights(in_flight)
+
     def close(self) -> None:
         """Ends what works for the engine in other threads. No step follows."""
         self.scheduler.close()
@@ -146,7 +193,7 @@ class EngineCore:
         """Whether any request waits or runs, or has failed and `step` has yet to say so. Steps that outlived their
         requests may still be in flight.
         """
-        return self.scheduler.num_unfinished > 0 or self.scheduler.has_failed
+        return self.scheduler.num_unfinished > 0 or self.scheduler.has_failed or bool(self._settled)
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and occupancy."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jpaged.api.config import LogprobsMode
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.buckets import bucket_for, doublings, geometric_buckets
 from jpaged.executor.cache.virtual.geometry import Geometry
@@ -32,6 +33,7 @@ class ExecutorConfig:
     shared_prefix_attention: have decode programs that read a prefix once for all rows that share it.
     one_shot_rows: bodies of at most this many rows use the one-shot all-reduce; larger ones use XLA's. Equals the size
         of the largest such body (`largest_body`), or 0.
+    logprobs_mode: as of `EngineArgs`.
     geometry: of the virtual layout's arrays, whose pages are the blocks; None for the paged layout.
     """
 
@@ -44,6 +46,7 @@ class ExecutorConfig:
     kernel_backend: str | None = None
     shared_prefix_attention: bool = False
     one_shot_rows: int = 0
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     geometry: Geometry | None = None
 
     @property

@@ -9,14 +9,16 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jpaged.api.checks import check_integer
+from jpaged.api.checks import check_bool, check_choice, check_integer
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineAsleepError, EngineDeadError, InvalidParameterError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.weights import InFlight
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.grammars import ConstrainedRows
 from jpaged.engine.constraints.searches import Searches
@@ -35,6 +37,7 @@ from jpaged.frontend.output_processor import OutputProcessor
 from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.hub import model_directory
+from jpaged.models.loading.live import WeightsForm
 from jpaged.text.grammar_compiler import GrammarCompiler
 from jpaged.text.grammars import GrammarTokenizer
 from jpaged.text.tokenizer import Tokenizer
@@ -57,6 +60,8 @@ class LLMEngine(RequestIntake):
             without loading and compiling anew. args may use less of its pool, slots and budget than it has; whatever
             else it was started with must be the same. The engines may take turns: each forgets its cached prefixes
             when another has run since, and its requests, if it left some unfinished, are lost.
+        weights: instead of those of a checkpoint, as `update_weights` takes them; the model's directory then needs a
+            config.json only.
 
     Attributes:
         max_model_len: the longest a sequence may grow, prompt and output, in tokens.
@@ -68,7 +73,7 @@ class LLMEngine(RequestIntake):
         InvalidParameterError: max_model_len exceeds what the model can do.
     """
 
-    def __init__(self, args: EngineArgs, startup: Startup | None = None) -> None:
+    def __init__(self, args: EngineArgs, startup: Startup | None = None, *, weights: Any = None) -> None:
         if args.data_parallel_size != 1:
             raise InvalidParameterError(
                 f"LLMEngine is one replica, got data_parallel_size={args.data_parallel_size}; use LLM, or"
@@ -77,7 +82,9 @@ class LLMEngine(RequestIntake):
         args = with_known_backend(args)
         directory = model_directory(args)
         self.args = args
-        self.startup = _start(args, directory) if startup is None else _same_start(args, startup)
+        if startup is not None and weights is not None:
+            raise InvalidParameterError("startup has weights already; leave weights out, and call update_weights.")
+        self.startup = _start(args, directory, weights) if startup is None else _same_start(args, startup)
         self.tokenizer = None
         if not args.skip_tokenizer_init:
             self.tokenizer = Tokenizer.load(args.tokenizer or directory)
@@ -233,11 +240,78 @@ class LLMEngine(RequestIntake):
 
         Raises:
             OutOfMemoryError: others have the memory. The engine sleeps on.
+            InvalidParameterError: the weights that it gave back came from the caller; `update_weights` gives it new
+                ones.
         """
         self._check_started()
         if self.is_asleep:
             self.startup.wake_up()
             self._core.scheduler.take_memory_anew()
+
+    def update_weights(self, weights: Any, *, partial: bool = False, in_flight: InFlight = "recompute") -> None:
+        """Gives the model other weights, in place: nothing is compiled but, the first time, the programs that write
+        them. The arrays are copied on the device and stay the caller's. Cached prefixes are forgotten, pinned ones
+        included.
+
+        An engine that sleeps takes them, too; one that has given its weights back, then has them again, and
+        `wake_up` takes the rest.
+
+        Args:
+            weights: a module of the model (`weights_as("module")`), an `nnx.State` of one, or a mapping, nested or
+                flat, to arrays, by the names of a Hugging Face checkpoint or of our own parameters. Of any floating
+                type of at least 16 bits; rounded to the model's. On any devices; those that are elsewhere are brought
+                here.
+            partial: what is not given stays as it is; otherwise it is an error that names what is missing.
+            in_flight: what running requests do. "recompute": they keep their tokens, and compute the keys and values of
+                these again. "continue": they go on with the keys and values that the old weights have computed.
+        Raises:
+            InvalidParameterError: arrays are missing or surplus, or of another shape or type; the message names them.
+                The engine goes on with the weights that it has.
+            EngineDeadError: the device failed in the middle, for want of memory say; the engine is of no more use.
+        """
+        check_choice("in_flight", in_flight, InFlight)
+        check_bool("partial", partial)
+        self._check_started()
+        update = self.startup.check_weights(weights, partial=partial)
+        try:
+            self._core.take_new_weights(in_flight)
+            self.startup.update_weights(update)
+        except BaseException as error:
+            self._failure = error
+            if not isinstance(error, Exception):
+                raise
+            raise EngineDeadError(
+                f"The engine failed while its weights were replaced: {type(error).__name__}: {error}"
+            ) from error
+
+    def pause(self) -> None:
+        """Dispatches no step until `resume`: the device is idle when it returns. Requests keep what they have, and
+        others may be added. `step` returns what was in flight, then nothing.
+        """
+        self._check_started()
+        self._core.pause()
+
+    def resume(self) -> None:
+        """Goes on where `pause` left off."""
+        self._check_started()
+        self._core.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` not since."""
+        return self._core.is_paused
+
+    def weights_as(self, form: WeightsForm) -> Any:
+        """Copies of the weights on their devices, in a form that `update_weights` takes.
+
+        form: "huggingface": a dictionary by the names of a Hugging Face checkpoint, in its shapes; "parameters": by our
+            own names; "state": the `nnx.State` of the model's module; "module": the module, to train it.
+
+        Raises:
+            InvalidParameterError: there is no such form, or `sleep` has given the weights back.
+        """
+        self._check_started()
+        return self.startup.weights_as(form)
 
     @property
     def is_asleep(self) -> bool:
@@ -314,11 +388,13 @@ def check_one_host(args: EngineArgs) -> None:
         )
 
 
-def _start(args: EngineArgs, directory: Path) -> Startup:
+def _start(args: EngineArgs, directory: Path, weights: Any) -> Startup:
     """Starts a runner here and, where there are several processes, in all of them."""
     cluster = Cluster.find(args)
     if cluster is None:
-        return start(args, directory)
+        return start(args, directory, weights)
+    if weights is not None:
+        raise InvalidParameterError("weights are for a model on one host; write a checkpoint for one of several.")
     workers = lead(args, cluster)
     try:
         startup = start(args, directory)

@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.checks import check_bool, check_choice
 from jpaged.api.config import EngineArgs, RestartOptions
 from jpaged.api.errors import (
     EngineDeadError,
@@ -32,10 +33,12 @@ from jpaged.api.errors import (
     JPagedError,
     SlowConsumerError,
     SuspectRequestError,
+    UnsupportedParameterError,
     error_of,
 )
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.weights import InFlight
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request
@@ -52,6 +55,7 @@ from jpaged.processes.request_metrics import RequestMetrics
 from jpaged.processes.request_record import RequestObserver, RequestRecord
 from jpaged.processes.request_stream import RequestStream
 from jpaged.processes.router import Router
+from jpaged.processes.shared_weights import SharedWeights
 from jpaged.processes.tokenizing import AsyncTokenizer
 from jpaged.text.tokenizer import Tokenizer
 
@@ -146,6 +150,8 @@ class AsyncLLMEngine:
         self._failure: JPagedError | None = None
         self._failed = asyncio.Event()
         self._closing = False
+        self._is_paused = False
+        self._given: list[SharedWeights] = []  # what `update_weights` has brought, for processes started again
         self._connecting: set[asyncio.Task[None]] = set()
         self._streams: dict[int, RequestStream] = {}
         self._request_ids: set[str] = set()
@@ -405,6 +411,63 @@ class AsyncLLMEngine:
         """As `LLMEngine.wake_up`, on every replica."""
         await self._ask(wire.WakeUp(), wire.Changed)
 
+    async def update_weights(
+        self, weights: Mapping[Any, Any], *, partial: bool = False, in_flight: InFlight = "recompute"
+    ) -> None:
+        """As `LLMEngine.update_weights`, on every replica. The arrays go through the host, in memory that the engine
+        processes map. This process keeps that memory, so that an engine process that ends and is started again has
+        the weights that it was given, not the checkpoint's, before it goes on with its requests.
+
+        Args:
+            weights: a mapping, nested or flat, from names to arrays, such as an `nnx.State`.
+            partial, in_flight: as there.
+        Raises:
+            InvalidParameterError: as there; all replicas go on with the weights that they have.
+            EngineRestartingError: a replica's process is being started again.
+            UnsupportedParameterError: another process has started the engine processes; call it there.
+        """
+        check_choice("in_flight", in_flight, InFlight)
+        check_bool("partial", partial)
+        await self.ready()
+        self._check_alive()
+        if self._handover is not None:
+            raise UnsupportedParameterError(
+                "update_weights is for the process that started the engine processes, which starts them again."
+            )
+        if self.is_restarting:
+            raise EngineRestartingError("An engine process is being started again; it takes weights when it serves.")
+        shared = await self.in_thread(lambda: SharedWeights(weights))
+        try:
+            self._router.forget_prefixes()
+            answers = await self._ask(wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight), wire.Changed)
+        except BaseException:
+            shared.close()
+            raise
+        replaced = [one for one in self._given if not partial or one.names <= shared.names]
+        self._given = [*(one for one in self._given if one not in replaced), shared]
+        for one in replaced:
+            one.close()
+        for replica in self._serving():
+            if replica.index not in answers:  # it has been started again meanwhile
+                self._restore(replica)
+
+    async def pause(self) -> None:
+        """Dispatches no step until `resume`. What was in flight has ended when it returns, and the devices are idle.
+        Requests keep what they have, and others may come; they wait.
+        """
+        self._is_paused = True
+        await self._ask(wire.SetPaused(True), wire.Changed)
+
+    async def resume(self) -> None:
+        """Goes on where `pause` left off."""
+        self._is_paused = False
+        await self._ask(wire.SetPaused(False), wire.Changed)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called here, and `resume` not since."""
+        return self._is_paused
+
     async def check_health(self) -> None:
         """Raises EngineDeadError if an engine process has ended for good, EngineRestartingError if requests have to
         wait until one has been started again.
@@ -440,6 +503,8 @@ class AsyncLLMEngine:
             await asyncio.get_running_loop().run_in_executor(None, self._processes.wait, SHUTDOWN_S)
         for replica in self._replicas:
             replica.close()
+        for shared in self._given:
+            shared.close()
         for observer in self.observers:
             await asyncio.to_thread(observer.close)
         self._tokenizing.close()
@@ -599,9 +664,21 @@ class AsyncLLMEngine:
         assert replica.ready is not None
         if self.keeper is not None:
             self.keeper.serves(replica.index, replica.ready.startup_s)
+        self._restore(replica)
         self._ready.limits = RequestLimits.least(one.ready.limits for one in self._replicas if one.ready is not None)
         self._processor.limits = self._ready.limits
         self._hand_on(replica)
+
+    def _restore(self, replica: AsyncLink) -> None:
+        """Gives a new process what `update_weights` and `pause` had made of the one before it. It does so before it
+        reads the requests that are added after this."""
+        questions: list[wire.Question] = [
+            wire.UpdateWeights(one.path, one.arrays, True, "recompute") for one in self._given
+        ]
+        if self._is_paused:
+            questions.append(wire.SetPaused(True))
+        for question in questions:
+            replica.send(wire.Call(next(self._call_ids), question))
 
     def _hand_on(self, fresh: AsyncLink | None = None) -> None:
         """Adds the requests that no process has to those that serve. Those that may be what ended a process go to one

@@ -77,6 +77,10 @@ class ClientRequests(ABC):
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do."""
 
+    def can_step(self) -> bool:
+        """Whether `step` would do anything now; not while the engine is paused."""
+        return self.has_unfinished()
+
     @abstractmethod
     def spare_s(self) -> float:
         """Seconds that the next step can wait for more requests; zero or less if it should not."""
@@ -186,6 +190,9 @@ class StepRequests(ClientRequests):
     def has_unfinished(self) -> bool:
         return self._core.has_unfinished()
 
+    def can_step(self) -> bool:
+        return self._core.can_step()
+
     def spare_s(self) -> float:
         return self._core.spare_s()
 
@@ -209,7 +216,7 @@ class StepRequests(ClientRequests):
     def finish(self, request_id: str, message: Finish) -> None:
         self._core.finish(request_id, message.stop_reason, message.index)
         entry = self._requests.get(request_id)
-        if entry is not None and entry.request.group.finished:
+        if entry is not None and entry.request.group.finished and not self._core.has_settled(request_id):
             del self._requests[request_id]
 
     def _queue(self, request: Request, generated: list[list[int] | None] | None) -> None:

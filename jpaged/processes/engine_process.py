@@ -33,6 +33,7 @@ from jpaged.processes.connection import RECEIVE_BYTES, Connection, ConnectionClo
 from jpaged.processes.flight_recorder import FlightRecorder
 from jpaged.processes.pool_view import PoolView, view_pool
 from jpaged.processes.pulse import IDLE_BEAT_S, Pulse
+from jpaged.processes.shared_weights import map_arrays
 from jpaged.processes.trials import Trials
 
 _SHORTEST_WAIT_S = 0.001
@@ -77,10 +78,10 @@ class EngineProcess:
         while self._connections and not self._shutdown:
             self._pulse.beat()
             spare_s = requests.spare_s()  # in any case: the host's part of a turn ends with it
-            self._receive(spare_s if requests.has_unfinished() else 0.0 if has_idle_memory else IDLE_BEAT_S)
+            self._receive(spare_s if requests.can_step() else 0.0 if has_idle_memory else IDLE_BEAT_S)
             self._trials.advance()
             has_idle_memory = not requests.has_unfinished() and self._engine.rest()
-            if requests.has_unfinished() and requests.spare_s() < _SHORTEST_WAIT_S:
+            if requests.can_step() and requests.spare_s() < _SHORTEST_WAIT_S:
                 for connection, message in requests.step().items():
                     connection.send(message)
 
@@ -185,6 +186,16 @@ class EngineProcess:
         if isinstance(question, wire.WakeUp):
             engine.wake_up()
             return wire.Changed(1, engine.request_limits())
+        if isinstance(question, wire.UpdateWeights):
+            weights = map_arrays(question.path, question.arrays)
+            engine.update_weights(weights, partial=question.partial, in_flight=question.in_flight)
+            return wire.Changed(1, engine.request_limits())
+        if isinstance(question, wire.SetPaused):
+            if question.paused:
+                engine.pause()
+            else:
+                engine.resume()
+            return wire.Changed(int(question.paused), engine.request_limits())
         tokens = np.frombuffer(question.token_ids, np.int32).tolist()
         change = engine.pin_prefix if isinstance(question, wire.PinPrefix) else engine.unpin_prefix
         return wire.Changed(int(change(tokens, question.cache_salt)), engine.request_limits())

@@ -23,16 +23,25 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
+from jpaged.api.checks import check_bool, check_choice
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError, error_of, shown
+from jpaged.api.errors import (
+    EngineDeadError,
+    InvalidParameterError,
+    JPagedError,
+    UnsupportedParameterError,
+    error_of,
+    shown,
+)
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.weights import InFlight
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.request import Request, checked_salt
 from jpaged.engine.sequences.seeds import default_seed
@@ -46,6 +55,7 @@ from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses, ended_how
 from jpaged.processes.links import SyncLink
 from jpaged.processes.router import Router
+from jpaged.processes.shared_weights import SharedWeights
 from jpaged.text.tokenizer import Tokenizer
 
 _WAIT_S = 0.05
@@ -271,6 +281,33 @@ class ReplicatedEngine(RequestIntake):
         """As `LLMEngine.wake_up`, on every replica."""
         self._change(wire.WakeUp())
 
+    def update_weights(self, weights: Any, *, partial: bool = False, in_flight: InFlight = "recompute") -> None:
+        """As `LLMEngine.update_weights`, on every replica. The arrays go through the host, in memory that the replicas
+        share. weights: a mapping, nested or flat, from names to arrays, such as an `nnx.State`.
+
+        Raises:
+            InvalidParameterError: as there; all replicas go on with the weights that they have.
+        """
+        check_choice("in_flight", in_flight, InFlight)
+        check_bool("partial", partial)
+        self._check_alive()
+        shared = SharedWeights(weights)
+        try:
+            self._router.forget_prefixes()
+            self._change(wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight))
+        finally:
+            shared.close()
+
+    def weights_as(self, form: str) -> Any:
+        """Refuses: arrays of other processes' devices are not to be had here.
+
+        Raises:
+            UnsupportedParameterError: always.
+        """
+        raise UnsupportedParameterError(
+            "weights_as is for data_parallel_size=1: replicas' weights are in processes of their own."
+        )
+
     def close(self) -> None:
         """Ends the replicas; the engine is of no more use. Called when it is collected, too. The second time it does
         nothing."""
@@ -372,7 +409,13 @@ class ReplicatedEngine(RequestIntake):
         return [value for value in values if isinstance(value, kind)]
 
     def _change(
-        self, question: wire.ResetPrefixCache | wire.PinPrefix | wire.UnpinPrefix | wire.Sleep | wire.WakeUp
+        self,
+        question: wire.ResetPrefixCache
+        | wire.PinPrefix
+        | wire.UnpinPrefix
+        | wire.Sleep
+        | wire.WakeUp
+        | wire.UpdateWeights,
     ) -> list[int]:
         """Changes the replicas or their prefix caches, and with them a request's limits, which pinned blocks lower."""
         answers = self._ask_all(question, wire.Changed)

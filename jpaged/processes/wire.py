@@ -30,6 +30,7 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError
 from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats, TargetScores
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.weights import InFlight
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
@@ -203,12 +204,48 @@ class WakeUp(_Message):
     """Answered by Changed: true."""
 
 
+class SharedArray(_Message):
+    """An array in memory that processes share. dtype: its name. offset: in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class UpdateWeights(_Message):
+    """Answered by Changed: true; or Error, and the weights are what they were. path: of the memory that the arrays are
+    in. partial, in_flight: as of `LLMEngine.update_weights`.
+    """
+
+    path: str
+    arrays: list[SharedArray]
+    partial: bool
+    in_flight: InFlight
+
+
+class SetPaused(_Message):
+    """Answered by Changed: whether the engine is paused."""
+
+    paused: bool
+
+
 class CheckIntegrity(_Message):
     """Answered by Intact, or Error."""
 
 
 Question = (
-    GetStats | GetPool | GetRequests | ResetPrefixCache | PinPrefix | UnpinPrefix | Sleep | WakeUp | CheckIntegrity
+    GetStats
+    | GetPool
+    | GetRequests
+    | ResetPrefixCache
+    | PinPrefix
+    | UnpinPrefix
+    | Sleep
+    | WakeUp
+    | UpdateWeights
+    | SetPaused
+    | CheckIntegrity
 )
 
 

@@ -18,7 +18,8 @@ from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, S
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor import config as executor_config
 from jpaged.executor.mesh import DeviceMesh
-from jpaged.executor.sampling.sampler import sample
+from jpaged.executor.sampling.logprobs import logprobs_of
+from jpaged.executor.sampling.sampler import drawn_from, sample
 from jpaged.executor.sampling.state import init_full_state, init_state
 from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.step.blocks import GatherBlocks, ScatterBlocks
@@ -220,8 +221,10 @@ def everything_by_degree(name: str) -> dict[str, Any]:
         }
 
 
-def _drawn(rows: int, shards: int) -> list[int]:
-    """Tokens of truncating rows, of which there may be fewer than shards, from logits that are split over these."""
+def _drawn(rows: int, shards: int) -> list[list[float]]:
+    """Tokens of truncating rows, of which there may be fewer than shards, from logits that are split over these; their
+    log-probabilities among the tokens that are left, their ranks, and log-probabilities of the likeliest.
+    """
     logits = np.random.default_rng(rows).normal(0, 2, (rows, 160)).astype(np.float32)
     state = init_state(rows)._replace(
         temperature=jnp.full(rows + 1, 0.9),
@@ -234,7 +237,11 @@ def _drawn(rows: int, shards: int) -> list[int]:
 
     def draw(logits: jax.Array) -> jax.Array:
         variant = SamplingVariant.TRUNCATED
-        return sample(logits, numbers, numbers, state, variant=variant, collectives=collectives).token_ids
+        token_ids = sample(logits, numbers, numbers, state, variant=variant, collectives=collectives).token_ids
+        left = drawn_from(logits, token_ids, numbers, state, collectives)
+        found = logprobs_of(left, token_ids, 5, collectives)
+        columns = (token_ids[:, None], found.token_logprobs[:, None], found.token_ranks[:, None], found.top_logprobs)
+        return jnp.maximum(jnp.concatenate([x.astype(jnp.float32) for x in columns], axis=1), -1e9)
 
     if shards == 1:
         return np.asarray(draw(jnp.asarray(logits))).tolist()

@@ -19,7 +19,13 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, BeamSearchParams, EngineArgs, SamplingParams
-from jpaged.api.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
+from jpaged.api.errors import (
+    EngineDeadError,
+    InvalidParameterError,
+    InvalidPromptError,
+    OutOfMemoryError,
+    UnsupportedParameterError,
+)
 from jpaged.api.outputs import CompletionOutput, RequestOutput, TargetScores
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.request import Request
@@ -118,6 +124,11 @@ class EchoEngine:
         self.pinned.remove(prompt)
         self.num_blocks += len(prompt)
         return True
+
+    def update_weights(self, weights: dict[str, np.ndarray], *, partial: bool, in_flight: str) -> None:
+        if "surplus" in weights:
+            raise InvalidParameterError("there is no place for 'surplus'")
+        self.weights = {name: array.tolist() for name, array in weights.items()}, partial, in_flight
 
 
 class ReplicaThread:
@@ -312,6 +323,21 @@ def test_a_pin_that_one_replica_refuses_stays_on_none(engine, refusing):
     assert engine._inputs.limits.num_blocks == 2000 - 2, "what a request must keep to"
     assert engine.unpin_prefix([2, 3]) is True
     assert_idle(engine)
+
+
+def test_every_replica_takes_new_weights_or_none_does(llm):
+    llm.update_weights({"a": {"b": np.arange(3.0)}}, partial=True, in_flight="continue")
+    taken = [({"a.b": [0.0, 1.0, 2.0]}, True, "continue")] * 2
+    assert [echo.weights for echo in echoes(llm.engine)] == taken
+    for weights, message in (({"surplus": np.ones(2)}, "no place for 'surplus'"), ({"a": 1}, "'a' is a int, not an")):
+        with pytest.raises(InvalidParameterError, match=message):
+            llm.update_weights(weights)
+    with pytest.raises(InvalidParameterError, match="in_flight must be one of"):
+        llm.update_weights({"a": np.ones(2)}, in_flight="never")
+    with pytest.raises(UnsupportedParameterError, match="weights_as is for data_parallel_size=1"):
+        llm.weights_as("huggingface")
+    assert [echo.weights for echo in echoes(llm.engine)] == taken
+    assert llm.generate([[2, 3]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == [3]
 
 
 # --- what is refused at the door --------------------------------------------------------------------------------------

@@ -52,6 +52,8 @@ class Preemption(SchedulerPart):
         for request in members:
             self._tenants.give_up(request)
             request.status = RequestStatus.PREEMPTED
+            if request.swap is None:  # else it comes back to the blocks that it had
+                request.has_stale_blocks = False
         for request in group.waiting():
             if request in members:
                 self._waiting.push(request)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError, InvalidParameterError, JPagedError, OutOfMemoryError
+from jpaged.api.weights import InFlight
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.dependent_rows import Dependents, MakeRows
 from jpaged.engine.constraints.searches import Searches
@@ -341,6 +342,30 @@ class Scheduler:
             self.pool.cache.reset()
         self.swap_space.drop_prefixes()
         return True
+
+    def take_new_weights(self, in_flight: InFlight) -> None:
+        """The model's weights change, and no plan is in flight: forgets all prefixes, pinned ones and those in host
+        memory included. Running requests, and those that are swapped out, keep their tokens; in_flight says what they
+        do about their keys and values.
+        """
+        for group in list(self._tenants.groups.values()):
+            if in_flight == "continue":
+                for member in group.members:
+                    member.has_stale_blocks |= member.swap is not None or member.status == RequestStatus.RUNNING
+                continue
+            if running := group.running():
+                self.preemption.preempt(running, "recompute")
+            for member in group.members:
+                if member.swap is not None:
+                    stood, others = member.swap.members[0], list(member.swap.members)
+                    self.swap_space.discard(member.swap)
+                    for other in others:
+                        if other is not stood:
+                            self._waiting.push(other)
+        self._pins.unpin_all()
+        if self.pool.cache is not None:
+            self.pool.cache.reset()
+        self.swap_space.drop_prefixes()
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and occupancy."""

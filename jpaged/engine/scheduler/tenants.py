@@ -40,7 +40,7 @@ class Tenants(SchedulerPart):
         """Names the full blocks among the first `num_tokens` tokens of a running request, known and computed."""
         cache, slot = self._cache, request.slot
         stop = num_tokens // self._block_size
-        if cache is None or stop <= request.num_registered_blocks:
+        if cache is None or request.has_stale_blocks or stop <= request.num_registered_blocks:
             return
         cache.register(
             request.block_digests,

@@ -1,5 +1,7 @@
 """Log-probabilities as a step returns them, arrays by row, become those of a request, one dictionary a position."""
 
+import math
+
 from jpaged.api.outputs import Logprob, PositionLogprobs
 from jpaged.engine.interface import Chunk, Logprobs
 from jpaged.engine.sequences.request import Request
@@ -27,9 +29,13 @@ def store_prompt_logprobs(request: Request, chunk: Chunk, logprobs: Logprobs) ->
 
 
 def _position(logprobs: Logprobs, place: tuple[int, ...], token_id: int, num_top: int) -> PositionLogprobs:
-    """The token that is there and the `num_top` most likely ones. place: index among the leading axes of `logprobs`."""
+    """The token that is there and the `num_top` most likely ones, without those that cannot come. place: index among
+    the leading axes of `logprobs`.
+    """
     position = {token_id: Logprob(float(logprobs.token_logprobs[place]), int(logprobs.token_ranks[place]))}
     top_ids, top_logprobs = logprobs.top_ids[place][:num_top].tolist(), logprobs.top_logprobs[place][:num_top].tolist()
     for rank, (top_id, logprob) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
+        if logprob == -math.inf:  # and with it those behind
+            break
         position.setdefault(top_id, Logprob(logprob, rank))
     return position

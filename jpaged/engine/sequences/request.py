@@ -93,6 +93,8 @@ class Request:
         finish_reason, stop_reason: as in `CompletionOutput`; None while unfinished.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         distrusts_cache: its logits were not finite behind cached blocks, so it computes all its tokens itself.
+        has_stale_blocks: what is in its blocks was computed, in part, with weights that the model no longer has; no
+            other request shares them.
         stats: when things happened to it; one object for all sequences of a request.
 
     Raises:
@@ -148,6 +150,7 @@ class Request:
         self.seed = 0
         self.num_cached_tokens = 0
         self.distrusts_cache = False
+        self.has_stale_blocks = False
         self.prompt_logprobs: list[PositionLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None]
         )

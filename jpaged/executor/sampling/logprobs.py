@@ -1,4 +1,4 @@
-"""Log-probabilities under the model's own distribution: of given tokens, their ranks, and the likeliest others.
+"""Log-probabilities under the distribution that logits give: of given tokens, their ranks, and the likeliest others.
 
 Nothing sorts the vocabulary. Under tensor parallelism each shard has the logits of its own tokens, and shards exchange
 a row's sums, its target's logit and their own k best.
@@ -22,7 +22,7 @@ _INF = np.float32(np.inf)
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of the model's own distribution; fields as in `engine.interface.Logprobs`.
+    """Log-probabilities of a distribution over tokens; fields as in `engine.interface.Logprobs`.
 
     token_logprobs: float32 [R]; token_ranks: int32 [R]; top_ids, top_logprobs: int32, float32 [R, k].
     """
@@ -41,14 +41,14 @@ class DeviceScores(NamedTuple):
 
 
 def logprobs_of(logits: jax.Array, targets: jax.Array, k: int, collectives: Collectives = ALONE) -> TokenLogprobs:
-    """Log-probabilities of given tokens and of the k most likely ones, under the model's own distribution.
+    """Log-probabilities of given tokens and of the k most likely ones, under the logits' softmax.
 
     logits: float32 [R, V], of the shard's tokens; targets: int32 [R] (NO_TOKEN gives token 0's, to be ignored).
     A rank is 1 plus the number of strictly more likely tokens; of equally likely alternatives the lower id comes
     first. Where V < k, the top is padded with NO_TOKEN and minus infinity.
     """
     logits = without_nan(logits)
-    target = _logits_at(logits, jnp.maximum(targets, 0), collectives)
+    target = logits_at(logits, jnp.maximum(targets, 0), collectives)
     top_ids, top = _top_k(logits, min(max(k, 1), logits.shape[1]))
     if collectives.size > 1:
         top_ids, top = _merge_top_k(top_ids + collectives.first(logits.shape[1]), top, k, collectives)
@@ -79,12 +79,12 @@ def target_scores(logits: jax.Array, targets: jax.Array, collectives: Collective
     largest = finite(largest.reshape(-1, 1))
     sums = collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
     log_sum = largest + jnp.log(sums)
-    target = _logits_at(logits, targets, collectives)
+    target = logits_at(logits, targets, collectives)
     logprobs = jnp.where(target == -_INF, -_INF, target - log_sum)
     return DeviceScores(logprobs[:, 0], best == targets)
 
 
-def _logits_at(logits: jax.Array, token_ids: jax.Array, collectives: Collectives) -> jax.Array:
+def logits_at(logits: jax.Array, token_ids: jax.Array, collectives: Collectives) -> jax.Array:
     """Each row's logit of one token, which one of the shards has: float32 [R, 1]."""
     if collectives.size == 1:
         return jnp.take_along_axis(logits, token_ids[:, None], axis=1)

@@ -4,7 +4,8 @@
                   ── FULL: as well masks, logit_bias, penalties ──┬─ argmax ───────────────────────────┐
        │                                                          └─ temperature, min_p, top_k, top_p, ├─> token ids [R]
        │                                                             then one keyed draw ──────────────┘
-       └─ FULL: log-probabilities, ranks and top alternatives of the logits as the model gave them
+       └─ FULL: log-probabilities, ranks and top alternatives of the logits as the model gave them, or of those that the
+                token was drawn from (`EngineArgs.logprobs_mode`)
 
 The order is vLLM's (its `vllm.v1.sample.sampler`, 0.22): allowed_token_ids, bad_words, min_tokens, logit_bias;
 repetition, frequency, presence penalty; temperature, min_p, top_k, top_p; the draw. Each step sees what the one
@@ -27,9 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpaged.api.config import LogprobsMode
 from jpaged.api.sampling_params import GREEDY_TEMPERATURE, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
-from jpaged.executor.sampling.logprobs import TokenLogprobs, logprobs_of
+from jpaged.executor.sampling.logprobs import TokenLogprobs, logits_at, logprobs_of
 from jpaged.executor.sampling.state import FullSamplingState, SamplingState
 from jpaged.models.collectives import ALONE, Collectives
 from jpaged.pallas_kernels import sample_tokens, sample_tokens_backend
@@ -62,6 +64,7 @@ def sample(
     num_logprobs: int = MAX_LOGPROBS,
     collectives: Collectives = ALONE,
     backend: str | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> SampleOutput:
     """Draws a token for every row.
 
@@ -77,6 +80,7 @@ def sample(
     num_logprobs: static; alternatives returned by FULL and BEAM.
     collectives: static; of the shards the vocabulary is split over.
     backend: static; of `pallas_kernels.sample_tokens`.
+    logprobs_mode: static; as of `EngineArgs`, for FULL. BEAM's log-probabilities are the model's own.
 
     Rows with a temperature below GREEDY_TEMPERATURE get the most likely token, the lowest id on ties. A row whose
     tokens all have a logit of minus infinity gets token 0.
@@ -100,6 +104,8 @@ def sample(
     drawn = _draw(processed, slots, positions, state, collectives, truncates=truncates, backend=backend)
     token_ids, is_finite = drawn
     if variant == SamplingVariant.FULL:
+        if logprobs_mode == "processed_logprobs":
+            logits = drawn_from(processed, token_ids, slots, state, collectives)
         logprobs = logprobs_of(logits, token_ids, num_logprobs, collectives)
     return SampleOutput(token_ids, is_finite, logprobs)
 
@@ -225,6 +231,38 @@ def _draw(
     own = jnp.where(_is_finite_at(logits, own), own, ~own)  # a token that means nothing goes as a negative number
     token_ids = collectives.all_gather(own).reshape(-1)[:rows]
     return jnp.where(token_ids < 0, ~token_ids, token_ids), token_ids >= 0
+
+
+def drawn_from(
+    logits: jax.Array, token_ids: jax.Array, slots: jax.Array, state: SamplingState, collectives: Collectives
+) -> jax.Array:
+    """Logits whose softmax is the distribution that `_draw` drew from: float32 [R, V] -> float32 [R, V]. Of greedy rows
+    it is that of the logits as they are.
+
+    token_ids: int32 [R]; what was drawn, which counts as kept even where a kernel rounds a threshold otherwise.
+    """
+    temperature = state.temperature[slots]
+    is_greedy = temperature < GREEDY_TEMPERATURE
+    rate = jnp.where(is_greedy, 1.0, 1.0 / jnp.where(is_greedy, 1.0, temperature))[:, None]
+    parameters = (rate, state.top_k[slots], state.top_p[slots], state.min_p[slots])
+    rows, size = logits.shape[0], collectives.size
+    if size == 1:
+        lowest, largest = _threshold(logits, *parameters)
+    else:  # as `_draw` does it: each shard has whole rows, an equal part of them
+        padded = [jnp.pad(x, [(0, -rows % size), *[(0, 0)] * (x.ndim - 1)]) for x in (logits, *parameters)]
+        own = _threshold(collectives.deal_rows(padded[0]), *map(collectives.own_rows, padded[1:]))
+        lowest, largest = (collectives.all_gather(x).reshape(-1, 1)[:rows] for x in own)
+    drawn = logits_at(logits, token_ids, collectives)
+    kept = (logits >= jnp.minimum(lowest, drawn)) | is_greedy[:, None]
+    return jnp.where(kept, (without_nan(logits) - largest) * rate, -_INF)
+
+
+def _threshold(
+    logits: jax.Array, rate: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The lowest logit that is kept of each whole row, and the largest: float32 [R, 1] each."""
+    largest = sample_reference.finite(jnp.max(without_nan(logits), axis=1, keepdims=True))
+    return sample_reference.lowest_kept(logits, largest, rate, top_k, top_p, min_p), largest
 
 
 def _is_finite_at(logits: jax.Array, token_ids: jax.Array) -> jax.Array:

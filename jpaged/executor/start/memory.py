@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jpaged.api.config import host_memory
@@ -17,6 +18,7 @@ from jpaged.api.errors import OutOfMemoryError
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.executor.cache.host_chunks import MOST_IN_TRANSIT
 from jpaged.executor.start.compilation import Compiler
+from jpaged.host.gpu_memory import free_and_total
 
 CPU_POOL_BYTES = 2**30
 """Most that the pool takes of a CPU's memory unless the number of blocks is given: a CPU serves small models."""
@@ -42,6 +44,15 @@ _FRACTION_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 _AT_ONCE_VARIABLE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
+_LEFT_TO_CUDA = 2**29
+"""Bytes of a GPU that are left free where others use it, too: for programs, graphs and libraries."""
+
+_LEAST_TAKEN = 2**28
+"""Bytes that JAX may be short of without taking them ahead."""
+
+_ROW = 2**21
+"""Bytes of a row of the array by which it takes them."""
+
 
 def reserve_device_memory(utilization: float, at_once: bool = True) -> None:
     """Lets JAX take this fraction of a GPU. It has effect only before JAX first touches the device.
@@ -58,22 +69,85 @@ def tree_bytes(tree: Any) -> int:
     return sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
-def free_device_memory(device: jax.Device, utilization: float) -> int | None:
-    """Bytes that may still be allocated on a GPU; None for a CPU, whose memory is everybody's.
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a GPU.
 
-    JAX holds a fraction of the device from the beginning; of that, no more than `utilization` is offered.
+    total, free: of the device, and of that what no process has.
+    limit: that this process's JAX may have. reserved: that it has taken from the device; in_use: of that, for arrays,
+        those of a trainer in this process included.
     """
-    stats = device.memory_stats() if device.platform == "gpu" else None
-    if stats is None:
+
+    total: int
+    free: int
+    limit: int
+    reserved: int
+    in_use: int
+
+    @classmethod
+    def of(cls, device: jax.Device) -> "DeviceMemory | None":
+        """As it is now; None for a CPU, whose memory is everybody's."""
+        stats = device.memory_stats() if device.platform == "gpu" else None
+        if stats is None:
+            return None
+        limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
+        reserved = max(stats.get("pool_bytes", limit), in_use)
+        found = free_and_total(int(device.local_hardware_id or 0))
+        if found is None:  # then JAX holds from the beginning what it may have, as far as one can tell
+            total = int(limit / float(os.environ[_FRACTION_VARIABLE]))
+            return cls(total, limit - reserved, limit, reserved, in_use)
+        free, total = found
+        return cls(total, free, limit, reserved, in_use)
+
+    def room(self, utilization: float) -> int:
+        """Bytes that an engine may have beside what is in use.
+
+        It has at most `utilization` of the device, together with the other arrays of this process; no more than JAX
+        may have (XLA_PYTHON_CLIENT_MEM_FRACTION); and no more than other processes leave. Where it has to take memory
+        from the device that it does not have yet, some is left for what CUDA needs beside arrays.
+        """
+        share = int(utilization * self.total) - self.in_use
+        allowed = self.limit - self.in_use
+        there = self.reserved - self.in_use + max(0, self.free - _LEFT_TO_CUDA)
+        return max(0, min(share, allowed, there))
+
+    def to_take(self, room: int) -> int:
+        """Bytes of this room that JAX has not taken from the device yet."""
+        return max(0, room - (self.reserved - self.in_use))
+
+
+def free_device_memory(device: jax.Device, utilization: float, *, at_once: bool = False) -> int | None:
+    """Bytes that may still be allocated on a GPU (`DeviceMemory.room`); None for a CPU.
+
+    at_once: where JAX would grow bit by bit (XLA_PYTHON_CLIENT_PREALLOCATE=false), let it take now what it has not yet.
+        It keeps that. Grown in pieces, it would have none that holds what a large program needs while it runs.
+    """
+    memory = DeviceMemory.of(device)
+    if memory is None:
         return None
-    held = float(os.environ[_FRACTION_VARIABLE])
-    return int(stats["bytes_limit"] * min(1.0, utilization / held)) - stats["bytes_in_use"]
+    room = memory.room(utilization)
+    missing = memory.to_take(room)
+    if not at_once or missing < _LEAST_TAKEN or os.environ.get(_AT_ONCE_VARIABLE) not in ("0", "false", "False"):
+        return room
+    return room - missing + _take(device, missing)
+
+
+def _take(device: jax.Device, size: int) -> int:
+    """Lets JAX take so many bytes from a device in one piece. Returns how many it could."""
+    for sixteenths in range(16, 7, -1):
+        rows = size * sixteenths // 16 // _ROW
+        try:
+            jnp.zeros((rows, _ROW), jnp.uint8, device=device).block_until_ready().delete()
+        except jax.errors.JaxRuntimeError:  # others have it meanwhile, or it is in pieces
+            continue
+        return rows * _ROW
+    return 0
 
 
 def unreserved_device_memory(device: jax.Device) -> int:
     """Bytes of a GPU that this process leaves to others; 0 for a CPU."""
-    stats = device.memory_stats() if device.platform == "gpu" else None
-    return 0 if stats is None else int(stats["bytes_limit"] * (1 / float(os.environ[_FRACTION_VARIABLE]) - 1))
+    memory = DeviceMemory.of(device)
+    return 0 if memory is None else max(0, memory.total - memory.limit)
 
 
 def plan_memory(compiler: Compiler, limit: int | None, num_blocks: int | None, pipeline_depth: int) -> MemoryPlan:

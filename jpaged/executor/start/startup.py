@@ -49,6 +49,7 @@ from jpaged.executor.start.memory import (
     unreserved_device_memory,
 )
 from jpaged.executor.start.one_shot import one_shot_rows
+from jpaged.executor.start.weights import fill_weights, read_weights, zero_weights
 from jpaged.executor.start.worker_threads import WorkerThreads
 from jpaged.executor.step.compiled import CompiledProgram, Origin
 from jpaged.executor.step.held import empty_pools, initial_held
@@ -57,9 +58,9 @@ from jpaged.executor.step.runner import Runner
 from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.interrupt import KeptInterrupt
-from jpaged.models import Model, ModelConfig, Weights, build, load
+from jpaged.models import Model, ModelConfig, Weights, build
 from jpaged.models.experts import split_by_experts
-from jpaged.models.sharding import load_sharded
+from jpaged.models.loading.live import Update, WeightsForm, WeightUpdater
 from jpaged.pallas_kernels import registry
 
 log = logging.getLogger("jpaged.startup")
@@ -81,7 +82,8 @@ class Startup:
 
     setup: what its programs were made for.
     memory: of each device. seconds: by phase; loading and compiling overlap. origins: how many programs of each.
-    mesh: what it runs on. load_weights: reads the checkpoint again.
+    mesh: what it runs on. load_weights: reads the checkpoint again. updater: knows the places of weights by name.
+    has_given_weights: it has weights that somebody gave, and that no checkpoint holds.
     leader: what runs plans here and in all other processes, where there are several.
     user: the engine whose keys and values the pool holds: the last one that ran on it.
     asleep: the level of `sleep`; 0 while awake.
@@ -96,10 +98,12 @@ class Startup:
     device: str
     mesh: DeviceMesh
     load_weights: Callable[[], Weights]
+    updater: WeightUpdater
     seconds: dict[str, float] = field(default_factory=dict)
     leader: Leader | None = None
     user: ReferenceType[Any] | None = None
     asleep: int = 0
+    has_given_weights: bool = False
 
     @property
     def config(self) -> ExecutorConfig:
@@ -151,9 +155,15 @@ class Startup:
 
         Raises:
             OutOfMemoryError: others have it. The engine sleeps on.
+            InvalidParameterError: the weights that it gave back are in no checkpoint. The engine sleeps on.
         """
         if not self.asleep:
             return
+        if self.asleep == 2 and self.has_given_weights:
+            raise InvalidParameterError(
+                "The engine gave back weights that it had from its caller, which no checkpoint holds; call"
+                " update_weights before wake_up."
+            )
         with self.mesh.as_default():
             try:
                 weights = self.load_weights() if self.asleep == 2 else None
@@ -166,6 +176,45 @@ class Startup:
                 raise OutOfMemoryError(f"There is no room for {wanted}; let others give memory back.") from error
             self.runner.wake_up(self._num_backed, pools, weights)
         self.asleep = 0
+
+    def check_weights(self, weights: Any, *, partial: bool = False) -> Update:
+        """Finds the places of weights, and changes nothing; as `WeightUpdater.match`.
+
+        Raises:
+            InvalidParameterError: they do not fit; or the model spans several hosts; or some are to be kept that
+                `sleep` has given back.
+        """
+        if self.leader is not None:
+            raise InvalidParameterError("update_weights is for a model on one host; this one spans several processes.")
+        update = self.updater.match(weights, partial=partial)
+        if self.asleep == 2 and not update.is_complete:
+            raise InvalidParameterError(
+                "The engine sleeps at level 2 and has no weights to keep the others of; give all of them."
+            )
+        return update
+
+    def update_weights(self, update: Update) -> None:
+        """Writes weights in place. An engine that had given its weights back sleeps on at level 1."""
+        with self.mesh.as_default():
+            start = zero_weights(self.setup.model, self.mesh) if self.asleep == 2 else None
+            self.runner.update_weights(lambda old: jax.block_until_ready(self.updater.apply(old, update)), start)
+        self.asleep = min(self.asleep, 1)
+        self.has_given_weights = True
+
+    def weights_as(self, form: WeightsForm) -> Any:
+        """Copies of the weights, as `WeightUpdater.read`.
+
+        Raises:
+            InvalidParameterError: there is no such form; or the model spans several hosts; or `sleep` has given the
+                weights back.
+        """
+        if self.leader is not None:
+            raise InvalidParameterError("weights_as is for a model on one host; this one spans several processes.")
+        weights = self.runner.weights
+        if weights is None:
+            raise InvalidParameterError("The engine sleeps at level 2 and has no weights; wake it up first.")
+        with self.mesh.as_default():
+            return self.updater.read(weights, form)
 
     def table(self, name: str) -> str:
         """What a user wants to know at start, in a few lines."""
@@ -193,8 +242,11 @@ class Startup:
         return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows)
 
 
-def start(args: EngineArgs, directory: Path) -> Startup:
+def start(args: EngineArgs, directory: Path, weights: Any = None) -> Startup:
     """Builds a runner for the model in `directory`.
+
+    weights: instead of those of a checkpoint, as `WeightUpdater.match` takes them; the directory needs a config.json
+        only.
 
     Raises:
         CheckpointError, UnsupportedModelError: the model cannot be loaded.
@@ -214,7 +266,7 @@ def start(args: EngineArgs, directory: Path) -> Startup:
     mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
     _check_backend(args.kernel_backend)
     with mesh.as_default(), _without_collections(), KeptInterrupt() as interrupt:
-        return _start_on(mesh, args, directory, seconds, progress, interrupt)
+        return _start_on(mesh, args, directory, weights, seconds, progress, interrupt)
 
 
 def with_known_backend(args: EngineArgs) -> EngineArgs:
@@ -255,6 +307,7 @@ def _start_on(
     mesh: DeviceMesh,
     args: EngineArgs,
     directory: Path,
+    given: Any,
     seconds: dict[str, float],
     progress: bool,
     interrupt: KeptInterrupt,
@@ -266,7 +319,13 @@ def _start_on(
     # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.
     model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
     shard = mesh.shard_of(model)
-    limits = [free_device_memory(one, args.gpu_memory_utilization) for one in mesh.local_devices]
+    updater = WeightUpdater(model, shard, mesh.mesh if mesh.size > 1 else None)
+    load_weights = partial(read_weights, mesh, model, shard, directory, args)
+    if given is not None:
+        update = updater.match(given)
+        load_weights = partial(fill_weights, mesh, shard, updater, update)
+    at_once = args.kv_cache_layout == "paged"
+    limits = [free_device_memory(one, args.gpu_memory_utilization, at_once=at_once) for one in mesh.local_devices]
     limit = min((one for one in limits if one is not None), default=None)
     config = executor_config(args, model_config, limit)
     rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
@@ -282,7 +341,7 @@ def _start_on(
         _helpers(mesh, model, config) as helpers,
     ):
         with _timed(seconds, "plan memory"):
-            loading = loader.submit(_load, mesh, model, shard, directory, args, progress)
+            loading = loader.submit(load_weights, progress)
             nominal = Compiler(Setup.of(shard, config), mesh, threads=threads, helpers=helpers, kept_on=kept_on)
             with _refusals_of(config.kernel_backend):
                 if limit is not None:
@@ -314,8 +373,22 @@ def _start_on(
     kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
     _log_costs(programs.values())
     origins = Counter(program.origin for program in programs.values())
-    load_again = partial(_load, mesh, model, shard, directory, args, False)
-    return Startup(args, runner, model, setup, memory, origins, kind, mesh, load_again, seconds)
+    load_again = partial(read_weights, mesh, model, shard, directory, args, False)
+    has_given = given is not None
+    return Startup(
+        args,
+        runner,
+        model,
+        setup,
+        memory,
+        origins,
+        kind,
+        mesh,
+        load_again,
+        updater,
+        seconds,
+        has_given_weights=has_given,
+    )
 
 
 def _log_costs(programs: Collection[CompiledProgram]) -> None:
@@ -365,13 +438,6 @@ def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> Abstract
     return CompileProcesses(count, Setting(model.config, dtype, mesh.size, kept_on, jax_settings()))
 
 
-def _load(mesh: DeviceMesh, model: Model, shard: Model, directory: Path, args: EngineArgs, progress: bool) -> Weights:
-    if mesh.size == 1:
-        device = mesh.devices[0]
-        return load(model, directory, args.load_format, device=device, seed=args.seed, progress=progress)
-    return load_sharded(model, shard, mesh.mesh, directory, args.load_format, seed=args.seed, progress=progress)
-
-
 def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> ExecutorConfig:
     """Shapes for this model and device, the number of blocks nominal."""
     if args.max_model_len is not None and args.max_model_len > model.max_position_embeddings:
@@ -408,6 +474,7 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
         token_buckets=token_buckets,
         kernel_backend=args.kernel_backend,
         shared_prefix_attention=args.shared_prefix_attention,
+        logprobs_mode=args.logprobs_mode,
     )
 
 

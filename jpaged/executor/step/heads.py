@@ -112,6 +112,7 @@ class Sample(StepProgram):
             variant=self.variant,
             collectives=collectives,
             backend=setup.config.optional_backend,
+            logprobs_mode=setup.config.logprobs_mode,
         )
         valid = rows.samples & state.active[slots]
 

@@ -45,6 +45,7 @@ from jpaged.executor.step.handle import DispatchedStep
 from jpaged.executor.step.heads import PromptLogprobs, Sample, SampleResult, Score, WidenRows, WidenTokens
 from jpaged.executor.step.held import Held
 from jpaged.executor.step.program import PACKED, Setup, StepProgram
+from jpaged.models import Weights
 
 _IN_ONE_ORDER = threading.Lock()
 """Held while a program of several devices is dispatched. Each of them runs one program at a time, and in the middle of
@@ -169,6 +170,23 @@ class Runner:
             self._held["pools"] = pools
         if weights is not None:
             self._held |= {"weights": weights, "head": self._setup.model.head_weights(weights)}
+
+    def update_weights(self, change: Callable[[Weights], Weights], start: Weights | None = None) -> None:
+        """Lets `change` make the weights anew, which it may donate. Steps that were dispatched had the old ones.
+
+        start: what it begins with, where `sleep` has given the weights back.
+        """
+        old = self.weights if start is None else start
+        assert old is not None
+        with self._dispatch:
+            weights = change(old)
+        self._held |= {"weights": weights, "head": self._setup.model.head_weights(weights)}
+
+    @property
+    def weights(self) -> Weights | None:
+        """The weights, as of the last update; None while `sleep` has given them back."""
+        weights: Weights | None = self._held.get("weights")
+        return weights
 
     def has_memory(self, num_blocks: int) -> np.ndarray:
         """As `BlockMemory.has_memory`."""

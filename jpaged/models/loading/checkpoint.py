@@ -6,7 +6,7 @@ place) and forgotten. The host holds one tensor at a time, the device the weight
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -161,20 +161,14 @@ def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTenso
     for index, piece in enumerate(model.pieces):
         wanted.setdefault(piece.tensor, []).append(index)
     tied = {tensor.tensor: tensor for tensor in model.tied_tensors}
-    # A checkpoint of the bare body, such as GPT-2's own, leaves the prefix out.
-    own_names = {_own_name(name, model.aliases): name for name in found}
-    bare = not any(own.startswith(model.base_prefix) for own in own_names)
-    full_names = {
-        model.base_prefix + own if bare and own not in {*wanted, *tied} else own: name
-        for own, name in own_names.items()
-    }
+    names = full_names(model, found)
     matched: dict[int, StoredTensor] = {}
     unexpected: list[StoredTensor] = []
-    for full, name in full_names.items():
+    for full, name in names.items():
         if full in wanted:
             matched |= dict.fromkeys(wanted[full], found[name])
         elif full in tied:
-            equals = full_names.get(tied[full].equals)
+            equals = names.get(tied[full].equals)
             if equals is not None:  # or it is missed below
                 _check_tied(found[name], found[equals])
         elif not (model.derived_tensors and re.search(model.derived_tensors, full)):
@@ -203,6 +197,15 @@ def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTenso
             )
         _ = tensor.dtype  # refuses a type that cannot be read before anything is
     return matched
+
+
+def full_names(model: Model, names: Iterable[str]) -> dict[str, str]:
+    """The names of stored tensors, by what the family calls them."""
+    known = {piece.tensor for piece in model.pieces} | {tensor.tensor for tensor in model.tied_tensors}
+    # A checkpoint of the bare body, such as GPT-2's own, leaves the prefix out.
+    own_names = {_own_name(name, model.aliases): name for name in names}
+    bare = not any(own.startswith(model.base_prefix) for own in own_names)
+    return {model.base_prefix + own if bare and own not in known else own: name for own, name in own_names.items()}
 
 
 def _own_name(name: str, aliases: Sequence[tuple[str, str]]) -> str:

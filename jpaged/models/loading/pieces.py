@@ -345,6 +345,14 @@ def repeat_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
     return jnp.concatenate([queries, keys_and_values], axis=-2)
 
 
+def single_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
+    """What `repeat_kv_heads` was given."""
+    *outer, kv_heads, slots, dim = qkv.shape
+    group = slots - 2
+    queries = qkv[..., :group, :].reshape(*outer, kv_heads // copies, group * copies, dim)
+    return jnp.concatenate([queries, qkv[..., ::copies, group:, :]], axis=-2)
+
+
 def _place(
     parameter: jax.Array,
     tensor: jax.Array,

@@ -19,7 +19,9 @@ GREEDY, SAMPLING, TRUNCATED, MASKED, FULL, BEAM = SamplingVariant
 OPTIMISED = {"xla_backend_optimization_level": 3}
 """For what runs longer than it compiles, as few of the tests' programs do (tests/conftest.py)."""
 
-sample = jax.jit(sampler.sample, static_argnames=("variant", "num_logprobs"), compiler_options=OPTIMISED)
+sample = jax.jit(
+    sampler.sample, static_argnames=("variant", "num_logprobs", "logprobs_mode"), compiler_options=OPTIMISED
+)
 start_slots = jax.jit(sampling_state.start_slots)
 start_full_slot = jax.jit(sampling_state.start_full_slot)
 set_masks = jax.jit(sampling_state.set_masks)

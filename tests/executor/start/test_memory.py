@@ -1,6 +1,7 @@
 """How many blocks a device gets, for devices of made-up sizes."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import jax
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from jpaged.api.errors import OutOfMemoryError
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
+from jpaged.executor.start import memory
 from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.start.memory import CPU_POOL_BYTES, MemoryPlan, plan_memory
 from jpaged.executor.step.program import Setup
@@ -65,3 +67,87 @@ def test_a_cpu_gives_what_its_slots_can_use_up_to_a_bound(plan):
     assert plan(None).num_blocks == 4 * 4 + 1
     assert plan(None, 7).num_blocks == 7
     assert plan(None).pool <= CPU_POOL_BYTES
+
+
+class FakeGPU:
+    """A device of 80 GiB. limit, reserved, in_use: of this process's JAX, in GiB; others: what other processes have.
+
+    Reserved memory comes in one piece or in several; an array needs one, or what the device has left.
+    """
+
+    platform = "gpu"
+    local_hardware_id = 3
+
+    def __init__(self, limit: float, reserved: float, in_use: float, others: float = 0.0, takes: float = 80.0) -> None:
+        self.limit, self.reserved, self.in_use, self.others, self.takes = limit, reserved, in_use, others, takes
+        self.asked: list[float] = []
+
+    def memory_stats(self) -> dict[str, int]:
+        values = {"bytes_limit": self.limit, "bytes_in_use": self.in_use, "pool_bytes": self.reserved}
+        return {name: int(value * GIB) for name, value in values.items()}
+
+    def free_and_total(self, ordinal: int) -> tuple[int, int]:
+        assert ordinal == 3
+        return int((80 - self.others - self.reserved) * GIB), 80 * GIB
+
+    def zeros(self, shape: tuple[int, int], dtype: object, device: object) -> mock.Mock:
+        assert device is self
+        self.asked.append(shape[0] * shape[1] / GIB)
+        if self.asked[-1] > self.takes:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+        return mock.Mock()
+
+    def room(self, utilization: float, *, at_once: bool = False) -> float:
+        with mock.patch.object(memory, "free_and_total", self.free_and_total), mock.patch.object(memory, "jnp", self):
+            room = memory.free_device_memory(self, utilization, at_once=at_once)
+        assert room is not None
+        return round(room / GIB, 3)
+
+    uint8 = "uint8"
+
+
+def test_an_engine_has_its_share_of_the_device_less_what_the_process_has_on_it():
+    assert FakeGPU(72, 72, 0).room(0.9) == 72
+    assert FakeGPU(72, 0, 0).room(0.9) == 72, "JAX has touched nothing yet"
+    assert FakeGPU(72, 72, 20).room(0.9) == 52, "a trainer's arrays"
+    assert FakeGPU(72, 72, 20).room(0.5) == 20
+    assert FakeGPU(60, 60, 10).room(0.9) == 50, "JAX ran before with 75 percent, or MEM_FRACTION"
+    assert FakeGPU(60, 60, 10).room(0.4) == 22, "of the device, not of what JAX has"
+    assert FakeGPU(60, 60, 30).room(0.25) == 0
+
+
+def test_an_engine_plans_with_no_memory_that_other_processes_have():
+    assert FakeGPU(72, 5, 5, others=30).room(0.9) == 80 - 30 - 5 - 0.5
+    assert FakeGPU(72, 40, 5, others=30).room(0.9) == 35 + 10 - 0.5, "what JAX has taken is its own"
+    assert FakeGPU(40, 5, 5, others=30).room(0.45) == 31, "two engines of half a device each"
+    assert FakeGPU(72, 5, 5, others=75).room(0.9) == 0
+
+
+def test_without_preallocation_what_is_missing_is_taken_in_one_piece(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    gpu = FakeGPU(72, 8, 6)
+    assert gpu.room(0.9) == 66
+    assert gpu.asked == []
+    assert gpu.room(0.9, at_once=True) == 66
+    assert gpu.asked == [64]
+    scarce = FakeGPU(72, 8, 6, takes=56)
+    assert scarce.room(0.9, at_once=True) == 2 + 56
+    assert scarce.asked == [64, 60, 56]
+    assert FakeGPU(72, 8, 6, takes=1).room(0.9, at_once=True) == 2
+    settled = FakeGPU(72, 71.9, 6)
+    assert settled.room(0.9, at_once=True) == 66
+    assert settled.asked == []
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    assert gpu.room(0.9, at_once=True) == 66
+    assert gpu.asked == [64], "JAX takes it by itself"
+
+
+def test_where_the_driver_says_nothing_jaxs_own_fraction_tells_the_size_of_the_device(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    gpu = FakeGPU(40, 40, 10)
+    monkeypatch.setattr(gpu, "free_and_total", lambda ordinal: None)
+    assert gpu.room(0.9) == 30
+    assert gpu.room(0.25) == 10
+    assert memory.free_device_memory(jax.devices()[0], 0.9) is None
+    monkeypatch.setattr(memory, "free_and_total", lambda ordinal: None)
+    assert memory.unreserved_device_memory(gpu) == 40 * GIB

@@ -1,0 +1,114 @@
+"""Writes arrays that are on the device into parameters that are there, in place: what `checkpoint.load` does with what
+it reads from files.
+
+    tensor [out, in] --relayout--> piece --written at its offsets--> parameter, donated: its buffer stays the same
+
+One program for each kind of tensor, compiled when the first of them comes.
+"""
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpaged.models.loading.pieces import Part, Piece, repeat_kv_heads
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array becomes what is written into a parameter; fields as of `Piece`.
+
+    kv_head_copies: of a whole parameter with key-value heads: how often the shards hold each (`repeat_kv_heads`).
+    """
+
+    split: tuple[int, ...]
+    axes: tuple[int, ...]
+    copies: int = 1
+    copied_axis: int = 0
+    order: tuple[int, ...] = ()
+    ordered_axis: int = 0
+    part: Part | None = None
+    kv_head_copies: int = 1
+
+    @classmethod
+    def of_piece(cls, piece: Piece) -> "Layout":
+        """Of a checkpoint's tensor."""
+        return cls(
+            piece.split, piece.axes, piece.copies, piece.copied_axis, piece.order, piece.ordered_axis, piece.part
+        )
+
+    @classmethod
+    def of_parameter(cls, shape: tuple[int, ...], kv_head_copies: int = 1) -> "Layout":
+        """Of a whole parameter, given as the model has it."""
+        return cls(shape, tuple(range(len(shape))), kv_head_copies=kv_head_copies)
+
+    def apply(self, tensor: jax.Array) -> jax.Array:
+        """The array in the parameter's layout; traced."""
+        piece = tensor if self.part is None else self.part.of(tensor)
+        piece = piece.reshape(self.split)
+        if self.order:
+            piece = jnp.take(piece, np.array(self.order), self.ordered_axis)
+        if self.copies > 1:
+            piece = jnp.repeat(piece, self.copies, self.copied_axis)
+        piece = piece.transpose(self.axes)
+        return piece if self.kv_head_copies == 1 else repeat_kv_heads(piece, self.kv_head_copies)
+
+
+def write(parameter: jax.Array, tensor: Any, layout: Layout, offsets: tuple[int, ...]) -> jax.Array:
+    """The parameter, on one device, with an array written into it at these offsets, in its type. Donates the parameter,
+    never the array: what a trainer holds stays its own.
+    """
+    found = jax.device_put(tensor, parameter.sharding)
+    return _write(parameter, found, layout, np.asarray(offsets, np.int32))
+
+
+def write_sharded(
+    parameter: jax.Array, tensor: Any, layout: Layout, offsets: tuple[int, ...], axis: int | None, mesh: Mesh
+) -> jax.Array:
+    """As `write`, into a parameter whose shards lie along `axis` of it (None: whole on each device), each the size of
+    the last padded. An array from other devices, or otherwise sharded, is resharded first; each device then has all of
+    it for a moment.
+    """
+    found = jax.device_put(tensor, NamedSharding(mesh, PartitionSpec()))
+    return _sharded_writer(mesh, axis, parameter.ndim)(parameter, found, layout, np.asarray(offsets, np.int32))
+
+
+@partial(jax.jit, static_argnums=2, donate_argnums=0)
+def _write(parameter: jax.Array, tensor: jax.Array, layout: Layout, offsets: jax.Array) -> jax.Array:
+    piece = layout.apply(tensor).astype(parameter.dtype)
+    return jax.lax.dynamic_update_slice(parameter, piece, list(offsets))
+
+
+@cache
+def _sharded_writer(mesh: Mesh, axis: int | None, ndim: int) -> Any:
+    (name,) = mesh.axis_names
+    spec = PartitionSpec() if axis is None else PartitionSpec(*(name if i == axis else None for i in range(ndim)))
+
+    def write_all(parameter: jax.Array, tensor: jax.Array, layout: Layout, offsets: jax.Array) -> jax.Array:
+        def write_shard(shard: jax.Array, tensor: jax.Array, offsets: jax.Array) -> jax.Array:
+            piece = layout.apply(tensor).astype(shard.dtype)
+            if axis is None:
+                return jax.lax.dynamic_update_slice(shard, piece, list(offsets))
+            return _write_part(shard, piece, list(offsets), axis, jax.lax.axis_index(name))
+
+        whole = PartitionSpec()
+        mapped = jax.shard_map(write_shard, mesh=mesh, in_specs=(spec, whole, whole), out_specs=spec, check_vma=False)
+        return mapped(parameter, tensor, offsets)
+
+    return jax.jit(write_all, static_argnums=2, donate_argnums=0, out_shardings=NamedSharding(mesh, spec))
+
+
+def _write_part(shard: jax.Array, piece: jax.Array, offsets: list[jax.Array], axis: int, index: jax.Array) -> jax.Array:
+    """A shard with those entries of a piece that are its own written into it; offsets: in the whole parameter."""
+    size = shard.shape[axis]
+    places = index * size + jnp.arange(size) - offsets[axis]  # of the shard's entries, in the piece
+    own = (places >= 0) & (places < piece.shape[axis])
+    taken = jnp.take(piece, jnp.clip(places, 0, piece.shape[axis] - 1), axis)
+    local = [jnp.zeros_like(offset) if i == axis else offset for i, offset in enumerate(offsets)]
+    held = jax.lax.dynamic_slice(shard, local, taken.shape)
+    mask = own.reshape([size if i == axis else 1 for i in range(shard.ndim)])
+    return jax.lax.dynamic_update_slice(shard, jnp.where(mask, taken, held), local)

@@ -1,0 +1,90 @@
+"""Weights on their way to engine processes: in memory that all of them map, copied once however many there are.
+
+this process      arrays --copied to the host--> memfd <--mapped-- engine processes --> their devices
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jpaged.api.errors import InvalidParameterError
+from jpaged.api.weights import flat_weights
+from jpaged.processes.wire import SharedArray
+
+_ALIGNMENT = 64
+
+
+class SharedWeights:
+    """Copies of arrays in memory that other processes of this user can map. It is freed by `close`, and when this
+    process ends.
+
+    weights: names to arrays of JAX or numpy, nested or flat, as `flat_weights` takes them.
+
+    Attributes:
+        path: where other processes find it. arrays: what is where in it.
+
+    Raises:
+        InvalidParameterError: they are no such mapping, or something in it is no array, or was deleted.
+    """
+
+    def __init__(self, weights: Mapping[Any, Any]) -> None:
+        flat = flat_weights(weights)
+        for name, array in flat.items():
+            if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+                raise InvalidParameterError(f"weights: {name!r} is a {type(array).__name__}, not an array; convert it.")
+        self._fd = os.memfd_create("jpaged-weights", os.MFD_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.arrays: list[SharedArray] = []
+        try:
+            offset = 0
+            for name, array in flat.items():
+                offset = self._write(name, array, offset)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(array.name for array in self.arrays)
+
+    def close(self) -> None:
+        """Gives the memory back, once no process maps it any more. The second time it does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _write(self, name: str, array: Any, offset: int) -> int:
+        """Returns where the next array can begin."""
+        try:
+            host = np.ascontiguousarray(array)
+        except Exception as error:  # JAX has several, for one that was deleted, is traced, or lies on other hosts
+            raise InvalidParameterError(f"weights: {name!r} cannot be copied to the host: {error}") from error
+        self.arrays.append(SharedArray(name, host.dtype.name, tuple(array.shape), offset))
+        data = host.reshape(-1).view(np.uint8)
+        while len(data):
+            written = os.pwrite(self._fd, data[: 2**30].data, offset)
+            data, offset = data[written:], offset + written
+        return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def map_arrays(path: str, arrays: list[SharedArray]) -> dict[str, np.ndarray]:
+    """The arrays that another process has shared, by name; read-only, and there as long as they are used.
+
+    Raises:
+        InvalidParameterError: a type that numpy does not know, or the memory cannot be mapped.
+    """
+    try:
+        data = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise InvalidParameterError(f"The weights at {path} cannot be mapped ({error}).") from error
+    found = {}
+    for array in arrays:
+        try:
+            dtype = np.dtype(array.dtype)
+        except TypeError as error:
+            raise InvalidParameterError(f"weights: {array.name!r} has the unknown type {array.dtype!r}.") from error
+        size = dtype.itemsize * int(np.prod(array.shape, dtype=np.int64))
+        found[array.name] = data[array.offset : array.offset + size].view(dtype).reshape(array.shape)
+    return found
