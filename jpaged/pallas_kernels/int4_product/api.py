@@ -30,7 +30,7 @@ def int4_product(
     dtype: jnp.dtype | None = None,
     backend: str | None = None,
 ) -> jax.Array:
-    """x @ ((w - zero) * scale).T. Weights are rounded to x's type; sums are float32.
+    """x @ ((w - zero) * scale).T. Sums are float32; "xla" rounds weights to x's type first.
 
     Args:
         x: floats [M, K].

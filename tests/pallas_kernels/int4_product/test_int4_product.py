@@ -6,6 +6,14 @@ import pytest
 
 from jpaged.pallas_kernels import int4_product
 from jpaged.pallas_kernels.int4_product.reference import dequantized, pack
+from tests.pallas_kernels.marks import needs_triton
+
+SIZES = [(5, 40, 192, 32, True), (1, 24, 256, 128, False), (37, 72, 128, 64, True)]
+"""Rows, outputs and inputs, of which no tile has just as many; groups; and whether these have zero points."""
+
+
+BACKENDS = [("xla", jnp.float32, 23), ("xla", jnp.bfloat16, 8), ("xla", jnp.float16, 11)]
+BACKENDS += [pytest.param("triton", dtype, bits, marks=needs_triton) for _, dtype, bits in BACKENDS[1:]]
 
 
 def operands(rows, outputs, inputs, group, zeros=True, seed=0):
@@ -29,16 +37,16 @@ def test_what_is_packed_is_found_again(group):
     np.testing.assert_array_equal(found, exact(values, scale, zero, group).astype(np.float32))
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(jnp.float32, 23), (jnp.bfloat16, 8), (jnp.float16, 11)])
-@pytest.mark.parametrize("zeros", [True, False])
-def test_products_are_those_of_float64_within_rounding(dtype, bits, zeros):
-    x, values, scale, zero = operands(5, 40, 192, 32, zeros)
+@pytest.mark.parametrize(("backend", "dtype", "bits"), BACKENDS)
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "group", "zeros"), SIZES)
+def test_products_are_those_of_float64_within_rounding(backend, dtype, bits, rows, outputs, inputs, group, zeros):
+    x, values, scale, zero = operands(rows, outputs, inputs, group, zeros)
     x = np.asarray(jnp.asarray(x, dtype))
-    y = int4_product(jnp.asarray(x), pack(values, 32), scale, zero, group=32)
-    w, wide = exact(values, scale, zero, 32), x.astype(np.float64)
+    y = int4_product(jnp.asarray(x), pack(values, group), scale, zero, group=group, backend=backend)
+    w, wide = exact(values, scale, zero, group), x.astype(np.float64)
     right, terms = wide @ w.T, np.abs(wide) @ np.abs(w).T
     assert y.dtype == dtype
-    bound = terms * (2.0**-bits + 192 * 2.0**-24) + np.abs(right) * 2.0**-bits
+    bound = terms * (2.0**-bits + inputs * 2.0**-24) + np.abs(right) * 2.0**-bits
     assert np.all(np.abs(np.asarray(y, np.float64) - right) <= bound)
 
 
@@ -56,3 +64,13 @@ def test_arguments_that_do_not_fit_are_named(change, said):
     x, values, scale, zero = operands(3, 8, 64, 32)
     with pytest.raises(ValueError, match=said):
         int4_product(**{"x": x, "w": pack(values, 32), "scale": scale, "zero": zero, "group": 32} | change)
+
+
+@needs_triton
+def test_what_the_kernel_does_not_take_is_refused_where_it_is_forced():
+    x, values, scale, zero = operands(3, 8, 64, 16)
+    with pytest.raises(ValueError, match="dtype float32; it multiplies in 16 bits"):
+        int4_product(x, pack(values, 16), scale, zero, group=16, backend="triton")
+    x = jnp.asarray(x, jnp.bfloat16)
+    with pytest.raises(ValueError, match="groups of 16; it takes 32, 64, 128"):
+        int4_product(x, pack(values, 16), scale, zero, group=16, backend="triton")
