@@ -38,9 +38,7 @@ def log_probabilities(model: models.Model, weights: models.Weights, tokens: jax.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="in bfloat16 (default: the embedded model)")
-    parser.add_argument(
-        "--quantized-model", help="a quantized checkpoint of it (default: it, with --quantization)"
-    )
+    parser.add_argument("--quantized-model", help="a quantized checkpoint of it (default: it, with --quantization)")
     parser.add_argument("--quantization", help="as of `jpaged serve`")
     parser.add_argument("--texts", type=int, default=24, help="how many (default: 24)")
     parser.add_argument("--max-tokens", type=int, default=200, help="of a text (default: 200)")

@@ -118,26 +118,30 @@ class Linear(nnx.Module):
         axis = self.layout.output_axis
         self.bias = parameter(rngs, Constant(0.0), outputs, dtype, axis, **bias_options) if bias else None
 
-    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None, backend: str | None = "xla") -> jax.Array:
         """[T, *inputs] -> [T, *outputs], of x's type, or of `dtype`, in which sums are then accumulated.
+
+        backend: of products that have kernels, which some quantized ones do; None picks by device.
 
         Raises:
             ValueError: the inputs are split over shards, so that each has a term of the sum alone.
         """
         if self.layout.splits_inputs:
             raise ValueError("A Linear whose inputs are split over shards gives a partial sum: call partial_sum.")
-        y = self._product(x, dtype)
+        y = self._product(x, dtype, backend)
         return y if self.bias is None else y + self.bias[...]
 
-    def partial_sum(self, x: jax.Array) -> PartialSum:
+    def partial_sum(self, x: jax.Array, backend: str | None = "xla") -> PartialSum:
         """[T, *inputs of this shard] -> this shard's term of [T, *outputs], and the bias.
+
+        backend: as of a call.
 
         Raises:
             ValueError: the inputs are not split, so that the sum over shards would count each term once a shard.
         """
         if not self.layout.splits_inputs:
             raise ValueError("A Linear whose inputs are whole on every shard gives no partial sum: call it.")
-        return PartialSum(self._product(x), None if self.bias is None else self.bias[...])
+        return PartialSum(self._product(x, None, backend), None if self.bias is None else self.bias[...])
 
     def gated(self, x: jax.Array, activation: str, backend: str | None) -> jax.Array:
         """activation(gate) * up, of outputs (2, inner), which are gate and up: [T, inputs] -> [T, inner].
@@ -148,7 +152,8 @@ class Linear(nnx.Module):
         operands = promote_dtype((x, self.kernel[...], bias))  # who trains a model may keep some weights in float32
         return gated_product(*operands, activation=activation, backend=backend)
 
-    def _product(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    def _product(self, x: jax.Array, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
+        del backend
         # einsum contracts axes in the order of their letters: the innermost first.
         inner, outer = ascii_lowercase[: len(self.layout.inputs)][::-1], ascii_uppercase[: len(self.layout.outputs)]
         pattern = f"...{inner},{outer + inner if self.layout.outputs_first else inner + outer}->...{outer}"

@@ -59,7 +59,7 @@ class Fp8Linear(QuantizedLinear):
         one = jnp.dtype(jnp.float32)
         self.input_scale = parameter(rngs, Constant(1 / 64), (1,), one, **options) if static else None
 
-    def _multiply(self, x: jax.Array, dtype: Any) -> jax.Array:
+    def _multiply(self, x: jax.Array, dtype: Any, backend: str | None) -> jax.Array:
         kernel, scale = self.kernel[...], self.scale[...]
         return fp8_product(
             x,
@@ -70,6 +70,7 @@ class Fp8Linear(QuantizedLinear):
             activations=self.kind.activations,
             upper_bound=self.kind.upper_bound,
             dtype=dtype,
+            backend=backend,
         )
 
 

@@ -74,11 +74,10 @@ class Int4Linear(QuantizedLinear):
         integers = jnp.dtype(jnp.int32)
         self.order = parameter(rngs, Ascending(), (inputs,), integers, **options) if kind.act_order else None
 
-    def _multiply(self, x: jax.Array, dtype: Any) -> jax.Array:
+    def _multiply(self, x: jax.Array, dtype: Any, backend: str | None) -> jax.Array:
         kernel, scale, outputs = self.kernel[...], self.scale[...], self.layout.output_size
         if self.order is not None:
             x = x[:, self.order[...]]
         zero = None if self.zero is None else self.zero[...].reshape(outputs, -1)
-        return int4_product(
-            x, kernel.reshape(outputs, -1), scale.reshape(outputs, -1), zero, group=self.kind.group, dtype=dtype
-        )
+        values, scales = kernel.reshape(outputs, -1), scale.reshape(outputs, -1)
+        return int4_product(x, values, scales, zero, group=self.kind.group, dtype=dtype, backend=backend)

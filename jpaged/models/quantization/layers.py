@@ -27,8 +27,7 @@ class QuantizedLinear(Linear):
         self.layout, self.dtype, self.bias = plain.layout, plain.dtype, plain.bias
 
     def gated(self, x: jax.Array, activation: str, backend: str | None) -> jax.Array:
-        del backend  # the product is picked by device
-        both = self(x)
+        both = self(x, backend=backend)
         return ACTIVATIONS[activation](both[..., 0, :]) * both[..., 1, :]
 
     def _rows(
@@ -53,14 +52,14 @@ class QuantizedLinear(Linear):
         options: dict[str, Any] = {"kv_heads": layout.kv_heads, "suffix": suffix, "weights_each": weights_each}
         return parameter(rngs, start, (*layout.outputs, size), jnp.dtype(dtype), axis, **options)
 
-    def _product(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    def _product(self, x: jax.Array, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
         layout = self.layout
         outer = x.shape[: x.ndim - len(layout.inputs)]
-        y = self._multiply(x.reshape(-1, layout.input_size), dtype or x.dtype)
+        y = self._multiply(x.reshape(-1, layout.input_size), dtype or x.dtype, backend)
         return y.reshape(*outer, *layout.outputs)
 
-    def _multiply(self, x: jax.Array, dtype: Any) -> jax.Array:
-        """[M, all inputs] -> [M, all outputs]."""
+    def _multiply(self, x: jax.Array, dtype: Any, backend: str | None) -> jax.Array:
+        """[M, all inputs] -> [M, all outputs]. backend: as of `Linear`'s call."""
         raise NotImplementedError
 
 
