@@ -22,6 +22,7 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """PyTorch's names, under which vLLM takes them too."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
+Quantization = Literal["fp8", "awq", "compressed-tensors", "fbgemm_fp8", "gptq"]
 
 _FREE = {"free": True}
 """Marks a field whose value may differ between engines that use one runner (`EngineArgs.differs_from`)."""
@@ -121,6 +122,9 @@ class EngineArgs(SchedulingOptions):
             always raw. Names as in vLLM.
         load_format: "safetensors" or "orbax" checkpoint, or "auto" for what is there; "dummy" makes random weights from
             its config.json.
+        quantization: "fp8" rounds the weights of a checkpoint that is not quantized to FP8 while they are read
+            (`docs/quantization.md`). A quantized checkpoint says itself what it is; another name than its own is
+            refused.
         skip_tokenizer_init: take and give token ids only.
         verbose: print the start-up table and progress.
 
@@ -156,6 +160,7 @@ class EngineArgs(SchedulingOptions):
     process_id: int | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
     load_format: LoadFormat = "auto"
+    quantization: Quantization | None = None
     skip_tokenizer_init: bool = field(default=False, metadata=_FREE)
     verbose: bool = field(default=True, metadata=_FREE)
 
@@ -178,6 +183,8 @@ class EngineArgs(SchedulingOptions):
         object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
         check_choice("load_format", self.load_format, LoadFormat)
         check_choice("logprobs_mode", self.logprobs_mode, LogprobsMode)
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, Quantization)
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
         check_choice("kv_cache_layout", self.kv_cache_layout, KVCacheLayout)
         check_choice("virtual_page_layout", self.virtual_page_layout, VirtualPageLayout)

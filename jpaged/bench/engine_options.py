@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, get_args
 
-from jpaged.api.config import DType, EngineArgs, KVCacheLayout, VirtualPageLayout
+from jpaged.api.config import DType, EngineArgs, KVCacheLayout, Quantization, VirtualPageLayout
 from jpaged.bench.arguments import add_kernel_backend_option
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.llm import LLM
@@ -39,6 +39,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help=GPU_MEMORY_UTILIZATION)
     parser.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
+    parser.add_argument("--quantization", choices=get_args(Quantization), help='"fp8": weights in FP8')
     add_kernel_backend_option(parser)
     add_layout_options(parser)
     add_sharding_options(parser)

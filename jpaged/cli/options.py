@@ -12,6 +12,7 @@ from jpaged.api.config import (
     LoadFormat,
     LogprobsMode,
     PreemptionMode,
+    Quantization,
     VirtualPageLayout,
 )
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
@@ -129,6 +130,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--load-format", choices=get_args(LoadFormat), help='"dummy" makes random weights (default: auto)'
+    )
+    group.add_argument(
+        "--quantization",
+        choices=get_args(Quantization),
+        help='"fp8" rounds weights to FP8 while they are read; the others are what quantized checkpoints say of'
+        " themselves (default: as the checkpoint is)",
     )
     group.add_argument("-q", "--quiet", action="store_true", help="no start-up table, progress or timing")
     add_debug_option(group)

@@ -125,7 +125,8 @@ class SequentialBlock(nnx.Module):
         rotation = None if self.rope is None else rotations[self.rope]
         pair = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
         read = stream.value() if self.attention_norm is None else stream.normed(self.attention_norm)
-        self._add(stream, self.attention(read, attend, rotation, self.head_norms or pair), self.after_attention)
+        given = self.attention(read, attend, rotation, self.head_norms or pair, stream.backend)
+        self._add(stream, given, self.after_attention)
         read = stream.value() if self.mlp_norm is None else stream.normed(self.mlp_norm)
         given = (
             self.mlp(read, stream.backend, stream.live)
@@ -167,7 +168,7 @@ class ParallelBlock(nnx.Module):
         rotation = None if self.rope is None else rotations[self.rope]
         normed = stream.normed(self.attention_norm)
         of_mlp = normed if self.mlp_norm is None else stream.normed(self.mlp_norm)
-        given = self.attention(normed, attend, rotation, self.head_norms)
+        given = self.attention(normed, attend, rotation, self.head_norms, stream.backend)
         stream.add(given + self.mlp(of_mlp, stream.backend))
 
 

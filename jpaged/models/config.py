@@ -10,6 +10,7 @@ from typing import Any, Self
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, shown
 from jpaged.models.config_reader import ConfigReader, read_json
 from jpaged.models.loading.safetensors_file import read_header
+from jpaged.models.quantization import Scheme, find_scheme
 from jpaged.models.registry import architecture_of, family_of
 
 VOCAB_UNIT = 32
@@ -34,6 +35,7 @@ class ModelConfig:
         few of them is split over more shards (`shard`), never in a checkpoint.
     eos_token_ids: every token that ends a text. IDs outside the vocabulary (often -1) are dropped.
     dtype: the type the checkpoint was saved in, "bfloat16" for example; None when nothing tells.
+    quantization: how the weights of `Linear`s are kept; None for as they are.
     source: the config.json it came from.
     """
 
@@ -54,6 +56,7 @@ class ModelConfig:
     pad_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
+    quantization: Scheme | None = None
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -75,23 +78,24 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     @staticmethod
-    def from_dict(config: Mapping[str, Any], max_model_len: int | None = None) -> "ModelConfig":
+    def from_dict(
+        config: Mapping[str, Any], max_model_len: int | None = None, quantization: str | None = None
+    ) -> "ModelConfig":
         """Reads the contents of a config.json, written by transformers 4 or 5. The result is of its family's class.
 
         max_model_len: the length to build the model for, in tokens, where its RoPE depends on that (`rope`); None for
             the length that it was trained for first.
+        quantization: as `EngineArgs.quantization`.
 
         Raises:
             UnsupportedModelError: the architecture, or a feature that it asks for, is not implemented.
+            InvalidParameterError: the quantization does not go with the checkpoint's.
             CheckpointError: a needed entry is missing or of the wrong type.
         """
         architecture = architecture_of(config)
         family = family_of(architecture)
-        for feature in ("quantization_config", "compression_config"):
-            if config.get(feature) and not _is_dequantized(feature, config[feature], family):
-                raise UnsupportedModelError(
-                    f"config.json: {feature} is not supported; use the checkpoint that is not quantized."
-                )
+        stored = {name: value for name, value in config.items() if not _is_dequantized(name, value, family)}
+        scheme = find_scheme(stored, quantization)
         read = family.read_config(ConfigReader(architecture, config, max_model_len))
         if not isinstance(read, ModelConfig):
             raise TypeError(f"The family of {architecture} read a {type(read).__name__}, which is no ModelConfig.")
@@ -100,14 +104,23 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     f"config.json: mixtures of experts ({feature}) are not supported for {architecture}."
                 )
-        return read
+        if scheme is None:
+            return read
+        if read.num_experts:
+            raise UnsupportedModelError(
+                f"{architecture}: mixtures of experts are not supported in {scheme.name}; use the checkpoint that is"
+                " not quantized, and leave quantization out."
+            )
+        return replace(read, quantization=scheme)
 
     @staticmethod
-    def from_directory(path: str | Path, max_model_len: int | None = None) -> "ModelConfig":
+    def from_directory(
+        path: str | Path, max_model_len: int | None = None, quantization: str | None = None
+    ) -> "ModelConfig":
         """Reads config.json, the end-of-text tokens of generation_config.json where there is one, and, when
         config.json does not tell the type of the weights, that of the first weight.
 
-        max_model_len: as of `from_dict`.
+        max_model_len, quantization: as of `from_dict`.
         """
         path = Path(path)
         config = dict(read_json(path / "config.json"))
@@ -123,7 +136,7 @@ class ModelConfig:
                 config["eos_token_id"] = eos
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["torch_dtype"] = _stored_dtype(path)
-        return ModelConfig.from_dict(config, max_model_len)
+        return ModelConfig.from_dict(config, max_model_len, quantization)
 
     def saved_as(self, dtype: str) -> dict[str, Any]:
         """The config.json of a checkpoint whose weights are saved in this type, which is never a quantized one."""

@@ -96,12 +96,14 @@ class Attention(nnx.Module):
         attend: Attend,
         rotation: tuple[jax.Array, jax.Array] | None = None,
         norms: tuple[Norm, Norm] | HeadNorms | None = None,
+        backend: str | None = "xla",
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
         rotation: cos and sin (`Rope.table`). norms: of each query and of each key, before the rotation.
+        backend: of products that have kernels (`Linear`).
         """
-        qkv = self.qkv(x)
+        qkv = self.qkv(x, backend=backend)
         if self.clip is not None:
             qkv = jnp.clip(qkv, -self.clip, self.clip)
         scales, eps = None, 0.0
@@ -124,7 +126,7 @@ class Attention(nnx.Module):
             alibi_slopes=self._own_slopes(),
             **({} if self.sinks is None else {"sinks": self.sinks[...]}),
         )
-        return self.out.partial_sum(y)
+        return self.out.partial_sum(y, backend)
 
     def _own_slopes(self) -> jax.Array | None:
         """Of this shard's heads."""
@@ -172,10 +174,9 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, backend: str | None = "xla") -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
-        backend: as of `GatedMLP`, in whose place an MLP may stand; XLA is the only one of these products.
+        backend: as of `GatedMLP`.
         """
-        del backend
-        return self.down.partial_sum(ACTIVATIONS[self.activation](self.up(x)))
+        return self.down.partial_sum(ACTIVATIONS[self.activation](self.up(x, backend=backend)), backend)
 
 
 class GatedMLP(nnx.Module):
@@ -197,7 +198,7 @@ class GatedMLP(nnx.Module):
 
         backend: of `pallas_kernels.gated_product`; gradients need "xla".
         """
-        return self.down.partial_sum(self.gate_up.gated(x, self.activation, backend))
+        return self.down.partial_sum(self.gate_up.gated(x, self.activation, backend), backend)
 
 
 def _down(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, bias: bool) -> Linear:

@@ -7,6 +7,7 @@ none             all of it on every shard    everything                 nothing:
 """
 
 from dataclasses import dataclass
+from math import prod
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
@@ -50,13 +51,44 @@ def times(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
+@dataclass(frozen=True)
+class LinearLayout:
+    """What a `Linear` maps to what, and which axis of its kernel tensor parallelism splits; see there."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    std: float
+    shard_axis: int | None
+    kv_heads: bool
+    outputs_first: bool
+
+    @property
+    def input_size(self) -> int:
+        return prod(self.inputs)
+
+    @property
+    def output_size(self) -> int:
+        return prod(self.outputs)
+
+    @property
+    def output_axis(self) -> int | None:
+        """Which axis of the outputs is split; None if none is."""
+        first = 0 if self.outputs_first else len(self.inputs)
+        found = None if self.shard_axis is None else self.shard_axis - first
+        return found if found is not None and 0 <= found < len(self.outputs) else None
+
+    @property
+    def splits_inputs(self) -> bool:
+        return self.shard_axis is not None and self.output_axis is None
+
+
 class Linear(nnx.Module):
     """y = x @ kernel + bias.
 
-    Layers construct it, call its methods, and reach into nothing of it. A kind that keeps its values in another form
-    (FP8 with scales, 4 bits in groups) is another class with this constructor and these methods: it makes its own
-    parameters with `parameter`, each with its own `shard_axis`, and computes its own products. Layers have no branches
-    for kinds.
+    Layers construct it, call its methods, and reach into nothing of it. One that keeps its values in another form (FP8
+    with scales, 4 bits in groups) is a subclass, which `models.quantization` puts in its place once the module stands:
+    it makes its own parameters with `parameter`, each with its own `shard_axis`, and computes its own products. Layers
+    have no branches for kinds.
 
     inputs, outputs: the axes that x ends with, and those that y ends with instead.
     std: of the normal distribution that the kernel starts from; the bias starts from zero.
@@ -78,37 +110,38 @@ class Linear(nnx.Module):
         kv_heads: bool = False,
         outputs_first: bool = False,
     ) -> None:
+        self.layout = LinearLayout(inputs, outputs, std, shard_axis, kv_heads, outputs_first)
+        self.dtype = dtype
         shape = outputs + inputs if outputs_first else inputs + outputs
-        # einsum contracts axes in the order of their letters: the innermost first.
-        x, y = ascii_lowercase[: len(inputs)][::-1], ascii_uppercase[: len(outputs)]
-        self._pattern = f"...{x},{y + x if outputs_first else x + y}->...{y}"
         self.kernel = parameter(rngs, Normal(std), shape, dtype, shard_axis, kv_heads=kv_heads, suffix="")
-        output_axes = range(len(outputs)) if outputs_first else range(len(inputs), len(shape))
-        bias_axis = None if shard_axis is None or shard_axis not in output_axes else output_axes.index(shard_axis)
-        self._splits_inputs = shard_axis is not None and bias_axis is None
         bias_options: dict[str, Any] = {"kv_heads": kv_heads, "suffix": "_bias"}
-        self.bias = parameter(rngs, Constant(0.0), outputs, dtype, bias_axis, **bias_options) if bias else None
+        axis = self.layout.output_axis
+        self.bias = parameter(rngs, Constant(0.0), outputs, dtype, axis, **bias_options) if bias else None
 
-    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None, backend: str | None = "xla") -> jax.Array:
         """[T, *inputs] -> [T, *outputs], of x's type, or of `dtype`, in which sums are then accumulated.
+
+        backend: of products that have kernels, which some quantized ones do; None picks by device.
 
         Raises:
             ValueError: the inputs are split over shards, so that each has a term of the sum alone.
         """
-        if self._splits_inputs:
+        if self.layout.splits_inputs:
             raise ValueError("A Linear whose inputs are split over shards gives a partial sum: call partial_sum.")
-        y = self._product(x, dtype)
+        y = self._product(x, dtype, backend)
         return y if self.bias is None else y + self.bias[...]
 
-    def partial_sum(self, x: jax.Array) -> PartialSum:
+    def partial_sum(self, x: jax.Array, backend: str | None = "xla") -> PartialSum:
         """[T, *inputs of this shard] -> this shard's term of [T, *outputs], and the bias.
+
+        backend: as of a call.
 
         Raises:
             ValueError: the inputs are not split, so that the sum over shards would count each term once a shard.
         """
-        if not self._splits_inputs:
+        if not self.layout.splits_inputs:
             raise ValueError("A Linear whose inputs are whole on every shard gives no partial sum: call it.")
-        return PartialSum(self._product(x), None if self.bias is None else self.bias[...])
+        return PartialSum(self._product(x, None, backend), None if self.bias is None else self.bias[...])
 
     def gated(self, x: jax.Array, activation: str, backend: str | None) -> jax.Array:
         """activation(gate) * up, of outputs (2, inner), which are gate and up: [T, inputs] -> [T, inner].
@@ -119,9 +152,13 @@ class Linear(nnx.Module):
         operands = promote_dtype((x, self.kernel[...], bias))  # who trains a model may keep some weights in float32
         return gated_product(*operands, activation=activation, backend=backend)
 
-    def _product(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    def _product(self, x: jax.Array, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
+        del backend
+        # einsum contracts axes in the order of their letters: the innermost first.
+        inner, outer = ascii_lowercase[: len(self.layout.inputs)][::-1], ascii_uppercase[: len(self.layout.outputs)]
+        pattern = f"...{inner},{outer + inner if self.layout.outputs_first else inner + outer}->...{outer}"
         precision = precision_of(x.dtype)
-        return jnp.einsum(self._pattern, x, self.kernel[...], precision=precision, preferred_element_type=dtype)
+        return jnp.einsum(pattern, x, self.kernel[...], precision=precision, preferred_element_type=dtype)
 
 
 class Embedding(Linear):

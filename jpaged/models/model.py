@@ -10,7 +10,7 @@ The Flax module exists only while a function is traced; a compiled step sees arr
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -23,8 +23,10 @@ from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import Attend, CausalLM, Family
+from jpaged.models.linear import LinearLayout
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.parameters import Start
+from jpaged.models.quantization import SUFFIXES, quantize
 from jpaged.models.registry import family_of, source_digest
 from jpaged.models.residual import PLAIN_XLA, Kernels
 
@@ -58,7 +60,8 @@ class Model:
     parameter_names: names such as "layers.0.attention.qkv"; the order of every tuple of weights.
     module_paths: where each is in the Flax module, such as ("layers", 0, "attention", "qkv", "kernel").
     abstract_weights: shape and type of each.
-    pieces: the tensors of a Hugging Face checkpoint and where they belong; none for a shard.
+    pieces: the tensors of a Hugging Face checkpoint that is not quantized, and where they belong; none for a shard.
+    quantized: the layouts of the `Linear`s that are quantized, by the names of their parameters.
     tied_tensors: those that a checkpoint may hold beside them.
     base_prefix, derived_tensors, aliases: as of `Family`.
     starts: for each weight what a random one is drawn from.
@@ -74,13 +77,27 @@ class Model:
         dtype: jnp.dtype,
         collectives: Collectives = ALONE,
         vocab_size: int | None = None,
+        whole: "Model | None" = None,
     ) -> None:
+        """whole: the model that this is a shard of."""
         family = family_of(config.architecture)
         self.config = config
         self.dtype = dtype
         self.collectives = collectives
         self.vocab_size = vocab_size or config.vocab_size
-        abstract = nnx.eval_shape(lambda: family.module(config, dtype, nnx.Rngs(0), collectives))
+        tensors = tuple(family.tensors(config)) if whole is None else ()
+        self.pieces: tuple[Piece, ...] = tuple(tensor for tensor in tensors if isinstance(tensor, Piece))
+        self.tied_tensors: tuple[TiedTensor, ...] = tuple(t for t in tensors if isinstance(t, TiedTensor))
+        self.quantized: dict[str, LinearLayout] = {}
+
+        def make() -> CausalLM:
+            module = family.module(config, dtype, nnx.Rngs(0), collectives)
+            if config.quantization is not None:
+                pieces = self.pieces if whole is None else whole.pieces
+                self.quantized = quantize(module, config.quantization, pieces, nnx.Rngs(0), collectives.size)
+            return module
+
+        abstract = nnx.eval_shape(make)
         self._sources = (family, config, abstract)
         self._graph, state = nnx.split(abstract, nnx.Param)
         self._structure = jax.tree.structure(state)
@@ -95,18 +112,16 @@ class Model:
         self.shard_axes: tuple[int | None, ...] = tuple(variable.shard_axis for _, _, variable in ordered)
         self.holds_kv_heads: tuple[bool, ...] = tuple(variable.kv_heads for _, _, variable in ordered)
         self.abstract_weights: tuple[jax.ShapeDtypeStruct, ...] = tuple(leaves[place] for place in self._places)
-        tensors = tuple(family.tensors(config)) if collectives.size == 1 else ()
-        self.pieces: tuple[Piece, ...] = tuple(tensor for tensor in tensors if isinstance(tensor, Piece))
-        self.tied_tensors: tuple[TiedTensor, ...] = tuple(t for t in tensors if isinstance(t, TiedTensor))
-        if collectives.size == 1:
-            _check_coverage(family, self.parameter_names, self.pieces)
+        self._weights_each = tuple(variable.weights_each for _, _, variable in ordered)
+        if whole is None:
+            _check_coverage(family, self.parameter_names, self.pieces, self.quantized)
         self.base_prefix: str = family.base_prefix
         self.derived_tensors: str = family.derived_tensors
         self.aliases: tuple[tuple[str, str], ...] = tuple(getattr(family, "aliases", ()))
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(a.shape) for a in self.abstract_weights)
+        return sum(math.prod(a.shape) * n for a, n in zip(self.abstract_weights, self._weights_each, strict=True))
 
     @property
     def num_bytes(self) -> int:
@@ -212,9 +227,12 @@ def build(config: ModelConfig, dtype: str = "auto") -> Model:
     return Model(config, resolve_dtype(dtype, config))
 
 
-def _check_coverage(family: Family[Any], parameters: Sequence[str], pieces: Sequence[Piece]) -> None:
-    """That every parameter is filled from a checkpoint, and nothing else."""
+def _check_coverage(
+    family: Family[Any], parameters: Sequence[str], pieces: Sequence[Piece], quantized: Collection[str]
+) -> None:
+    """That every parameter is filled from a checkpoint, and nothing else. Quantized layers' are by their scheme."""
     filled = {piece.parameter for piece in pieces}
+    filled |= {f"{name}{suffix}" for name in quantized for suffix in SUFFIXES if f"{name}{suffix}" in parameters}
     unfilled, unknown = [name for name in parameters if name not in filled], sorted(filled - set(parameters))
     for names, what in ((unfilled, "fills nothing of"), (unknown, "fills, and the module has not,")):
         if names:

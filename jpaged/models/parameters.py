@@ -16,7 +16,8 @@ class Normal:
     std: float
 
     def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        return (jax.random.normal(key, shape, dtype) * jnp.asarray(self.std, dtype)).astype(dtype)
+        wide = jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype  # nothing is drawn in 8 bits
+        return (jax.random.normal(key, shape, wide) * jnp.asarray(self.std, wide)).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,23 @@ class Constant:
         return jnp.full(shape, self.value, dtype)
 
 
-Start = Normal | Constant
+@dataclass(frozen=True)
+class Bits:
+    """Starts a parameter of unsigned integers from random bits."""
+
+    def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return jax.random.bits(key, shape, dtype)
+
+
+@dataclass(frozen=True)
+class Ascending:
+    """Starts a vector from 0, 1, 2, ..."""
+
+    def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return jnp.arange(shape[0], dtype=dtype)
+
+
+Start = Normal | Constant | Bits | Ascending
 
 
 def parameter(
@@ -41,16 +58,24 @@ def parameter(
     *,
     kv_heads: bool = False,
     suffix: str | None = None,
+    weights_each: int = 1,
 ) -> nnx.Param:
     """A parameter, and its metadata.
 
     start: how it is initialised.
     shard_axis: the axis that tensor parallelism splits; None gives every shard all of it.
-    kv_heads: the parameter is laid out [..., kv_heads, group + 2, head_dim], as `Attend` takes it. Where there are more
-        shards than key-value heads, each head is stored several times (`pieces.repeat_kv_heads`).
+    kv_heads: the parameter is laid out [..., kv_heads, group + 2, head_dim, ...], as `Attend` takes it, and split along
+        the key-value heads. Where there are more shards than these, each is stored several times
+        (`pieces.repeat_kv_heads`).
     suffix: its name in `Model.parameter_names` is its module's name with this appended: "" for the kernel of a
         `Linear` called "mlp.down", whose name is then "mlp.down". None: the module's name, a dot, and its own.
+    weights_each: how many of a model's parameters an element stands for: two of 4 bits, none for a scale.
     """
     return nnx.Param(
-        start.draw(rngs.params(), shape, dtype), start=start, shard_axis=shard_axis, kv_heads=kv_heads, suffix=suffix
+        start.draw(rngs.params(), shape, dtype),
+        start=start,
+        shard_axis=shard_axis,
+        kv_heads=kv_heads,
+        suffix=suffix,
+        weights_each=weights_each,
     )

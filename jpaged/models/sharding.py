@@ -20,6 +20,7 @@ stored parameter is the shards' side by side; it differs from the whole one in t
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def shard_of(model: Model, shards: int, axis: str = MODEL_AXIS) -> Model:
     """
     if shards == 1:
         return model
-    return Model(model.config.shard(shards), model.dtype, Collectives(shards, axis), model.vocab_size)
+    return Model(model.config.shard(shards), model.dtype, Collectives(shards, axis), model.vocab_size, whole=model)
 
 
 def stored_weights(shard: Model, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -100,8 +101,7 @@ def load_sharded(
     position = {name: i for i, name in enumerate(shard.parameter_names)}
     shards: dict[int, list[jax.Array]] = {}
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
-        for index, tensor, read in checkpoint.read_each(found):
-            piece = widened.pieces[index]
+        for piece, tensor, read in checkpoint.read_each(widened, found, mesh.local_devices[0]):
             i = position[piece.parameter]
             if i not in shards:
                 shards[i] = _zeros(shard.abstract_weights[i], mesh)
@@ -121,7 +121,7 @@ def _zeros(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> list[jax.Array]:
     return [jnp.zeros(leaf.shape, leaf.dtype, device=device) for _, device in _local_shards(mesh)]
 
 
-def _place(piece: Piece, tensor: np.ndarray, axis: int | None, shards: list[jax.Array], mesh: Mesh) -> list[jax.Array]:
+def _place(piece: Piece, tensor: Any, axis: int | None, shards: list[jax.Array], mesh: Mesh) -> list[jax.Array]:
     """Writes each local shard's slice of a checkpoint tensor; waits, so that one tensor at a time is on its way."""
     placed = []
     for (i, device), shard in zip(_local_shards(mesh), shards, strict=True):
@@ -135,7 +135,8 @@ def _init_stored(model: Model, shard: Model, index: int, leaf: jax.ShapeDtypeStr
     """A random weight, drawn as for one device and spread over the mesh."""
     whole = model.abstract_weights[index]
     copies = shard.config.kv_head_copies if shard.holds_kv_heads[index] else 1
-    drawing = _drawing(model.starts[index], whole.shape, whole.dtype, copies, leaf.shape, leaf.sharding)
+    axis = shard.shard_axes[index]
+    drawing = _drawing(model.starts[index], whole.shape, whole.dtype, copies, axis, leaf.shape, leaf.sharding)
     return drawing(init_key(seed, index))
 
 
@@ -145,13 +146,15 @@ def _drawing(
     shape: tuple[int, ...],
     dtype: jnp.dtype,
     kv_head_copies: int,
+    shard_axis: int | None,
     stored_shape: tuple[int, ...],
     sharding: NamedSharding,
 ) -> Callable[[np.ndarray], jax.Array]:
     def drawn(key: jax.Array) -> jax.Array:
         weight = draw(key, start, shape, dtype)
         if kv_head_copies > 1:
-            return repeat_kv_heads(weight, kv_head_copies)
+            assert shard_axis is not None
+            return repeat_kv_heads(weight, kv_head_copies, shard_axis)
         return _pad(weight, stored_shape)
 
     return jax.jit(drawn, out_shardings=sharding)

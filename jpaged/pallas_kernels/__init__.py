@@ -24,9 +24,11 @@ from jpaged.pallas_kernels.all_reduce.api import (
 )
 from jpaged.pallas_kernels.all_reduce.inbox import initial_all_reduce_state
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
+from jpaged.pallas_kernels.fp8_product.api import fp8_product
 from jpaged.pallas_kernels.gated_product.api import gated_product
 from jpaged.pallas_kernels.grouped_product.api import gated_grouped_product, weighted_grouped_product
 from jpaged.pallas_kernels.grouped_product.sorting import sort_by_expert
+from jpaged.pallas_kernels.int4_product.api import int4_product
 from jpaged.pallas_kernels.mixed_attention.api import mixed_attention
 from jpaged.pallas_kernels.move_blocks.api import copy_blocks, gather_blocks, scatter_blocks
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
@@ -43,10 +45,12 @@ __all__ = [
     "all_reduce_unsupported",
     "copy_blocks",
     "decode_attention",
+    "fp8_product",
     "gated_grouped_product",
     "gated_product",
     "gather_blocks",
     "initial_all_reduce_state",
+    "int4_product",
     "merge_attention",
     "mixed_attention",
     "ragged_attention",

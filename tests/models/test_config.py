@@ -113,7 +113,7 @@ def test_generation_config_says_what_ends_a_text(tmp_path: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"rope_scaling": {"type": "mystery", "factor": 2.0}}, "mystery"),
         ({"rope_scaling": {"type": "default", "mrope_section": [1, 2, 3]}}, "mrope"),

@@ -111,11 +111,28 @@ def experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield f"weighted_grouped_product {rows}", ops.weighted_grouped_product, arguments
 
 
+def int4() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """The 4-bit product, every size of its tables."""
+    for rows, group, dtype, zeros in (
+        (8, 128, jnp.bfloat16, True),
+        (32, 64, jnp.bfloat16, True),
+        (64, 128, jnp.bfloat16, True),
+        (512, 128, jnp.float16, False),
+        (64, 32, jnp.bfloat16, False),
+    ):
+        groups = (6144, 4096 // group)
+        arguments = {"x": Shape((rows, 4096), dtype), "w": Shape((6144, 2048), jnp.uint8)}
+        arguments |= {"scale": Shape(groups, jnp.float32), "zero": Shape(groups, jnp.uint8) if zeros else None}
+        name = f"int4_product {rows} of {jnp.dtype(dtype)} in groups of {group}"
+        yield name, partial(ops.int4_product, group=group), arguments
+
+
 def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """(name, op, its arguments)."""
     yield from attention()
     yield from other_ops()
     yield from experts()
+    yield from int4()
 
 
 def main(capabilities: list[int], names: list[str]) -> None:

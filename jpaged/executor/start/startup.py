@@ -230,7 +230,7 @@ class Startup:
             ),
             ("device", self.device),
             ("kernels", self.args.kernel_backend or registry.preferred_here()),
-            ("weights", f"{_size(self.memory.weights)} in {np.dtype(self.model.dtype).name}"),
+            ("weights", f"{_size(self.memory.weights)} in {_types(self.model)}"),
             ("KV pool", f"{_size(self.memory.pool)}: {self.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
             ("programs", f"{_whence(self.origins)}{reserved}"),
@@ -313,7 +313,7 @@ def _start_on(
     interrupt: KeptInterrupt,
 ) -> Startup:
     device = mesh.local_devices[0]
-    model_config = ModelConfig.from_directory(directory, args.max_model_len)
+    model_config = ModelConfig.from_directory(directory, args.max_model_len, args.quantization)
     if args.enable_expert_parallel:
         model_config = split_by_experts(model_config)
     # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.
@@ -581,6 +581,11 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     yield
     seconds[phase] = time.perf_counter() - begun
     log.info("%s took %.1f s", phase, seconds[phase])
+
+
+def _types(model: Model) -> str:
+    scheme, dtype = model.config.quantization, np.dtype(model.dtype).name
+    return dtype if scheme is None else f"{scheme.name} and {dtype}"
 
 
 def _size(size: float) -> str:

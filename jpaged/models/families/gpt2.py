@@ -44,8 +44,8 @@ class GPT2Block(nnx.Module):
         self.mlp = MLP(config, config.activation, dtype, rngs, bias=True)
 
     def __call__(self, stream: Stream, attend: Attend) -> None:
-        stream.add(self.attention(stream.normed(self.attention_norm), attend))
-        stream.add(self.mlp(stream.normed(self.mlp_norm)))
+        stream.add(self.attention(stream.normed(self.attention_norm), attend, backend=stream.backend))
+        stream.add(self.mlp(stream.normed(self.mlp_norm), stream.backend))
 
 
 class GPT2LMHeadModel(nnx.Module):

@@ -56,12 +56,12 @@ class OPTBlock(nnx.Module):
 
     def __call__(self, stream: Stream, attend: Attend) -> None:
         if self.pre_norm:
-            stream.add(self.attention(stream.normed(self.attention_norm), attend))
-            stream.add(self.mlp(stream.normed(self.mlp_norm)))
+            stream.add(self.attention(stream.normed(self.attention_norm), attend, backend=stream.backend))
+            stream.add(self.mlp(stream.normed(self.mlp_norm), stream.backend))
             return
-        stream.add(self.attention(stream.value(), attend))
+        stream.add(self.attention(stream.value(), attend, backend=stream.backend))
         stream.replace(stream.normed(self.attention_norm))
-        stream.add(self.mlp(stream.value()))
+        stream.add(self.mlp(stream.value(), stream.backend))
         stream.replace(stream.normed(self.mlp_norm))
 
 

@@ -19,8 +19,10 @@ from jpaged.models.config_reader import read_json
 from jpaged.models.loading import orbax_checkpoint, safetensors_file
 from jpaged.models.loading.mxfp4 import join_packed
 from jpaged.models.loading.pieces import Piece
+from jpaged.models.loading.quantized import QuantizedLayers, Tensors, expected_tensors
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model, Weights, resolve_dtype
+from jpaged.models.quantization.scheme import Stored
 
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 INDEX_NAME = "model.safetensors.index.json"
@@ -63,20 +65,35 @@ def load(
         return _stream(model, stored, device, lambda done, _: bar.update(done - bar.n), total)
 
 
-def num_bytes(stored: Mapping[int, StoredTensor]) -> int:
+def num_bytes(stored: Mapping[int, Tensors]) -> int:
     """Bytes of the tensors that `match` found, each counted once."""
-    return sum(tensor.num_bytes for tensor in {tensor.name: tensor for tensor in stored.values()}.values())
+    return sum({tensor.name: tensor.num_bytes for tensors in stored.values() for tensor in tensors.values()}.values())
 
 
-def read_each(stored: Mapping[int, StoredTensor]) -> Iterator[tuple[int, np.ndarray, int]]:
-    """The index of each piece that `match` found, its tensor, and the bytes that were read for it: none where the
-    pieces before it are of the same tensor."""
-    held, array = None, np.empty(0)
-    for index, tensor in stored.items():
-        read = 0 if tensor is held else tensor.num_bytes
-        if tensor is not held:
-            held, array = tensor, tensor.read()
-        yield index, array, read
+def read_each(
+    model: Model, stored: Mapping[int, Tensors], device: jax.Device | None
+) -> Iterator[tuple[Piece, Any, int]]:
+    """Each piece of the parameters, what it is of (a numpy or JAX array), and the bytes that were read for it: none
+    where the pieces before it are of the same tensors.
+
+    stored: as `match` returns it. device: where weights are quantized.
+
+    Raises:
+        CheckpointError: a quantized layer's tensors cannot be served.
+    """
+    held: Tensors = {}
+    arrays: dict[str, Any] = {}
+    layers = QuantizedLayers(model, device)
+    for index, tensors in stored.items():
+        piece, read = model.pieces[index], 0
+        if tensors != held:
+            read, held = sum(tensor.num_bytes for tensor in tensors.values()), tensors
+            arrays = layers.arrays(piece, tensors) if piece.parameter in model.quantized else {}
+            if not arrays:
+                arrays[""] = tensors[piece.tensor].read()
+        for part, array in layers.pieces(piece, arrays):
+            yield part, array, read
+            read = 0
 
 
 def check_load_format(load_format: str, directory: str | Path | None) -> None:
@@ -152,56 +169,62 @@ def _find_sharded(directory: Path) -> dict[str, StoredTensor]:
     return {name: tensor for shard in shards.values() for name, tensor in shard.items() if name in weight_map}
 
 
-def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, StoredTensor]:
-    """Which stored tensor fills which of `model.pieces`; by index, in the order of the files.
+def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, Tensors]:
+    """Which stored tensors fill which of `model.pieces`: by index, in the order of the files, by the names that the
+    family gives them. Quantized layers have several.
 
-    Raises CheckpointError when one is missing, doubled, of another shape, or has no place.
+    Raises CheckpointError when one is missing, doubled, of another shape or type, or has no place.
     """
     wanted: dict[str, list[int]] = {}
+    expected: dict[str, Stored] = {}
     for index, piece in enumerate(model.pieces):
-        wanted.setdefault(piece.tensor, []).append(index)
+        for name, tensor in expected_tensors(model, piece).items():
+            wanted.setdefault(name, []).append(index)
+            expected[name] = tensor
     tied = {tensor.tensor: tensor for tensor in model.tied_tensors}
     names = full_names(model, found)
-    matched: dict[int, StoredTensor] = {}
+    matched: dict[int, Tensors] = {}
     unexpected: list[StoredTensor] = []
     for full, name in names.items():
         if full in wanted:
-            matched |= dict.fromkeys(wanted[full], found[name])
+            for index in wanted[full]:
+                matched.setdefault(index, {})[full] = found[name]
         elif full in tied:
             equals = names.get(tied[full].equals)
             if equals is not None:  # or it is missed below
                 _check_tied(found[name], found[equals])
         elif not (model.derived_tensors and re.search(model.derived_tensors, full)):
             unexpected.append(found[name])
-    missing = [piece for index, piece in enumerate(model.pieces) if index not in matched]
+    missing = [name for name, tensor in expected.items() if name not in names and not tensor.optional]
     directory = next(iter(found.values())).path.parent if found else "The checkpoint, which holds no tensor,"
     if missing:
         hint = "download the checkpoint again, or correct its config.json"
         head = {model.parameter_names[index] for index in model.head_indices}
-        if all(piece.parameter in head for piece in missing) and not model.config.tie_word_embeddings:
+        lacking = {model.pieces[index].parameter for name in missing for index in wanted[name]}
+        if lacking <= head and not model.config.tie_word_embeddings:
             hint = 'set "tie_word_embeddings": true in its config.json if the model shares the embedding'
-        raise CheckpointError(
-            f"{directory} lacks {_listed(list(dict.fromkeys(piece.tensor for piece in missing)))}; {hint}."
-        )
+        raise CheckpointError(f"{directory} lacks {_listed(missing)}; {hint}.")
     if unexpected:
         raise CheckpointError(
             f"{unexpected[0].path} holds {_listed([tensor.name for tensor in unexpected])}, for which a"
             f" {model.config.architecture} with this config.json has no place; correct config.json, or remove them."
         )
-    for index, tensor in matched.items():
-        expected = model.pieces[index].shape
-        if tensor.shape != expected:
+    for full, stored in ((full, stored) for tensors in matched.values() for full, stored in tensors.items()):
+        shapes = expected[full].shapes
+        if stored.shape not in shapes:
             raise CheckpointError(
-                f"{tensor.path}: tensor {tensor.name!r} has shape {tensor.shape}, config.json implies {expected};"
-                " one of the two is of another model."
+                f"{stored.path}: tensor {stored.name!r} has shape {stored.shape}, config.json implies"
+                f" {' or '.join(map(str, shapes))}; one of the two is of another model."
             )
-        _ = tensor.dtype  # refuses a type that cannot be read before anything is
+        if stored.type_name not in expected[full].types:
+            raise stored.refusal(expected[full].types)
     return matched
 
 
 def full_names(model: Model, names: Iterable[str]) -> dict[str, str]:
     """The names of stored tensors, by what the family calls them."""
-    known = {piece.tensor for piece in model.pieces} | {tensor.tensor for tensor in model.tied_tensors}
+    known = {name for piece in model.pieces for name in expected_tensors(model, piece)}
+    known |= {tensor.tensor for tensor in model.tied_tensors}
     # A checkpoint of the bare body, such as GPT-2's own, leaves the prefix out.
     own_names = {_own_name(name, model.aliases): name for name in names}
     bare = not any(own.startswith(model.base_prefix) for own in own_names)
@@ -241,7 +264,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _stream(
     model: Model,
-    stored: dict[int, StoredTensor],
+    stored: Mapping[int, Tensors],
     device: jax.Device | None,
     progress: Callable[[int, int], None],
     total: int,
@@ -249,8 +272,7 @@ def _stream(
     position = {name: i for i, name in enumerate(model.parameter_names)}
     weights: list[jax.Array | None] = [None] * len(position)
     done = 0
-    for index, tensor, read in read_each(stored):
-        piece = model.pieces[index]
+    for piece, tensor, read in read_each(model, stored, device):
         i = position[piece.parameter]
         target = weights[i]
         if target is None:
@@ -271,7 +293,11 @@ def save_pretrained(
 
     weights: as `Model.init`, `load` or `Model.flatten` return them.
     dtype: the type to save in, such as "bfloat16"; the model's own if None.
+
+    Raises InvalidParameterError for a quantized model.
     """
+    if model.quantized:
+        raise InvalidParameterError("save_pretrained writes no quantized models; build it without quantization.")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     kept = model.dtype if dtype is None else resolve_dtype(dtype, model.config)

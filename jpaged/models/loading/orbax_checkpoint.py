@@ -52,17 +52,27 @@ def check_target(directory: Path) -> None:
             raise InvalidParameterError(f"{directory / name} exists; choose another directory or remove it.")
 
 
+def check_plain(model: Model) -> None:
+    """Raises InvalidParameterError for a quantized model, whose parameters Orbax checkpoints do not hold."""
+    if model.quantized:
+        raise InvalidParameterError(
+            "Orbax checkpoints of quantized models are not supported; use one in safetensors, or leave quantization"
+            " out."
+        )
+
+
 def save(model: Model, weights: Sequence[jax.Array], directory: str | Path) -> None:
     """Writes config.json and the parameters. The directory must not hold a checkpoint yet.
 
     weights: as `Model.init`, `load` or `Model.flatten` return them.
 
     Raises:
-        InvalidParameterError: something is there already.
+        InvalidParameterError: something is there already, or the model is quantized.
         OutputError: it cannot be written, for want of space for example. What was begun is removed.
     """
     directory = Path(directory)
     check_target(directory)
+    check_plain(model)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _write(model, weights, directory)
@@ -125,8 +135,8 @@ def load_sharded(
         shapes.append(None if repeated or leaf.shape == whole.shape else leaf.shape)
     weights = _restore(model, directory, shardings, shapes)
     return tuple(
-        jax.jit(_repeat(copies), out_shardings=leaf.sharding)(weight) if weight.shape != leaf.shape else weight
-        for weight, leaf in zip(weights, stored, strict=True)
+        jax.jit(_repeat(copies, axis), out_shardings=leaf.sharding)(weight) if weight.shape != leaf.shape else weight
+        for weight, leaf, axis in zip(weights, stored, model.shard_axes, strict=True)
     )
 
 
@@ -134,6 +144,7 @@ def _restore(model: Model, directory: Path, shardings: Sequence[Any], shapes: Se
     """Reads each parameter into its sharding, padded with zeros to its shape where one is given."""
     import orbax.checkpoint as ocp
 
+    check_plain(model)
     path = find(directory)
     if path is None:
         raise CheckpointError(
@@ -212,5 +223,6 @@ def _grouped(mesh: Mesh, shape: tuple[int, ...], axis: int) -> NamedSharding:
     return NamedSharding(grouped, PartitionSpec(*spec))
 
 
-def _repeat(copies: int) -> Any:
-    return lambda qkv: repeat_kv_heads(qkv, copies)
+def _repeat(copies: int, axis: int | None) -> Any:
+    assert axis is not None  # what is laid out by key-value head is split by it
+    return lambda qkv: repeat_kv_heads(qkv, copies, axis)

@@ -47,6 +47,7 @@ class Piece:
         (`ModelConfig.kv_head_copies`).
     order: where the entries of the split's axis `ordered_axis` come from (`Rope.column_order`); () for all in place.
     part: what of the tensor it is, where several pieces make one tensor; None for all.
+    keeps_largest: of several pieces at one place the parameter keeps the largest values.
     """
 
     tensor: str
@@ -60,6 +61,7 @@ class Piece:
     order: tuple[int, ...] = ()
     ordered_axis: int = 0
     part: Part | None = None
+    keeps_largest: bool = False
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -74,7 +76,7 @@ class Piece:
         device: where the parameter is; the default device if None.
         """
         found = jax.device_put(self._part_of(tensor), device)
-        return _place(parameter, found, self.split, self.axes, self.offsets, self._order)
+        return _place(parameter, found, self.split, self.axes, self.offsets, self._order, self.keeps_largest)
 
     def slice_of(self, tensor: np.ndarray, axis: int | None, start: int, stop: int) -> np.ndarray:
         """What of a tensor of this shape belongs to entries start..stop-1 of the parameter's `axis`, all of the others
@@ -99,7 +101,7 @@ class Piece:
         """A shard of the parameter, which begins at entry `start` of its `axis`, with its slice of this tensor written
         into it. Donates the shard."""
         offsets = tuple(max(0, offset - start) if i == axis else offset for i, offset in enumerate(self.offsets))
-        return _place(shard, piece, piece.shape, self.axes, offsets, self._order)
+        return _place(shard, piece, piece.shape, self.axes, offsets, self._order, self.keeps_largest)
 
     def take(self, parameter: jax.Array) -> jax.Array:
         """This tensor, or the part of it that the piece is, read out of the parameter."""
@@ -336,13 +338,12 @@ def head_norms(
         yield Piece(f"{prefix}.weight", shape, name, split, (0, 1, 2), start, copies, order=order, ordered_axis=2)
 
 
-def repeat_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
-    """[..., kv_heads, group + 2, dim] -> [..., kv_heads * copies, group / copies + 2, dim]."""
-    *outer, kv_heads, slots, dim = qkv.shape
-    group = slots - 2
-    queries = qkv[..., :group, :].reshape(*outer, kv_heads * copies, group // copies, dim)
-    keys_and_values = jnp.repeat(qkv[..., group:, :], copies, axis=-3)
-    return jnp.concatenate([queries, keys_and_values], axis=-2)
+def repeat_kv_heads(qkv: jax.Array, copies: int, axis: int) -> jax.Array:
+    """[..., kv_heads, group + 2, ...] -> [..., kv_heads * copies, group / copies + 2, ...]; axis: of the heads."""
+    outer, (kv_heads, slots), inner = qkv.shape[:axis], qkv.shape[axis : axis + 2], qkv.shape[axis + 2 :]
+    queries, keys_and_values = jnp.split(qkv, [slots - 2], axis=axis + 1)
+    queries = queries.reshape(*outer, kv_heads * copies, (slots - 2) // copies, *inner)
+    return jnp.concatenate([queries, jnp.repeat(keys_and_values, copies, axis=axis)], axis=axis + 1)
 
 
 def single_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
@@ -360,8 +361,9 @@ def _place(
     axes: tuple[int, ...],
     offsets: tuple[int, ...],
     order: tuple[int, tuple[int, ...]] | None,
+    keeps_largest: bool,
 ) -> jax.Array:
-    return _place_at(parameter, tensor, split, axes, order, np.asarray(offsets, np.int32))
+    return _place_at(parameter, tensor, split, axes, order, keeps_largest, np.asarray(offsets, np.int32))
 
 
 def _take(
@@ -376,19 +378,22 @@ def _take(
 
 
 # Compiled once for each kind of tensor, not for each tensor: neither names nor places are static.
-@partial(jax.jit, static_argnums=(2, 3, 4), donate_argnums=0)
+@partial(jax.jit, static_argnums=(2, 3, 4, 5), donate_argnums=0)
 def _place_at(
     parameter: jax.Array,
     tensor: jax.Array,
     split: tuple[int, ...],
     axes: tuple[int, ...],
     order: tuple[int, tuple[int, ...]] | None,
+    keeps_largest: bool,
     offsets: jax.Array,
 ) -> jax.Array:
     piece = tensor.reshape(split)
     if order is not None:
         piece = jnp.take(piece, np.array(order[1]), order[0])
     piece = piece.transpose(axes).astype(parameter.dtype)
+    if keeps_largest:
+        piece = jnp.maximum(piece, jax.lax.dynamic_slice(parameter, list(offsets), piece.shape))
     return jax.lax.dynamic_update_slice(parameter, piece, list(offsets))
 
 

@@ -25,7 +25,16 @@ _TYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_QUANTIZED_TYPES: dict[str, np.dtype] = {
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+"""Types that only quantized layers are read from."""
+
+_NAMES = {dtype: name for name, dtype in (_TYPES | _QUANTIZED_TYPES).items()}
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -48,12 +57,17 @@ class StoredTensor:
     @property
     def dtype(self) -> np.dtype:
         """Raises CheckpointError for a type that no supported model has weights in."""
-        if self.type_name not in _TYPES:
-            raise CheckpointError(
-                f"{self.path}: tensor {self.name!r} has type {self.type_name}, which is not supported; supported:"
-                f" {', '.join(_TYPES)}. Quantized checkpoints are not supported."
-            )
-        return _TYPES[self.type_name]
+        found = _TYPES.get(self.type_name) or _QUANTIZED_TYPES.get(self.type_name)
+        if found is None:
+            raise self.refusal()
+        return found
+
+    def refusal(self, supported: Iterable[str] = tuple(_TYPES)) -> CheckpointError:
+        """What to raise where the tensor should be of another type."""
+        return CheckpointError(
+            f"{self.path}: tensor {self.name!r} has type {self.type_name}, which is not supported here; supported:"
+            f" {', '.join(supported)}. What is quantized must be named in config.json's quantization_config."
+        )
 
     def read(self) -> np.ndarray:
         """The tensor in a new array. Raises CheckpointError when the file has become shorter."""
@@ -122,7 +136,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 f"{path} is truncated: it has {size} bytes and tensor {tensor.name!r} ends at byte"
                 f" {tensor.offset + tensor.num_bytes}; download or write it again."
             )
-        known = _TYPES.get(tensor.type_name)
+        known = _TYPES.get(tensor.type_name) or _QUANTIZED_TYPES.get(tensor.type_name)
         if known is not None and tensor.num_bytes != math.prod(tensor.shape) * known.itemsize:
             raise CheckpointError(
                 f"{path} has a corrupt header: tensor {tensor.name!r} of shape {tensor.shape} and type"

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bool": "i1", "int32": "i32", "uint32": "u32"}
+_TYPES |= {"uint8": "u8"}
 """Triton's names of numpy's types."""
 
 _running = threading.Lock()  # the interpreter keeps in one place which CTA it runs

@@ -1,0 +1,79 @@
+"""Reads the tensors of quantized layers: which there are, what they become, and where that belongs.
+
+q_proj.weight, q_proj.weight_scale  --Scheme.arrays-->  values, scales  --derived_piece-->  qkv, qkv_scale
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.api.errors import CheckpointError
+from jpaged.models.loading.pieces import Piece
+from jpaged.models.loading.safetensors_file import StoredTensor
+from jpaged.models.model import Model
+from jpaged.models.quantization.layers import derived_piece, is_transposed, stored_layer
+from jpaged.models.quantization.scheme import BadTensor, Stored
+
+Tensors = dict[str, StoredTensor]
+"""What a piece is filled from, by the family's names."""
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def expected_tensors(model: Model, piece: Piece) -> dict[str, Stored]:
+    """What a checkpoint must have for a piece, by name."""
+    layout, scheme = model.quantized.get(piece.parameter), model.config.quantization
+    if layout is None or scheme is None or scheme.online:
+        return {piece.tensor: Stored(_FLOATS, (piece.shape,))}
+    layer = stored_layer(piece, layout)
+    if is_transposed(piece, layout):
+        raise CheckpointError(
+            f"{layer.name} is stored transposed by a {model.config.architecture}, for which checkpoints in"
+            f" {scheme.name} are not supported; use one that is not quantized."
+        )
+    return {f"{layer.name}.{suffix}": tensor for suffix, tensor in scheme.tensors(layer).items()}
+
+
+class QuantizedLayers:
+    """Reads one after the other. device: where weights are quantized; the default device if None."""
+
+    def __init__(self, model: Model, device: jax.Device | None) -> None:
+        self._model, self._device = model, device
+        self._orders: dict[str, np.ndarray] = {}
+
+    def arrays(self, piece: Piece, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+        """What the layer's tensors become: see `Scheme.arrays`.
+
+        Raises:
+            CheckpointError: they hold what cannot be served.
+        """
+        layout, scheme = self._model.quantized[piece.parameter], self._model.config.quantization
+        assert scheme is not None
+        layer = stored_layer(piece, layout)
+        found: dict[str, Any] = {name.removeprefix(f"{layer.name}."): one.read() for name, one in tensors.items()}
+        if scheme.online:
+            weight = found["weight"].T if is_transposed(piece, layout) else found["weight"]
+            found = {"weight": jax.device_put(weight, self._device)}
+        try:
+            arrays = scheme.arrays(layer, found)
+        except BadTensor as error:
+            at_fault = tensors[f"{layer.name}.{error.suffix}"]
+            raise CheckpointError(
+                f"{at_fault.path}: tensor {at_fault.name!r} {error.reason}; download or quantize it again."
+            ) from None
+        if "_order" in arrays:
+            known = self._orders.setdefault(piece.parameter, arrays["_order"])
+            if not np.array_equal(known, arrays["_order"]):
+                raise CheckpointError(
+                    f"{layer.name} orders its inputs in another way than the layers that are one product with it"
+                    f" ({piece.parameter}), which is not supported; use a checkpoint without act-order."
+                )
+        return arrays
+
+    def pieces(self, piece: Piece, arrays: Mapping[str, Any]) -> Iterator[tuple[Piece, Any]]:
+        """Where arrays belong. arrays: of the layer; or of a plain piece, whose tensor is the only one."""
+        layout = self._model.quantized.get(piece.parameter)
+        for suffix, array in arrays.items():
+            yield (piece if layout is None else derived_piece(piece, layout, suffix, array.shape)), array

@@ -1,0 +1,95 @@
+"""Weights in fewer bits: one file a scheme, found from a config.json or from what a user asks for.
+
+registry.find_scheme(config.json, quantization=...)  ->  Scheme, which `ModelConfig.quantization` holds
+quantize(module, ...)                                    puts its layers in the place of plain `Linear`s
+models.loading.quantized                                 fills their parameters
+
+scheme.py               what a scheme declares
+layers.py               what quantized layers have in common
+fp8.py                  layers that keep FP8                 fp8_weights.py, compressed_tensors.py   checkpoints
+    int4.py                 layers that keep 4 bits              packed_weights.py, compressed_tensors.py
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from flax import nnx
+
+from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
+from jpaged.models.linear import Linear, LinearLayout
+from jpaged.models.loading.pieces import Piece
+from jpaged.models.quantization.layers import SUFFIXES, stored_layer
+from jpaged.models.quantization.registry import find_scheme
+from jpaged.models.quantization.scheme import Scheme
+
+__all__ = ["SUFFIXES", "Scheme", "find_scheme", "quantize"]
+
+
+def quantize(
+    module: Any, scheme: Scheme, pieces: Iterable[Piece], rngs: nnx.Rngs, shards: int
+) -> dict[str, LinearLayout]:
+    """Puts the scheme's layers in the place of a module's `Linear`s, except for embeddings and heads.
+
+    Online, those are quantized that tensor parallelism splits: the products of attention and MLPs.
+
+    pieces: of the whole model's checkpoint, whose names say which layers the scheme covers.
+    shards: of the model; the module is one of them.
+    Returns the layouts of those that were replaced, by their parameters' names.
+
+    Raises:
+        UnsupportedModelError: layers that are one product here are only partly quantized, or none is.
+        InvalidParameterError: shards would share the inputs of a scale.
+    """
+    of_parameter: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        of_parameter.setdefault(piece.parameter, []).append(piece)
+    found = {}
+    for path, node in nnx.iter_graph(module):
+        if type(node) is Linear:
+            name = ".".join(map(str, path))
+            if _covers(scheme, node.layout, name, of_parameter.get(name, [])):
+                found[name] = (path, node)
+    if not found:
+        raise UnsupportedModelError(f"The scheme {scheme.name!r} quantizes no layer of this model.")
+    for path, node in found.values():
+        _check_split(scheme, node.layout, shards)
+        owner: Any = module
+        for part in path[:-1]:
+            owner = owner[part] if isinstance(part, int) else getattr(owner, str(part))
+        setattr(owner, str(path[-1]), scheme.kind.linear(node, rngs))
+    return {name: node.layout for name, (_, node) in found.items()}
+
+
+def _check_split(scheme: Scheme, layout: LinearLayout, shards: int) -> None:
+    """layout: of a shard."""
+    if shards == 1 or not layout.splits_inputs:
+        return
+    group = scheme.kind.group
+    if group is not None and layout.input_size % group:
+        raise InvalidParameterError(
+            f"tensor_parallel_size={shards} gives each device {layout.input_size} inputs of some products, which"
+            f" {group}, the inputs that share a scale, do not divide; lower it."
+        )
+    if scheme.kind.reorders_inputs:
+        raise InvalidParameterError(
+            f"tensor_parallel_size={shards} is not supported for {scheme.name} with act-order, whose inputs of a scale"
+            " lie on several devices; use 1, or a checkpoint without act-order."
+        )
+
+
+def _covers(scheme: Scheme, layout: LinearLayout, name: str, pieces: list[Piece]) -> bool:
+    if scheme.online and layout.shard_axis is None:
+        return False
+    layers = [stored_layer(piece, layout) for piece in pieces]
+    covered = {layer.name: scheme.modules.covers(layer.name) for layer in layers}
+    if len(set(covered.values())) > 1:
+        names = [next(layer for layer, is_covered in covered.items() if is_covered == one) for one in (True, False)]
+        raise UnsupportedModelError(
+            f"config.json: quantization_config covers {names[0]} and not {names[1]}, which are one product ({name})"
+            " here; both or neither must be quantized."
+        )
+    if not any(covered.values()):
+        return False
+    for layer in layers:
+        scheme.check_layer(layer)
+    return True

@@ -1,0 +1,79 @@
+"""Checkpoints of compressed-tensors (LLM Compressor): FP8, and 4 bits packed into words.
+
+"quantization_config": {"quant_method": "compressed-tensors", "format": ..., "ignore": [...],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {...}, "input_activations": {...} or null}}}
+"""
+
+from jpaged.api.errors import CheckpointError, UnsupportedModelError
+from jpaged.models.quantization.fp8 import Fp8
+from jpaged.models.quantization.fp8_weights import BLOCK, Fp8Weights
+from jpaged.models.quantization.int4 import Int4
+from jpaged.models.quantization.packed_weights import GROUPS, PackQuantized, group_of
+from jpaged.models.quantization.scheme import Entries, Modules, Scheme
+
+
+def read_compressed_tensors(config: Entries) -> Scheme:
+    """quant_method "compressed-tensors"."""
+    config.refuse("kv_cache_scheme", "transform_config")
+    sparsity = config.part("sparsity_config")
+    if sparsity is not None and sparsity.get("format", "dense") != "dense":
+        sparsity.one_of("format", ("dense",))
+    groups = config.part("config_groups")
+    names = [] if groups is None else list(groups)
+    if groups is None or len(names) != 1:
+        raise UnsupportedModelError(
+            f"config.json: quantization_config.config_groups must have one group, got {len(names)}; layers quantized in"
+            " different ways are not supported."
+        )
+    group = groups.part(names[0])
+    if group is None or (weights := group.part("weights")) is None:
+        raise CheckpointError(f"config.json: quantization_config.config_groups.{names[0]} says nothing of weights.")
+    group.refuse("output_activations")
+    modules = Modules(group.names("targets") or ("Linear",), config.names("ignore"))
+    layout = group.get("format") or config.get("format")
+    bits, number = weights.get("num_bits"), weights.get("type")
+    if layout in ("float-quantized", "naive-quantized") and (bits, number) == (8, "float"):
+        return _float_quantized(weights, group.part("input_activations"), modules)
+    if layout == "pack-quantized" and (bits, number) == (4, "int"):
+        return _pack_quantized(weights, group, modules)
+    raise UnsupportedModelError(
+        f"config.json: quantization_config: compressed-tensors format {layout!r} with weights of {bits} bits"
+        f" ({number}) is not supported; supported: float-quantized with 8 bits (float), pack-quantized with 4 (int)."
+    )
+
+
+def _pack_quantized(weights: Entries, group: Entries, modules: Modules) -> Scheme:
+    group.refuse("input_activations")
+    weights.one_of("dynamic", (False,), False)
+    strategy = weights.one_of("strategy", ("group", "channel"))
+    size = weights.one_of("group_size", GROUPS) if strategy == "group" else -1
+    symmetric = weights.one_of("symmetric", (True, False), True)
+    order = weights.one_of("actorder", ("group", "weight", "static", "dynamic", False), False)
+    kind = Int4(**group_of(size), zero_points=not symmetric, act_order=order in ("group", "dynamic"))
+    return PackQuantized(name="compressed-tensors INT4", kind=kind, modules=modules, whole_rows=size == -1)
+
+
+def _float_quantized(weights: Entries, activations: Entries | None, modules: Modules) -> Scheme:
+    weights.one_of("symmetric", (True,), True)
+    weights.one_of("dynamic", (False,), False)
+    strategy = weights.one_of("strategy", ("tensor", "channel", "block"))
+    if strategy == "block":
+        weights.one_of("block_structure", ([BLOCK, BLOCK],))
+        if activations is not None:
+            activations.one_of("num_bits", (8,))
+            activations.one_of("type", ("float",))
+            activations.one_of("dynamic", (True,))
+        name = "compressed-tensors FP8 in blocks"
+        return Fp8Weights(name=name, kind=Fp8(group=BLOCK), modules=modules, blocks=True)
+    if activations is None:
+        return Fp8Weights(name="compressed-tensors FP8 weights", kind=Fp8(), modules=modules)
+    activations.one_of("num_bits", (8,))
+    activations.one_of("type", ("float",))
+    activations.one_of("symmetric", (True,), True)
+    if activations.one_of("dynamic", (True, False), False):
+        activations.one_of("strategy", ("token",))
+        kind = Fp8(activations="dynamic")
+    else:
+        activations.one_of("strategy", ("tensor",))
+        kind = Fp8(activations="static")
+    return Fp8Weights(name="compressed-tensors FP8", kind=kind, modules=modules)

@@ -1,0 +1,89 @@
+"""Layers that keep e4m3 values and float32 scales.
+
+    kernel          e4m3 [*outputs, inputs]
+    scale           float32 [*outputs, G]    of each output, of each group of inputs
+    input_scale     float32 [1]              of activations, where the checkpoint has them ("static")
+
+A scale of a whole tensor stands there for each output, so that joined layers (q, k and v; gate and up) keep theirs; it
+takes 4 bytes for the thousands that an output's weights take. The scales of 128 x 128 blocks stand there for each of
+their 128 outputs, 3 % of the weights' bytes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jpaged.models.linear import Linear
+from jpaged.models.parameters import Constant, Normal, parameter
+from jpaged.models.quantization.layers import QuantizedLinear
+from jpaged.pallas_kernels import fp8_product
+from jpaged.pallas_kernels.fp8_product.api import Activations
+from jpaged.pallas_kernels.fp8_product.reference import round_to_fp8
+
+_RANDOM_STD = 64.0
+"""Of random values: about what the largest of some thousands at 448 leaves the others."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """group: inputs that share a scale; None for all. activations, upper_bound: as of `pallas_kernels.fp8_product`."""
+
+    group: int | None = None
+    activations: Activations = "none"
+    upper_bound: float | None = None
+
+    reorders_inputs = False
+
+    def linear(self, plain: Linear, rngs: nnx.Rngs) -> QuantizedLinear:
+        return Fp8Linear(plain, self, rngs)
+
+
+class Fp8Linear(QuantizedLinear):
+    """See above."""
+
+    def __init__(self, plain: Linear, kind: Fp8, rngs: nnx.Rngs) -> None:
+        super().__init__(plain)
+        self.kind = kind
+        inputs = self.layout.input_size
+        groups = 1 if kind.group is None else -(-inputs // kind.group)
+        values, scales = Normal(_RANDOM_STD), Constant(self.layout.std / _RANDOM_STD)
+        self.kernel = self._rows(rngs, values, inputs, jnp.float8_e4m3fn, "", by_input=True, weights_each=1)
+        by_input = kind.group is not None
+        self.scale = self._rows(rngs, scales, groups, jnp.float32, "_scale", by_input=by_input)
+        static = kind.activations == "static"
+        options: dict[str, Any] = {"suffix": "_input_scale", "weights_each": 0}
+        one = jnp.dtype(jnp.float32)
+        self.input_scale = parameter(rngs, Constant(1 / 64), (1,), one, **options) if static else None
+
+    def _multiply(self, x: jax.Array, dtype: Any, backend: str | None) -> jax.Array:
+        kernel, scale = self.kernel[...], self.scale[...]
+        return fp8_product(
+            x,
+            kernel.reshape(self.layout.output_size, -1),
+            scale.reshape(self.layout.output_size, -1),
+            None if self.input_scale is None else self.input_scale[...],
+            group=self.kind.group,
+            activations=self.kind.activations,
+            upper_bound=self.kind.upper_bound,
+            dtype=dtype,
+            backend=backend,
+        )
+
+
+def quantize_rows(weight: np.ndarray | jax.Array) -> dict[str, Any]:
+    """A layer's arrays, of its weight [outputs, inputs] in floats: each output's largest magnitude becomes 448.
+
+    Raises:
+        ValueError: there is NaN or infinity.
+    """
+    values, scale = _quantize(weight)
+    if not bool(jnp.all(jnp.isfinite(scale))):
+        raise ValueError("has NaN or infinity")
+    return {"": values, "_scale": scale}
+
+
+_quantize = jax.jit(round_to_fp8)

@@ -1,0 +1,103 @@
+"""FP8 weights in checkpoints: e4m3 [outputs, inputs] with scales of the tensor, of each output or of 128 x 128 blocks.
+
+                          values   scales                                    activations in FP8
+    FP8 (DeepSeek, Qwen)  weight   weight_scale_inv [out / 128, in / 128]    none
+    FP8 (AutoFP8)         weight   weight_scale [], [1]                      dynamic, or static: input_scale
+    compressed-tensors    weight   weight_scale [1], [out, 1], blocks        dynamic by token, static, or none
+    fbgemm                weight   weight_scale [out, 1]                     dynamic by token, up to activation_scale_ub
+    online                weight   none: of each output, while loading       dynamic by token
+
+Activations of layers in blocks are not rounded (DeepSeek rounds them 1 x 128): without a kernel that multiplies block
+by block it would save no time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jpaged.models.quantization.fp8 import Fp8, quantize_rows
+from jpaged.models.quantization.layers import StoredLayer
+from jpaged.models.quantization.scheme import FLOAT_TYPES, BadTensor, Entries, Modules, Scheme, Stored, checked_scales
+
+BLOCK = 128
+"""Outputs and inputs of a block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Weights(Scheme):
+    """Weights in FP8. kind: an `Fp8`. scale: what the name of the scales ends with. blocks: they are of blocks."""
+
+    scale: str = "weight_scale"
+    blocks: bool = False
+
+    def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
+        out = layer.outputs
+        shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (out,), (out, 1))
+        if self.blocks:
+            shapes = ((-(-out // BLOCK), -(-layer.inputs // BLOCK)),)
+        wanted = {
+            "weight": Stored(("F8_E4M3",), ((out, layer.inputs),)),
+            self.scale: Stored(FLOAT_TYPES, shapes),
+        }
+        if self.kind.activations == "static":  # type: ignore[attr-defined]
+            wanted["input_scale"] = Stored(FLOAT_TYPES, ((), (1,), (1, 1)))
+        return wanted
+
+    def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        weight, scales = found["weight"], checked_scales(found, self.scale)
+        if np.any((weight.view(np.uint8) & 0x7F) == 0x7F):
+            raise BadTensor("weight", "has NaN")
+        if self.blocks:
+            scales = np.repeat(scales, BLOCK, axis=0)[: layer.outputs]
+        else:
+            scales = np.broadcast_to(scales.reshape(-1, 1), (layer.outputs, 1))
+        arrays = {"": weight, "_scale": scales}
+        if "input_scale" in found:
+            arrays["_input_scale"] = checked_scales(found, "input_scale").reshape(1)
+        return arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineFp8(Scheme):
+    """The checkpoint's own weights, quantized one tensor at a time while they are read."""
+
+    @property
+    def online(self) -> bool:
+        return True
+
+    def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
+        return {"weight": Stored((*FLOAT_TYPES, "F64"), ((layer.outputs, layer.inputs),))}
+
+    def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        try:
+            return quantize_rows(found["weight"])
+        except ValueError as error:
+            raise BadTensor("weight", str(error)) from None
+
+
+ONLINE = OnlineFp8(name="fp8", kind=Fp8(activations="dynamic"))
+
+
+def read_fp8(config: Entries) -> Scheme:
+    """quant_method "fp8"."""
+    config.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    modules = Modules(ignored=config.names("modules_to_not_convert", "ignored_layers", "ignore"))
+    if config.get("weight_block_size") is None:
+        activations = config.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+        return Fp8Weights(name="fp8", kind=Fp8(activations=activations), modules=modules)
+    config.one_of("weight_block_size", ([BLOCK, BLOCK],))
+    config.one_of("activation_scheme", ("dynamic",), "dynamic")
+    kind = Fp8(group=BLOCK)
+    return Fp8Weights(name="fp8 in blocks", kind=kind, modules=modules, scale="weight_scale_inv", blocks=True)
+
+
+def read_fbgemm(config: Entries) -> Scheme:
+    """quant_method "fbgemm_fp8"."""
+    bound = config.get("activation_scale_ub", 1200.0)
+    if not isinstance(bound, int | float) or isinstance(bound, bool) or not 0 < bound < float("inf"):
+        config.one_of("activation_scale_ub", (1200.0,))
+    modules = Modules(ignored=config.names("modules_to_not_convert"))
+    kind = Fp8(activations="dynamic", upper_bound=float(bound))
+    return Fp8Weights(name="fbgemm_fp8", kind=kind, modules=modules)

@@ -1,0 +1,203 @@
+"""4-bit weights in checkpoints: eight values in an int32, the first in its lowest bits but for AWQ's order.
+
+                         values              scales                  zero points             order of inputs
+    AWQ (GEMM)           qweight [in, o/8]   scales [in/g, out]      qzeros [in/g, out/8]    -
+    GPTQ                 qweight [in/8, o]   scales [in/g, out]      qzeros [in/g, out/8]    g_idx [in]
+    compressed-tensors   weight_packed       weight_scale            weight_zero_point       weight_g_idx [in]
+                         [out, in/8]         [out, in/g]             [out/8, in/g]
+
+    AWQ                  (q - zero) * scale; columns 0, 2, 4, 6, 1, 3, 5, 7 of eight from the lowest bits up
+    GPTQ                 (q - (zero + 1)) * scale, with zero as stored; "gptq_v2" stores what is subtracted
+    compressed-tensors   values and zero points are signed, and stored 8 larger
+
+Sources: AutoAWQ's `awq/utils/packing_utils.py`, AutoGPTQ's `qlinear_cuda_old.py`, compressed-tensors'
+`compressors/quantized_compressors/pack_quantized.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jpaged.api.errors import UnsupportedModelError
+from jpaged.models.quantization.int4 import Int4
+from jpaged.models.quantization.layers import StoredLayer
+from jpaged.models.quantization.scheme import FLOAT_TYPES, BadTensor, Entries, Modules, Scheme, Stored, checked_scales
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""In which four bits of a word each of eight columns is."""
+
+_WHOLE_ROW_GROUP = 128
+"""Inputs for which a scale of all inputs (group_size -1) is repeated."""
+
+GROUPS = (32, 64, 128, -1)
+"""Supported sizes of groups; -1 is all inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedWeights(Scheme):
+    """What the three have in common. kind: an `Int4`. whole_rows: a scale is of all inputs."""
+
+    kind: Int4
+    whole_rows: bool = False
+
+    def check_layer(self, layer: StoredLayer) -> None:
+        if layer.inputs % self.kind.group or layer.outputs % 8:
+            raise UnsupportedModelError(
+                f"{layer.name} has {layer.outputs} outputs and {layer.inputs} inputs; {self.name} is supported for"
+                f" multiples of 8 and of {self.kind.group}."
+            )
+
+    def groups(self, layer: StoredLayer) -> int:
+        """Of a checkpoint."""
+        return 1 if self.whole_rows else layer.inputs // self.kind.group
+
+    def _arrays(
+        self,
+        layer: StoredLayer,
+        values: np.ndarray,
+        scales: np.ndarray,
+        zeros: np.ndarray | None,
+        found: Mapping[str, np.ndarray],
+        index: str,
+    ) -> dict[str, Any]:
+        """index: the name of the tensor that says which group each input is in."""
+        order = None
+        if index in found:
+            order = self._order(layer, found[index], index)
+        if self.whole_rows:
+            times = layer.inputs // self.kind.group
+            scales = np.repeat(scales, times, axis=1)
+            zeros = None if zeros is None else np.repeat(zeros, times, axis=1)
+        return self.kind.arrays(values, scales, zeros, order)
+
+    def _order(self, layer: StoredLayer, index: np.ndarray, name: str) -> np.ndarray | None:
+        """The inputs, group after group; None where they follow each other anyway.
+
+        Raises:
+            BadTensor: a group does not have as many inputs as it should, or the scheme has no act-order.
+        """
+        groups = self.groups(layer)
+        counts = np.bincount(index, minlength=groups) if index.size and index.min() >= 0 else np.empty(0)
+        if counts.size != groups or np.any(counts != layer.inputs // groups):
+            raise BadTensor(name, f"does not put {layer.inputs // groups} inputs into each of {groups} groups")
+        order = np.argsort(index, kind="stable").astype(np.int32)
+        if np.array_equal(order, np.arange(layer.inputs)):
+            return None
+        if not self.kind.act_order:
+            raise BadTensor(name, "reorders inputs, which config.json says nothing of (desc_act, actorder)")
+        return order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Awq(PackedWeights):
+    """AutoAWQ's."""
+
+    def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
+        groups, words = self.groups(layer), layer.outputs // 8
+        wanted = {
+            "qweight": Stored(("I32",), ((layer.inputs, words),)),
+            "scales": Stored(FLOAT_TYPES, ((groups, layer.outputs),)),
+        }
+        if self.kind.zero_points:
+            wanted["qzeros"] = Stored(("I32",), ((groups, words),))
+        return wanted
+
+    def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        values = _unpack(found["qweight"], 1, _AWQ_PLACES).T
+        zeros = _unpack(found["qzeros"], 1, _AWQ_PLACES).T if self.kind.zero_points else None
+        return self._arrays(layer, values, checked_scales(found, "scales").T, zeros, found, "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gptq(PackedWeights):
+    """AutoGPTQ's. offset: what is added to the stored zero points."""
+
+    offset: int = 1
+
+    def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
+        groups = self.groups(layer)
+        return {
+            "qweight": Stored(("I32",), ((layer.inputs // 8, layer.outputs),)),
+            "qzeros": Stored(("I32",), ((groups, layer.outputs // 8),)),
+            "scales": Stored(FLOAT_TYPES, ((groups, layer.outputs),)),
+            "g_idx": Stored(("I32",), ((layer.inputs,),), optional=not self.kind.act_order),
+        }
+
+    def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        values = _unpack(found["qweight"], 0).T
+        zeros = _unpack(found["qzeros"], 1).T + np.uint8(self.offset)
+        return self._arrays(layer, values, checked_scales(found, "scales").T, zeros, found, "g_idx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackQuantized(PackedWeights):
+    """compressed-tensors' "pack-quantized"."""
+
+    def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
+        groups = self.groups(layer)
+        wanted = {
+            "weight_packed": Stored(("I32",), ((layer.outputs, layer.inputs // 8),)),
+            "weight_scale": Stored(FLOAT_TYPES, ((layer.outputs, groups),)),
+            "weight_shape": Stored(("I64", "I32"), ((2,),), optional=True),
+        }
+        if self.kind.zero_points:
+            wanted["weight_zero_point"] = Stored(("I32",), ((layer.outputs // 8, groups),))
+        if self.kind.act_order:
+            wanted["weight_g_idx"] = Stored(("I32",), ((layer.inputs,),))
+        return wanted
+
+    def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        if "weight_shape" in found and found["weight_shape"].tolist() != [layer.outputs, layer.inputs]:
+            raise BadTensor("weight_shape", f"is {found['weight_shape'].tolist()}, not {[layer.outputs, layer.inputs]}")
+        values = _unpack(found["weight_packed"], 1)
+        zeros = _unpack(found["weight_zero_point"], 0) if self.kind.zero_points else None
+        return self._arrays(layer, values, checked_scales(found, "weight_scale"), zeros, found, "weight_g_idx")
+
+
+def _unpack(words: np.ndarray, axis: int, places: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
+    """int32 -> uint8, eight times as many along an axis. places: which four bits each of eight has."""
+    shifts = np.array(places, np.uint32) * 4
+    expanded = np.expand_dims(words.view(np.uint32), axis + 1)
+    shape = [1] * expanded.ndim
+    shape[axis + 1] = 8
+    values = ((expanded >> shifts.reshape(shape)) & 15).astype(np.uint8)
+    return values.reshape(*words.shape[:axis], words.shape[axis] * 8, *words.shape[axis + 1 :])
+
+
+def group_of(size: Any) -> dict[str, Any]:
+    """The kind's group and whether scales are of whole rows, for a checkpoint's size of groups."""
+    return {"group": _WHOLE_ROW_GROUP if size == -1 else size}
+
+
+def read_awq(config: Entries) -> Scheme:
+    """quant_method "awq"."""
+    _four_bits(config)
+    config.one_of("version", ("gemm", "GEMM"), "gemm")
+    size = _group_size(config)
+    kind = Int4(**group_of(size), zero_points=config.one_of("zero_point", (True, False), True))
+    modules = Modules(ignored=config.names("modules_to_not_convert"))
+    return Awq(name="AWQ", kind=kind, modules=modules, whole_rows=size == -1)
+
+
+def read_gptq(config: Entries) -> Scheme:
+    """quant_method "gptq"."""
+    _four_bits(config)
+    config.refuse("dynamic", "lm_head", "modules_in_block_to_quantize")
+    offset = 0 if config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2" else 1
+    size = _group_size(config)
+    act_order = config.one_of("desc_act", (True, False), False) and size != -1
+    kind = Int4(**group_of(size), zero_points=True, act_order=act_order)
+    modules = Modules(ignored=config.names("modules_to_not_convert"))
+    return Gptq(name="GPTQ", kind=kind, modules=modules, whole_rows=size == -1, offset=offset)
+
+
+def _four_bits(config: Entries) -> None:
+    config.one_of("w_bit" if config.get("bits") is None and config.get("w_bit") is not None else "bits", (4,))
+
+
+def _group_size(config: Entries) -> int:
+    name = "q_group_size" if config.get("group_size") is None and config.get("q_group_size") is not None else None
+    size: int = config.one_of(name or "group_size", GROUPS)
+    return size

@@ -1,0 +1,70 @@
+"""A product with weights in FP8 (e4m3) and their scales.
+
+    x [M, K]    w e4m3 [N, K]    scale float32 [N, G], of G groups of inputs    out [M, N] = x @ (w * scale).T
+
+Rows of w are outputs, so that both operands run along K: the one order that FP8 tensor cores take on Ada and Hopper.
+
+With activations "dynamic" or "static" and one scale a row, x is rounded to e4m3 too, and both operands go to the tensor
+cores in 8 bits. GPUs without such (before 8.9) leave x as it is, and so does "none"; w is then widened to x's type.
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pallas_kernels.common import arguments as check
+from jpaged.pallas_kernels.registry import Op
+
+OP = Op("fp8_product", __package__)
+
+Activations = Literal["none", "dynamic", "static"]
+"""Whether x is rounded to FP8: not at all, with a scale for each row, or with one scale that is given."""
+
+
+def fp8_product(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    input_scale: jax.Array | None = None,
+    *,
+    group: int | None = None,
+    activations: Activations = "none",
+    upper_bound: float | None = None,
+    dtype: jnp.dtype | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """x @ (w * scale).T, summed in float32.
+
+    Args:
+        x: floats [M, K].
+        w: float8_e4m3fn [N, K].
+        scale: float32 [N, G]: of each row, of each group of inputs.
+        input_scale: float32 [1], of x, with activations "static"; None otherwise.
+        group: inputs of a group, which follow each other; of the last it may be fewer. None: one group has all.
+        activations: see `Activations`; others than "none" need one group.
+        upper_bound: with "dynamic", the largest magnitude of x that counts; what is beyond it is clipped.
+        dtype: of the result; x's if None.
+        backend: "xla", or None to pick by device.
+    Returns:
+        [M, N].
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_rank("x", x, "M, K")
+    if x.dtype not in check.FLOATS:
+        raise ValueError(f"x must be of floats, got {x.dtype}")
+    check.check_array("w", w, jnp.float8_e4m3fn, "N, K", (None, x.shape[1]))
+    groups = 1 if group is None else -(-x.shape[1] // group)
+    check.check_array("scale", scale, jnp.float32, "N, G", (w.shape[0], groups))
+    if activations not in get_args(Activations):
+        raise ValueError(f"activations must be one of {', '.join(get_args(Activations))}, got {activations!r}")
+    if activations != "none" and groups != 1:
+        raise ValueError(f"activations={activations!r} needs one scale a row of w, got {groups}")
+    if (input_scale is None) == (activations == "static"):
+        raise ValueError("input_scale goes with activations='static', and with nothing else")
+    if input_scale is not None:
+        check.check_array("input_scale", input_scale, jnp.float32, "1", (1,))
+    run = OP.pick(backend, x, w, scale).run
+    options = {"group": group, "activations": activations, "upper_bound": upper_bound}
+    return run(x, w, scale, input_scale, dtype=dtype or x.dtype, **options)

@@ -1,0 +1,128 @@
+"""The 4-bit product for GPUs from Ampere on: weights are read in 4 bits and multiplied in x's type.
+
+    a CTA: rows x columns of the result; of each group of inputs
+        words [group / 2, columns]:  the lower bits meet the first half of the group's inputs, the upper bits the second
+        sums += (x @ (values - zero)) * scale
+
+Values less their zero points are small integers, exact in 16 bits; scales multiply sums in float32.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import triton
+import triton.language as tl
+
+from jpaged.pallas_kernels.common.triton_call import Launch, call
+from jpaged.pallas_kernels.common.triton_targets import for_family
+
+_GROUPS = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is cut and compiled. rows, columns: of a CTA. warps: of it. stages: groups in flight or in use."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+_SMALL = (Config(16, 32, 4, 4), Config(32, 64, 4, 3), Config(64, 64, 4, 2))
+_LARGE = (Config(16, 32, 4, 4), Config(32, 64, 4, 4), Config(64, 128, 8, 3))
+_CONFIGS = {80: _LARGE, 86: _SMALL, 90: _LARGE, 100: _LARGE, 120: _SMALL}
+"""By family of GPUs, from few rows to many. Not measured."""
+
+
+def default_config(rows: int) -> Config:
+    """For so many rows."""
+    table = for_family(_CONFIGS)
+    return next((one for one in table if one.rows >= rows), table[-1])
+
+
+def unsupported(x: jax.Array, w: jax.Array, group: int) -> str | None:
+    """Why the kernel cannot take these (checked) arguments; None if it can."""
+    del w
+    if x.dtype.itemsize != 2:
+        return f"dtype {x.dtype}; it multiplies in 16 bits"
+    return None if group in _GROUPS else f"groups of {group}; it takes {', '.join(map(str, _GROUPS))}"
+
+
+def worthwhile(x: jax.Array, w: jax.Array, group: int) -> bool:
+    """For few rows, where reading weights costs most. Of many, XLA widens the weights once for all of them."""
+    del w, group
+    return x.shape[0] <= _MOST_ROWS
+
+
+_MOST_ROWS = 512
+"""Estimated, not measured: from there on the products cost more than writing and reading the weights in 16 bits."""
+
+
+@partial(jax.jit, static_argnames=("group", "dtype", "config"))
+def int4_product(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    group: int,
+    dtype: Any,
+    config: Config | None = None,
+) -> jax.Array:
+    """`int4_product` of the package, checked. config: to try others than the table's."""
+    rows, depth = x.shape
+    columns = w.shape[0]
+    config = config or default_config(rows)
+    strips = triton.cdiv(columns, config.columns)
+    launch = Launch((strips * triton.cdiv(rows, config.rows),), config.warps, config.stages)
+    constants: dict[str, Any] = {"M": rows, "K": depth, "N": columns, "GROUP": group, "STRIPS": strips}
+    constants |= {"ROWS": config.rows, "COLUMNS": config.columns, "ZEROS": zero is not None}
+    out = jax.ShapeDtypeStruct((rows, columns), dtype)
+    (y,) = call(_int4_product, launch, x, w, scale, w if zero is None else zero, out=[out], **constants)
+    return y
+
+
+@triton.jit
+def _int4_product(
+    x,
+    w,
+    scale,
+    zero,
+    out,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    STRIPS: tl.constexpr,
+    ROWS: tl.constexpr,  # of a CTA
+    COLUMNS: tl.constexpr,  # of a CTA
+    ZEROS: tl.constexpr,  # whether `zero` is one
+):
+    """x: [M, K]. w: uint8 [N, K / 2]. scale: float32 [N, K / GROUP]. zero: uint8 likewise. out: [M, N]."""
+    HALF: tl.constexpr = GROUP // 2
+    row = (tl.program_id(0) // STRIPS) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % STRIPS) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column = row < M, column < N
+    inner = tl.arange(0, HALF)
+    inputs = x + row.to(tl.int64)[:, None] * K + inner[None, :]
+    words = w + column.to(tl.int64)[None, :] * (K // 2) + inner[:, None]
+    groups = column.to(tl.int64) * (K // GROUP)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for g in range(0, K // GROUP):
+        packed = tl.load(words + g * HALF, mask=is_column[None, :], other=0)
+        lower, upper = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+        if ZEROS:
+            middle = tl.load(zero + groups + g, mask=is_column, other=0).to(tl.float32)[None, :]
+        else:
+            middle = 8.0
+        kind: tl.constexpr = x.dtype.element_ty
+        first = tl.load(inputs + g * GROUP, mask=is_row[:, None], other=0.0)
+        second = tl.load(inputs + g * GROUP + HALF, mask=is_row[:, None], other=0.0)
+        part = tl.dot(first, (lower - middle).to(kind))
+        part = tl.dot(second, (upper - middle).to(kind), part)
+        total += part * tl.load(scale + groups + g, mask=is_column, other=0.0)[None, :]
+    target = out + row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

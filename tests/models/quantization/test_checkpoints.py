@@ -1,0 +1,324 @@
+"""Quantized checkpoints: what is read is what the published layouts say, and what cannot be served is named."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged import EngineArgs, models
+from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from jpaged.models.quantization import SUFFIXES
+from jpaged.models.quantization.fp8 import Fp8
+from jpaged.pallas_kernels.fp8_product.reference import dequantized as fp8_dequantized
+from jpaged.pallas_kernels.int4_product.reference import dequantized as int4_dequantized
+from tests.support.quantized import (
+    E4M3,
+    PUBLISHED,
+    dequantized_checkpoint,
+    plain_checkpoint,
+    quantized_checkpoint,
+    read_tensors,
+    write_tensors,
+)
+from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
+
+LLAMA, QWEN3 = "llama-biases", "qwen3-layer-types"
+WEIGHT_ONLY = ("fp8-weights", "fp8-blocks", "awq", "gptq-act-order", "int4-symmetric", "int4-act-order")
+ROWS = "llama of 128"
+"""For scales of whole rows, which are repeated every 128 inputs."""
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("plain")
+    found = {name: plain_checkpoint(name, directory / name) for name in (LLAMA, QWEN3)}
+    return found | {ROWS: plain_checkpoint(LLAMA, directory / ROWS, hidden_size=128)}
+
+
+def load(directory: Path, quantization: str | None = None) -> tuple[models.Model, models.Weights]:
+    model = models.build(models.ModelConfig.from_directory(directory, quantization=quantization), "float32")
+    return model, models.load(model, directory)
+
+
+def dequantized(model: models.Model, weights: models.Weights) -> dict[str, np.ndarray]:
+    """All parameters in float32, quantized ones as a plain model has them."""
+    named = dict(zip(model.parameter_names, weights, strict=True))
+    found = {}
+    for name, array in named.items():
+        layout = model.quantized.get(name)
+        if layout is not None:
+            flat = values_of(model, named, name)
+            last = len(layout.outputs)
+            shaped = flat.reshape(*layout.outputs, *layout.inputs)
+            array = shaped.transpose(*range(last, shaped.ndim), *range(last))
+        elif any(name.endswith(suffix) and name.removesuffix(suffix) in model.quantized for suffix in SUFFIXES):
+            continue
+        found[name] = np.asarray(array)
+    return found
+
+
+def values_of(model: models.Model, named: dict[str, Any], name: str) -> Any:
+    """float32 [outputs, inputs]."""
+    flat = {suffix: array.reshape(-1, array.shape[-1]) for suffix, array in arrays_of(named, name).items()}
+    kind = model.config.quantization.kind
+    if isinstance(kind, Fp8):
+        return fp8_dequantized(flat[""], flat["_scale"], kind.group)
+    values = int4_dequantized(flat[""], flat["_scale"], flat.get("_zero"), kind.group)
+    return values if "_order" not in flat else values[:, np.argsort(flat["_order"][0])]
+
+
+def arrays_of(named: dict[str, Any], name: str) -> dict[str, Any]:
+    """A quantized layer's parameters, by what their names end with."""
+    return {suffix: named[name + suffix] for suffix in ("", *SUFFIXES) if name + suffix in named}
+
+
+@pytest.mark.parametrize("layout", PUBLISHED)
+def test_weights_are_those_of_the_published_layout_to_the_bit(layout, plain, tmp_path):
+    source = plain[ROWS if layout == "gptq-rows" else QWEN3]
+    ours = load(quantized_checkpoint(source, tmp_path / "quantized", layout))
+    model, weights = load(dequantized_checkpoint(source, tmp_path / "dequantized", layout))
+    found = dequantized(*ours)
+    assert set(found) == set(model.parameter_names)
+    assert len(ours[0].quantized) == 8
+    for name, expected in zip(model.parameter_names, weights, strict=True):
+        np.testing.assert_array_equal(found[name], np.asarray(expected), err_msg=name)
+    assert ours[0].num_parameters == model.num_parameters
+    assert ours[0].num_bytes < 0.6 * model.num_bytes
+
+
+@partial(jax.jit, static_argnums=0)
+def next_tokens(model: models.Model, weights: models.Weights, tokens: jax.Array) -> jax.Array:
+    positions = jnp.arange(tokens.size, dtype=jnp.int32)
+    hidden = model.forward(weights, tokens, positions, models.dense_causal_attend)
+    return jnp.argmax(model.logits(weights, hidden), axis=-1)
+
+
+def greedy(model: models.Model, weights: models.Weights) -> list[int]:
+    """The likeliest token after each of a prompt's and of the text that follows it."""
+    tokens = np.random.default_rng(5).integers(3, VOCAB_SIZE, LENGTH).astype(np.int32)
+    for n in range(LENGTH // 2, LENGTH):
+        tokens[n] = next_tokens(model, weights, tokens)[n - 1]
+    return next_tokens(model, weights, tokens).tolist()
+
+
+@pytest.mark.parametrize(("layout", "name"), [(layout, (LLAMA, QWEN3)[i % 2]) for i, layout in enumerate(WEIGHT_ONLY)])
+def test_greedy_tokens_are_those_of_the_dequantized_weights(layout, name, plain, tmp_path):
+    ours = greedy(*load(quantized_checkpoint(plain[name], tmp_path / "quantized", layout)))
+    assert ours == greedy(*load(dequantized_checkpoint(plain[name], tmp_path / "dequantized", layout)))
+    assert len(set(ours)) > 8, "a text that wanders"
+
+
+def round_activations(x: np.ndarray, scale: float | None, bound: float = np.inf) -> np.ndarray:
+    """x [T, K] with each row, or all of it where a scale is given, rounded to e4m3."""
+    if scale is None:
+        scale = np.minimum(np.abs(x).max(axis=1, keepdims=True), bound) / np.float32(448)
+    return np.clip(x / scale, -448, 448).astype(E4M3).astype(np.float32) * scale
+
+
+@pytest.mark.parametrize(("layout", "scale"), [("fp8-static", 0.02), ("fp8-dynamic", None), ("fbgemm", None)])
+def test_activations_are_rounded_as_the_scheme_says(layout, scale, plain, tmp_path):
+    model, weights = load(quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", layout))
+    found, module = dequantized(model, weights), model.module(weights)
+    rng = np.random.default_rng(3)
+    for name, layer in (("attention.qkv", module.layers[1].attention.qkv), ("mlp.down", module.layers[1].mlp.down)):
+        inputs = layer.layout.inputs[0]
+        x = (rng.standard_normal((7, inputs)) * rng.uniform(0.1, 3, (7, 1))).astype(np.float32)
+        x[3] = 0
+        kernel = found[f"layers.1.{name}"].reshape(inputs, -1).astype(np.float64)
+        right = (round_activations(x[[0, 1, 2, 4, 5, 6]], scale).astype(np.float64)) @ kernel
+        bias = 0 if layer.bias is None else np.asarray(layer.bias[...]).reshape(-1)
+        y = layer(x) if not layer.layout.splits_inputs else layer.partial_sum(x).term
+        ours = np.asarray(y).reshape(7, -1) - (0 if layer.layout.splits_inputs else bias)
+        error = np.abs(ours[[0, 1, 2, 4, 5, 6]] - right)
+        # Sums in float32, and a bias added and taken away; where x / scale rounds otherwise, a step of one value.
+        assert error.max() < 1e-5 * np.abs(right).max()
+        assert np.abs(ours[3]).max() < 1e-6
+
+
+def test_online_each_output_has_a_scale_and_is_rounded_to_the_nearest(plain):
+    model, weights = load(plain[LLAMA], "fp8")
+    plain_model, plain_weights = load(plain[LLAMA])
+    found = dequantized(model, weights)
+    for name, expected in zip(plain_model.parameter_names, plain_weights, strict=True):
+        expected = np.asarray(expected)
+        if name not in model.quantized:
+            np.testing.assert_array_equal(found[name], expected)
+            continue
+        inner = tuple(range(len(model.quantized[name].inputs)))
+        largest = np.abs(expected).max(axis=inner)
+        np.testing.assert_allclose(np.abs(found[name]).max(axis=inner), largest, rtol=1e-6)
+        # 3 bits of mantissa: half of an eighth; below 2 ** -6 the steps are 2 ** -9, of 448 parts of the largest.
+        assert np.all(np.abs(found[name] - expected) <= np.maximum(np.abs(expected) / 16, largest / 448 / 1024) * 1.001)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt-350m-style", "falcon-7b-style", "phi3-window", "bloom"])
+def test_online_other_families_keep_their_layout(name, tmp_path):
+    directory = write_tiny_model(tiny_model(name), tmp_path / name, use_torch=False)
+    model, weights = load(directory, "fp8")
+    plain_model, plain_weights = load(directory)
+    found = dequantized(model, weights)
+    for parameter, expected in zip(plain_model.parameter_names, plain_weights, strict=True):
+        scale = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(found[parameter], expected, rtol=1 / 15, atol=scale / 1000, err_msg=parameter)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8-blocks", "gptq-act-order"])
+def test_random_weights_are_finite_and_of_the_usual_size(kind, plain, tmp_path):
+    directory = plain[LLAMA] if kind == "fp8" else quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", kind)
+    config = models.ModelConfig.from_directory(directory, quantization="fp8" if kind == "fp8" else None)
+    model = models.build(config, "float32")
+    found = dequantized(model, model.init(seed=1))
+    for name, layout in model.quantized.items():
+        assert 0.8 * layout.std < found[name].std() < 1.2 * layout.std
+
+
+def damage(directory: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    tensors = read_tensors(directory / "model.safetensors")
+    change(tensors)
+    write_tensors(directory / "model.safetensors", tensors)
+
+
+SCALES = {
+    "fp8-static": ("weight_scale", "input_scale"),
+    "fp8-dynamic": ("weight_scale",),
+    "fp8-blocks": ("weight_scale_inv",),
+    "awq": ("scales",),
+    "gptq": ("scales",),
+    "int4-symmetric": ("weight_scale",),
+}
+
+
+@pytest.mark.parametrize(("layout", "suffix"), [(layout, one) for layout, names in SCALES.items() for one in names])
+def test_scales_that_cannot_be_are_named(layout, suffix, plain, tmp_path):
+    directory = quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", layout)
+    name = f"model.layers.1.self_attn.v_proj.{suffix}"
+    good = read_tensors(directory / "model.safetensors")
+    for value in (np.nan, -1.0, 0.0, np.inf):
+        bad = good[name].copy()
+        bad.reshape(-1)[-1] = value
+        write_tensors(directory / "model.safetensors", good | {name: bad})
+        with pytest.raises(CheckpointError, match=rf"'{name}' has a scale of {value:g}, which must be above 0"):
+            load(directory)
+    write_tensors(directory / "model.safetensors", {key: value for key, value in good.items() if key != name})
+    with pytest.raises(CheckpointError, match=f"lacks tensor '{name}'"):
+        load(directory)
+    write_tensors(directory / "model.safetensors", good | {name: np.concatenate([good[name]] * 3)})
+    with pytest.raises(CheckpointError, match=f"'{name}' has shape"):
+        load(directory)
+    write_tensors(directory / "model.safetensors", good | {name: good[name].astype(np.int32)})
+    with pytest.raises(CheckpointError, match=f"'{name}' has type I32"):
+        load(directory)
+
+
+def test_values_that_are_not_numbers_are_named(plain, tmp_path):
+    directory = quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", "fp8-dynamic")
+    name = "model.layers.0.mlp.down_proj.weight"
+    damage(directory, lambda tensors: tensors[name].view(np.uint8).reshape(-1).__setitem__(7, 0xFF))
+    with pytest.raises(CheckpointError, match=f"'{name}' has NaN"):
+        load(directory)
+
+    plain_copy = dequantized_checkpoint(plain[LLAMA], tmp_path / "plain", "fp8-dynamic")
+    damage(plain_copy, lambda tensors: tensors[name].reshape(-1).__setitem__(7, np.inf))
+    with pytest.raises(CheckpointError, match=f"'{name}' has NaN or infinity"):
+        load(plain_copy, "fp8")
+
+
+def test_a_quantized_tensor_that_config_json_says_nothing_of_is_named(plain, tmp_path):
+    directory = quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", "fp8-dynamic", ignore=["re:.*layers.1.*"])
+    with pytest.raises(CheckpointError, match=r"holds 7 tensors \('model.layers.1.*weight_scale'"):
+        load(directory)
+    unnamed = [name for name in read_tensors(directory / "model.safetensors") if ".1." in name and "_scale" in name]
+    damage(directory, lambda tensors: [tensors.pop(name) for name in unnamed])
+    with pytest.raises(CheckpointError, match=r"model.layers.1.*has type F8_E4M3.*quantization_config"):
+        load(directory)
+
+
+def test_layers_of_one_product_are_quantized_together_or_refused(plain, tmp_path):
+    directory = quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", "fp8-dynamic", ignore=["re:.*k_proj"])
+    with pytest.raises(UnsupportedModelError, match=r"covers .*q_proj and not .*k_proj, which are one product"):
+        load(directory)
+
+
+def refusal(plain: Path, asked: str | None = None, **entries: Any) -> str:
+    config = models.ModelConfig.from_directory(plain).source | {"quantization_config": entries or None}
+    with pytest.raises((UnsupportedModelError, InvalidParameterError, CheckpointError)) as caught:
+        models.ModelConfig.from_dict(config, quantization=asked)
+    return str(caught.value)
+
+
+def test_what_is_not_supported_is_refused_by_name_with_what_is(plain):
+    llama = plain[LLAMA]
+    assert "quant_method 'bitsandbytes' is not supported; supported: " in refusal(llama, quant_method="bitsandbytes")
+    assert "compressed-tensors, fbgemm_fp8, fp8" in refusal(llama, quant_method="exl3").replace("awq, ", "")
+    assert "weight_block_size=[64, 64]" in refusal(llama, quant_method="fp8", weight_block_size=[64, 64])
+    assert "fmt='e5m2'" in refusal(llama, quant_method="fp8", fmt="e5m2")
+    dynamic = PUBLISHED["fp8-dynamic"].config
+    assert "kv_cache_scheme" in refusal(llama, **dynamic | {"kv_cache_scheme": {"num_bits": 8}})
+    assert "format 'marlin-24'" in refusal(llama, **dynamic | {"format": "marlin-24"})
+    groups = dynamic["config_groups"]
+    assert "must have one group" in refusal(
+        llama, **dynamic | {"config_groups": groups | {"group_1": groups["group_0"]}}
+    )
+    assert "no regular expression" in refusal(llama, **dynamic | {"ignore": ["re:("]})
+    assert "quantization='awq' is for checkpoints of that scheme" in refusal(llama, "awq")
+    assert "quantized by 'compressed-tensors'; leave" in refusal(llama, "fp8", **dynamic)
+    experts = tiny_model("qwen3-moe").config
+    with pytest.raises(UnsupportedModelError, match="mixtures of experts are not supported in fp8"):
+        models.ModelConfig.from_dict(experts, quantization="fp8")
+
+
+def test_quantized_models_are_not_saved_nor_read_from_orbax(plain, tmp_path):
+    model, weights = load(plain[LLAMA], "fp8")
+    with pytest.raises(InvalidParameterError, match="save_pretrained writes no quantized models"):
+        models.save_pretrained(model, weights, tmp_path / "out")
+    with pytest.raises(InvalidParameterError, match="Orbax checkpoints of quantized models are not supported"):
+        models.load(model, plain[LLAMA], "orbax")
+
+
+def test_the_scheme_is_part_of_what_tells_programs_apart(plain, tmp_path):
+    configs = [models.ModelConfig.from_directory(plain[LLAMA], quantization=asked) for asked in (None, "fp8")]
+    for layout in ("fp8-static", "fp8-dynamic", "fp8-weights"):
+        configs.append(models.ModelConfig.from_directory(quantized_checkpoint(plain[LLAMA], tmp_path / layout, layout)))
+    assert len({repr(config) for config in configs}) == len(configs)
+
+
+def test_an_order_of_inputs_that_cannot_be_is_named(plain, tmp_path):
+    directory = quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", "gptq-act-order")
+    good = read_tensors(directory / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.g_idx"
+    for change, said in ((-1, "does not put 32 inputs into each of 5 groups"), (7, "does not put 32 inputs")):
+        bad = good[name].copy()
+        bad[0] = change
+        write_tensors(directory / "model.safetensors", good | {name: bad})
+        with pytest.raises(CheckpointError, match=f"'{name}' {said}"):
+            load(directory)
+    write_tensors(directory / "model.safetensors", good | {name: good[name][::-1]})
+    with pytest.raises(CheckpointError, match="orders its inputs in another way"):
+        load(directory)
+    unsaid = quantized_checkpoint(plain[LLAMA], tmp_path / "unsaid", "gptq-act-order", desc_act=False)
+    with pytest.raises(CheckpointError, match=r"reorders inputs, which config.json says nothing of"):
+        load(unsaid)
+
+
+def test_four_bit_layouts_that_are_not_supported_are_refused_by_name(plain):
+    llama, awq, gptq = plain[LLAMA], PUBLISHED["awq"].config, PUBLISHED["gptq"].config
+    assert "bits=8 is not supported; supported: 4" in refusal(llama, **gptq | {"bits": 8})
+    assert "group_size=16 is not supported; supported: 32, 64, 128, -1" in refusal(llama, **awq | {"group_size": 16})
+    assert "version='gemv'" in refusal(llama, **awq | {"version": "gemv"})
+    assert "dynamic=" in refusal(llama, **gptq | {"dynamic": {"-:.*": {}}})
+    config = models.ModelConfig.from_directory(llama).source | {"quantization_config": awq | {"group_size": 128}}
+    with pytest.raises(UnsupportedModelError, match=r"q_proj has 256 outputs and 160 inputs; AWQ is supported for"):
+        models.build(models.ModelConfig.from_dict(config), "float32")
+
+
+def test_an_engine_takes_the_names_of_schemes_and_no_others():
+    assert EngineArgs(quantization="fp8").quantization == "fp8"
+    with pytest.raises(InvalidParameterError, match="quantization must be .*fp8.*awq.*got 'int3'"):
+        EngineArgs(quantization="int3")
+    assert EngineArgs(quantization="fp8").differs_from(EngineArgs()) == "quantization"

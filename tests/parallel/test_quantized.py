@@ -1,0 +1,35 @@
+"""Quantized models over two CPU devices: scales lie with their weights, and the tokens are those of one device."""
+
+import pytest
+
+from jpaged import models
+from jpaged.api.errors import InvalidParameterError
+from jpaged.models.sharding import shard_of
+from tests.parallel.eight_devices import call_with_eight_devices
+from tests.support.quantized import PUBLISHED, tiny
+
+RUNS = "tests.parallel.quantized_runs"
+
+
+def test_two_devices_give_the_tokens_of_one_and_of_dequantized_weights():
+    for found in call_with_eight_devices(f"{RUNS}:tokens", "fp8-blocks", "awq").values():
+        assert found["one"] == found["two"] == found["exact"]
+        assert len({token for tokens in found["one"] for token in tokens}) > 8, "a text that wanders"
+
+
+def test_shards_side_by_side_are_the_whole_parameters():
+    layouts = ("online", "fp8-static", "fp8-blocks", "awq")
+    assert call_with_eight_devices(f"{RUNS}:shards_equal_the_whole", *layouts) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "degree", "said"),
+    [
+        ("gptq-act-order", 2, "tensor_parallel_size=2 is not supported for GPTQ with act-order"),
+        ("fp8-blocks", 4, "tensor_parallel_size=4 gives each device 64 inputs"),
+    ],
+)
+def test_layers_whose_scales_devices_would_share_are_refused(layout, degree, said):
+    config = tiny("llama-biases").config | {"quantization_config": PUBLISHED[layout].config}
+    with pytest.raises(InvalidParameterError, match=said):
+        shard_of(models.build(models.ModelConfig.from_dict(config), "float32"), degree)

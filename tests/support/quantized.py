@@ -1,0 +1,265 @@
+"""Tiny checkpoints of every published layout of quantized weights, written from the layouts' definitions with numpy.
+
+quantized_checkpoint(plain, target, "awq")       a checkpoint without quantization -> the same, quantized
+dequantized_checkpoint(plain, target, "awq")     what the layout's definition says that its weights are, in float32
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from tests.tiny_models import TinyModel, tiny_model, write_tiny_model
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_TYPES = {
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float16): "F16",
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+    E4M3: "F8_E4M3",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.int64): "I64",
+}
+Tensors = dict[str, np.ndarray]
+
+
+class Published(NamedTuple):
+    """A layout. config: "quantization_config". pack: a weight [out, in] -> its tensors, and what they stand for."""
+
+    config: dict[str, Any]
+    pack: Callable[[np.ndarray], tuple[Tensors, np.ndarray]]
+
+
+def tiny(name: str, **changes: Any) -> TinyModel:
+    """A tiny Llama or Qwen3 whose hidden size groups of 32 divide, blocks of 128 do not, and whose shards both do."""
+    case = tiny_model(name)
+    sizes = {"hidden_size": 160, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 256}
+    return replace(case, config=case.config | sizes | changes)
+
+
+def plain_checkpoint(name: str, directory: Path, **changes: Any) -> Path:
+    """Of `tiny`."""
+    return write_tiny_model(tiny(name, **changes), directory, use_torch=False)
+
+
+def quantized_checkpoint(plain: Path, target: Path, layout: str, **entries: Any) -> Path:
+    """entries: further ones of its "quantization_config"."""
+    published = PUBLISHED[layout]
+    config = {"quantization_config": published.config | entries}
+
+    def pack(name: str, weight: np.ndarray) -> Tensors:
+        return {f"{name}.{suffix}": tensor for suffix, tensor in published.pack(weight)[0].items()}
+
+    return _rewritten(plain, target, config, pack)
+
+
+def dequantized_checkpoint(plain: Path, target: Path, layout: str) -> Path:
+    return _rewritten(plain, target, {}, lambda name, weight: {f"{name}.weight": PUBLISHED[layout].pack(weight)[1]})
+
+
+def _rewritten(plain: Path, target: Path, config: dict[str, Any], pack: Callable[[str, np.ndarray], Tensors]) -> Path:
+    tensors: Tensors = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        is_linear = "_proj.weight" in name
+        tensors |= pack(name.removesuffix(".weight"), tensor) if is_linear else {name: tensor}
+    target.mkdir()
+    write_tensors(target / "model.safetensors", tensors)
+    whole = json.loads((plain / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(whole))
+    return target
+
+
+def write_tensors(path: Path, tensors: Tensors) -> None:
+    """A safetensors file of any types; the package writes no FP8 of numpy's."""
+    if E4M3 not in {tensor.dtype for tensor in tensors.values()}:
+        save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path)
+        return
+    entries, body = {}, b""
+    for name, tensor in tensors.items():
+        data = np.ascontiguousarray(tensor).tobytes()
+        offsets = [len(body), len(body) + len(data)]
+        entries[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        body += data
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + body)
+
+
+def read_tensors(path: Path) -> Tensors:
+    """The inverse of `write_tensors`."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    dtypes = {name: dtype for dtype, name in _TYPES.items()}
+    found = {}
+    for name, entry in json.loads(data[8 : 8 + length]).items():
+        if name != "__metadata__":
+            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            found[name] = np.frombuffer(data[start:end], dtypes[entry["dtype"]]).reshape(entry["shape"]).copy()
+    return found
+
+
+def _fp8(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """e4m3 of a weight with a scale for each of its values."""
+    return np.clip(weight / scale, -448, 448).astype(E4M3)
+
+
+def _fp8_tensor(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    scale = np.float32(np.abs(weight).max() / 448)
+    values = _fp8(weight, scale)
+    tensors = {"weight": values, "weight_scale": scale.reshape(1), "input_scale": np.full(1, 0.02, np.float32)}
+    return tensors, values.astype(np.float32) * scale
+
+
+def _fp8_channel(weight: np.ndarray, dtype: Any) -> tuple[Tensors, np.ndarray]:
+    scale = (np.abs(weight).max(axis=1, keepdims=True) / 448).astype(dtype)
+    values = _fp8(weight, scale.astype(np.float32))
+    return {"weight": values, "weight_scale": scale}, values.astype(np.float32) * scale.astype(np.float32)
+
+
+def _fp8_blocks(weight: np.ndarray, name: str) -> tuple[Tensors, np.ndarray]:
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    scales, whole = np.empty((rows, columns), np.float32), np.empty(weight.shape, np.float32)
+    for r in range(rows):
+        for c in range(columns):
+            block = (slice(128 * r, 128 * r + 128), slice(128 * c, 128 * c + 128))
+            scales[r, c] = np.abs(weight[block]).max() / 448
+            whole[block] = scales[r, c]
+    values = _fp8(weight, whole)
+    return {"weight": values, name: scales}, values.astype(np.float32) * whole
+
+
+def _compressed(weights: dict[str, Any], activations: dict[str, Any] | None, layout: str) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+_BY_TOKEN = _FLOAT8 | {"strategy": "token", "dynamic": True}
+
+
+def _words(values: np.ndarray, axis: int, places: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
+    """Eight 4-bit values along an axis in an int32; places: which of the eight is in which four bits."""
+    values = np.moveaxis(values, axis, -1).astype(np.uint32)
+    words = np.zeros((*values.shape[:-1], values.shape[-1] // 8), np.uint32)
+    for i, place in enumerate(places):
+        words |= values[..., place::8] << np.uint32(4 * i)
+    return np.ascontiguousarray(np.moveaxis(words, -1, axis)).view(np.int32)
+
+
+def _int4(
+    weight: np.ndarray, size: int, *, symmetric: bool, index: np.ndarray | None = None, dtype: Any = np.float16
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Values [out, in], scales and zero points [out, G], and the weights that they stand for.
+
+    index: the group of each input; in their order if None.
+    """
+    outputs, inputs = weight.shape
+    size = inputs if size == -1 else size
+    index = np.arange(inputs) // size if index is None else index
+    scales = np.empty((outputs, inputs // size), dtype)
+    zeros = np.empty(scales.shape, np.int64)
+    values = np.empty(weight.shape, np.int64)
+    for g in range(inputs // size):
+        part = weight[:, index == g]
+        low, high = np.minimum(part.min(1), -1e-3), np.maximum(part.max(1), 1e-3)
+        scales[:, g] = np.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15
+        wide = scales[:, g].astype(np.float32)
+        zeros[:, g] = 8 if symmetric else np.clip(np.round(-low / wide), 1, 15)
+        rounded = np.round(part / wide[:, None]) + zeros[:, g, None]
+        values[:, index == g] = np.clip(rounded, 0, 15)
+    whole = (values - zeros[:, index]).astype(np.float32) * scales[:, index].astype(np.float32)
+    return values, scales, zeros, whole
+
+
+def _awq(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    values, scales, zeros, whole = _int4(weight, 32, symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {"qweight": _words(values.T, 1, order), "qzeros": _words(zeros.T, 1, order), "scales": scales.T}
+    return tensors, whole
+
+
+def scattered(inputs: int, size: int) -> np.ndarray:
+    """The group of each input of a layer in act-order: the same for all layers of as many inputs."""
+    return np.random.default_rng(inputs).permutation(np.arange(inputs) // size).astype(np.int32)
+
+
+def _gptq(weight: np.ndarray, size: int, *, act_order: bool, stored_offset: int) -> tuple[Tensors, np.ndarray]:
+    inputs = weight.shape[1]
+    index = scattered(inputs, size) if act_order else None
+    values, scales, zeros, whole = _int4(weight, size, symmetric=False, index=index)
+    plain = np.zeros(inputs, np.int32) if size == -1 else (np.arange(inputs) // size).astype(np.int32)
+    tensors = {
+        "qweight": _words(values.T, 0),
+        "qzeros": _words(zeros.T - stored_offset, 1),
+        "scales": scales.T,
+        "g_idx": plain if index is None else index,
+    }
+    return tensors, whole
+
+
+def _packed(weight: np.ndarray, *, symmetric: bool, act_order: bool = False) -> tuple[Tensors, np.ndarray]:
+    index = scattered(weight.shape[1], 32) if act_order else None
+    values, scales, zeros, whole = _int4(weight, 32, symmetric=symmetric, index=index, dtype=ml_dtypes.bfloat16)
+    shape = np.array(weight.shape, np.int64)
+    tensors = {"weight_packed": _words(values, 1), "weight_scale": scales.astype(np.float32), "weight_shape": shape}
+    tensors |= {} if symmetric else {"weight_zero_point": _words(zeros, 0)}
+    return tensors | ({} if index is None else {"weight_g_idx": index}), whole
+
+
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+
+PUBLISHED: dict[str, Published] = {
+    "fp8-static": Published(
+        _compressed(_FLOAT8 | {"strategy": "tensor"}, _FLOAT8 | {"strategy": "tensor"}, "float-quantized"), _fp8_tensor
+    ),
+    "fp8-dynamic": Published(
+        _compressed(_FLOAT8 | {"strategy": "channel"}, _BY_TOKEN, "float-quantized"),
+        lambda weight: _fp8_channel(weight, ml_dtypes.bfloat16),
+    ),
+    "fp8-weights": Published(
+        _compressed(_FLOAT8 | {"strategy": "channel"}, None, "float-quantized"),
+        lambda weight: _fp8_channel(weight, np.float32),
+    ),
+    "fp8-blocks": Published(
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"],
+        },
+        lambda weight: _fp8_blocks(weight, "weight_scale_inv"),
+    ),
+    "fbgemm": Published(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        lambda weight: _fp8_channel(weight, np.float32),
+    ),
+    "awq": Published({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, _awq),
+    "gptq": Published(_GPTQ, lambda weight: _gptq(weight, 32, act_order=False, stored_offset=1)),
+    "gptq-rows": Published(
+        _GPTQ | {"group_size": -1, "checkpoint_format": "gptq_v2"},
+        lambda weight: _gptq(weight, -1, act_order=False, stored_offset=0),
+    ),
+    "gptq-act-order": Published(
+        _GPTQ | {"desc_act": True}, lambda weight: _gptq(weight, 32, act_order=True, stored_offset=1)
+    ),
+    "int4-symmetric": Published(
+        _compressed(_INT4, None, "pack-quantized"), lambda weight: _packed(weight, symmetric=True)
+    ),
+    "int4-act-order": Published(
+        _compressed(_INT4 | {"symmetric": False, "actorder": "group"}, None, "pack-quantized"),
+        lambda weight: _packed(weight, symmetric=False, act_order=True),
+    ),
+}
