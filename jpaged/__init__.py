@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
-from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.api.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoringRequestOutput
+from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.api.version import __version__
@@ -31,12 +32,15 @@ __all__ = [
     "AsyncLLMEngine",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "__version__",
 ]

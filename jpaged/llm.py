@@ -21,17 +21,25 @@ from jpaged.api.errors import (
     InvalidParameterError,
     InvalidPromptError,
     JPagedError,
+    NonFiniteLogitsError,
     OutOfMemoryError,
     UnsupportedParameterError,
     shown,
     suggestion,
 )
-from jpaged.api.outputs import RequestOutput
+from jpaged.api.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.api.weights import InFlight
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
-from jpaged.frontend.inputs import Messages, ProcessedInput, Prompt, as_prompt_list
+from jpaged.frontend.inputs import Messages, Params, ProcessedInput, Prompt, as_prompt_list
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.frontend.model_of_config import as_directory
 from jpaged.host.interrupt import Interruptible
@@ -172,10 +180,68 @@ class LLM:
         prompt_list = as_prompt_list(prompts)
         return self._serve(prompt_list, [params] * len(prompt_list), [0] * len(prompt_list), use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Turns prompts into vectors, made of the model's hidden states after its final norm.
+
+        Args:
+            prompts, use_tqdm: as in `generate`. Text gets the tokens that the tokenizer adds, token ids get none.
+            pooling_params: how to pool; None: as the checkpoint's `modules.json` says, or else the last token's state,
+                normalised.
+        Returns:
+            One output for each prompt, in their order; its vector is `outputs.embedding`.
+        Raises:
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError: as `generate`.
+            NonFiniteLogitsError: a vector holds infinities or NaN.
+        """
+        params = self.engine.embeddings.params() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise InvalidParameterError(f"pooling_params must be PoolingParams, got {type(params).__name__}.")
+        return [_embedding_output(output) for output in self._embedded(as_prompt_list(prompts), params, use_tqdm)]
+
+    def score(
+        self,
+        queries: Prompt | Sequence[Prompt],
+        documents: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+    ) -> list[ScoringRequestOutput]:
+        """The similarity of queries and documents: the cosine of their embeddings.
+
+        Args:
+            queries: one, for all documents, or as many as there are documents.
+            documents, use_tqdm: prompts as in `embed`.
+        Returns:
+            One score for each document, in their order.
+        Raises:
+            As `embed`; and InvalidParameterError for another number of queries.
+        """
+        firsts, seconds = as_prompt_list(queries), as_prompt_list(documents)
+        if len(firsts) not in (1, len(seconds)):
+            raise InvalidParameterError(
+                f"queries has {len(firsts)} entries for {len(seconds)} documents; give one or as many."
+            )
+        outputs = self._embedded([*firsts, *seconds], self.engine.embeddings.params(normalize=True), use_tqdm)
+        first, second = outputs[: len(firsts)], outputs[len(firsts) :]
+        return [_scoring_output(a, b) for a, b in zip(first * (len(second) // len(first)), second, strict=True)]
+
+    def _embedded(
+        self, prompts: list[Prompt], params: PoolingParams, use_tqdm: bool | Callable[..., tqdm]
+    ) -> list[RequestOutput]:
+        outputs = self._serve(prompts, [params] * len(prompts), [0] * len(prompts), use_tqdm)
+        if any(output.embedding is None for output in outputs):
+            raise NonFiniteLogitsError()
+        return outputs
+
     def _serve(
         self,
         prompt_list: list[Prompt],
-        params: Sequence[SamplingParams | BeamSearchParams],
+        params: Sequence[Params],
         priorities: list[int],
         use_tqdm: bool | Callable[..., tqdm],
     ) -> list[RequestOutput]:
@@ -420,6 +486,24 @@ class LLM:
         if num_failed := sum("error" in one for one in reasons):
             log.error("%d of %d requests ended with finish_reason 'error'. %s", num_failed, len(finished), NOT_FINITE)
         return finished
+
+
+def _embedding_output(output: RequestOutput) -> EmbeddingRequestOutput:
+    vector = [] if output.embedding is None else output.embedding.tolist()
+    return EmbeddingRequestOutput(
+        output.request_id, EmbeddingOutput(vector), output.prompt_token_ids, output.num_cached_tokens
+    )
+
+
+def _scoring_output(first: RequestOutput, second: RequestOutput) -> ScoringRequestOutput:
+    assert first.embedding is not None
+    assert second.embedding is not None
+    return ScoringRequestOutput(
+        second.request_id,
+        ScoringOutput(float(first.embedding @ second.embedding)),
+        first.prompt_token_ids + second.prompt_token_ids,
+        first.num_cached_tokens + second.num_cached_tokens,
+    )
 
 
 def _start_engine(args: EngineArgs, weights: Any) -> LLMEngine | ReplicatedEngine:

@@ -14,7 +14,7 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from jpaged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged import LLM, EngineArgs, LLMEngine, PoolingParams, RequestOutputKind, SamplingParams
 from jpaged.api.errors import (
     CheckpointError,
     EngineDeadError,
@@ -649,3 +649,25 @@ def test_the_tokenizer_is_that_of_transformers():
         changed = demo.get_default_sampling_params()
         changed.max_tokens = 3
         assert demo.get_default_sampling_params().max_tokens != 3
+
+
+def test_prompts_are_embedded_and_scored_in_order(llm):
+    prompts = prompts_of(5)
+    found = llm.embed(prompts, use_tqdm=False)
+    assert [output.prompt_token_ids for output in found] == prompts
+    vectors = np.array([output.outputs.embedding for output in found])
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(np.ones(5), abs=1e-5)
+    for queries, expected in ((prompts[0], vectors @ vectors[0]), (prompts[::-1], (vectors * vectors[::-1]).sum(1))):
+        scores = llm.score(queries, prompts, use_tqdm=False)
+        assert [one.outputs.score for one in scores] == pytest.approx(expected.tolist(), abs=1e-5)
+    plain = llm.embed(prompts[0], pooling_params=PoolingParams(normalize=False), use_tqdm=False)[0].outputs.embedding
+    assert np.array(plain) / np.linalg.norm(plain) == pytest.approx(vectors[0], abs=1e-5)
+
+
+def test_what_cannot_be_embedded_is_named(llm):
+    with pytest.raises(InvalidParameterError, match="2 entries for 3 documents"):
+        llm.score([[3], [4]], [[3], [4], [5]])
+    with pytest.raises(InvalidParameterError, match="pooling_params"):
+        llm.embed([3], pooling_params=SamplingParams())
+    with pytest.raises(InvalidPromptError, match="prompts\\[1\\]"):
+        llm.embed([[3], [10**6]])

@@ -168,8 +168,16 @@ def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(llm):
 
 
 def test_log_probabilities_are_the_models_own_and_cover_every_token(llm):
-    (answer,) = answers(llm, sampling(Structured(json=SCHEMA), logprobs=3))
+    (output,) = llm.generate([PROMPT], sampling(Structured(json=SCHEMA), logprobs=3), use_tqdm=False)
+    answer = output.outputs[0]
     assert len(answer.logprobs) == len(answer.token_ids)
+    tokens = [*output.prompt_token_ids, *answer.token_ids]
+    llm.engine.add_score_request("raw", tokens, len(output.prompt_token_ids))
+    (scored,) = [one for _ in iter(llm.engine.has_unfinished_requests, False) for one in llm.engine.step()]
+    found = [position[token].logprob for token, position in zip(answer.token_ids, answer.logprobs, strict=True)]
+    assert found == pytest.approx(
+        scored.scores.logprobs.tolist(), abs=0.2
+    )  # no mask is in them; they differ by rounding
     for token, position in zip(answer.token_ids, answer.logprobs, strict=True):
         assert position[token].logprob <= max(one.logprob for one in position.values())
     assert any(position[t].rank > 3 for t, position in zip(answer.token_ids, answer.logprobs, strict=True))

@@ -296,8 +296,8 @@ def _check_idle_release(value: object, layout: KVCacheLayout) -> None:
         )
     if layout != "virtual":
         raise InvalidParameterError(
-            f"kv_idle_release_s={shown(value)} needs kv_cache_layout='virtual', got {layout!r}: the paged layout keeps "
-            f"its memory."
+            f"kv_idle_release_s={shown(value)} needs kv_cache_layout='virtual', got {layout!r}: the paged layout keeps"
+            f" its memory."
         )
 
 

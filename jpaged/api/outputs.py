@@ -99,6 +99,7 @@ class RequestOutput:
     prompt_logprobs: for each prompt token a dict of log-probabilities, None for the first; None unless asked for.
     num_cached_tokens: prompt tokens found in the prefix cache.
     scores: of a request made by `LLMEngine.add_score_request`, which has no outputs; None for others.
+    embedding: float32 [dimensions], of a request with `PoolingParams`, which has no outputs; None for others.
     """
 
     request_id: str
@@ -110,6 +111,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
     scores: TargetScores | None = None
+    embedding: "np.ndarray | None" = None
 
     @property
     def sequences(self) -> list[BeamSearchSequence]:
@@ -120,3 +122,39 @@ class RequestOutput:
             )
             for one in self.outputs
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """embedding: a prompt's vector."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """What `LLM.embed` returns of a prompt. num_cached_tokens: prompt tokens found in the prefix cache."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """score: the cosine of two embeddings, from -1 to 1."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """What `LLM.score` returns of a pair. prompt_token_ids: of its first text and then of its second."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True

@@ -11,8 +11,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "run-batch",
         help="answer a file of OpenAI requests",
         description=dedent("""\
-            Answer an OpenAI batch file: a line for each request to /v1/completions or /v1/chat/completions, and a line
-            for each answer, in the same order. Run again after a crash or Ctrl-C, it goes on where it was."""),
+            Answer an OpenAI batch file: a line for each request to /v1/completions, /v1/chat/completions or
+            /v1/embeddings, and a line for each answer, in the same order. Run again after a crash or Ctrl-C, it goes on
+            where it was."""),
         epilog=dedent("""\
             example:
               echo '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body":

@@ -103,6 +103,7 @@ class Chunk:
         tokens in the prompt, NO_TOKEN where none does. Their log-probabilities come back.
     score_targets: int32 [m], or None when nothing is scored; the tokens that follow the last m of the chunk's tokens.
         Their `TargetScores` come back.
+    num_pooled: how many of the chunk's last tokens have their hidden states summed; the sum comes back. 0: none.
     """
 
     slot: int
@@ -111,6 +112,7 @@ class Chunk:
     samples: bool
     prompt_logprob_targets: np.ndarray | None = None
     score_targets: np.ndarray | None = None
+    num_pooled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,7 @@ class StepResult:
     prompt_logprobs: row -> Logprobs [n], for chunks that asked.
     scores: row -> TargetScores [m], for chunks with targets.
     read_shared_prefix: whether the step read what rows share (`StepPlan.num_sharing`) once for all of them.
+    pooled: row -> float32 [hidden], for chunks with `num_pooled`: the sum of these tokens' hidden states.
     """
 
     token_ids: np.ndarray
@@ -237,6 +240,7 @@ class StepResult:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     scores: dict[int, TargetScores] = field(default_factory=dict)
     read_shared_prefix: bool = False
+    pooled: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):

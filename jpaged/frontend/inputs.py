@@ -12,9 +12,11 @@ import numpy as np
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.checks import is_integer, is_number
 from jpaged.api.errors import InvalidParameterError, InvalidPromptError, shown
+from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams, check_token_ids
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.request import Request
+from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.text.grammars import GrammarCheck, GrammarTokenizer
 from jpaged.text.tokenizer import Tokenizer
 
@@ -33,6 +35,9 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 """One prompt: text, token ids, or either in a dict."""
+
+Params = SamplingParams | BeamSearchParams | PoolingParams
+"""What a request asks for: to sample, to search, or to pool hidden states."""
 
 _SCORING = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
 """Parameters of score requests, which sample nothing."""
@@ -59,15 +64,22 @@ class InputProcessor:
     vocab_size: of the model's embedding.
     limits: of the engine that the requests will run on; of several, the least.
     eos_token_ids: the model's end-of-sequence tokens, for `request`.
+    embeddings: how the model embeds.
 
     Attributes:
         limits: as given; may be set anew, when prefixes were pinned say.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, limits: RequestLimits, eos_token_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        limits: RequestLimits,
+        eos_token_ids: Sequence[int] = (),
+        embeddings: EmbeddingConfig | None = None,
     ) -> None:
         self.limits = limits
+        self.embeddings = embeddings or EmbeddingConfig()
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
@@ -82,7 +94,7 @@ class InputProcessor:
         if self._grammars is not None:
             self._grammars.prepare()
 
-    def takes_long(self, params: SamplingParams | BeamSearchParams) -> bool:
+    def takes_long(self, params: Params) -> bool:
         """Whether checking these parameters may take longer than tokenizing a prompt: their constraint is new."""
         constraint = params.structured_outputs if isinstance(params, SamplingParams) else None
         return constraint is not None and self._grammars is not None and not self._grammars.knows(constraint)
@@ -91,7 +103,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt | ProcessedInput,
-        params: SamplingParams | BeamSearchParams,
+        params: Params,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -118,13 +130,14 @@ class InputProcessor:
         request = Request(
             request_id,
             checked.prompt_token_ids,
-            params.sampling_params() if isinstance(params, BeamSearchParams) else copy(params),
+            copy(params) if isinstance(params, SamplingParams) else params.sampling_params(),
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=checked.bad_words_token_ids,
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
             beam=params if isinstance(params, BeamSearchParams) else None,
+            pooling=params if isinstance(params, PoolingParams) else None,
         )
         return request, checked
 
@@ -150,7 +163,7 @@ class InputProcessor:
             score_targets=tokens[first_scored:],
         )
 
-    def process(self, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> ProcessedInput:
+    def process(self, prompt: Prompt, params: Params) -> ProcessedInput:
         """Tokenizes and checks one prompt and its parameters.
 
         Raises:
@@ -164,13 +177,15 @@ class InputProcessor:
             raise InvalidParameterError(
                 f"beam_width={params.beam_width} exceeds the vocabulary of {self._vocab_size} tokens; lower it."
             )
+        if isinstance(params, PoolingParams):
+            self.embeddings.check(params)
         given = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
         if not isinstance(given, str) and _is_sequence(given) and len(given) >= self.limits.max_model_len:
             self.limits.max_len(len(given), params)  # refuses it before anything looks at each token
         text, token_ids = self._tokens_of(prompt)
         self._check_tokens(token_ids)
         self.limits.max_len(len(token_ids), params)
-        sampling = params.sampling_params() if isinstance(params, BeamSearchParams) else params
+        sampling = params if isinstance(params, SamplingParams) else params.sampling_params()
         return ProcessedInput(text, token_ids, self._check_parameters(sampling))
 
     def check_scored(self, token_ids: Sequence[int] | np.ndarray, first_scored: int) -> np.ndarray:
@@ -306,8 +321,10 @@ def _checked_id(request_id: object) -> str:
 
 
 def _check_kind(params: object) -> None:
-    if not isinstance(params, SamplingParams | BeamSearchParams):
-        raise InvalidParameterError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}.")
+    if not isinstance(params, Params):
+        raise InvalidParameterError(
+            f"params must be SamplingParams, BeamSearchParams or PoolingParams, got {type(params).__name__}."
+        )
 
 
 def _integers(values: Any) -> list[int]:

@@ -10,10 +10,10 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 
-from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.sequences.request import Request
-from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
+from jpaged.frontend.embedding_config import EmbeddingConfig
+from jpaged.frontend.inputs import InputProcessor, Params, ProcessedInput, Prompt
 
 
 class RequestOptions(TypedDict, total=False):
@@ -34,11 +34,16 @@ class RequestIntake(ABC):
     default_sampling_params: SamplingParams
     _inputs: InputProcessor
 
+    @property
+    def embeddings(self) -> EmbeddingConfig:
+        """How the model embeds."""
+        return self._inputs.embeddings
+
     def add_request(
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: Params | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -49,8 +54,8 @@ class RequestIntake(ABC):
         Args:
             request_id: not that of an unfinished request.
             prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            params: how to sample, or to search; the model's sampling defaults if None. A search reports once, when it
-                has finished.
+            params: how to sample, to search or to pool; the model's sampling defaults if None. A search reports once,
+                when it has finished, and so does what is pooled, with an `embedding` and no `outputs`.
             priority: with scheduling_policy "priority", lower runs first.
             cache_salt: prefixes are shared only among requests of equal salt.
             arrival_time: seconds of `time.monotonic()`, for the output's metrics; now by default.
@@ -69,7 +74,7 @@ class RequestIntake(ABC):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: Params | None = None,
         **options: Unpack[RequestOptions],
     ) -> tuple[Request, ProcessedInput]:
         """The first half of `add_request`, which leaves nothing behind. It lets a caller queue all of several requests

@@ -30,6 +30,7 @@ from jpaged.engine.sequences.request import Request, checked_salt
 from jpaged.engine.stats import EngineStats
 from jpaged.executor.distributed import Cluster, LeadingRunner, lead
 from jpaged.executor.start.startup import Startup, start, with_known_backend
+from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.frontend.generation_config import get_default_sampling_params
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.frontend.intake import RequestIntake
@@ -116,7 +117,11 @@ class LLMEngine(RequestIntake):
         self.max_model_len = scheduler_config.max_model_len
         self.vocab_size = model.vocab_size
         self._inputs = InputProcessor(
-            self.tokenizer, model.vocab_size, self._core.scheduler.limits, model.eos_token_ids
+            self.tokenizer,
+            model.vocab_size,
+            self._core.scheduler.limits,
+            model.eos_token_ids,
+            EmbeddingConfig.load(directory),
         )
         self._outputs = OutputProcessor(self._core, self.tokenizer)
         self._failure: BaseException | None = None

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from jpaged.api.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.engine.scheduler.scheduler import RequestUpdate
@@ -67,7 +69,7 @@ class OutputProcessor:
         sequences = []
         for member in request.group.members:
             detokenizer = None
-            if self._tokenizer is not None and request.sampling.detokenize and request.score_targets is None:
+            if self._tokenizer is not None and request.sampling.detokenize and request.samples:
                 detokenizer = Detokenizer(self._tokenizer, prompt_token_ids, request.sampling)
             sequence = _OpenSequence(member, detokenizer)
             if request.logprobs is not None:
@@ -116,7 +118,7 @@ class OutputProcessor:
     def _output(self, state: _OpenRequest, changed: list[_OpenSequence], finished: bool) -> RequestOutput:
         request = state.request
         completions: list[CompletionOutput]
-        if request.score_targets is not None:
+        if not request.samples:
             completions = []
         elif request.beam is not None:
             completions = [self._completion(s, i) for i, s in enumerate(state.sequences[: request.beam.n])]
@@ -144,6 +146,7 @@ class OutputProcessor:
             num_cached_tokens=request.num_cached_tokens,
             metrics=request.stats,
             scores=request.scores,
+            embedding=_embedding(request),
         )
 
     def _completion(self, state: _OpenSequence, index: int) -> CompletionOutput:
@@ -176,6 +179,12 @@ class OutputProcessor:
         if self._tokenizer is None or not request.sampling.detokenize:
             return None
         return TokenTexts(self._tokenizer)
+
+
+def _embedding(request: Request) -> np.ndarray | None:
+    if request.pooling is None or request.pooled is None or request.finish_reason != "length":
+        return None
+    return request.pooling.finished(request.pooled)
 
 
 def _with_text(position: PositionLogprobs, texts: TokenTexts | None, token: int) -> PositionLogprobs:

@@ -23,7 +23,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
-from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.checks import check_bool, check_choice
 from jpaged.api.config import EngineArgs, RestartOptions
 from jpaged.api.errors import (
@@ -44,7 +43,8 @@ from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
-from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
+from jpaged.frontend.embedding_config import EmbeddingConfig
+from jpaged.frontend.inputs import InputProcessor, Params, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.host.hub import model_directory
 from jpaged.processes import handover, wire
 from jpaged.processes.keeper import EngineKeeper
@@ -103,6 +103,7 @@ class AsyncLLMEngine:
     Attributes:
         args: as given.
         tokenizer: None with skip_tokenizer_init.
+        embeddings: how the model embeds.
         metrics: what it counts and times.
         observers: are told of each request that has ended, such as `Traces` and `RequestLog`; closed by `shutdown`.
         keeper: of the processes; None with `link`.
@@ -122,7 +123,7 @@ class AsyncLLMEngine:
     ) -> None:
         if not isinstance(args, EngineArgs):
             args = EngineArgs(model=args)  # type: ignore[arg-type]  # which takes paths too
-        model_directory(args)  # where there is no model, no process is started
+        self.embeddings = EmbeddingConfig.load(model_directory(args))  # where there is no model, no process is started
         self.args = args
         if link is None:
             processes = processes or EngineProcesses(args)
@@ -240,7 +241,7 @@ class AsyncLLMEngine:
     async def generate(
         self,
         prompt: Prompt | ProcessedInput,
-        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        sampling_params: Params | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -252,9 +253,9 @@ class AsyncLLMEngine:
 
         Args:
             prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or what `process` made of it.
-            sampling_params: how to sample, or to search; the model's defaults if None. `output_kind` says what is
-                yielded: all so far (CUMULATIVE), what is new (DELTA), or once at the end (FINAL_ONLY). An output may
-                hold several tokens, when they came faster than they were taken.
+            sampling_params: how to sample, to search or to pool; the model's defaults if None. `output_kind` says what
+                is yielded: all so far (CUMULATIVE), what is new (DELTA), or once at the end (FINAL_ONLY). An output
+                may hold several tokens, when they came faster than they were taken.
             request_id: not that of an unfinished request; made up if None.
             priority: with scheduling_policy "priority", lower runs first.
             cache_salt: prefixes are shared only among requests of equal salt.
@@ -315,7 +316,7 @@ class AsyncLLMEngine:
         for stream in list(self._streams.values()):
             self._abort(stream)
 
-    async def process(self, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> ProcessedInput:
+    async def process(self, prompt: Prompt, params: Params) -> ProcessedInput:
         """Tokenizes and checks a prompt and its parameters, without queueing anything.
 
         Raises:
@@ -650,7 +651,9 @@ class AsyncLLMEngine:
         first = ready[0]
         first.limits = RequestLimits.least(one.limits for one in ready)
         self._ready = first
-        self._inputs = InputProcessor(self.tokenizer, first.vocab_size, first.limits, first.eos_token_ids)
+        self._inputs = InputProcessor(
+            self.tokenizer, first.vocab_size, first.limits, first.eos_token_ids, self.embeddings
+        )
         self._inputs.prepare_structured_outputs()
         if self.keeper is not None:
             self.keeper.start()

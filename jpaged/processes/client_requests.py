@@ -284,4 +284,5 @@ def _update(entry: ClientRequest, request: Request, token_ids: list[int]) -> Upd
         stats=request.stats if first or request.finished else None,
         cumulative_logprob=request.cumulative_logprob,
         score=request.score,
+        pooled=None if request.pooled is None else request.pooled.tobytes(),
     )

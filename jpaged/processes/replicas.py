@@ -46,6 +46,7 @@ from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.request import Request, checked_salt
 from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
+from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.frontend.generation_config import get_default_sampling_params
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.frontend.intake import RequestIntake
@@ -142,7 +143,9 @@ class ReplicatedEngine(RequestIntake):
         self.max_model_len = limits.max_model_len
         self.vocab_size = ready[0].vocab_size
         self.eos_token_ids = ready[0].eos_token_ids
-        self._inputs = InputProcessor(self.tokenizer, self.vocab_size, limits, self.eos_token_ids)
+        self._inputs = InputProcessor(
+            self.tokenizer, self.vocab_size, limits, self.eos_token_ids, EmbeddingConfig.load(directory)
+        )
         self._router = Router(self.num_replicas, match_prefixes=args.enable_prefix_caching)
         if args.verbose:
             seconds = time.perf_counter() - begun
@@ -163,9 +166,11 @@ class ReplicatedEngine(RequestIntake):
         self._check_alive()
         if request.request_id in self._open:
             raise InvalidParameterError(f"request_id={request.request_id!r} is in use by an unfinished request.")
-        if request.score_targets is None:
+        if request.samples:
             self._seed(request)
             tokens, new_tokens = checked.prompt_token_ids, self._most_new_tokens(request)
+        elif request.score_targets is None:
+            tokens, new_tokens = checked.prompt_token_ids, 0
         else:
             tokens, new_tokens = [*request.prompt_token_ids.tolist(), int(request.score_targets[-1])], 0
         one = self._numbered(request, checked)

@@ -8,6 +8,8 @@ News only gather and wake the consumer; text is made when it looks, so one that 
 import asyncio
 import time
 
+import numpy as np
+
 from jpaged.api.errors import JPagedError, NonFiniteLogitsError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import RequestOutputKind
@@ -136,6 +138,8 @@ class RequestStream:
             self._has_failed |= update.finish_reason == "error"
             request.stop_reason = update.stop_reason
             request.cumulative_logprob, request.score = update.cumulative_logprob, update.score
+            if update.pooled is not None:
+                request.pooled = np.frombuffer(update.pooled, np.float32)
         self.last_token_time = now
         self.pending[update.index].extend(update.token_ids)
         self._changed.add(update.index)

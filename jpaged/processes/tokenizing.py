@@ -12,10 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.errors import InvalidPromptError, PromptTooLongError
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt
+from jpaged.frontend.inputs import InputProcessor, Params, ProcessedInput, Prompt
 from jpaged.text.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 4096
@@ -39,9 +38,7 @@ class AsyncTokenizer:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jpaged-tokenize")
         self._checks = ThreadPoolExecutor(_CHECKS, thread_name_prefix="jpaged-check")
 
-    async def process(
-        self, prompt: Prompt, params: SamplingParams | BeamSearchParams, inputs: InputProcessor
-    ) -> ProcessedInput:
+    async def process(self, prompt: Prompt, params: Params, inputs: InputProcessor) -> ProcessedInput:
         """As `InputProcessor.process`, which may be in a thread."""
         text: Any
         if isinstance(prompt, dict):

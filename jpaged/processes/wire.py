@@ -29,6 +29,7 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError
 from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats, TargetScores
+from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.api.weights import InFlight
 from jpaged.engine.limits import RequestLimits
@@ -105,6 +106,7 @@ class Add(_Message):
     again: bool = False
     resumed: Resumed | None = None
     on_trial: bool = False
+    pooling: PoolingParams | None = None
 
     @classmethod
     def of(cls, handle: int, request: Request, *, again: bool = False, on_trial: bool = False) -> "Add":
@@ -122,6 +124,7 @@ class Add(_Message):
             again=again,
             resumed=Resumed.of(request) if again else None,
             on_trial=on_trial,
+            pooling=request.pooling,
         )
 
     def request(self, request_id: str, eos_token_ids: tuple[int, ...]) -> Request:
@@ -137,8 +140,9 @@ class Add(_Message):
             arrival_time=self.arrival_time,
             beam=self.beam,
             score_targets=None if self.score_targets is None else np.frombuffer(self.score_targets, np.int32),
+            pooling=self.pooling,
         )
-        if self.again and self.beam is None:
+        if self.again and self.beam is None and request.samples:
             request.reports_each_token = True
         if self.resumed is not None:
             request.num_cached_tokens, request.stats = self.resumed.num_cached_tokens, self.resumed.stats
@@ -283,7 +287,7 @@ class Update(_Message):
     """News of one sequence of a request that are more than a token.
 
     token_ids: tokens since its last update. logprobs: of these tokens, where asked for. prompt_logprobs: with the
-    first update only. stats: with the first and the last.
+    first update only. stats: with the first and the last. pooled: `Request.pooled`, as bytes, with the last.
     """
 
     handle: int
@@ -297,6 +301,7 @@ class Update(_Message):
     stats: RequestStateStats | None
     cumulative_logprob: float | None
     score: float | None
+    pooled: bytes | None = None
 
 
 class Step(_Message):
@@ -321,7 +326,7 @@ class Scores(_Message):
 
 
 class Output(_Message):
-    """A `RequestOutput` without what the client knows already: the request's id and prompt."""
+    """A `RequestOutput` without what the client knows already: the request's id and prompt. embedding: as bytes."""
 
     handle: int
     completions: list[CompletionOutput]
@@ -330,10 +335,11 @@ class Output(_Message):
     num_cached_tokens: int
     metrics: RequestStateStats
     scores: Scores | None
+    embedding: bytes | None = None
 
     @classmethod
     def of(cls, handle: int, output: RequestOutput) -> "Output":
-        scores = output.scores
+        scores, embedding = output.scores, output.embedding
         return cls(
             handle=handle,
             completions=output.outputs,
@@ -342,6 +348,7 @@ class Output(_Message):
             num_cached_tokens=output.num_cached_tokens,
             metrics=output.metrics,
             scores=None if scores is None else Scores(scores.logprobs.tobytes(), scores.greedy.tobytes()),
+            embedding=None if embedding is None else embedding.tobytes(),
         )
 
     def request_output(self, request_id: str, prompt: str | None, prompt_token_ids: list[int]) -> RequestOutput:
@@ -360,6 +367,7 @@ class Output(_Message):
             else TargetScores(
                 np.frombuffer(bytearray(scores.logprobs), np.float32), np.frombuffer(bytearray(scores.greedy), np.bool_)
             ),
+            embedding=None if self.embedding is None else np.frombuffer(bytearray(self.embedding), np.float32),
         )
 
 

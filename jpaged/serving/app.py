@@ -3,6 +3,7 @@
     client -- RequestIds -- RootPath -- LastWords -- Hosts -- Origins -- CORS -- ApiKeys --+-- page.py
                                                                                            +-- openai_routes.py
                                                                                            +-- dialects/routes.py
+                                                                                           +-- embedding_routes.py
                                                                                            +-- operational_routes.py
 
 Hosts, CORS and ApiKeys are there when hosts and origins are listed and keys are given.
@@ -21,6 +22,7 @@ from jpaged.processes.traces import Traces
 from jpaged.serving.admission import Admission, ClientCounts
 from jpaged.serving.browsers import Hosts, Origins
 from jpaged.serving.dialects.routes import dialect_routes
+from jpaged.serving.embedding_routes import embedding_routes
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import error_response
 from jpaged.serving.live import LiveView
@@ -44,6 +46,7 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts
     admission = Admission(engine, options.limits, clients)
     live = LiveView(engine, options.limits.max_watchers)
     routes = [*openai_routes(engine, options, admission), *dialect_routes(engine, options, admission)]
+    routes += embedding_routes(engine, options, admission)
     routes += [*operational_routes(engine, options, live), *page_routes()]
     middleware = [Middleware(RequestIds), Middleware(RootPath), Middleware(LastWords)]
     if options.allowed_hosts is not None:

@@ -9,6 +9,7 @@ shard is written when the last of its requests is done.
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -29,6 +30,7 @@ from jpaged.scoring.progress import Progress
 from jpaged.scoring.shards import write_shard
 from jpaged.scoring.workers import Done, Shard
 from jpaged.serving.batch_requests import BadLine, BadRequest, BatchRequest, bad_line, parse_request, response_line
+from jpaged.serving.embedding_protocol import EmbeddingRequest
 from jpaged.serving.sampling import in_words_of
 from jpaged.text.tokenizer import Tokenizer
 
@@ -54,7 +56,7 @@ def run_batch(
     beside what, it was run.
 
     Args:
-        inputs: .jsonl, a request a line, for /v1/completions or /v1/chat/completions.
+        inputs: .jsonl, a request a line, for /v1/completions, /v1/chat/completions or /v1/embeddings.
         output: .jsonl; a line for each line of the input, in order. Lines that could not be served hold the error.
         model, options: as for `LLM`.
         overwrite: replace an output of this name, and drop unfinished work on it.
@@ -154,7 +156,9 @@ class BatchShards:
         try:
             if line.record.error is not None:
                 raise BadLine(line.record.error)
-            request = parse_request(line.record.data, self._tokenizer, self._engine.default_sampling_params)
+            request = parse_request(
+                line.record.data, self._tokenizer, self._engine.default_sampling_params, self._engine.embeddings
+            )
             line.request = request
             line.outputs = [None] * len(request.prompts)
             for number, prompt in enumerate(request.prompts):
@@ -163,7 +167,7 @@ class BatchShards:
                     params = replace(params, seed=(self._args.seed + line.record.index + (number << 32)) % 2**63)
                 try:
                     request_id = next(request_ids)
-                    with in_words_of(request.body, request.constraint):
+                    with _in_words_of(request):
                         self._engine.add_request(request_id, prompt, params, cache_salt=request.body.cache_salt)
                 except (InvalidParameterError, InvalidPromptError, OutOfMemoryError) as error:
                     raise BadRequest(request.custom_id, error, type(request.body)) from error
@@ -183,7 +187,7 @@ class BatchShards:
         if line.answer is None:
             if line.request is None or len(outputs) < len(line.outputs):
                 return
-            if any(completion.finish_reason == "error" for output in outputs for completion in output.outputs):
+            if any(_has_failed(output) for output in outputs):
                 error = BadRequest(line.request.custom_id, NonFiniteLogitsError(), type(line.request.body))
                 line.answer = error.response
             else:
@@ -224,3 +228,17 @@ def _lines_of(shard: Shard) -> Iterator[_OpenLine]:
     opened = _OpenShard(shard.number, [None] * len(shard.records))
     for position, record in enumerate(shard.records):
         yield _OpenLine(opened, position, record)
+
+
+def _in_words_of(request: BatchRequest) -> AbstractContextManager[None]:
+    """Errors raised inside speak of the fields of the request's body."""
+    if isinstance(request.body, EmbeddingRequest):
+        return nullcontext()
+    return in_words_of(request.body, request.constraint)
+
+
+def _has_failed(output: RequestOutput) -> bool:
+    """Whether the model's logits or hidden states were not finite."""
+    if not output.outputs:
+        return output.embedding is None
+    return any(completion.finish_reason == "error" for completion in output.outputs)

@@ -15,21 +15,31 @@ from typing import Any
 
 import msgspec
 
-from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.errors import InvalidPromptError, JPagedError, UnsupportedParameterError, shown
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.frontend.inputs import ProcessedInput, Prompt, as_prompt_list
+from jpaged.frontend.embedding_config import EmbeddingConfig
+from jpaged.frontend.inputs import Params, ProcessedInput, Prompt, as_prompt_list
+from jpaged.serving import embeddings
 from jpaged.serving.answers import AnswerContext, answer_to
 from jpaged.serving.chat_template import template_arguments
 from jpaged.serving.constraints import Constraint
+from jpaged.serving.embedding_protocol import EmbeddingRequest
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, refuse_unsupported
 from jpaged.serving.sampling import in_words_of, sampling_of
 from jpaged.serving.turns import Reading, turn_of
 from jpaged.text.tokenizer import Tokenizer
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+
+Body = CompletionRequest | ChatCompletionRequest | EmbeddingRequest
+
+_KINDS: dict[str, type[Body]] = {
+    COMPLETIONS: CompletionRequest,
+    CHAT: ChatCompletionRequest,
+    EMBEDDINGS: EmbeddingRequest,
+}
 
 _SERVER_ONLY = ("stream", "stream_options", "request_id", "priority", "truncate_prompt_tokens", "truncation_side")
 """Fields that the server takes and a batch refuses: nobody waits for a batch, and custom_id names the answer."""
@@ -39,15 +49,15 @@ _IDLE = {"stream": False, "priority": 0}
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A line's request: one prompt, or several for completions. params are the same for all.
+    """A line's request: one prompt, or several for completions and embeddings. params are the same for all.
 
     reading, constraint: of a chat that has tools or reasoning.
     """
 
     custom_id: str
-    body: CompletionRequest | ChatCompletionRequest
+    body: Body
     prompts: list[Prompt]
-    params: SamplingParams | BeamSearchParams
+    params: Params
     reading: Reading | None = None
     constraint: Constraint | None = None
 
@@ -63,17 +73,17 @@ class BadLine(Exception):
 class BadRequest(Exception):
     """A request that cannot be served; `response` is the line that says so."""
 
-    def __init__(
-        self, custom_id: str, error: Exception, kind: type[CompletionRequest] | type[ChatCompletionRequest]
-    ) -> None:
+    def __init__(self, custom_id: str, error: Exception, kind: type[Body]) -> None:
         super().__init__(str(error))
-        prompt_field = "messages" if kind is ChatCompletionRequest else "prompt"
+        prompt_field = {ChatCompletionRequest: "messages", EmbeddingRequest: "input"}.get(kind, "prompt")
         answer = api_error(error, kind.__struct_fields__, prompt_field)
         self.response = _line(custom_id, answer.status, answer.body())
 
 
-def parse_request(line: Any, tokenizer: Tokenizer, defaults: SamplingParams) -> BatchRequest:
-    """Parses a line. defaults: for sampling fields that the body leaves out.
+def parse_request(
+    line: Any, tokenizer: Tokenizer, defaults: SamplingParams, embedding: EmbeddingConfig | None = None
+) -> BatchRequest:
+    """Parses a line. defaults: for sampling fields that the body leaves out. embedding: how the model embeds.
 
     Raises:
         BadLine: it is no request. BadRequest: its body asks for what cannot be done.
@@ -86,12 +96,11 @@ def parse_request(line: Any, tokenizer: Tokenizer, defaults: SamplingParams) -> 
     if line.get("method", "POST") != "POST":
         raise BadLine(f'method must be "POST", got {shown(line["method"])}.', custom_id)
     url, given = line.get("url"), line.get("body")
-    if url not in (COMPLETIONS, CHAT):
-        raise BadLine(f"url must be {COMPLETIONS} or {CHAT}, got {shown(url)}.", custom_id)
+    kind = _KINDS.get(url) if isinstance(url, str) else None
+    if kind is None:
+        raise BadLine(f"url must be {COMPLETIONS}, {CHAT} or {EMBEDDINGS}, got {shown(url)}.", custom_id)
     if not isinstance(given, Mapping):
         raise BadLine(f"body must be an object, got {type(given).__name__}.", custom_id)
-    kind: type[CompletionRequest] | type[ChatCompletionRequest]
-    kind = ChatCompletionRequest if url == CHAT else CompletionRequest
     try:
         try:
             msgspec.json.encode(given)  # a lone surrogate, which JSON can spell, could not be told of in an answer
@@ -100,19 +109,39 @@ def parse_request(line: Any, tokenizer: Tokenizer, defaults: SamplingParams) -> 
             raise ApiError(400, "The body holds a lone surrogate, which is no text; remove it.") from error
         except msgspec.ValidationError as error:
             raise decoding_error(error) from error
-        return _checked(custom_id, body, tokenizer, defaults)
+        _check(body)
+        if isinstance(body, EmbeddingRequest):
+            return _to_embed(custom_id, body, tokenizer, embedding or EmbeddingConfig())
+        return _to_generate(custom_id, body, tokenizer, defaults)
     except (ApiError, JPagedError) as error:
         raise BadRequest(custom_id, error, kind) from error
 
 
-def _checked(
-    custom_id: str, body: CompletionRequest | ChatCompletionRequest, tokenizer: Tokenizer, defaults: SamplingParams
-) -> BatchRequest:
+def _check(body: Body) -> None:
     refuse_unsupported(body)
     for name in _SERVER_ONLY:
-        value = getattr(body, name)
+        value = getattr(body, name, None)
         if value is not None and (name not in _IDLE or value != _IDLE[name]):
             raise UnsupportedParameterError(f"{name} is not supported in a batch; leave it out.")
+
+
+def _to_embed(custom_id: str, body: EmbeddingRequest, tokenizer: Tokenizer, config: EmbeddingConfig) -> BatchRequest:
+    prompts = _with_special(body, embeddings.prompts_of(body), tokenizer)
+    return BatchRequest(custom_id, body, prompts, embeddings.params_of(body, config))
+
+
+def _with_special(
+    body: CompletionRequest | EmbeddingRequest, prompts: list[Prompt], tokenizer: Tokenizer
+) -> list[Prompt]:
+    """Texts as tokens where the request wants no special ones."""
+    if body.add_special_tokens is not False:
+        return prompts
+    return [tokenizer.encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in prompts]
+
+
+def _to_generate(
+    custom_id: str, body: CompletionRequest | ChatCompletionRequest, tokenizer: Tokenizer, defaults: SamplingParams
+) -> BatchRequest:
     params = sampling_of(body, defaults)
     prompts: list[Prompt]
     if isinstance(body, ChatCompletionRequest):
@@ -129,8 +158,7 @@ def _checked(
         prompts = as_prompt_list(body.prompt)
         if not prompts:
             raise InvalidPromptError("prompt is an empty list; give at least one prompt.")
-        if body.add_special_tokens is False:
-            prompts = [tokenizer.encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
+        prompts = _with_special(body, prompts, tokenizer)
     return BatchRequest(custom_id, body, prompts, params)
 
 
@@ -139,6 +167,9 @@ def response_line(
 ) -> dict[str, Any]:
     """The line of a request whose prompts have all been answered."""
     body, name = request.body, uuid.uuid4().hex
+    if isinstance(body, EmbeddingRequest):
+        found = embeddings.answer(body, f"embd-{name}", body.model or model, outputs)
+        return _line(request.custom_id, 200, msgspec.json.encode(found))
     prompts = [ProcessedInput(output.prompt, output.prompt_token_ids, ()) for output in outputs]
     kind = "chatcmpl" if isinstance(body, ChatCompletionRequest) else "cmpl"
     context = AnswerContext(f"{kind}-{name}", body.model or model, prompts, tokenizer, request.reading)

@@ -24,11 +24,13 @@ from jpaged.serving.admission import Admission, Ticket
 from jpaged.serving.answers import Answer, AnswerContext, answer_to
 from jpaged.serving.chat_template import template_arguments
 from jpaged.serving.constraints import Constraint
+from jpaged.serving.embedding_protocol import PoolingRequest
 from jpaged.serving.errors import ApiError
 from jpaged.serving.options import AppOptions
 from jpaged.serving.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
+    GenerationRequest,
     TokenizeRequest,
     refuse_unsupported,
 )
@@ -69,6 +71,11 @@ class Job:
     prompt_field: str
     max_unsent_bytes: int
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def max_backlog_bytes(self) -> int | None:
+        """Of a prompt's log-probabilities that may wait for the client."""
+        return self.max_unsent_bytes // len(self.prompts) if self.streams else None
 
 
 class JobMaker:
@@ -225,7 +232,11 @@ class JobMaker:
             raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
         if body.stream and body.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs is not available with stream: true.", param="prompt_logprobs")
-        if body.priority and self._engine.args.scheduling_policy != "priority":
+        self.check_priority(body.priority)
+
+    def check_priority(self, priority: int | None) -> None:
+        """Raises ApiError if a request has a priority that nothing heeds."""
+        if priority and self._engine.args.scheduling_policy != "priority":
             raise ApiError(
                 400,
                 'priority has no effect here: the server was not started with --scheduling-policy "priority".',
@@ -242,18 +253,8 @@ class JobMaker:
         tokens: list[int],
         params: SamplingParams | BeamSearchParams,
     ) -> list[int]:
-        """The last tokens of a prompt, or the first: as many as asked for, or for -1 as leave room for the answer."""
-        keep = body.truncate_prompt_tokens
-        if keep is None:
-            return tokens
-        if keep == -1:
-            limits = (await self._engine.ready()).limits
-            keep = max(1, min(limits.max_model_len, limits.pool_tokens) - (params.max_tokens or 1))
-        if keep < 1:
-            raise ApiError(
-                400, f"truncate_prompt_tokens must be -1 or at least 1, got {keep}.", param="truncate_prompt_tokens"
-            )
-        return tokens[:keep] if body.truncation_side == "right" else tokens[-keep:]
+        limits = (await self._engine.ready()).limits
+        return truncated(body, tokens, min(limits.max_model_len, limits.pool_tokens) - (params.max_tokens or 1))
 
     @asynccontextmanager
     async def _place(self, client: bytes, num_prompts: int) -> AsyncIterator[Ticket]:
@@ -306,3 +307,17 @@ class JobMaker:
             prompt_field,
             self._limits.max_unsent_bytes,
         )
+
+
+def truncated(body: GenerationRequest | PoolingRequest, tokens: list[int], longest: int) -> list[int]:
+    """The last tokens of a prompt, or the first: as many as asked for, or for -1 at most `longest`. Raises ApiError."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return tokens
+    if keep == -1:
+        keep = max(1, longest)
+    if keep < 1:
+        raise ApiError(
+            400, f"truncate_prompt_tokens must be -1 or at least 1, got {keep}.", param="truncate_prompt_tokens"
+        )
+    return tokens[:keep] if body.truncation_side == "right" else tokens[-keep:]

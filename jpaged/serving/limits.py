@@ -101,9 +101,9 @@ class ServerLimits:
         elif isinstance(request, ChatCompletionRequest):
             _at_most("top_logprobs", request.top_logprobs, self.max_logprobs)
 
-    def check_prompts(self, num_prompts: int) -> None:
+    def check_prompts(self, num_prompts: int, prompt_field: str = "prompt") -> None:
         """Checks the number of prompts in one request."""
-        _at_most("prompt", num_prompts, self.max_prompts, " prompts")
+        _at_most(prompt_field, num_prompts, self.max_prompts, " prompts")
 
     def check_detokenized(self, num_tokens: int, max_model_len: int) -> None:
         """Checks the number of tokens to turn into text."""

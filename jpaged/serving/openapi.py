@@ -7,6 +7,14 @@ import msgspec
 from jpaged.api.version import __version__
 from jpaged.serving.dialects.messages import MessagesRequest
 from jpaged.serving.dialects.responses import ResponsesRequest
+from jpaged.serving.embedding_protocol import (
+    EmbeddingRequest,
+    EmbeddingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from jpaged.serving.protocol import (
     ChatCompletionRequest,
     ChatResponse,
@@ -27,6 +35,9 @@ _POSTS: dict[str, tuple[str, Any, Any]] = {
     "/v1/messages": ("Answer a conversation, as Anthropic's API does.", MessagesRequest, dict[str, Any]),
     "/v1/messages/count_tokens": ("The tokens of such a conversation.", MessagesRequest, dict[str, int]),
     "/v1/responses": ("Answer a conversation, as OpenAI's Responses API does.", ResponsesRequest, dict[str, Any]),
+    "/v1/embeddings": ("Turn prompts into vectors.", EmbeddingRequest, EmbeddingResponse),
+    "/v1/score": ("The similarity of texts.", ScoreRequest, ScoreResponse),
+    "/v1/rerank": ("Documents in the order of their similarity to a query.", RerankRequest, RerankResponse),
     "/tokenize": ("Text or a conversation to token ids.", TokenizeRequest, TokenizeResponse),
     "/detokenize": ("Token ids to text.", DetokenizeRequest, DetokenizeResponse),
 }

@@ -7,6 +7,7 @@ Requests are msgspec structs: decoding and checking a chat request takes about 3
 about 1 us.
 """
 
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -214,19 +215,18 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def refuse_unsupported(request: GenerationRequest | TokenizeRequest) -> None:
+def refuse_unsupported(request: Struct) -> None:
     """Raises ApiError for the first field that is known, not supported, and asks for something."""
-    for name in _UNSUPPORTED_FIELDS[type(request)]:
+    for name in _unsupported_fields(type(request)):
         value = getattr(request, name)
         if value is None or value == [] or value == {} or value in _ASKS_FOR_NOTHING.get(name, ()):
             continue
         raise ApiError(400, f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
 
 
-_UNSUPPORTED_FIELDS: dict[type, tuple[str, ...]] = {
-    kind: tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Any)
-    for kind in (CompletionRequest, ChatCompletionRequest, TokenizeRequest)
-}
+@cache
+def _unsupported_fields(kind: type[Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Any)
 
 
 class PromptTokensDetails(Struct):

@@ -9,14 +9,17 @@ the client goes away the task is cancelled, which aborts what the engine still d
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jpaged.api.outputs import RequestOutput
+from jpaged.frontend.inputs import Params, ProcessedInput
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
+from jpaged.serving.admission import Ticket
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import ClientDisconnected, error_response, reported, unless_disconnected
 from jpaged.serving.jobs import INLINE_LOGPROBS, Job
@@ -29,7 +32,35 @@ _EVENT_STREAM = (
 )
 
 
-async def all_outputs(engine: AsyncLLMEngine, job: Job) -> list[RequestOutput]:
+class Work(Protocol):
+    """What the engine is to do for a request, as `Job` has it. max_backlog_bytes: as of `AsyncLLMEngine.generate`."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def prompts(self) -> Sequence[ProcessedInput]: ...
+
+    @property
+    def params(self) -> Params: ...
+
+    @property
+    def ticket(self) -> Ticket: ...
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+    @property
+    def trace_headers(self) -> Mapping[str, str]: ...
+
+    @property
+    def max_backlog_bytes(self) -> int | None: ...
+
+
+async def all_outputs(engine: AsyncLLMEngine, job: Work) -> list[RequestOutput]:
     """The last output of each prompt."""
     last: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(_outputs(engine, job)) as arriving:
@@ -116,7 +147,7 @@ def _num_logprobs(output: RequestOutput) -> int:
     return total
 
 
-async def _outputs(engine: AsyncLLMEngine, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _outputs(engine: AsyncLLMEngine, job: Work) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of all prompts as they come, with the prompt's number. Closing it aborts all."""
     if len(job.prompts) == 1:
         async with contextlib.aclosing(_generation(engine, job, 0)) as outputs:
@@ -152,7 +183,7 @@ async def _outputs(engine: AsyncLLMEngine, job: Job) -> AsyncGenerator[tuple[int
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _generation(engine: AsyncLLMEngine, job: Job, i: int) -> AsyncGenerator[RequestOutput, None]:
+def _generation(engine: AsyncLLMEngine, job: Work, i: int) -> AsyncGenerator[RequestOutput, None]:
     """A prompt's outputs. Whoever calls this asks for the first at once: from then on the engine counts the prompt."""
     job.ticket.opened(len(job.prompts[i].prompt_token_ids))
     return engine.generate(
@@ -162,5 +193,5 @@ def _generation(engine: AsyncLLMEngine, job: Job, i: int) -> AsyncGenerator[Requ
         priority=job.priority,
         cache_salt=job.cache_salt,
         trace_headers=job.trace_headers,
-        max_backlog_bytes=job.max_unsent_bytes // len(job.prompts) if job.streams else None,
+        max_backlog_bytes=job.max_backlog_bytes,
     )

@@ -14,7 +14,7 @@ from jpaged import LLM, RequestOutputKind, SamplingParams
 from jpaged.api.errors import JPagedError
 from jpaged.processes.replicas import ReplicatedEngine
 from tests.parallel.models import eight_heads
-from tests.parallel.tensor_parallel_runs import ARGS, prompts, run, score
+from tests.parallel.tensor_parallel_runs import ARGS, embed, prompts, run, score
 from tests.tiny_models import write_tiny_model
 
 SIZES = {"max_model_len": 80}
@@ -45,6 +45,7 @@ def two_replicas_of_four_shards(name: str) -> dict[str, Any]:
         result["preemptions_and_hits"] = [stats.num_preemptions, stats.prefix_cache_hits]
         result["by_replica"] = [stats.num_finished for stats in engine.get_replica_metrics()]
         result["scores"] = [score(llm.engine, [[3, 4, *prompt] for prompt in prompts()]) for llm in (one, two)]
+        result["embeddings"] = [embed(llm.engine, prompts()) for llm in (one, two)]
         result["wrong_score"] = _error(lambda: engine.add_score_request("x", [3, 4], 2))
         result["reset"] = engine.reset_prefix_cache()
         result |= _pinned(two, engine)

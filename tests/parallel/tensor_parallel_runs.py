@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged import BeamSearchParams, EngineArgs, LLMEngine, PoolingParams, RequestOutputKind, SamplingParams
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor import config as executor_config
 from jpaged.executor.mesh import DeviceMesh
@@ -86,6 +86,17 @@ def score(engine: LLMEngine, prompts: list[list[int]]) -> dict[str, list]:
     logprobs = np.concatenate([one.logprobs for one in scores if one is not None])
     greedy = np.concatenate([one.greedy for one in scores if one is not None])
     return {"logprobs": logprobs.tolist(), "greedy": greedy.tolist()}
+
+
+def embed(engine: LLMEngine, prompts: list[list[int]]) -> list[list[float]]:
+    """Embeddings of the prompts: of every other one the mean."""
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, PoolingParams(pooling="mean" if i % 2 else "last"))
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found[int(output.request_id)] = output.embedding
+    return [found[i].tolist() for i in range(len(prompts))]
 
 
 def tokens_by_degree(name: str) -> dict[str, Any]:
@@ -210,6 +221,7 @@ def everything_by_degree(name: str) -> dict[str, Any]:
             degree: {
                 "tokens": {variant: run(engine, prompts(), **params) for variant, params in SAMPLED.items()},
                 "scores": score(engine, [[3, 4, *prompt] for prompt in prompts()]),
+                "embeddings": embed(engine, prompts()),
                 "odd_rows": {rows: _drawn(rows, degree) for rows in (1, 3, 8)},
                 "finite": {int(variant): _known_to_be_finite(variant, degree) for variant in SamplingVariant},
                 "masked": {int(variant): _drawn_under_masks(variant, degree) for variant in MASKS},

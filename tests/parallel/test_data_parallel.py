@@ -36,6 +36,14 @@ def test_replicas_score_given_tokens_as_one_device_does(found):
 
 
 @one_process
+def test_replicas_embed_as_one_device_does(found):
+    one, two = found["embeddings"]
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        assert b == pytest.approx(a, abs=1e-5)
+
+
+@one_process
 def test_a_prefix_is_pinned_on_every_replica_or_on_none(found):
     assert found["pinned_tokens"] == 8
     assert found["beside"] == ["beside"]

@@ -100,6 +100,14 @@ def test_given_tokens_score_as_on_one_device(by_degree):
 
 
 @one_process
+def test_embeddings_are_those_of_one_device(by_degree):
+    one, split = by_degree["1"]["embeddings"], by_degree["4"]["embeddings"]
+    assert len(one) == len(split)
+    for a, b in zip(one, split, strict=True):
+        assert b == pytest.approx(a, abs=1e-5)
+
+
+@one_process
 def test_samples_and_beams_that_are_forked_and_swapped_are_those_of_one_device(by_degree):
     assert len(by_degree["1"]["sequences"]) == 16
     assert by_degree["4"]["sequences"] == by_degree["1"]["sequences"]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from jpaged import LLM, BeamSearchParams, EngineArgs, SamplingParams
+from jpaged import LLM, BeamSearchParams, EngineArgs, PoolingParams, SamplingParams
 from jpaged.api.errors import (
     EngineDeadError,
     InvalidParameterError,
@@ -95,6 +95,9 @@ class EchoEngine:
         if request.score_targets is not None:
             scores = TargetScores(request.score_targets.astype(np.float32), request.score_targets % 2 == 0)
             return [RequestOutput(request_id, None, tokens, [], finished=True, scores=scores)]
+        if request.pooling is not None:
+            vector = request.prompt_token_ids.astype(np.float32)
+            return [RequestOutput(request_id, None, tokens, [], finished=True, embedding=vector)]
         completion = CompletionOutput(0, "x" * self.size, tokens[-1:], finish_reason="length")
         return [RequestOutput(request_id, None, tokens, [completion], finished=True)]
 
@@ -438,6 +441,18 @@ def test_replicas_get_plain_types_only_whatever_the_caller_has_made_of_them(engi
     assert sent == [4, "tenant", 0.5]
     assert [type(value) for value in (request.sampling, *sent)] == [SamplingParams, int, str, float]
     assert type(SamplingParams(stop=[_Name.TENANT]).stop[0]) is str
+
+
+def test_pooling_parameters_arrive_as_they_were_given_and_embeddings_come_back(engine):
+    params = PoolingParams(pooling="mean", normalize=False)
+    engine.add_request("a", [4, 5, 6], params, priority=3, cache_salt="x")
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    [request] = [one for echo in echoes(engine) for one in echo.received]
+    assert (request.pooling, request.samples, request.priority, request.cache_salt) == (params, False, 3, "x")
+    [output] = outputs
+    assert (output.embedding.tolist(), output.embedding.dtype, output.outputs) == ([4.0, 5.0, 6.0], np.float32, [])
 
 
 def test_scored_tokens_arrive_as_they_were_given_and_their_scores_come_back(engine):

@@ -52,7 +52,7 @@ CONSTRAINED = [
     request("schema", CHAT, messages=MESSAGES, response_format={"type": "json_object"}, temperature=0, max_tokens=9),
     request("broken", COMPLETIONS, prompt="Once", guided_regex="(a"),
 ]
-NO_REQUESTS = [{"url": CHAT}, request("where", "/v1/embeddings", input="a"), {**GOOD[0], "body": None}, "text"]
+NO_REQUESTS = [{"url": CHAT}, request("where", "/v1/images", input="a"), {**GOOD[0], "body": None}, "text"]
 
 
 def run(path, lines, *options) -> tuple[int, list[dict]]:

@@ -1,6 +1,7 @@
 """Anthropic's Messages and OpenAI's Responses: translated requests, answers whole and streamed."""
 
 import json
+import time
 
 import jsonschema
 import openai
@@ -235,3 +236,33 @@ def test_what_responses_cannot_do_is_named(field, param):
     with pytest.raises(ApiError) as caught:
         responses.chat_of(ResponsesRequest(**({"input": "a"} | field)), ResponseStore())
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def counted(server):
+    """Tokens generated and requests aborted, as /metrics counts them."""
+    lines = server.client.get("/metrics").text.splitlines()
+    tokens = next(line for line in lines if line.startswith("jpaged:generation_tokens_total"))
+    aborted = next(line for line in lines if 'finished_reason="abort"' in line)
+    return float(tokens.split()[-1]), float(aborted.split()[-1])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": STORY}], "max_tokens": 900}),
+        ("/v1/responses", {"input": STORY, "max_output_tokens": 900}),
+    ],
+)
+def test_a_client_that_goes_away_in_mid_stream_aborts_its_request(server, path, body):
+    tokens, aborted = counted(server)
+    with server.client.stream("POST", path, json=body | {"stream": True, "temperature": 0}) as answer:
+        assert "event:" in next(answer.iter_lines())
+        with server.engines_standing_still():  # so that the request cannot end by itself
+            answer.close()
+            end = time.monotonic() + 30
+            while server.client.get("/load").json() != {"server_load": 0}:
+                assert time.monotonic() < end, server.client.get("/load").text
+    assert server.client.get("/debug/requests").json()["requests"] == []
+    tokens_after, aborted_after = counted(server)
+    assert aborted_after == aborted + 1
+    assert tokens_after - tokens < 200

@@ -9,17 +9,18 @@ from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.step.blocks import CopyBlocks
 from jpaged.executor.step.bodies import Decode, Mixed
 from jpaged.executor.step.changes import Update
-from jpaged.executor.step.heads import Sample, Score
+from jpaged.executor.step.heads import Pool, Sample, Score
 from jpaged.executor.step.kinds import step_programs
 from jpaged.executor.step.program import StepProgram
 from jpaged.executor.step.runner import Runner
 
-_KINDS = (Update, Mixed, Decode, CopyBlocks, Score)
+_KINDS = (Update, Mixed, Decode, CopyBlocks, Score, Pool)
 
 
 @contextmanager
 def greedy_programs(*others: type[StepProgram]) -> Iterator[None]:
-    """Engines that start within it serve greedy requests without penalties, masks or log-probabilities, and scores.
+    """Engines that start within it serve greedy requests without penalties, masks or log-probabilities, and
+    scores and embeddings.
 
     others: kinds of programs that are compiled, too.
     """

@@ -61,9 +61,10 @@ class Chunks(SchedulerPart):
                 slot,
                 start,
                 token_ids,
-                samples=stop == known and request.score_targets is None,
+                samples=stop == known and request.samples,
                 prompt_logprob_targets=targets,
                 score_targets=request.targets_of(start, stop),
+                num_pooled=request.num_pooled_of(start, stop),
             )
         )
         plan.budget -= stop - start

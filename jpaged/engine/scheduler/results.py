@@ -52,7 +52,7 @@ class Results(SchedulerPart):
         self._counters.count_step(len(rows) if counts is None else int(counts.sum()), num_prefilled)
         now, of_chunks = time.monotonic(), owned[len(plan.decode_slots) :]
         self._note_prompts(plan, result, of_chunks, now)
-        updates, before = self._take_scores(plan, result, of_chunks), None
+        updates, before = self._take_unsampled(plan, result, of_chunks), None
         if (result.finish_codes == FinishCode.NOT_FINITE).any():
             updates += self._end_not_finite(result, rows_slots, rows)
             left = self._slots.start_step[rows_slots[rows]] <= plan.step_id
@@ -108,20 +108,24 @@ class Results(SchedulerPart):
             if row in result.prompt_logprobs:
                 store_prompt_logprobs(request, chunk, result.prompt_logprobs[row])
 
-    def _take_scores(self, plan: StepPlan, result: StepResult, owned: np.ndarray) -> list[RequestUpdate]:
-        """Stores the scores of chunks, and ends the requests that have all of theirs. owned: as of
+    def _take_unsampled(self, plan: StepPlan, result: StepResult, owned: np.ndarray) -> list[RequestUpdate]:
+        """Stores scores and pooled states of chunks, and ends the requests that have all of theirs. owned: as of
         `_tenants_of_chunks`.
         """
         updates = []
         for row, chunk, request in self._tenants_of_chunks(plan, owned):
-            if request.score_targets is None:
+            if request.samples:
                 continue
             stop = chunk.start + len(chunk.token_ids)
             scores = result.scores.get(row)
             if scores is not None:
                 request.store_scores(stop, scores)
+            if row in result.pooled:
+                request.store_pooled(chunk.start, result.pooled[row])
             if stop == request.prompt_len:
-                updates.append(self.end(Ended(request, [], "length", None)))
+                is_finite = request.end_pooling()
+                self._counters.num_not_finite += not is_finite
+                updates.append(self.end(Ended(request, [], "length" if is_finite else "error", None)))
         return updates
 
     def _end_not_finite(self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray) -> list[RequestUpdate]:

@@ -12,6 +12,7 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.checks import is_integer
 from jpaged.api.errors import InvalidParameterError, InvalidPromptError, shown
 from jpaged.api.outputs import PositionLogprobs, RequestStateStats
+from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
 from jpaged.engine.interface import SamplingVariant, TargetScores
 from jpaged.engine.kv.swap_record import SwapRecord
@@ -77,6 +78,7 @@ class Request:
         beam: how to search, for a beam search; its sequences are the hypotheses, best first.
         score_targets: the tokens that follow the last of the prompt's tokens, as many of them as there are targets. A
             request that has them scores them and ends, with nothing sampled and finish_reason "length".
+        pooling: how to pool the prompt's hidden states. A request that has it pools them and ends likewise.
 
     Attributes, kept by the scheduler:
         index: which of the request's sequences this is.
@@ -90,6 +92,7 @@ class Request:
         prompt_logprobs: by prompt token, None for the first, where asked for, in sequence 0; decoded_token is None.
         cumulative_logprob, score: of a beam search's result; None otherwise.
         scores: of the score targets, complete when the request finishes; None for one that generates.
+        pooled: float32 [hidden]; the pooled hidden states, once it has finished; None for one without `pooling`.
         finish_reason, stop_reason: as in `CompletionOutput`; None while unfinished.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         distrusts_cache: its logits were not finite behind cached blocks, so it computes all its tokens itself.
@@ -117,11 +120,13 @@ class Request:
         arrival_time: float | None = None,
         beam: BeamSearchParams | None = None,
         score_targets: Sequence[int] | np.ndarray | None = None,
+        pooling: PoolingParams | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = _as_token_array(request_id, prompt_token_ids)
         self.sampling = sampling
         self.beam = beam
+        self.pooling = pooling
         self.priority = _checked_priority(priority)
         self.cache_salt = checked_salt(cache_salt)
         # A constraint allows the end of sequence where it is fulfilled; with ignore_eos only where nothing can follow.
@@ -159,6 +164,7 @@ class Request:
         if self.score_targets is not None:
             shape = self.score_targets.shape
             self.scores = TargetScores(np.full(shape, np.nan, np.float32), np.zeros(shape, np.bool_))
+        self.pooled: np.ndarray | None = None
         self._begin()
         self.stats = RequestStateStats(arrival_time=time.monotonic() if arrival_time is None else arrival_time)
 
@@ -197,9 +203,9 @@ class Request:
         self._group = group
 
     @property
-    def params(self) -> SamplingParams | BeamSearchParams:
+    def params(self) -> SamplingParams | BeamSearchParams | PoolingParams:
         """What was asked for, in the words in which it was asked."""
-        return self.beam or self.sampling
+        return self.beam or self.pooling or self.sampling
 
     @property
     def num_sequences(self) -> int:
@@ -215,6 +221,11 @@ class Request:
         return self.status == RequestStatus.FINISHED
 
     @property
+    def samples(self) -> bool:
+        """Whether tokens are generated after the prompt; otherwise it is scored or pooled."""
+        return self.score_targets is None and self.pooling is None
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of the prompt were asked for and some are missing yet."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len
@@ -222,6 +233,8 @@ class Request:
     def num_skippable_tokens(self, num_known: int) -> int:
         """How many of its first tokens, of `num_known`, may come out of the prefix cache instead of being computed."""
         if self.wants_prompt_logprobs or self.distrusts_cache:
+            return 0
+        if self.pooling is not None and self.pooling.needs_all_states:
             return 0
         if self.score_targets is not None:
             return self.prompt_len - len(self.score_targets)
@@ -240,6 +253,28 @@ class Request:
             end = len(self.scores.logprobs) - (self.prompt_len - stop)
             self.scores.logprobs[end - len(found.logprobs) : end] = found.logprobs
             self.scores.greedy[end - len(found.greedy) : end] = found.greedy
+
+    def num_pooled_of(self, start: int, stop: int) -> int:
+        """How many of the tokens at start .. stop-1 are pooled: the last of them, all or none."""
+        if self.pooling is None:
+            return 0
+        return stop - start if self.pooling.needs_all_states else int(stop == self.prompt_len)
+
+    def store_pooled(self, start: int, found: np.ndarray) -> None:
+        """Takes the sum over the pooled tokens of a chunk that begins at `start`. Chunks come in order; a request that
+        was preempted begins again at 0, unless it needs its last token alone.
+        """
+        if self.pooled is None or start == 0:
+            self.pooled = np.zeros(found.shape, np.float64)
+        self.pooled += found
+
+    def end_pooling(self) -> bool:
+        """All chunks have come: makes what they sum up to a mean. Returns whether its numbers are finite."""
+        if self.pooling is None or self.pooled is None:
+            return True
+        count = self.prompt_len if self.pooling.needs_all_states else 1
+        self.pooled = (self.pooled / count).astype(np.float32)
+        return bool(np.isfinite(self.pooled).all())
 
     def known_token_ids(self) -> np.ndarray:
         """The prompt and, for a request without a slot, all that it has generated: int32 [n], not to be written."""

@@ -16,6 +16,7 @@ class DispatchedStep:
 
     prompt_scores: scores of the step's tokens, and where in them the chunks that asked stand: (row, start, end) each.
     target_scores: scores of the chunks' targets, one behind the other, and whose they are: (row, count) each.
+    pooled: sums of hidden states by row, and the rows that have one.
     when_read: called with the sampled tokens and codes on the device, once the host has them.
     """
 
@@ -25,6 +26,7 @@ class DispatchedStep:
         sampled: SampleResult | None,
         prompt_scores: tuple[TokenLogprobs, list[tuple[int, int, int]]] | None = None,
         target_scores: tuple[list[DeviceScores], list[tuple[int, int]]] | None = None,
+        pooled: tuple[jax.Array, list[int]] | None = None,
         read_shared_prefix: bool = False,
         when_read: Callable[[jax.Array], None] = lambda _: None,
     ) -> None:
@@ -35,7 +37,8 @@ class DispatchedStep:
         self._tokens_and_codes: np.ndarray | None = None
         self._prompt_scores = prompt_scores
         self._target_scores = target_scores
-        arrays = (sampled, prompt_scores and prompt_scores[0], target_scores and target_scores[0])
+        self._pooled = pooled
+        arrays = (sampled, prompt_scores and prompt_scores[0], target_scores and target_scores[0], pooled and pooled[0])
         for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
 
@@ -64,6 +67,7 @@ class DispatchedStep:
             prompt_logprobs,
             self._host_scores(),
             self._read_shared_prefix,
+            self._host_pooled(),
         )
 
     def _read(self, tokens_and_codes: jax.Array) -> np.ndarray:
@@ -72,6 +76,12 @@ class DispatchedStep:
             self._tokens_and_codes = np.array(tokens_and_codes)
             self._when_read(tokens_and_codes)
         return self._tokens_and_codes
+
+    def _host_pooled(self) -> dict[int, np.ndarray]:
+        if self._pooled is None:
+            return {}
+        sums, rows = np.asarray(self._pooled[0]), self._pooled[1]
+        return {row: sums[row] for row in rows}
 
     def _host_scores(self) -> dict[int, TargetScores]:
         if self._target_scores is None:

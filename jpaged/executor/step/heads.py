@@ -3,6 +3,7 @@
 sample[B, v]         logits, sampling, stop tests, slot state; v is the sampling variant
 prompt_logprobs[T]   log-probabilities of a mixed step's prompt tokens, with the likeliest alternatives
 score[T]             log-probabilities of given tokens after some of a mixed step's, and nothing else
+pool[T]              sums of a mixed step's hidden states, by row
 widen_rows, widen_tokens   hidden states padded to a size that programs which few requests need exist for
 """
 
@@ -268,4 +269,40 @@ class Score(_Scoring):
         return {}, target_scores(logits, host["targets"], setup.model.collectives)
 
 
-KINDS = (Sample, WidenRows, WidenTokens, PromptLogprobs, Score)
+@dataclass(frozen=True)
+class Pool(StepProgram):
+    """Sums of hidden states: `rows[t]` says to which sum the step's token t belongs. Sums are in float32.
+
+    tokens: of the step.
+    """
+
+    tokens: int
+
+    kind = "pool"
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        return map(cls, setup.config.scored_buckets)
+
+    @classmethod
+    def largest(cls, setup: Setup) -> Self:
+        return cls(setup.config.token_buckets[-1])
+
+    def inputs(self, setup: Setup) -> dict[str, Any]:
+        return {"hidden": setup.hidden(self.tokens)}
+
+    def num_sums(self, setup: Setup) -> int:
+        return setup.config.mixed_rows(self.tokens)
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        return PackedLayout(rows=Field((self.tokens,), self.num_sums(setup)))  # by default of no row
+
+    def body(
+        self, setup: Setup, *, hidden: Float[Array, "tokens hidden"], packed: Int[Array, " n"]
+    ) -> tuple[dict[str, object], Float[Array, "rows hidden"]]:
+        rows, count = self.layout(setup).unpack(packed)["rows"], self.num_sums(setup)
+        wanted = jnp.where((rows < count)[:, None], hidden.astype(jnp.float32), 0)  # padding may hold anything
+        return {}, jax.ops.segment_sum(wanted, rows, count + 1)[:count]
+
+
+KINDS = (Sample, WidenRows, WidenTokens, PromptLogprobs, Score, Pool)

@@ -3,7 +3,7 @@
     plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N] ..] --> [scatter] --> [copy_blocks[N]]
                                             |
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
-                                                    '--> [score[T] ...]       --'
+                                                    '--> [score[T] ..., pool[T]] --'
 
 A handle's tokens are on their way to the host. Nothing here waits for the device and nothing compiles;
 `DispatchedStep.result` is the only place that blocks.
@@ -42,7 +42,7 @@ from jpaged.executor.step.changes import (
 )
 from jpaged.executor.step.compiled import CompiledProgram
 from jpaged.executor.step.handle import DispatchedStep
-from jpaged.executor.step.heads import PromptLogprobs, Sample, SampleResult, Score, WidenRows, WidenTokens
+from jpaged.executor.step.heads import Pool, PromptLogprobs, Sample, SampleResult, Score, WidenRows, WidenTokens
 from jpaged.executor.step.held import Held
 from jpaged.executor.step.program import PACKED, Setup, StepProgram
 from jpaged.models import Weights
@@ -382,10 +382,11 @@ class Runner:
         hidden, rows, all_hidden = self._run(program, packed=buffer)
         prompt_scores = self._run_prompt_logprobs(plan, all_hidden)
         target_scores = self._run_score(plan, all_hidden)
+        pooled = self._run_pool(plan, all_hidden)
         sampled = None
         if num_decodes or any(chunk.samples for chunk in chunks):
             sampled = self._run_sample(hidden, rows, plan.variant)
-        return DispatchedStep(plan.num_rows, sampled, prompt_scores, target_scores, when_read=when_read)
+        return DispatchedStep(plan.num_rows, sampled, prompt_scores, target_scores, pooled, when_read=when_read)
 
     def _fill_table_updates(self, field: np.ndarray, updates: np.ndarray) -> None:
         """Writes what a step's own buffer can carry; any surplus goes ahead through `update`."""
@@ -464,6 +465,21 @@ class Runner:
             host["targets"][: len(some)] = all_targets[first : first + program.at_once]
             calls.append(self._run(program, hidden=hidden, packed=buffer))
         return calls, rows
+
+    def _run_pool(self, plan: StepPlan, hidden: jax.Array) -> tuple[jax.Array, list[int]] | None:
+        """`pooled` of the step's handle. None where no chunk is pooled."""
+        if not any(chunk.num_pooled for chunk in plan.chunks):
+            return None
+        hidden = self._widened_tokens(hidden)
+        program = Pool(hidden.shape[0])
+        buffer, host = self._packed(program)
+        rows, end = [], len(plan.decode_slots)
+        for row, chunk in enumerate(plan.chunks, start=end):
+            end += len(chunk.token_ids)
+            if chunk.num_pooled:
+                host["rows"][end - chunk.num_pooled : end] = row
+                rows.append(row)
+        return self._run(program, hidden=hidden, packed=buffer), rows
 
     def _widened_tokens(self, hidden: jax.Array) -> jax.Array:
         """Hidden states of a step's tokens, padded to a size that the programs that score them exist for."""

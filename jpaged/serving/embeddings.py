@@ -1,0 +1,116 @@
+"""Answers to requests for embeddings, scores and rankings, made of the outputs of their prompts."""
+
+import base64
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jpaged.api.errors import InvalidParameterError, NonFiniteLogitsError
+from jpaged.api.outputs import RequestOutput
+from jpaged.api.pooling_params import PoolingParams
+from jpaged.frontend.embedding_config import EmbeddingConfig
+from jpaged.frontend.inputs import Prompt, as_prompt_list
+from jpaged.serving.embedding_protocol import (
+    Document,
+    Embedding,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    RerankRequest,
+    RerankResponse,
+    RerankResult,
+    Score,
+    ScoreRequest,
+    ScoreResponse,
+    pairs_of,
+)
+from jpaged.serving.errors import ApiError
+from jpaged.serving.protocol import PromptTokensDetails, Usage
+
+PoolingBody = EmbeddingRequest | ScoreRequest | RerankRequest
+PoolingResponse = EmbeddingResponse | ScoreResponse | RerankResponse
+
+PROMPT_FIELDS: dict[type, str] = {EmbeddingRequest: "input", ScoreRequest: "text_2", RerankRequest: "documents"}
+"""The field of each kind of request that holds its prompts."""
+
+
+def prompts_of(body: PoolingBody) -> list[Prompt]:
+    """The prompts to embed, in the order in which `answer` takes their outputs.
+
+    Raises:
+        ApiError, InvalidPromptError: there are none, or another number than the request needs.
+    """
+    if isinstance(body, EmbeddingRequest):
+        prompts = as_prompt_list(body.input)
+        if not prompts:
+            raise ApiError(400, "input is an empty list; give at least one.", param="input")
+        return prompts
+    if isinstance(body, RerankRequest):
+        return [body.query, *_texts(body)]
+    pairs = pairs_of(body)
+    if pairs is None:
+        raise ApiError(400, "text_1 and text_2 are needed, or queries and documents, and not both.", param="text_1")
+    first, second = pairs
+    if not second or len(first) not in (1, len(second)):
+        raise ApiError(
+            400, f"text_1 has {len(first)} texts for {len(second)} of text_2; give one or as many.", param="text_1"
+        )
+    return [*first, *second]
+
+
+def params_of(body: PoolingBody, config: EmbeddingConfig) -> PoolingParams:
+    """How to pool. Raises InvalidParameterError: the model cannot embed so."""
+    if isinstance(body, EmbeddingRequest):
+        return config.params(dimensions=body.dimensions, normalize=body.normalize)
+    if isinstance(body, RerankRequest) and body.top_n is not None and body.top_n < 1:
+        raise InvalidParameterError(f"top_n must be at least 1, got {body.top_n}.")
+    return config.params(normalize=True)
+
+
+def answer(body: PoolingBody, request_id: str, model: str, outputs: Sequence[RequestOutput]) -> PoolingResponse:
+    """The answer. outputs: of the prompts.
+
+    Raises:
+        NonFiniteLogitsError: the model's hidden states hold infinities or NaN.
+    """
+    vectors = [output.embedding for output in outputs if output.embedding is not None]
+    if len(vectors) < len(outputs):
+        raise NonFiniteLogitsError()
+    created, usage = int(time.time()), _usage(outputs)  # noqa: TID251  # a date
+    if isinstance(body, EmbeddingRequest):
+        data = [Embedding(i, _written(vector, body.encoding_format)) for i, vector in enumerate(vectors)]
+        return EmbeddingResponse(request_id, created, model, data, usage)
+    if isinstance(body, RerankRequest):
+        return RerankResponse(request_id, model, _ranked(body, vectors), usage)
+    first, second = pairs_of(body) or ([], [])
+    firsts, seconds = vectors[: len(first)] * (len(second) // len(first)), vectors[len(first) :]
+    scores = [Score(i, float(a @ b)) for i, (a, b) in enumerate(zip(firsts, seconds, strict=True))]
+    return ScoreResponse(request_id, created, model, scores, usage)
+
+
+def _ranked(body: RerankRequest, vectors: Sequence[np.ndarray]) -> list[RerankResult]:
+    """Documents best first; of equals the first first."""
+    texts = _texts(body)
+    scores = [float(vectors[0] @ vector) for vector in vectors[1:]]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
+    results = [RerankResult(i, scores[i]) for i in order]
+    if body.return_documents is not False:
+        for result in results:
+            result.document = Document(texts[result.index])
+    return results
+
+
+def _texts(body: RerankRequest) -> list[str]:
+    return [one if isinstance(one, str) else one.text for one in body.documents]
+
+
+def _written(vector: np.ndarray, encoding: str | None) -> list[float] | str:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers
+
+
+def _usage(outputs: Sequence[RequestOutput]) -> Usage:
+    tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    return Usage(tokens, 0, tokens, PromptTokensDetails(sum(output.num_cached_tokens for output in outputs)))
