@@ -134,7 +134,7 @@ class Entries:
 
     def names(self, *names: str) -> tuple[str, ...]:
         """The strings of the first of these lists that there is."""
-        found = next((self._entries[name] for name in names if self._entries.get(name) is not None), [])
+        found: Any = next((self._entries[name] for name in names if self._entries.get(name) is not None), [])
         if not isinstance(found, list | tuple) or not all(isinstance(one, str) and one for one in found):
             raise CheckpointError(f"config.json: {self._where}: {names[0]} must list names, got {shown(found)}.")
         for one in found:

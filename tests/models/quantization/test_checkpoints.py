@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged import models
+from jpaged import EngineArgs, models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from jpaged.models.quantization import SUFFIXES
 from jpaged.models.quantization.fp8 import Fp8
@@ -315,3 +315,10 @@ def test_four_bit_layouts_that_are_not_supported_are_refused_by_name(plain):
     config = models.ModelConfig.from_directory(llama).source | {"quantization_config": awq | {"group_size": 128}}
     with pytest.raises(UnsupportedModelError, match=r"q_proj has 256 outputs and 160 inputs; AWQ is supported for"):
         models.build(models.ModelConfig.from_dict(config), "float32")
+
+
+def test_an_engine_takes_the_names_of_schemes_and_no_others():
+    assert EngineArgs(quantization="fp8").quantization == "fp8"
+    with pytest.raises(InvalidParameterError, match=r"quantization must be .*fp8.*awq.*got 'int3'"):
+        EngineArgs(quantization="int3")
+    assert EngineArgs(quantization="fp8").differs_from(EngineArgs()) == "quantization"
