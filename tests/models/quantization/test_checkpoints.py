@@ -319,6 +319,6 @@ def test_four_bit_layouts_that_are_not_supported_are_refused_by_name(plain):
 
 def test_an_engine_takes_the_names_of_schemes_and_no_others():
     assert EngineArgs(quantization="fp8").quantization == "fp8"
-    with pytest.raises(InvalidParameterError, match="quantization must be .*fp8.*awq.*got 'int3'"):
+    with pytest.raises(InvalidParameterError, match=r"quantization must be .*fp8.*awq.*got 'int3'"):
         EngineArgs(quantization="int3")
     assert EngineArgs(quantization="fp8").differs_from(EngineArgs()) == "quantization"
