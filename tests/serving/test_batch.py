@@ -14,6 +14,7 @@ from jpaged.api.errors import InvalidParameterError
 from jpaged.api.outputs import CompletionOutput, RequestOutput
 from jpaged.assets import demo_model_path
 from jpaged.cli import main
+from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.scoring.inputs import Record
 from jpaged.scoring.workers import Shard
 from jpaged.serving import batch
@@ -205,6 +206,7 @@ class FakeEngine:
         self.tokenizer = SimpleNamespace()
         self.startup = SimpleNamespace(config=SimpleNamespace(max_num_seqs=100))
         self.default_sampling_params = SamplingParams()
+        self.embeddings = EmbeddingConfig()
         self.open: list[str] = []
 
     def add_request(self, request_id, prompt, params, *, cache_salt):
