@@ -78,8 +78,10 @@ class WeightUpdater:
         partial: what is not given stays as it is, parts of fused parameters included.
 
         Raises:
-            InvalidParameterError: arrays are missing or surplus, of other shapes, types or sorts, or were deleted.
+            InvalidParameterError: arrays are missing or surplus, of other shapes, types or sorts, or were deleted; or
+                the model's own are quantized.
         """
+        self._check_plain("update_weights")
         given = self._named(weights)
         wanted, names = self._best_spelling(given)
         if wanted is self._by_tensor and len(full_names(self._model, given)) < len(given):
@@ -110,6 +112,14 @@ class WeightUpdater:
         )
         return Update(writes, is_complete=not missing)
 
+    def _check_plain(self, what: str) -> None:
+        scheme = self._model.config.quantization
+        if scheme is not None:
+            raise InvalidParameterError(
+                f"{what} is not supported for weights in {scheme.name}; start the engine with the model that is not"
+                " quantized, and without quantization."
+            )
+
     def apply(self, weights: Sequence[jax.Array], update: Update) -> Weights:
         """The weights with the update written into them. They are donated, and keep their buffers; the arrays of the
         update are copied, and whoever gave them keeps them.
@@ -135,8 +145,9 @@ class WeightUpdater:
             `Model.parameter_names`; "state": the `nnx.State` of the module; "module": the module (`Model.module`).
 
         Raises:
-            InvalidParameterError: there is no such form.
+            InvalidParameterError: there is no such form; or the weights are quantized.
         """
+        self._check_plain("weights_as")
         if form not in ("huggingface", "parameters", "state", "module"):
             raise InvalidParameterError(
                 f"form must be 'huggingface', 'parameters', 'state' or 'module', got {shown(form)}."

@@ -12,6 +12,7 @@ import pytest
 
 from jpaged import EngineArgs, models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from jpaged.models.loading.live import WeightUpdater
 from jpaged.models.quantization import SUFFIXES
 from jpaged.models.quantization.fp8 import Fp8
 from jpaged.pallas_kernels.fp8_product.reference import dequantized as fp8_dequantized
@@ -279,6 +280,15 @@ def test_quantized_models_are_not_saved_nor_read_from_orbax(plain, tmp_path):
         models.save_pretrained(model, weights, tmp_path / "out")
     with pytest.raises(InvalidParameterError, match="Orbax checkpoints of quantized models are not supported"):
         models.load(model, plain[LLAMA], "orbax")
+
+
+def test_quantized_weights_are_not_replaced_while_an_engine_runs(plain):
+    model, weights = load(plain[LLAMA], "fp8")
+    updater = WeightUpdater(model, model, None)
+    with pytest.raises(InvalidParameterError, match="update_weights is not supported for weights in"):
+        updater.match(dict(zip(model.parameter_names, weights, strict=True)))
+    with pytest.raises(InvalidParameterError, match="weights_as is not supported for weights in"):
+        updater.read(weights, "huggingface")
 
 
 def test_the_scheme_is_part_of_what_tells_programs_apart(plain, tmp_path):
