@@ -55,7 +55,7 @@ class Layout:
         if self.copies > 1:
             piece = jnp.repeat(piece, self.copies, self.copied_axis)
         piece = piece.transpose(self.axes)
-        return piece if self.kv_head_copies == 1 else repeat_kv_heads(piece, self.kv_head_copies)
+        return piece if self.kv_head_copies == 1 else repeat_kv_heads(piece, self.kv_head_copies, piece.ndim - 3)
 
 
 def write(parameter: jax.Array, tensor: Any, layout: Layout, offsets: tuple[int, ...]) -> jax.Array:
