@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +47,7 @@ class PackedTensor(StoredTensor):
 def join_packed(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, with one in the place of each pair of blocks and scales.
 
-    Raises CheckpointError, naming the tensor, when one of the two is missing, or their shapes or sizes do not fit.
+    Raises CheckpointError, naming the tensor, when one of the two is missing, or their shapes do not fit.
     """
     joined: dict[str, StoredTensor] = {}
     for name, tensor in found.items():
@@ -78,12 +77,6 @@ def _joined(name: str, blocks: StoredTensor, scales: StoredTensor) -> PackedTens
             f"{scales.path}: tensor {scales.name!r} has type {scales.type_name} and shape {scales.shape}; the scales of"
             f" MXFP4 blocks of shape {blocks.shape} are U8 {blocks.shape[:-1]}."
         )
-    for tensor in (blocks, scales):
-        if tensor.num_bytes != prod(tensor.shape):
-            raise CheckpointError(
-                f"{tensor.path} has a corrupt header: tensor {tensor.name!r} of shape {tensor.shape} and type U8 cannot"
-                f" take {tensor.num_bytes} bytes; download or write it again."
-            )
     experts, outputs, groups, _ = blocks.shape
     shape = (experts, groups * _BYTES * 2, outputs)
     total = blocks.num_bytes + scales.num_bytes

@@ -10,7 +10,7 @@ import pytest
 
 from jpaged import models
 from jpaged.api.errors import CheckpointError, UnsupportedModelError
-from jpaged.models.loading import checkpoint, orbax_checkpoint, safetensors_file
+from jpaged.models.loading import checkpoint, orbax_checkpoint
 from jpaged.models.loading.mxfp4 import dequantize
 from tests.tiny_models import draw, tiny_model
 
@@ -191,17 +191,16 @@ def test_a_header_that_gives_packed_data_other_bytes_is_named(tmp_path: Path) ->
     header[name]["data_offsets"][1] -= 1
     changed = json.dumps(header).encode().ljust(length)
     file.write_bytes(data[:8] + changed + data[8 + length :])
-    assert safetensors_file.read_header(file)[name].num_bytes == EXPERTS * HIDDEN * INNER // 32 - 1
     with pytest.raises(CheckpointError, match=r"down_proj_scales' of shape .* cannot take 511 bytes"):
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"quantization_config": {"quant_method": "gptq"}}, {"quantization_config": "mxfp4"}]
-)
-def test_other_quantizations_are_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(UnsupportedModelError, match="quantization_config"):
-        models.ModelConfig.from_dict(CONFIG | changes)
+def test_other_quantizations_are_refused() -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    with pytest.raises(UnsupportedModelError, match="mixtures of experts are not supported in"):
+        models.ModelConfig.from_dict(CONFIG | {"quantization_config": gptq})
+    with pytest.raises(CheckpointError, match="quantization_config must be an object, got 'mxfp4'"):
+        models.ModelConfig.from_dict(CONFIG | {"quantization_config": "mxfp4"})
     with pytest.raises(UnsupportedModelError, match="quantization_config"):
         models.ModelConfig.from_dict(
             tiny_model("qwen3-moe").config | {"quantization_config": {"quant_method": "mxfp4"}}
