@@ -34,22 +34,8 @@ TINY_ENGINE: dict[str, Any] = {
 }
 """Arguments of the engines that run a tiny model: with the same ones everywhere, its programs are compiled once."""
 
-DEMO_ENGINE: dict[str, Any] = {
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 64,
-    "num_gpu_blocks_override": 600,
-    "decode_buckets": (8, 16),
-    "token_buckets": (64,),
-}
+DEMO_ENGINE: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 600}
 """Likewise for the embedded model."""
-
-
-def engine_options(arguments: dict[str, Any]) -> tuple[str, ...]:
-    """The command line's words for arguments of an engine that are numbers, or tuples of them."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        words += ["--" + name.replace("_", "-"), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    return tuple(words)
 
 
 _STDS = {

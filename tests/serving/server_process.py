@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 
-from tests.tiny_models import DEMO_ENGINE, engine_options
+from tests.tiny_models import DEMO_ENGINE
 
 KEY = "a-key-for-tests"
-SIZES = engine_options(DEMO_ENGINE)
+SIZES = tuple(word for name, size in DEMO_ENGINE.items() for word in ("--" + name.replace("_", "-"), str(size)))
 OPTIONS = (*SIZES, "--api-workers", "1")
 
 
