@@ -43,6 +43,7 @@ from jpaged.frontend.inputs import Messages, Params, ProcessedInput, Prompt, as_
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.frontend.model_of_config import as_directory
 from jpaged.host.interrupt import Interruptible
+from jpaged.models import ModelConfig
 from jpaged.processes.replicas import ReplicatedEngine
 from jpaged.text.tokenizer import Tokenizer
 
@@ -92,6 +93,9 @@ class LLM:
             path = None if model is None else os.fspath(model)
         else:
             self._config = as_directory(model)
+            scheme = model.quantization if isinstance(model, ModelConfig) else None
+            if scheme is not None and scheme.online:  # which the config.json does not say
+                options = {"quantization": scheme.name} | options
             path = self._config.name
             if weights is None and options.get("load_format") != "dummy":
                 raise InvalidParameterError(
@@ -222,7 +226,7 @@ class LLM:
             As `embed`; and InvalidParameterError for another number of queries.
         """
         firsts, seconds = as_prompt_list(queries), as_prompt_list(documents)
-        if len(firsts) not in (1, len(seconds)):
+        if not firsts or len(firsts) not in (1, len(seconds)):
             raise InvalidParameterError(
                 f"queries has {len(firsts)} entries for {len(seconds)} documents; give one or as many."
             )

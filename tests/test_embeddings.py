@@ -8,6 +8,7 @@ import pytest
 
 from jpaged import EngineArgs, LLMEngine, PoolingParams, SamplingParams
 from jpaged.api.errors import InvalidParameterError
+from jpaged.engine.sequences.request import Request
 from jpaged.frontend.embedding_config import EmbeddingConfig
 from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, tiny_model, torch_model, write_tiny_model
@@ -105,6 +106,23 @@ def test_embeddings_survive_preemption_beside_requests_that_generate(started, pa
             assert found[i].embedding is None
     engine.core.check_integrity()
     assert preempted
+
+
+def test_what_is_not_finite_is_computed_again_without_the_cache_and_leaves_nothing_there(started, monkeypatch):
+    args, startup, _ = started
+    engine, prompts = LLMEngine(args, startup), prompts_of(21, [40])
+    right = embed(engine, prompts, LAST)[0].embedding
+    real, is_bad = Request.end_pooling, [True]
+    monkeypatch.setattr(Request, "end_pooling", lambda request: real(request) and not (is_bad and is_bad.pop()))
+    (again,) = embed(engine, prompts, LAST)
+    assert not is_bad
+    np.testing.assert_allclose(again.embedding, right, atol=1e-5)
+    fresh = prompts_of(22, [40])
+    is_bad.append(True)
+    assert embed(engine, fresh, LAST)[0].embedding is None
+    assert engine.get_metrics().num_used_blocks == 0
+    assert embed(engine, fresh, LAST)[0].num_cached_tokens == 0
+    assert embed(engine, fresh, LAST)[0].num_cached_tokens > 0
 
 
 def test_each_prompt_of_a_step_is_pooled_as_it_asks(started):

@@ -667,6 +667,8 @@ def test_prompts_are_embedded_and_scored_in_order(llm):
 def test_what_cannot_be_embedded_is_named(llm):
     with pytest.raises(InvalidParameterError, match="2 entries for 3 documents"):
         llm.score([[3], [4]], [[3], [4], [5]])
+    with pytest.raises(InvalidParameterError, match="0 entries for 0 documents"):
+        llm.score([], [])
     with pytest.raises(InvalidParameterError, match="pooling_params"):
         llm.embed([3], pooling_params=SamplingParams())
     with pytest.raises(InvalidPromptError, match="prompts\\[1\\]"):

@@ -102,7 +102,7 @@ def test_who_shares_the_beginning_of_such_a_request_is_computed_again_without_it
 
 
 def test_generate_logs_once_how_many_such_requests_there_were(engine, monkeypatch, caplog):
-    monkeypatch.setattr("jpaged.llm._start_engine", lambda args: engine)
+    monkeypatch.setattr("jpaged.llm._start_engine", lambda args, weights: engine)
     llm = LLM()
     prompts = [{"prompt_token_ids": one} for one in (BAD, GOOD[::-1], BAD)]
     outputs = llm.generate(prompts, PARAMS["greedy"], use_tqdm=False)

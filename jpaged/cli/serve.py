@@ -20,7 +20,7 @@ API_KEYS_VARIABLE = "JPAGED_API_KEY"
 _LIMITS = (
     ("--max-body-bytes", int, "N", "bytes of a request's body"),
     ("--max-header-bytes", int, "N", "bytes of a request's line and headers"),
-    ("--max-prompts", int, "N", "prompts in a completion request"),
+    ("--max-prompts", int, "N", "prompts in a request, or texts to embed, score or rank"),
     ("--max-prompt-tokens", int, "N", "tokens of a prompt (default: what the model takes)"),
     ("--max-n", int, "N", "choices for a prompt"),
     ("--max-stop-strings", int, "N", "stop strings of a request"),

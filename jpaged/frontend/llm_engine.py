@@ -15,7 +15,7 @@ import numpy as np
 
 from jpaged.api.checks import check_bool, check_choice, check_integer
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import EngineAsleepError, EngineDeadError, InvalidParameterError
+from jpaged.api.errors import EngineAsleepError, EngineDeadError, InvalidParameterError, OutOfMemoryError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.api.weights import InFlight
@@ -272,6 +272,7 @@ class LLMEngine(RequestIntake):
         Raises:
             InvalidParameterError: arrays are missing or surplus, or of another shape or type; the message names them.
                 The engine goes on with the weights that it has.
+            OutOfMemoryError: the engine sleeps at level 2 and others have the memory. It sleeps on.
             EngineDeadError: the device failed in the middle, for want of memory say; the engine is of no more use.
         """
         check_choice("in_flight", in_flight, InFlight)
@@ -281,6 +282,8 @@ class LLMEngine(RequestIntake):
         try:
             self._core.take_new_weights(in_flight)
             self.startup.update_weights(update)
+        except OutOfMemoryError:
+            raise
         except BaseException as error:
             self._failure = error
             if not isinstance(error, Exception):

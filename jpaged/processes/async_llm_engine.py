@@ -152,6 +152,7 @@ class AsyncLLMEngine:
         self._failed = asyncio.Event()
         self._closing = False
         self._is_paused = False
+        self._update: asyncio.Future[None] | None = None  # of weights, whether or not somebody waits for it
         self._given: list[SharedWeights] = []  # what `update_weights` has brought, for processes started again
         self._connecting: set[asyncio.Task[None]] = set()
         self._streams: dict[int, RequestStream] = {}
@@ -437,6 +438,11 @@ class AsyncLLMEngine:
             )
         if self.is_restarting:
             raise EngineRestartingError("An engine process is being started again; it takes weights when it serves.")
+        # Who stops waiting does not undo it: processes that have the message take the weights, and all must.
+        self._update = asyncio.ensure_future(self._replace_weights(weights, partial, in_flight))
+        await asyncio.shield(self._update)
+
+    async def _replace_weights(self, weights: Mapping[Any, Any], partial: bool, in_flight: InFlight) -> None:
         shared = await self.in_thread(lambda: SharedWeights(weights))
         try:
             self._router.forget_prefixes()

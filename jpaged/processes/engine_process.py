@@ -164,6 +164,8 @@ class EngineProcess:
         try:
             return wire.Answer(call.call_id, self._reply(call.question))
         except JPagedError as error:
+            if isinstance(error, EngineDeadError) and isinstance(call.question, wire.UpdateWeights):
+                raise  # this process has no weights of use; the one that takes its place is given them again
             return wire.Answer(call.call_id, wire.Error(type(error).__name__, str(error)))
 
     def _reply(self, question: wire.Question) -> wire.Reply:
@@ -179,7 +181,7 @@ class EngineProcess:
             return wire.Intact()
         if isinstance(question, wire.ResetPrefixCache):
             return wire.Changed(int(engine.reset_prefix_cache()), engine.request_limits())
-        if isinstance(question, wire.Sleep | wire.WakeUp):
+        if isinstance(question, wire.Sleep | wire.WakeUp | wire.UpdateWeights):
             self._pulse.rest()  # gigabytes are moved, read or mapped
         if isinstance(question, wire.Sleep):
             return wire.Changed(int(engine.sleep(question.level)), engine.request_limits())

@@ -4,6 +4,8 @@ this process      arrays --copied to the host--> memfd <--mapped-- engine proces
 """
 
 import os
+import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +37,7 @@ class SharedWeights:
             if not hasattr(array, "dtype") or not hasattr(array, "shape"):
                 raise InvalidParameterError(f"weights: {name!r} is a {type(array).__name__}, not an array; convert it.")
         self._fd = os.memfd_create("jpaged-weights", os.MFD_CLOEXEC)
+        self._finalizer = weakref.finalize(self, os.close, self._fd)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.arrays: list[SharedArray] = []
         try:
@@ -51,14 +54,12 @@ class SharedWeights:
 
     def close(self) -> None:
         """Gives the memory back, once no process maps it any more. The second time it does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        self._finalizer()
 
     def _write(self, name: str, array: Any, offset: int) -> int:
         """Returns where the next array can begin."""
         try:
-            host = np.ascontiguousarray(array)
+            host = np.ascontiguousarray(_without_host_copy(array))
         except Exception as error:  # JAX has several, for one that was deleted, is traced, or lies on other hosts
             raise InvalidParameterError(f"weights: {name!r} cannot be copied to the host: {error}") from error
         self.arrays.append(SharedArray(name, host.dtype.name, tuple(array.shape), offset))
@@ -67,6 +68,15 @@ class SharedWeights:
             written = os.pwrite(self._fd, data[: 2**30].data, offset)
             data, offset = data[written:], offset + written
         return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _without_host_copy(array: Any) -> Any:
+    """A JAX array under a wrapper of its own: with the caller's, JAX would keep the copy on the host as well."""
+    if not hasattr(array, "addressable_shards"):
+        return array
+    jax = sys.modules["jax"]  # this process has it only where the caller has
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def map_arrays(path: str, arrays: list[SharedArray]) -> dict[str, np.ndarray]:

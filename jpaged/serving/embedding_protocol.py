@@ -6,7 +6,7 @@ and those typed `Unsupported` are refused by name.
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from jpaged.serving.protocol import Integer, Prompt, Unsupported, Usage
 
@@ -73,10 +73,10 @@ class RerankRequest(PoolingRequest, kw_only=True):
 
 
 class Embedding(Struct):
-    """embedding: numbers, or the base64 of little-endian float32."""
+    """embedding: the numbers as JSON, or the base64 of little-endian float32."""
 
     index: int
-    embedding: list[float] | str
+    embedding: Raw | str
     object: Literal["embedding"] = "embedding"
 
 

@@ -1,5 +1,6 @@
 """The routes of embeddings, scores and rankings: /v1/embeddings, /v1/score and /v1/rerank."""
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import Mapping
@@ -78,12 +79,16 @@ class _Handlers:
             raise ApiError(400, "request_id must have 1 to 128 characters.", param="request_id")
         prompt_field = PROMPT_FIELDS[type(body)]
         try:
+            if isinstance(body, RerankRequest):
+                self._options.limits.check_prompts(1 + len(body.documents), prompt_field)
             prompts = prompts_of(body)
             self._options.limits.check_prompts(len(prompts), prompt_field)
             client = client_of(request, self._options.api_keys)
             with contextlib.closing(self._admission.enter(client, len(prompts))) as ticket:
                 job = await self._job(body, prompts, ticket, prompt_field, trace_headers(request))
                 outputs = await unless_disconnected(request.receive, all_outputs(self._engine, job))
+            if any(output.embedding is None for output in outputs):  # what is not finite has raised by now
+                raise ApiError(503, "The request was aborted; ask again.", code="aborted")
             name = f"{_PREFIXES[type(body)]}-{body.request_id or secrets.token_hex(16)}"
             model = body.model or self._options.served_model_names[0]
             # Thousands of numbers each take long to write.
@@ -105,6 +110,7 @@ class _Handlers:
                     given = await self._engine.encode(prompt, add_special_tokens=special)
                 given = truncated(body, given, min(limits.max_model_len, limits.pool_tokens) - 1)
             processed.append(await self._engine.process(given, params))
+            await asyncio.sleep(0)  # a thousand prompts take a while; others are served meanwhile
         for one in processed:
             self._options.limits.check_prompt_tokens(one.prompt_token_ids, prompt_field)
         self._admission.take_tokens(ticket, sum(len(one.prompt_token_ids) for one in processed))

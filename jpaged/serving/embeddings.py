@@ -4,9 +4,10 @@ import base64
 import time
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
-from jpaged.api.errors import InvalidParameterError, NonFiniteLogitsError
+from jpaged.api.errors import InvalidParameterError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.pooling_params import PoolingParams
 from jpaged.frontend.embedding_config import EmbeddingConfig
@@ -68,14 +69,8 @@ def params_of(body: PoolingBody, config: EmbeddingConfig) -> PoolingParams:
 
 
 def answer(body: PoolingBody, request_id: str, model: str, outputs: Sequence[RequestOutput]) -> PoolingResponse:
-    """The answer. outputs: of the prompts.
-
-    Raises:
-        NonFiniteLogitsError: the model's hidden states hold infinities or NaN.
-    """
+    """The answer. outputs: of the prompts, which have their embeddings."""
     vectors = [output.embedding for output in outputs if output.embedding is not None]
-    if len(vectors) < len(outputs):
-        raise NonFiniteLogitsError()
     created, usage = int(time.time()), _usage(outputs)  # noqa: TID251  # a date
     if isinstance(body, EmbeddingRequest):
         data = [Embedding(i, _written(vector, body.encoding_format)) for i, vector in enumerate(vectors)]
@@ -104,11 +99,11 @@ def _texts(body: RerankRequest) -> list[str]:
     return [one if isinstance(one, str) else one.text for one in body.documents]
 
 
-def _written(vector: np.ndarray, encoding: str | None) -> list[float] | str:
+def _written(vector: np.ndarray, encoding: str | None) -> msgspec.Raw | str:
+    """One by one: others get their turn in between."""
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    numbers: list[float] = vector.tolist()
-    return numbers
+    return msgspec.Raw(msgspec.json.encode(vector.tolist()))
 
 
 def _usage(outputs: Sequence[RequestOutput]) -> Usage:

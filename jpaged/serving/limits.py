@@ -19,7 +19,7 @@ class ServerLimits:
     Args:
         max_body_bytes: of a request's body; also of what is read before it is refused.
         max_header_bytes: of a request's line and headers together.
-        max_prompts: prompts in one completion request.
+        max_prompts: prompts in one completion request, or texts to embed, score or rank.
         max_prompt_tokens: of one prompt; None: what the model can take.
         max_n: choices for one prompt.
         max_stop_strings: stop strings of a request. max_stop_characters: of all of them together.

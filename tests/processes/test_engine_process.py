@@ -6,7 +6,9 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
+from jpaged.api.errors import EngineDeadError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.pace import Pace
@@ -27,6 +29,7 @@ from jpaged.processes.wire import (
     Sleep,
     Stats,
     Step,
+    UpdateWeights,
     WakeUp,
     frame,
 )
@@ -127,3 +130,21 @@ def test_an_engine_that_falls_asleep_or_wakes_up_does_not_count_as_hung_however_
     thread.join(60)
     assert silent == [0.0, 0.0]
     assert 0.0 < pulse.silence_s() < 60.0  # it beats again
+
+
+def test_a_process_whose_weights_were_left_half_written_ends_and_says_so(tmp_path):
+    """Its keeper starts another, which is given the weights again."""
+    core = EngineCore(Scheduler(make_config(), 0), FakeExecutor(make_config()))
+
+    def fail(*_, **__):
+        raise EngineDeadError("The engine failed while its weights were replaced: out of memory")
+
+    args = SimpleNamespace(pipeline_depth=1)
+    engine = SimpleNamespace(core=core, args=args, rest=core.rest, update_weights=fail)
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(60)
+    process = EngineProcess(engine, [Connection(ours)], StepRequests(engine), Pulse.create())
+    (tmp_path / "weights").write_bytes(bytes(8))
+    Client(theirs).send(Call(0, UpdateWeights(str(tmp_path / "weights"), [], True, "recompute")))
+    with pytest.raises(EngineDeadError, match="while its weights were replaced"):
+        process.run()

@@ -38,7 +38,8 @@ class Foresight(SchedulerPart):
         super().__init__(state)
         cache, size = state.pool.cache, state.config.block_size
         self._promises = (
-            state.config.windows == (None,)
+            state.config.plans_ahead
+            and state.config.windows == (None,)
             and state.config.tokens_per_row == 1
             and (cache is None or cache.host is None)
         )
@@ -130,9 +131,10 @@ class Foresight(SchedulerPart):
         prepared = set(map(id, self._prepared.values()))
         for request in self._waiting.first(_MOST_PROMPTS):
             budget -= request.prompt_len
-            if budget < 0 and found:
+            if budget < 0 and (found or prepared):
                 break
             if id(request) in prepared:
+                spare -= -(-request.prompt_len // size)
                 continue
             resumes_together = request.group.runs_together and request.group.forked
             if request.swap is not None or resumes_together or slots.num_free <= len(self._prepared):

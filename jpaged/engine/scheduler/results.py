@@ -123,9 +123,23 @@ class Results(SchedulerPart):
             if row in result.pooled:
                 request.store_pooled(chunk.start, result.pooled[row])
             if stop == request.prompt_len:
-                is_finite = request.end_pooling()
-                self._counters.num_not_finite += not is_finite
-                updates.append(self.end(Ended(request, [], "length" if is_finite else "error", None)))
+                if request.end_pooling():
+                    updates.append(self.end(Ended(request, [], "length", None)))
+                else:
+                    updates += self._end_pooling_not_finite(request)
+        return updates
+
+    def _end_pooling_not_finite(self, request: Request) -> list[RequestUpdate]:
+        """As `_end_not_finite`, of a request whose pooled states are not finite."""
+        if request.num_cached_tokens > 0 and not request.distrusts_cache:
+            request.pooled = None
+            self._preemption.start_over([request])
+            return []
+        written = self._slots.blocks(request.slot).copy()
+        self._counters.num_not_finite += 1
+        updates = [self.end(Ended(request, [], "error", None))]
+        if self._pool.cache is not None:
+            self._pool.cache.drop(written)
         return updates
 
     def _end_not_finite(self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray) -> list[RequestUpdate]:

@@ -194,10 +194,22 @@ class Startup:
         return update
 
     def update_weights(self, update: Update) -> None:
-        """Writes weights in place. An engine that had given its weights back sleeps on at level 1."""
+        """Writes weights in place. An engine that had given its weights back sleeps on at level 1.
+
+        Raises:
+            OutOfMemoryError: it had given its weights back, and others have the memory. It sleeps on at level 2.
+            JaxRuntimeError: the device failed in the middle; the weights are of no more use.
+        """
         with self.mesh.as_default():
-            start = zero_weights(self.setup.model, self.mesh) if self.asleep == 2 else None
-            self.runner.update_weights(lambda old: jax.block_until_ready(self.updater.apply(old, update)), start)
+            try:
+                start = zero_weights(self.setup.model, self.mesh) if self.asleep == 2 else None
+                self.runner.update_weights(lambda old: jax.block_until_ready(self.updater.apply(old, update)), start)
+            except jax.errors.JaxRuntimeError as error:
+                if self.asleep != 2:
+                    raise
+                raise OutOfMemoryError(
+                    f"There is no room for the weights of {_size(self.memory.weights)}; let others give memory back."
+                ) from error
         self.asleep = min(self.asleep, 1)
         self.has_given_weights = True
 

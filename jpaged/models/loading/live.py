@@ -131,11 +131,14 @@ class WeightUpdater:
         updated = list(weights)
         for one in update.writes:
             target = updated[one.index]
+            comes_from_here = isinstance(one.array, jax.Array) and one.array.sharding == target.sharding
             if self._mesh is None:
                 updated[one.index] = write(target, one.array, one.layout, one.offsets)
             else:
                 axis = self._shard.shard_axes[one.index]
                 updated[one.index] = write_sharded(target, one.array, one.layout, one.offsets, axis, self._mesh)
+            if not comes_from_here:  # one copy at a time is on its way
+                updated[one.index].block_until_ready()
         return tuple(updated)
 
     def read(self, weights: Sequence[jax.Array], form: WeightsForm) -> Any:
@@ -263,6 +266,8 @@ class WeightUpdater:
                     f"weights holds {head!r} without {tied.equals!r}, which is the head of this model, whose"
                     ' config.json says "tie_word_embeddings": true; give that. Nothing was changed.'
                 )
+            if (problem := _wrong(given[head], given[embedding].shape)) is not None:
+                raise InvalidParameterError(f"weights: {head!r} {problem}. Nothing was changed.")
             if not _are_equal(given[head], given[embedding]):
                 raise InvalidParameterError(
                     f'weights: {head!r} differs from {embedding!r}, but config.json says "tie_word_embeddings": true;'
@@ -282,6 +287,8 @@ def _are_equal(one: Any, other: Any) -> bool:
         return True
     if not isinstance(one, jax.Array | np.ndarray) or one.shape != other.shape:
         return False
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
     return bool(jnp.array_equal(jax.device_put(one, getattr(other, "sharding", None)), other))
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.interface import NULL_BLOCK, CacheGroup
+from jpaged.engine.scheduler.foresight import Foresight
 from tests.engine.helpers import Engine, expected_tokens, make_request
 
 SIZE = 4
@@ -39,6 +40,23 @@ def test_a_growing_row_is_promised_a_run_of_blocks_once_and_gets_them():
     lengths = [len(plan.ahead) for plan in engine.plans if len(plan.ahead)]
     assert lengths[0] == RUN
     assert len(lengths) == 2  # the second one is what is left of the sequence
+
+
+def test_an_executor_that_maps_nothing_costs_no_search_for_slots(monkeypatch):
+    monkeypatch.setattr(Foresight, "_best_fit", lambda *_: pytest.fail("any slot will do"))
+    engine = engine_with(plans_ahead=False)
+    engine.add(*(make_request(str(i), 6, 20) for i in range(12)))
+    engine.run()
+
+
+def test_requests_that_wait_are_not_prepared_beyond_a_steps_tokens_however_long_they_wait():
+    engine = engine_with(num_blocks=4000, max_num_seqs=64, max_model_len=1024, max_num_batched_tokens=256)
+    engine.add(*(make_request(str(i), 500, 4) for i in range(40)))
+    for _ in range(12):
+        engine.step()
+        prepared = engine.scheduler._planner._foresight._prepared
+        assert len(prepared) <= 1
+    engine.run()
 
 
 def test_nothing_is_promised_behind_a_sequences_end():
