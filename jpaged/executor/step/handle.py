@@ -43,9 +43,10 @@ class DispatchedStep:
             array.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        if self._sampled is None or self._tokens_and_codes is not None:
+        if self._tokens_and_codes is not None:
             return True
-        return self._sampled.tokens_and_codes.is_ready()  # type: ignore[attr-defined]  # JAX's stubs leave it out
+        last = self._sampled.tokens_and_codes if self._sampled is not None else self._pooled and self._pooled[0]
+        return last is None or last.is_ready()  # type: ignore[attr-defined]  # JAX's stubs leave it out
 
     def result(self) -> StepResult:
         """Each row brings one token at most: the arrays by row and token have a second axis of size 1."""
