@@ -6,7 +6,7 @@ place) and forgotten. The host holds one tensor at a time, the device the weight
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,9 @@ def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, Tensors]:
             equals = names.get(tied[full].equals)
             if equals is not None:  # or it is missed below
                 _check_tied(found[name], found[equals])
-        elif not (model.derived_tensors and re.search(model.derived_tensors, full)):
+        elif model.derived_tensors and re.search(model.derived_tensors, full):
+            continue
+        elif not _is_no_bias(full, wanted, found[name]):
             unexpected.append(found[name])
     missing = [name for name, tensor in expected.items() if name not in names and not tensor.optional]
     directory = next(iter(found.values())).path.parent if found else "The checkpoint, which holds no tensor,"
@@ -230,6 +232,12 @@ def full_names(model: Model, names: Iterable[str]) -> dict[str, str]:
     own_names = {_own_name(name, model.aliases): name for name in names}
     bare = not any(own.startswith(model.base_prefix) for own in own_names)
     return {model.base_prefix + own if bare and own not in known else own: name for own, name in own_names.items()}
+
+
+def _is_no_bias(full: str, wanted: Container[str], stored: StoredTensor) -> bool:
+    """Whether it is the bias of zeros that GPTQ checkpoints give quantized layers that have none."""
+    is_bias = full.endswith(".bias") and full.removesuffix("bias") + "qweight" in wanted
+    return is_bias and not np.any(stored.read())
 
 
 def _own_name(name: str, aliases: Sequence[tuple[str, str]]) -> str:

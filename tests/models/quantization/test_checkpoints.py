@@ -282,6 +282,21 @@ def test_quantized_models_are_not_saved_nor_read_from_orbax(plain, tmp_path):
         models.load(model, plain[LLAMA], "orbax")
 
 
+def test_biases_of_zeros_that_gptq_writes_for_layers_without_are_passed_over(plain, tmp_path):
+    directory = quantized_checkpoint(plain[QWEN3], tmp_path / "quantized", "gptq-act-order")
+    file = directory / "model.safetensors"
+    before = load(directory)[1]
+    tensors = read_tensors(file)
+    name = "model.layers.0.mlp.down_proj"
+    outputs = tensors[f"{name}.qweight"].shape[1]
+    write_tensors(file, tensors | {f"{name}.bias": np.zeros((outputs,), np.float16)})
+    for one, other in zip(before, load(directory)[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+    write_tensors(file, tensors | {f"{name}.bias": np.ones((outputs,), np.float16)})
+    with pytest.raises(CheckpointError, match=r"down_proj\.bias.* has no place"):
+        load(directory)
+
+
 def test_quantized_weights_are_not_replaced_while_an_engine_runs(plain):
     model, weights = load(plain[LLAMA], "fp8")
     updater = WeightUpdater(model, model, None)
