@@ -66,24 +66,28 @@ class AsyncLink:
         self.failure: JPagedError | None = None
         self._socket = sock
         self._transport: asyncio.WriteTransport | None = None
+        self._is_closed = False
 
     async def connect(
         self,
         on_message: "Callable[[AsyncLink, FromEngine], None]",
         on_end: "Callable[[AsyncLink, EngineDeadError | None], None]",
     ) -> None:
-        """Begins to read, unless no process runs.
+        """Begins to read, unless no process runs or the link is closed already.
 
         on_end: called with an error if a frame is wrong, which closes the link; called with None once it is closed.
         """
-        if self._socket is None:
+        if self._socket is None or self._is_closed:
             return
 
         def protocol() -> asyncio.Protocol:
             return _Frames(lambda message: on_message(self, message), lambda error: on_end(self, error))
 
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_unix_connection(protocol, sock=self._socket)
+        sock, self._socket = self._socket, None
+        self._transport, _ = await loop.create_unix_connection(protocol, sock=sock)
+        if self._is_closed:  # meanwhile
+            self._transport.close()
 
     def send(self, message: ToEngine) -> None:
         """Never waits: what the socket does not take yet is kept in memory. Does nothing on a closed link."""
@@ -91,6 +95,7 @@ class AsyncLink:
             self._transport.write(frame(message))
 
     def close(self) -> None:
+        self._is_closed = True
         if self._transport is not None:
             self._transport.close()
         elif self._socket is not None:

@@ -7,7 +7,7 @@ import pytest
 
 from jpaged.api.errors import EngineDeadError
 from jpaged.processes.links import AsyncLink
-from jpaged.processes.wire import MAX_FRAME_BYTES, Failed, FromEngine, frame
+from jpaged.processes.wire import MAX_FRAME_BYTES, Failed, FromEngine, Shutdown, frame
 
 TOO_LONG = (MAX_FRAME_BYTES + 1).to_bytes(4, "little")
 NO_MESSAGE = (1).to_bytes(4, "little") + b"\xc1"
@@ -30,5 +30,25 @@ def test_a_bad_frame_ends_the_connection_after_the_messages_before_it(bad: bytes
         assert isinstance(ends[0], EngineDeadError)
         assert ends[1:] == [None]
         theirs.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("is_connecting", [False, True])
+def test_a_link_that_is_closed_before_it_is_connected_stays_closed(is_connecting: bool) -> None:
+    """As when an engine process is started again while a new API process connects to it."""
+
+    async def scene() -> None:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        link = AsyncLink(0, ours)
+        connecting = asyncio.ensure_future(link.connect(lambda *_: None, lambda *_: None))
+        if is_connecting:
+            await asyncio.sleep(0)
+        link.close()
+        await connecting
+        link.send(Shutdown())
+        loop = asyncio.get_running_loop()
+        assert await asyncio.wait_for(loop.sock_recv(theirs, 1), timeout=10) == b""
 
     asyncio.run(scene())
