@@ -41,9 +41,8 @@ from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import Messages, Params, ProcessedInput, Prompt, as_prompt_list
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
-from jpaged.frontend.model_of_config import as_directory
+from jpaged.frontend.model_of_config import as_directory, options_of
 from jpaged.host.interrupt import Interruptible
-from jpaged.models import ModelConfig
 from jpaged.processes.replicas import ReplicatedEngine
 from jpaged.text.tokenizer import Tokenizer
 
@@ -93,16 +92,13 @@ class LLM:
             path = None if model is None else os.fspath(model)
         else:
             self._config = as_directory(model)
-            scheme = model.quantization if isinstance(model, ModelConfig) else None
-            if scheme is not None and scheme.online:  # which the config.json does not say
-                options = {"quantization": scheme.name} | options
             path = self._config.name
             if weights is None and options.get("load_format") != "dummy":
                 raise InvalidParameterError(
                     "model is a configuration, which has no weights; give weights=..., or load_format='dummy' for"
                     " random ones."
                 )
-            options = {"skip_tokenizer_init": options.get("tokenizer") is None} | options
+            options = {"skip_tokenizer_init": options.get("tokenizer") is None} | options_of(model) | options
         self.engine = _start_engine(EngineArgs(model=path, **options), weights)
         self._request_ids = map(str, count())
         self._turns = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever

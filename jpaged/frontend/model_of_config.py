@@ -10,6 +10,12 @@ from jpaged.api.errors import InvalidParameterError, shown
 from jpaged.models import ModelConfig
 
 
+def options_of(config: Any) -> dict[str, Any]:
+    """The options of an engine that follow from a configuration and that its config.json does not say."""
+    scheme = config.quantization if isinstance(config, ModelConfig) else None
+    return {"quantization": scheme.name} if scheme is not None and scheme.online else {}
+
+
 def as_directory(config: Any) -> TemporaryDirectory[str]:
     """A directory that holds the configuration as a config.json and nothing else, until it is cleaned up.
 

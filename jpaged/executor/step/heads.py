@@ -194,12 +194,10 @@ class WidenTokens(_Widen):
 
 
 @dataclass(frozen=True)
-class _Scoring(StepProgram):
-    """Log-probabilities after tokens of a step, `tokens` in all."""
+class _OfHidden(StepProgram):
+    """Computes something of the hidden states of a step of `tokens` tokens."""
 
     tokens: int
-
-    reads = ("head",)
 
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
@@ -211,6 +209,13 @@ class _Scoring(StepProgram):
 
     def inputs(self, setup: Setup) -> dict[str, Any]:
         return {"hidden": setup.hidden(self.tokens)}
+
+
+@dataclass(frozen=True)
+class _Scoring(_OfHidden):
+    """Log-probabilities after tokens of a step."""
+
+    reads = ("head",)
 
 
 @dataclass(frozen=True)
@@ -270,26 +275,10 @@ class Score(_Scoring):
 
 
 @dataclass(frozen=True)
-class Pool(StepProgram):
-    """Sums of hidden states: `rows[t]` says to which sum the step's token t belongs. Sums are in float32.
-
-    tokens: of the step.
-    """
-
-    tokens: int
+class Pool(_OfHidden):
+    """Sums of hidden states: `rows[t]` says to which sum the step's token t belongs. Sums are in float32."""
 
     kind = "pool"
-
-    @classmethod
-    def programs(cls, setup: Setup) -> Iterable[Self]:
-        return map(cls, setup.config.scored_buckets)
-
-    @classmethod
-    def largest(cls, setup: Setup) -> Self:
-        return cls(setup.config.token_buckets[-1])
-
-    def inputs(self, setup: Setup) -> dict[str, Any]:
-        return {"hidden": setup.hidden(self.tokens)}
 
     def num_sums(self, setup: Setup) -> int:
         return setup.config.mixed_rows(self.tokens)

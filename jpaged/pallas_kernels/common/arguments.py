@@ -20,6 +20,13 @@ def check_rank(name: str, x: ArrayLike, axes: str) -> None:
         raise ValueError(f"{name} must have the axes [{axes}], got shape {tuple(x.shape)}")
 
 
+def check_floats(name: str, x: ArrayLike, axes: str) -> None:
+    """Raises ValueError if `x` does not have these axes, or is not of floats."""
+    check_rank(name, x, axes)
+    if x.dtype not in FLOATS:
+        raise ValueError(f"{name} must be of floats, got {x.dtype}")
+
+
 def check_int32(name: str, x: ArrayLike, axes: str, shape: tuple[int | None, ...]) -> None:
     """Raises ValueError unless `x` is int32 of `shape`, where None stands for any size."""
     check_array(name, x, jnp.int32, axes, shape)

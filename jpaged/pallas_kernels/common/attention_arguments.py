@@ -85,9 +85,18 @@ def check_softcap(logit_softcap: float | None) -> float | None:
 
 def check_alibi(alibi_slopes: jax.Array | None, heads: int) -> jax.Array | None:
     """The slopes as float32 [heads]."""
-    if alibi_slopes is None:
+    return check_per_head("alibi_slopes", alibi_slopes, heads)
+
+
+def check_per_head(name: str, numbers: jax.Array | None, heads: int) -> jax.Array | None:
+    """A number of each query head as float32 [heads]; None for None.
+
+    Raises:
+        ValueError: they are not floats of that shape.
+    """
+    if numbers is None:
         return None
-    slopes = jnp.asarray(alibi_slopes)
-    if slopes.shape != (heads,) or not jnp.issubdtype(slopes.dtype, jnp.floating):
-        raise ValueError(f"alibi_slopes must be float [{heads}], got {slopes.dtype}{slopes.shape}")
-    return slopes.astype(jnp.float32)
+    found = jnp.asarray(numbers)
+    if found.shape != (heads,) or not jnp.issubdtype(found.dtype, jnp.floating):
+        raise ValueError(f"{name} must be float [{heads}], got {found.dtype}{found.shape}")
+    return found.astype(jnp.float32)

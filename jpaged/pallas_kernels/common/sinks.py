@@ -14,20 +14,6 @@ import jax
 import jax.numpy as jnp
 
 
-def check_sinks(sinks: jax.Array | None, heads: int) -> jax.Array | None:
-    """The sinks as float32 [heads].
-
-    Raises:
-        ValueError: they are not floats of that shape.
-    """
-    if sinks is None:
-        return None
-    found = jnp.asarray(sinks)
-    if found.shape != (heads,) or not jnp.issubdtype(found.dtype, jnp.floating):
-        raise ValueError(f"sinks must be float [{heads}], got {found.dtype}{found.shape}")
-    return found.astype(jnp.float32)
-
-
 def count_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Attention with sinks, from all of it without.
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.common import attention_arguments as attention
-from jpaged.pallas_kernels.common.sinks import check_sinks, count_sinks
+from jpaged.pallas_kernels.common.sinks import count_sinks
 from jpaged.pallas_kernels.registry import Op
 
 OP = Op("decode_attention", __package__)
@@ -53,7 +53,7 @@ def decode_attention(
     check.check_int32("kv_lens", kv_lens, "B", (q.shape[0],))
     features = attention.check_features(q, block_tables, scale, sliding_window, logit_softcap)
     slopes = attention.check_alibi(alibi_slopes, q.shape[1])
-    sinks = check_sinks(sinks, q.shape[1])
+    sinks = attention.check_per_head("sinks", sinks, q.shape[1])
     kernel = OP.pick(backend, q, kv_pool).run
     if q.shape[0] == 0:
         out, lse = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)

@@ -51,9 +51,7 @@ def fp8_product(
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    check.check_rank("x", x, "M, K")
-    if x.dtype not in check.FLOATS:
-        raise ValueError(f"x must be of floats, got {x.dtype}")
+    check.check_floats("x", x, "M, K")
     check.check_array("w", w, jnp.float8_e4m3fn, "N, K", (None, x.shape[1]))
     groups = 1 if group is None else -(-x.shape[1] // group)
     check.check_array("scale", scale, jnp.float32, "N, G", (w.shape[0], groups))

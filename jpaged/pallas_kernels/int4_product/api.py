@@ -45,9 +45,7 @@ def int4_product(
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    check.check_rank("x", x, "M, K")
-    if x.dtype not in check.FLOATS:
-        raise ValueError(f"x must be of floats, got {x.dtype}")
+    check.check_floats("x", x, "M, K")
     inputs = x.shape[1]
     if not isinstance(group, int) or group < 2 or group % 2 or inputs % group:
         raise ValueError(f"group must be even and divide K={inputs}, got {group!r}")

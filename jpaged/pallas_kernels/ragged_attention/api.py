@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.common import attention_arguments as attention
-from jpaged.pallas_kernels.common.sinks import check_sinks, count_sinks
+from jpaged.pallas_kernels.common.sinks import count_sinks
 from jpaged.pallas_kernels.registry import Op
 
 OP = Op("ragged_attention", __package__)
@@ -57,7 +57,7 @@ def ragged_attention(
     features = attention.check_features(q, block_tables, scale, sliding_window, logit_softcap)
     causal = check.check_flag("causal", causal)
     slopes = attention.check_alibi(alibi_slopes, q.shape[1])
-    sinks = check_sinks(sinks, q.shape[1])
+    sinks = attention.check_per_head("sinks", sinks, q.shape[1])
     kernel = OP.pick(backend, q, kv_pool).run
     if q.shape[0] == 0 or rows == 0:
         out, lse = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.common.attention_arguments import check_queries
-from jpaged.pallas_kernels.common.sinks import check_sinks, count_sinks
+from jpaged.pallas_kernels.common.attention_arguments import check_per_head, check_queries
+from jpaged.pallas_kernels.common.sinks import count_sinks
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
 from jpaged.pallas_kernels.devices import num_multiprocessors
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
@@ -66,7 +66,7 @@ def shared_prefix_attention(
     check.check_int32("kv_lens", kv_lens, "B", (rows,))
     check.check_scalar("num_sharing", num_sharing)
     check.check_scalar("shared_len", shared_len)
-    sinks = check_sinks(sinks, heads)
+    sinks = check_per_head("sinks", sinks, heads)
     features: dict[str, Any] = {
         "scale": scale,
         "logit_softcap": logit_softcap,

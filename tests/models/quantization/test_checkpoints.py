@@ -12,6 +12,7 @@ import pytest
 
 from jpaged import EngineArgs, models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from jpaged.frontend.model_of_config import options_of
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.models.quantization import SUFFIXES
 from jpaged.models.quantization.fp8 import Fp8
@@ -295,6 +296,13 @@ def test_biases_of_zeros_that_gptq_writes_for_layers_without_are_passed_over(pla
     write_tensors(file, tensors | {f"{name}.bias": np.ones((outputs,), np.float16)})
     with pytest.raises(CheckpointError, match=r"down_proj\.bias.* has no place"):
         load(directory)
+
+
+def test_a_configuration_keeps_the_scheme_that_its_config_json_does_not_say(plain):
+    directory = plain[LLAMA]
+    assert options_of(models.ModelConfig.from_directory(directory, quantization="fp8")) == {"quantization": "fp8"}
+    assert options_of(models.ModelConfig.from_directory(directory)) == {}
+    assert options_of({"architectures": ["LlamaForCausalLM"]}) == {}
 
 
 def test_quantized_weights_are_not_replaced_while_an_engine_runs(plain):
