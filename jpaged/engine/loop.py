@@ -110,10 +110,10 @@ class EngineCore:
             return self._read_oldest()
         self.scheduler.give_back_idle()
         self._pace.begins()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self._num_queued())
         while plan is NoPlan.BLOCKED and not self._in_flight[0][1].is_ready() and self.scheduler.wait_for_news():
             if self.scheduler.has_news:
-                plan = self.scheduler.schedule()
+                plan = self.scheduler.schedule(self._num_queued())
         failed = self.scheduler.take_failed()
         if isinstance(plan, StepPlan):
             if self.observer is not None:
@@ -220,6 +220,10 @@ class EngineCore:
         if len(self._in_flight) > self._depth:
             return True
         return just_in_time and self._pace.has_enough()
+
+    def _num_queued(self) -> int:
+        """Steps that the device has not ended yet."""
+        return sum(not handle.is_ready() for _, handle in self._in_flight)
 
     def _read_oldest(self) -> list[RequestUpdate]:
         plan, handle = self._in_flight.popleft()

@@ -220,6 +220,16 @@ def test_rows_that_are_all_ready_run_in_halves_one_behind_the_other():
     assert max(len(plan.decode_slots) for plan in engine.plans) <= 2 * LEAST_HALVED, sizes
 
 
+def test_rows_whose_masks_come_at_different_times_do_not_end_up_in_steps_of_few():
+    engine = engine_of(MadeUpGrammars(delay_s=0.001), max_num_seqs=32, num_blocks=2048, pipeline_depth=2)
+    requests = [constrained(f"constrained {i}", 4, 60) for i in range(32)]
+    engine.add(*requests)
+    engine.run(50_000)
+    assert_constrained(*requests)
+    rows = [plan.num_rows for plan in engine.plans]
+    assert sum(rows) / len(rows) > 10
+
+
 def test_an_engine_that_is_let_go_takes_its_thread_along_though_compiled_grammars_are_kept():
     class Keeping(MadeUpGrammars):
         def __init__(self):

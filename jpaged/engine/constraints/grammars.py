@@ -43,6 +43,7 @@ from jpaged.engine.sequences.slots import Slots
 LEAST_HALVED = 8
 """So many rows run in one step, even where all constrained rows are ready at once."""
 
+_NO_SLOTS = np.zeros((0,), np.int64)
 _WAIT_S = 0.0005
 """The longest wait for a mask or a grammar before the engine looks for new requests."""
 
@@ -146,6 +147,7 @@ class ConstrainedRows(DependentRows):
         self._come: list[int] = []  # slots whose masks have come, but which are not ready yet
         self._planned = np.zeros((0,), np.int64)
         self._has_failed = False
+        self._keeps_back = False  # rows that are ready wait for others
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[_Made | BaseException] = queue.SimpleQueue()
         self._news = threading.Event()
@@ -240,9 +242,12 @@ class ConstrainedRows(DependentRows):
         """A token for each row, but for those whose forced tokens are in the queue of chunks."""
         return int(np.count_nonzero((self._slots.kind == self.number) & ~self._is_catching_up))
 
-    def prepare(self) -> list[Request]:
+    def prepare(self, num_queued: int) -> list[Request]:
         """Takes in the masks that have come; returns the sequences whose forced tokens are to be computed."""
         self._collect()
+        self._keeps_back = self._gains_company(num_queued)
+        if self._keeps_back:
+            return []
         come, self._come = self._come, []
         catching_up, ready = [], []
         for slot in come:
@@ -258,8 +263,23 @@ class ConstrainedRows(DependentRows):
             self.made_ready(np.array(ready, np.int64))
         return catching_up
 
+    def _gains_company(self, num_queued: int) -> bool:
+        """Whether rows that could run now will have run as soon, and with more others, if they are planned later.
+
+        A step takes hardly longer with more rows, so few large steps are best; two, so that one runs while the masks of
+        the other's rows are made.
+        """
+        if num_queued > 1:
+            return True
+        if num_queued == 0 or not self._in_making:
+            return False
+        num_here = len(self._come) + int(np.count_nonzero(self._is_ready))
+        return 2 * num_here < int(np.count_nonzero(self._slots.kind == self.number))
+
     def rows(self) -> np.ndarray:
         """The slots whose masks are there; of more than half of all constrained rows, a half."""
+        if self._keeps_back:
+            return _NO_SLOTS
         ready = np.flatnonzero(self._is_ready)
         if len(ready) > LEAST_HALVED:
             half = -(-int(np.count_nonzero(self._slots.kind == self.number)) // 2)
@@ -329,7 +349,7 @@ class ConstrainedRows(DependentRows):
     @property
     def has_news(self) -> bool:
         """Whether `prepare` or `may_queue` would find something."""
-        return self._news.is_set() or bool(self._come)
+        return self._news.is_set() or (bool(self._come) and not self._keeps_back)
 
     @property
     def awaits(self) -> bool:
@@ -338,7 +358,7 @@ class ConstrainedRows(DependentRows):
 
     def wait(self) -> bool:
         """Waits a moment for masks and grammars in the making."""
-        if self._come or self._has_failed:
+        if (self._come and not self._keeps_back) or self._has_failed:
             return True
         if not self._in_making and not self._compiling:
             return False

@@ -140,9 +140,10 @@ class Scheduler:
         if self._dependents:
             self._release()
 
-    def schedule(self) -> StepPlan | NoPlan:
+    def schedule(self, num_queued: int = 0) -> StepPlan | NoPlan:
         """Plans the next step and takes it as executed: the caller dispatches plans in the order it gets them.
 
+        num_queued: steps that the device has not ended yet.
         Returns: the plan; `NoPlan.BLOCKED` when nothing can run before a result is read; `NoPlan.WAITING` when no
             result is awaited, but something that is made elsewhere; `NoPlan.IDLE` when only a new request makes a
             difference.
@@ -150,7 +151,8 @@ class Scheduler:
         if self._on_hold:
             self._release()
         if self._dependents:
-            self._tenants.prefilling[:0] = self._dependents.prepare()
+            is_due = bool(self._tenants.prefilling) or bool(len(self.slots.decodable()))
+            self._tenants.prefilling[:0] = self._dependents.prepare(0 if is_due else num_queued)
             for ended, unreported in self._dependents.failed():
                 update = self._results.end(ended)
                 self._failed.append(

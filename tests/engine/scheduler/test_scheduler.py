@@ -727,7 +727,7 @@ class TestRefusals:
     def test_an_engine_that_cannot_go_on_says_so(self, monkeypatch):
         engine = Engine()
         engine.add(make_request("a", 4, 2))
-        monkeypatch.setattr(engine.scheduler, "schedule", lambda: NoPlan.IDLE)
+        monkeypatch.setattr(engine.scheduler, "schedule", lambda num_queued: NoPlan.IDLE)
         with pytest.raises(EngineDeadError, match="1 requests are left, but none can run"):
             engine.step()
         assert issubclass(EngineDeadError, JPagedError)
