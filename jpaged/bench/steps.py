@@ -188,11 +188,15 @@ def step_bytes(engine: LLMEngine, batch: int, context: int) -> int:
     """
     model = engine.startup.model
     config, itemsize = model.config, np.dtype(model.dtype).itemsize
-    weights = model.num_parameters
+    weights = float(model.num_bytes)
     if not config.tie_word_embeddings:
-        weights -= config.vocab_size * config.hidden_size
+        weights -= itemsize * config.vocab_size * config.hidden_size
     if isinstance(config, SparseConfig):
-        idle = config.num_experts * (1 - config.routing.per_token / config.num_experts) ** batch
-        weights -= round(config.dense_layers.count(False) * idle * 3 * config.hidden_size * config.expert_size)
+        experts = sum(
+            math.prod(array.shape) * array.dtype.itemsize
+            for name, array in zip(model.parameter_names, model.abstract_weights, strict=True)
+            if ".experts." in name
+        )
+        weights -= experts * (1 - config.routing.per_token / config.num_experts) ** batch
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context
-    return itemsize * (weights + batch * cache)
+    return round(weights + itemsize * batch * cache)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jpaged.models import experts as experts_module
 from jpaged.models.experts import ClampedSwiGLU, Routing, mix, route
 
 
@@ -48,6 +49,29 @@ def test_routers_pick_and_weigh_as_plain_numpy_does(routing: Routing, seed: int)
     for chosen, shares, wanted in zip(experts, weights, plain_route(logits, routing, correction), strict=True):
         assert set(chosen.tolist()) == set(wanted)
         assert shares == pytest.approx([wanted[expert] for expert in chosen.tolist()], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(per_token=8),
+        Routing(per_token=4, renormalized=False),
+        Routing(per_token=6, score="sigmoid", biased=True, groups=4, kept_groups=2, factor=2.5),
+    ],
+)
+def test_many_tokens_get_the_experts_of_few_ties_zeros_and_nan_included(
+    routing: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal((40, 32)).astype(np.float32).round(1)
+    logits[0], logits[1, ::2], logits[2], logits[3], logits[4] = np.nan, np.nan, -np.inf, 0.0, np.inf
+    logits[3, 1] = -0.0
+    correction = jnp.asarray(rng.standard_normal(32).round(1), jnp.float32) if routing.biased else None
+    few = route(jnp.asarray(logits), routing, correction)
+    monkeypatch.setattr(experts_module, "_FEW_COMPARISONS", 0)
+    many = route(jnp.asarray(logits), routing, correction)
+    np.testing.assert_array_equal(few[0], many[0])
+    np.testing.assert_allclose(few[1], many[1], rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
