@@ -106,7 +106,7 @@ class EngineCore:
             return settled
         if self._is_paused:
             return []
-        if self._has_enough(just_in_time):
+        if self._has_enough(just_in_time) or self._is_awaited():
             return self._read_oldest()
         self.scheduler.give_back_idle()
         self._pace.begins()
@@ -220,6 +220,12 @@ class EngineCore:
         if len(self._in_flight) > self._depth:
             return True
         return just_in_time and self._pace.has_enough()
+
+    def _is_awaited(self) -> bool:
+        """Whether the oldest step has ended, and rows wait for what it brought."""
+        return (
+            bool(self._in_flight) and self.scheduler.awaits(self._in_flight[0][0]) and self._in_flight[0][1].is_ready()
+        )
 
     def _num_queued(self) -> int:
         """Steps that the device has not ended yet."""

@@ -175,6 +175,10 @@ class Scheduler:
         """Whether `schedule` may find rows to plan that it did not find before, with no result read since."""
         return self._dependents.has_news
 
+    def awaits(self, plan: StepPlan) -> bool:
+        """Whether rows of a plan in flight are planned again only when its results have been read."""
+        return self._dependents.awaits(plan.step_id)
+
     def wait_for_news(self) -> bool:
         """Waits for something that is made elsewhere, for a moment. False: nothing is."""
         return self._dependents.awaits_news and self._dependents.wait()
