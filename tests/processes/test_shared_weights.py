@@ -104,9 +104,9 @@ def test_an_engine_process_takes_weights_amid_streams_pauses_and_has_them_still_
             await engine.update_weights({name: tensors[name] for name in names[9:]}, partial=True)
             await engine.wake_up()
             assert await greedy(engine) == reference.greedy(second)
-            pid = engine._processes.pids[0]
+            pid = engine._fleet.processes.pids[0]
             os.kill(pid, signal.SIGKILL)
-            while engine._processes.pids[0] == pid or engine.is_restarting:
+            while engine._fleet.processes.pids[0] == pid or engine.is_restarting:
                 await asyncio.sleep(0.01)
             assert await greedy(engine) == reference.greedy(second)
             assert len(engine._given) == 3
