@@ -385,7 +385,8 @@ class AsyncLLMEngine:
             partial, in_flight: as there.
         Raises:
             InvalidParameterError: as there; all replicas go on with the weights that they have.
-            EngineRestartingError: a replica's process is being started again.
+            EngineRestartingError: a replica's process is being started again; or all ended while they took the weights,
+                for want of memory say, and go on with those that they had.
             UnsupportedParameterError: another process has started the engine processes; call it there.
         """
         check_choice("in_flight", in_flight, InFlight)
@@ -406,9 +407,13 @@ class AsyncLLMEngine:
         shared = await self.in_thread(lambda: SharedWeights(weights))
         try:
             self._requests.router.forget_prefixes()
-            answers = await self._fleet.ask(
-                wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight), wire.Changed
-            )
+            question = wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight)
+            answers = await self._fleet.ask(question, wire.Changed)
+            if not answers:  # those that take their place are given what they had
+                raise EngineRestartingError(
+                    "The engine process ended while it took the weights; the next one goes on with those that it had."
+                    " The log says how it ended."
+                )
         except BaseException:
             shared.close()
             raise

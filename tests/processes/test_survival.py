@@ -11,7 +11,7 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs, RestartOptions
 from jpaged.api.errors import EngineDeadError, EngineRestartingError, InvalidParameterError, SuspectRequestError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
-from jpaged.processes import launch, wire
+from jpaged.processes import wire
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.keeper import RestartLimit
 from tests.support.fragile_engine import VARIABLE
@@ -202,20 +202,9 @@ def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not
 
 
 @pytest.fixture
-def fragile(monkeypatch):
+def fragile(fragile_processes, monkeypatch):
     """Engine processes break at requests whose prompt ends with FATAL_TOKEN, as `how` says, at so many tokens."""
-
-    def break_at(length, how):
-        def command(module, *arguments):
-            module = module.replace("jpaged.processes.engine_process", "tests.support.fragile_engine")
-            return real(module, *arguments)
-
-        real = launch.python_command
-        monkeypatch.setattr(launch, "python_command", command)
-        monkeypatch.setenv(VARIABLE, f"{FATAL_TOKEN}:{length}:{how}")
-        monkeypatch.setenv("PYTHONPATH", os.getcwd())
-
-    return break_at
+    return lambda length, how: monkeypatch.setenv(VARIABLE, f"{FATAL_TOKEN}:{length}:{how}")
 
 
 def test_a_request_that_breaks_the_engine_each_time_is_refused_and_the_others_go_on(calm, fragile):
