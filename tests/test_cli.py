@@ -72,7 +72,14 @@ class TestTheCommandItself:
         assert ("examples:" in out) or argv == ["bench"]
 
     @pytest.mark.parametrize(
-        "argv", [[], ["fly"], ["generate", "x", "--top-q", "1"], ["generate", "x", "--top-k", "y"]]
+        "argv",
+        [
+            [],
+            ["fly"],
+            ["generate", "x", "--top-q", "1"],
+            ["generate", "x", "--top-k", "y"],
+            ["serve", "--token-buckets", "y"],
+        ],
     )
     def test_a_wrong_command_line_is_two(self, run, argv):
         code, out, err, llm = run(*argv)
@@ -87,6 +94,7 @@ class TestTheCommandItself:
             (["--min-tokens", "9", "--max-tokens", "3"], "min_tokens=9 is above max_tokens=3"),
             (["--block-size", "24"], "block_size must be a power of two"),
             (["--gpu-memory-utilization", "2"], "gpu_memory_utilization must be in"),
+            (["--decode-buckets", "8,4"], "decode_buckets must ascend"),
             (["--raw", "--system", "x"], "--system needs the chat template"),
             (["--file", "x"], "either PROMPT or --file"),
         ],
@@ -125,13 +133,15 @@ class TestTheCommandItself:
         options = split(
             "--dtype float32 --max-model-len 99 --block-size 32 --gpu-memory-utilization 0.5 --revision r"
             " --num-gpu-blocks-override 7 --max-num-seqs 3 --max-num-batched-tokens 64 --no-enable-prefix-caching"
+            " --decode-buckets 1,3 --token-buckets 64"
             " --load-format dummy --tokenizer t --seed 5 --model m --swap-space 0.5 --preemption-mode swap"
         )
         _, _, _, llm = run("generate", "x", *options)
         assert llm.model == "m"
         assert llm.options == {
             "dtype": "float32", "max_model_len": 99, "block_size": 32, "gpu_memory_utilization": 0.5, "revision": "r",
-            "num_gpu_blocks_override": 7, "max_num_seqs": 3, "max_num_batched_tokens": 64,
+            "num_gpu_blocks_override": 7, "max_num_seqs": 3, "max_num_batched_tokens": 64, "decode_buckets": (1, 3),
+            "token_buckets": (64,),
             "enable_prefix_caching": False, "load_format": "dummy", "tokenizer": "t", "seed": 5, "verbose": False,
             "swap_space": 0.5, "preemption_mode": "swap",
         }  # fmt: skip

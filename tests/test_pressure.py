@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged import BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from jpaged.executor.start.startup import Startup
+from jpaged.executor.start.started import Startup
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("pressure")  # one worker, which compiles once

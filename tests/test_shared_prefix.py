@@ -15,7 +15,7 @@ from jpaged.executor import config
 from jpaged.executor.buckets import fine_buckets
 from jpaged.executor.cache import paged
 from jpaged.executor.config import ExecutorConfig
-from jpaged.executor.start.startup import Startup
+from jpaged.executor.start.started import Startup
 from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("shared prefix")  # one worker, which compiles once

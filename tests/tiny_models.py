@@ -34,8 +34,21 @@ TINY_ENGINE: dict[str, Any] = {
 }
 """Arguments of the engines that run a tiny model: with the same ones everywhere, its programs are compiled once."""
 
-DEMO_ENGINE: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 600}
+DEMO_ENGINE: dict[str, Any] = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 600,
+    "decode_buckets": (4, 16),
+    "token_buckets": (64,),
+}
 """Likewise for the embedded model."""
+
+DEMO_OPTIONS = tuple(
+    word
+    for name, size in DEMO_ENGINE.items()
+    for word in ("--" + name.replace("_", "-"), ",".join(map(str, size)) if isinstance(size, tuple) else str(size))
+)
+"""The same on the command line."""
 
 
 _STDS = {

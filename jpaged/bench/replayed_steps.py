@@ -21,7 +21,7 @@ from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.bench.recorded_steps import tokens_of
 from jpaged.engine.interface import Chunk, SamplingVariant, SlotStart, StepPlan
-from jpaged.executor.start.startup import Startup
+from jpaged.executor.start.started import Startup
 from jpaged.frontend.llm_engine import LLMEngine
 
 _SAMPLING = {

@@ -32,7 +32,7 @@ from jpaged.bench.engine_options import BLOCK_SIZE, MAX_NUM_SEQS, add_model_opti
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import DATASETS, BenchRequest, make_requests
 from jpaged.engine.interface import SWAP_CHUNK_BLOCKS, HostCopy, SamplingVariant, StepPlan
-from jpaged.executor.start.startup import Startup
+from jpaged.executor.start.started import Startup
 from jpaged.frontend.llm_engine import LLMEngine
 
 CASES = ("separate", "samples", "greedy", "beams", "swap")

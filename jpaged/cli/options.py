@@ -32,6 +32,19 @@ _SAMPLING_OPTIONS = (
     ("--frequency-penalty", float, "X", "the same, subtracted for each time (-2 to 2)"),
 )
 
+
+def bucket_sizes(text: str) -> tuple[int, ...]:
+    """The sizes in "8,64,256". `EngineArgs` says whether they may be buckets.
+
+    Raises:
+        argparse.ArgumentTypeError: something else than whole numbers between commas.
+    """
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes, such as 8,64,256") from None
+
+
 _ENGINE_OPTIONS = (
     ("--tokenizer", str, "DIR_OR_ID", "a tokenizer other than the model's own"),
     ("--revision", str, "NAME", "branch, tag or commit on the hub"),
@@ -41,6 +54,19 @@ _ENGINE_OPTIONS = (
     ("--num-gpu-blocks-override", int, "N", "blocks in the KV cache, instead of what memory allows"),
     ("--max-num-seqs", int, "N", "most sequences that run at once (default: by device)"),
     ("--max-num-batched-tokens", int, "N", "most tokens computed in a step (default: by device)"),
+    (
+        "--decode-buckets",
+        bucket_sizes,
+        "N,N,...",
+        "sequences in a step that programs are compiled for, ascending to --max-num-seqs; fewer start faster and pad"
+        " more (default: by device)",
+    ),
+    (
+        "--token-buckets",
+        bucket_sizes,
+        "N,N,...",
+        "likewise tokens, ascending to --max-num-batched-tokens (default: by device)",
+    ),
     ("--swap-space", float, "GIB", "host memory for the blocks of preempted sequences"),
     ("--tensor-parallel-size", int, "N", "devices to split the model over"),
     (

@@ -29,7 +29,8 @@ from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.sequences.request import Request, checked_salt
 from jpaged.engine.stats import EngineStats
 from jpaged.executor.distributed import Cluster, LeadingRunner, lead
-from jpaged.executor.start.startup import Startup, start, with_known_backend
+from jpaged.executor.start.started import Startup
+from jpaged.executor.start.startup import start, with_known_backend
 from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.frontend.generation_config import get_default_sampling_params
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from jpaged.api.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.inputs import ProcessedInput
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import (
@@ -55,6 +56,7 @@ class AnswerContext:
 
     request_id: as the client sees it. model: its name, as the client gave it. prompts: as they went to the engine.
     tokenizer: None without text. reading: of a chat whose text is not all content.
+    sampling: how its tokens are drawn; None for a search.
     """
 
     request_id: str
@@ -62,6 +64,7 @@ class AnswerContext:
     prompts: Sequence[ProcessedInput]
     tokenizer: Tokenizer | None
     reading: Reading | None = None
+    sampling: SamplingParams | None = None
 
 
 class Answer:

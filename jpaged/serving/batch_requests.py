@@ -126,7 +126,14 @@ def _check(body: Body) -> None:
 
 
 def _to_embed(custom_id: str, body: EmbeddingRequest, tokenizer: Tokenizer, config: EmbeddingConfig) -> BatchRequest:
-    prompts = _with_special(body, embeddings.prompts_of(body), tokenizer)
+    prompts: list[Prompt]
+    conversation = embeddings.conversation_of(body)
+    if conversation is None:
+        prompts = _with_special(body, embeddings.prompts_of(body), tokenizer)
+    else:
+        turn = turn_of(conversation, tokenizer)
+        prompt = tokenizer.chat_prompt(turn.messages, **template_arguments(conversation, turn, tokenizer))
+        prompts = [tokenizer.encode_prompt(prompt)]
     return BatchRequest(custom_id, body, prompts, embeddings.params_of(body, config))
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from jpaged.serving.protocol import Integer, Prompt, Unsupported, Usage
+from jpaged.serving.protocol import Integer, Message, Prompt, TokenizeRequest, Unsupported, Usage
 
 Text = Annotated[str, Meta(min_length=1)]
 
@@ -31,14 +31,32 @@ class PoolingRequest(Struct, kw_only=True):
 
 
 class EmbeddingRequest(PoolingRequest, kw_only=True):
-    """POST /v1/embeddings."""
+    """POST /v1/embeddings: prompts, or a conversation, which is embedded as the chat template writes it."""
 
-    input: Prompt
+    input: Prompt | None = None
+    messages: list[Message] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Integer | None = None
     normalize: bool | None = None
 
-    messages: Unsupported = None
+    @property
+    def conversation(self) -> TokenizeRequest | None:
+        """Its messages, and how they are rendered: without the beginning of an answer unless that is asked for."""
+        if self.messages is None:
+            return None
+        return TokenizeRequest(
+            messages=self.messages,
+            add_special_tokens=self.add_special_tokens,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt is True,
+            continue_final_message=self.continue_final_message,
+        )
+
     embed_dtype: Unsupported = None
     endianness: Unsupported = None
     input_type: Unsupported = None

@@ -19,7 +19,7 @@ from jpaged.frontend.inputs import ProcessedInput
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.admission import Admission, Ticket, client_of
 from jpaged.serving.embedding_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
-from jpaged.serving.embeddings import PROMPT_FIELDS, PoolingBody, answer, params_of, prompts_of
+from jpaged.serving.embeddings import PROMPT_FIELDS, PoolingBody, answer, conversation_of, params_of, prompts_of
 from jpaged.serving.errors import ApiError, api_error
 from jpaged.serving.http import guarded, unless_disconnected
 from jpaged.serving.jobs import JobMaker, truncated
@@ -81,7 +81,13 @@ class _Handlers:
         try:
             if isinstance(body, RerankRequest):
                 self._options.limits.check_prompts(1 + len(body.documents), prompt_field)
-            prompts = prompts_of(body)
+            conversation = conversation_of(body)
+            if conversation is None:
+                prompts = prompts_of(body)
+            else:
+                prompt_field = "messages"
+                _, tokens, _ = await self._jobs.chat_prompt(conversation)
+                prompts = [tokens]
             self._options.limits.check_prompts(len(prompts), prompt_field)
             client = client_of(request, self._options.api_keys)
             with contextlib.closing(self._admission.enter(client, len(prompts))) as ticket:

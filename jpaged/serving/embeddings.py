@@ -26,7 +26,7 @@ from jpaged.serving.embedding_protocol import (
     pairs_of,
 )
 from jpaged.serving.errors import ApiError
-from jpaged.serving.protocol import PromptTokensDetails, Usage
+from jpaged.serving.protocol import PromptTokensDetails, TokenizeRequest, Usage
 
 PoolingBody = EmbeddingRequest | ScoreRequest | RerankRequest
 PoolingResponse = EmbeddingResponse | ScoreResponse | RerankResponse
@@ -36,12 +36,14 @@ PROMPT_FIELDS: dict[type, str] = {EmbeddingRequest: "input", ScoreRequest: "text
 
 
 def prompts_of(body: PoolingBody) -> list[Prompt]:
-    """The prompts to embed, in the order in which `answer` takes their outputs.
+    """The prompts to embed, in the order in which `answer` takes their outputs. Not of a conversation.
 
     Raises:
         ApiError, InvalidPromptError: there are none, or another number than the request needs.
     """
     if isinstance(body, EmbeddingRequest):
+        if body.input is None:
+            raise ApiError(400, "input is missing; give prompts, or messages.", param="input")
         prompts = as_prompt_list(body.input)
         if not prompts:
             raise ApiError(400, "input is an empty list; give at least one.", param="input")
@@ -57,6 +59,18 @@ def prompts_of(body: PoolingBody) -> list[Prompt]:
             400, f"text_1 has {len(first)} texts for {len(second)} of text_2; give one or as many.", param="text_1"
         )
     return [*first, *second]
+
+
+def conversation_of(body: PoolingBody) -> TokenizeRequest | None:
+    """The conversation to embed; None for other prompts.
+
+    Raises:
+        ApiError: there are prompts as well.
+    """
+    conversation = body.conversation if isinstance(body, EmbeddingRequest) else None
+    if conversation is not None and isinstance(body, EmbeddingRequest) and body.input is not None:
+        raise ApiError(400, "messages and input are both given; leave one of them out.", param="messages")
+    return conversation
 
 
 def params_of(body: PoolingBody, config: EmbeddingConfig) -> PoolingParams:

@@ -291,7 +291,8 @@ class JobMaker:
         kind, own_id = "chatcmpl" if is_chat else "cmpl", secrets.token_hex(16)
         request_id = f"{kind}-{body.request_id or own_id}"
         model, tokenizer = self._options.served_model_names[0], self._engine.tokenizer
-        context = AnswerContext(request_id, body.model or model, prompts, tokenizer, reading)
+        sampling = params if isinstance(params, SamplingParams) else None
+        context = AnswerContext(request_id, body.model or model, prompts, tokenizer, reading, sampling)
         answer = make_answer(body, context)
         return Job(
             f"{kind}-{own_id}",

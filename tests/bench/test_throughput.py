@@ -11,7 +11,6 @@ from jpaged.bench.throughput import main
 from jpaged.bench.workloads import DATASETS, make_requests
 from jpaged.models import ModelConfig, build
 from tests.bench import small_engine
-from tests.tiny_models import DEMO_ENGINE
 
 
 @small_engine.GROUP
@@ -80,8 +79,16 @@ def test_named_models_have_the_published_number_of_parameters(name, billions):
 @small_engine.GROUP
 def test_a_workload_is_measured_with_and_without_a_schema(tmp_path, capsys):
     file = tmp_path / "figures.json"
-    sizes = ["--max-num-seqs", str(DEMO_ENGINE["max_num_seqs"])]  # those whose programs other tests compile too
-    sizes += ["--max-num-batched-tokens", str(DEMO_ENGINE["max_num_batched_tokens"])]
+    sizes = [
+        "--max-num-seqs",
+        "16",
+        "--max-num-batched-tokens",
+        "64",
+        "--decode-buckets",
+        "16",
+        "--token-buckets",
+        "64",
+    ]
     lengths = ["--num-prompts", "4", "--input-len", "6", "--output-len", "40", "--runs", "1", "--temperature", "1"]
     assert main([*sizes, *lengths, "--structured", "half", "--json", str(file)]) == 0
     free, half = json.loads(file.read_text())["results"]

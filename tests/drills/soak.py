@@ -43,9 +43,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from tests.serving.server_process import SIZES
 from tests.support.request_mix import Asked, StreamedAnswer, difference, request_mix, whole_answer
 from tests.support.served import Server
+from tests.tiny_models import DEMO_OPTIONS
 
 MARK = "JPAGED_SOAK"
 """A variable of all processes of the server, by which those that are left over are found."""
@@ -64,7 +64,7 @@ MUTE_PROMPT, MUTE_TOKENS = 97, 900
 OPTIONS = (
     *("--data-parallel-size", str(REPLICAS), "--api-workers", str(API_WORKERS), "--max-restarts", "100000"),
     *("--send-timeout", f"{SEND_TIMEOUT_S:g}", "--step-timeout", f"{STEP_TIMEOUT_S:g}", "--shutdown-timeout", "20"),
-    *SIZES,  # the tests', whose compiled programs it finds in their cache
+    *DEMO_OPTIONS,  # the tests', whose compiled programs it finds in their cache
 )
 _CLOCK = """
 import time

@@ -75,7 +75,7 @@ def test_a_stream_whose_log_probabilities_nobody_takes_ends_and_gives_back_what_
         unread = engine.generate(PROMPT, params, "unread", max_backlog_bytes=1 << 18)
         async with contextlib.aclosing(unread):
             await anext(unread)
-            (stream,) = engine._streams.values()
+            (stream,) = engine._requests.streams.values()
             seen = [position async for output in read for position in output.outputs[0].logprobs]
             assert len(seen) == 900  # a megabyte in all, and each of them once
             assert all(seen)
@@ -123,9 +123,9 @@ def test_a_request_that_waits_returns_nothing_generated(run):
 def test_an_abort_beside_the_end_of_the_engine_process_returns_what_came_of_it_once(run):
     async def scene(engine):
         async def kill():
-            pid = engine._processes.pids[0]
+            pid = engine._fleet.processes.pids[0]
             os.kill(pid, signal.SIGKILL)
-            while engine._processes.pids[0] == pid or engine.is_restarting:
+            while engine._fleet.processes.pids[0] == pid or engine.is_restarting:
                 await asyncio.sleep(0.01)
 
         whole = await generate(engine, "whole", max_tokens=300)

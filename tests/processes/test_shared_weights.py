@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from jpaged import AsyncLLMEngine, EngineArgs, RequestOutputKind, SamplingParams
-from jpaged.api.errors import InvalidParameterError
+from jpaged.api.errors import EngineRestartingError, InvalidParameterError
 from jpaged.models import ModelConfig, build
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.processes.shared_weights import SharedWeights, map_arrays
+from tests.support.fragile_engine import WEIGHTS_VARIABLE
 from tests.test_update_weights import PROMPTS, Reference
 from tests.tiny_models import TINY_ENGINE, tiny_model, write_tiny_model
 
@@ -104,11 +105,52 @@ def test_an_engine_process_takes_weights_amid_streams_pauses_and_has_them_still_
             await engine.update_weights({name: tensors[name] for name in names[9:]}, partial=True)
             await engine.wake_up()
             assert await greedy(engine) == reference.greedy(second)
-            pid = engine._processes.pids[0]
+            pid = engine._fleet.processes.pids[0]
             os.kill(pid, signal.SIGKILL)
-            while engine._processes.pids[0] == pid or engine.is_restarting:
+            while engine._fleet.processes.pids[0] == pid or engine.is_restarting:
                 await asyncio.sleep(0.01)
             assert await greedy(engine) == reference.greedy(second)
             assert len(engine._given) == 3
+
+    asyncio.run(scene())
+
+
+def test_weights_that_nobody_waits_for_any_more_come_whole_and_those_without_room_leave_the_old_ones(
+    tmp_path: Path, fragile_processes: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(WEIGHTS_VARIABLE, "4096")
+    directory = write_tiny_model(tiny_model(NAME), tmp_path, use_torch=False)
+    model = build(ModelConfig.from_directory(directory), "float32")
+    reference, read = Reference(model), WeightUpdater(model, model, None).read
+    first, second = model.init(1), model.init(2)
+
+    async def greedy(engine: AsyncLLMEngine) -> list[list[int]]:
+        return await asyncio.gather(*(tokens_of(engine.generate(prompt, params(5))) for prompt in PROMPTS))
+
+    async def scene() -> None:
+        async with AsyncLLMEngine(EngineArgs(model=str(directory), **TINY_ENGINE)) as engine:
+            stream = asyncio.ensure_future(tokens_of(engine.generate([7, 8], params(100))))
+            update = asyncio.ensure_future(engine.update_weights(read(first, "huggingface")))
+            while engine._update is None:
+                await asyncio.sleep(0)
+            update.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await update
+            assert not engine._update.done()
+            await engine._update
+            assert await greedy(engine) == reference.greedy(first)
+            assert len(await stream) == 100
+
+            tensors = dict(read(second, "huggingface"))
+            last = max(tensors)
+            tensors[last] = tensors[last].at[0].set(4096.0)
+            stream = asyncio.ensure_future(tokens_of(engine.generate([7, 9], params(100))))
+            with pytest.raises(EngineRestartingError, match="those that it had"):
+                await engine.update_weights(tensors)
+            assert await greedy(engine) == reference.greedy(first)
+            assert len(await stream) == 100
+            assert engine.metrics.counted("engine_restarts", 0) == 1
+            await engine.update_weights(read(second, "huggingface"))
+            assert await greedy(engine) == reference.greedy(second)
 
     asyncio.run(scene())

@@ -11,7 +11,7 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs, RestartOptions
 from jpaged.api.errors import EngineDeadError, EngineRestartingError, InvalidParameterError, SuspectRequestError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
-from jpaged.processes import launch, wire
+from jpaged.processes import wire
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.keeper import RestartLimit
 from tests.support.fragile_engine import VARIABLE
@@ -32,6 +32,10 @@ KINDS = {
     "penalties": {"seed": 10, "presence_penalty": 1.0, "repetition_penalty": 1.2},
     "best of": {"seed": 11, "n": 1, "best_of": 3},
 }
+SEEDED = [name for name, params in KINDS.items() if params.keys() & {"seed", "temperature"}]
+"""Those that bring the same whatever else the engine has served."""
+SEEDED = [name for name, params in KINDS.items() if params.keys() & {"seed", "temperature"}]
+"""Those that bring the same whatever else the engine has served."""
 FATAL_TOKEN = 77
 
 
@@ -82,16 +86,16 @@ async def until(condition, seconds=300):
 
 def generated(engine):
     """Tokens that the open requests have."""
-    streams = engine._streams.values()
+    streams = engine._requests.streams.values()
     return sum(len(member.output_token_ids) for stream in streams for member in stream.group.members)
 
 
 async def killed(engine, index=0):
     """Kills a replica's process once all that serve have moved, and waits until it serves again."""
-    before, pid = generated(engine), engine._processes.pids[index]
-    await until(lambda: generated(engine) >= before + 40 or not engine._streams)
+    before, pid = generated(engine), engine._fleet.processes.pids[index]
+    await until(lambda: generated(engine) >= before + 40 or not engine._requests.streams)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: engine._processes.pids[index] != pid and not engine.is_restarting)
+    await until(lambda: engine._fleet.processes.pids[index] != pid and not engine.is_restarting)
 
 
 def run(scene, **options):
@@ -103,14 +107,23 @@ def run(scene, **options):
 
 
 @pytest.fixture(scope="module")
-def calm():
+def in_one_engine():
+    """Runs scenes in an engine that tests share, where requests without a seed draw something else each time."""
+    with asyncio.Runner() as runner:
+        engine = AsyncLLMEngine(engine_args(), restarts=RestartOptions(step_timeout_s=6.0))
+        runner.run(engine.__aenter__())
+        yield lambda scene: runner.run(scene(engine))
+        runner.run(engine.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def calm(in_one_engine):
     """What the requests bring when nothing happens."""
 
-    async def undisturbed():
-        async with AsyncLLMEngine(engine_args()) as engine:
-            return await asyncio.gather(*ask_all(engine, 2))
+    async def undisturbed(engine):
+        return await asyncio.gather(*ask_all(engine, 2))
 
-    return asyncio.run(undisturbed())
+    return in_one_engine(undisturbed)
 
 
 def test_killed_twice_every_request_brings_what_it_would_have_brought(calm):
@@ -133,10 +146,30 @@ def test_killed_twice_every_request_brings_what_it_would_have_brought(calm):
     run(scene)
 
 
+def test_a_process_that_stands_still_counts_as_hung(calm, in_one_engine):
+    async def scene(engine):
+        before = engine.metrics.counted("engine_restarts", 0)
+        asked = ask_all(engine, 2)
+        await until(lambda: generated(engine) > 100)
+        os.kill(engine._fleet.processes.pids[0], signal.SIGSTOP)
+        assert await engine.get_replica_metrics() == {}  # it does not wait for the process
+        assert engine.metrics.counted("engine_restarts", 0) == before
+        found = await asyncio.gather(*asked)
+        names = [*KINDS, *KINDS, "search"]
+        for name, one, undisturbed in zip(names, found, calm, strict=True):
+            if name in (*SEEDED, "search"):
+                assert one == undisturbed
+            else:
+                assert {len(token_ids) for token_ids, *_ in one[0].values()} == {NUM_TOKENS}
+        assert engine.metrics.counted("engine_restarts", 0) == before + 1
+
+    in_one_engine(scene)
+
+
 def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not(calm):
     async def scene(engine):
         await engine.check_health()
-        os.kill(engine._processes.pids[0], signal.SIGKILL)
+        os.kill(engine._fleet.processes.pids[0], signal.SIGKILL)
         await until(lambda: engine.is_restarting)
         asked = ask_all(engine, 2)
         with pytest.raises(EngineRestartingError, match="being started again"):
@@ -155,7 +188,7 @@ def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not
 
         asked = ask_all(engine, 1)
         await until(lambda: generated(engine) > 100)
-        os.kill(engine._processes.pids[0], signal.SIGKILL)
+        os.kill(engine._fleet.processes.pids[0], signal.SIGKILL)
         assert "was killed by SIGKILL" in str(await engine.failed())
         answers = await asyncio.gather(*asked, return_exceptions=True)
         assert any(isinstance(answer, EngineDeadError) for answer in answers)
@@ -169,20 +202,9 @@ def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not
 
 
 @pytest.fixture
-def fragile(monkeypatch):
+def fragile(fragile_processes, monkeypatch):
     """Engine processes break at requests whose prompt ends with FATAL_TOKEN, as `how` says, at so many tokens."""
-
-    def break_at(length, how):
-        def command(module, *arguments):
-            module = module.replace("jpaged.processes.engine_process", "tests.support.fragile_engine")
-            return real(module, *arguments)
-
-        real = launch.python_command
-        monkeypatch.setattr(launch, "python_command", command)
-        monkeypatch.setenv(VARIABLE, f"{FATAL_TOKEN}:{length}:{how}")
-        monkeypatch.setenv("PYTHONPATH", os.getcwd())
-
-    return break_at
+    return lambda length, how: monkeypatch.setenv(VARIABLE, f"{FATAL_TOKEN}:{length}:{how}")
 
 
 def test_a_request_that_breaks_the_engine_each_time_is_refused_and_the_others_go_on(calm, fragile):
@@ -202,40 +224,28 @@ def test_a_request_that_breaks_the_engine_each_time_is_refused_and_the_others_go
     run(scene)
 
 
-def test_a_process_that_stands_still_counts_as_hung(calm):
-    async def scene(engine):
-        asked = ask_all(engine, 2)
-        await until(lambda: generated(engine) > 100)
-        os.kill(engine._processes.pids[0], signal.SIGSTOP)
-        assert await engine.get_replica_metrics() == {}  # it does not wait for the process
-        assert engine.metrics.counted("engine_restarts", 0) == 0
-        assert await asyncio.gather(*asked) == calm
-        assert engine.metrics.counted("engine_restarts", 0) == 1
-
-    run(scene, restarts=RestartOptions(step_timeout_s=10.0))
-
-
 def test_requests_of_a_dead_replica_move_to_a_living_one_at_once():
     async def scene():
         async with AsyncLLMEngine(engine_args(data_parallel_size=2)) as engine:
-            seeded = [name for name, params in KINDS.items() if params.keys() & {"seed", "temperature"}]
-            calm = await asyncio.gather(*(ask(engine, name, 0) for name in seeded))
-            asked = [asyncio.ensure_future(ask(engine, name, 0)) for name in seeded]
+            calm = await asyncio.gather(*(ask(engine, name, 0) for name in SEEDED))
+            asked = [asyncio.ensure_future(ask(engine, name, 0)) for name in SEEDED]
             await until(lambda: generated(engine) > 100)
-            assert {stream.replica.index for stream in engine._streams.values()} == {0, 1}
+            assert {stream.replica.index for stream in engine._requests.streams.values()} == {0, 1}
             assert not await engine.sleep()
-            asleep = await engine._ask(wire.Sleep(1), wire.Changed)  # as if requests had come after it was looked at
+            asleep = await engine._fleet.ask(
+                wire.Sleep(1), wire.Changed
+            )  # as if requests had come after it was looked at
             assert [answer.value for answer in asleep.values()] == [0, 0]
             dead = random.randrange(2)
-            os.kill(engine._processes.pids[dead], signal.SIGKILL)
+            os.kill(engine._fleet.processes.pids[dead], signal.SIGKILL)
             await until(lambda: engine.is_restarting)
             with pytest.raises(EngineRestartingError, match="cannot sleep"):
                 await engine.sleep()
-            assert {stream.replica.index for stream in engine._streams.values()} == {1 - dead}
+            assert {stream.replica.index for stream in engine._requests.streams.values()} == {1 - dead}
             await engine.check_health()
             assert await asyncio.gather(*asked) == calm
             await until(lambda: not engine.is_restarting)
-            assert await asyncio.gather(*(ask(engine, name, 0) for name in seeded)) == calm
+            assert await asyncio.gather(*(ask(engine, name, 0) for name in SEEDED)) == calm
             assert engine._board.by_replica("unfinished") == engine._board.by_replica("owed_tokens") == [0, 0]
 
     asyncio.run(scene())

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import httpx
 
-from tests.tiny_models import DEMO_ENGINE
+from tests.tiny_models import DEMO_OPTIONS
 
 KEY = "a-key-for-tests"
-SIZES = tuple(word for name, size in DEMO_ENGINE.items() for word in ("--" + name.replace("_", "-"), str(size)))
-OPTIONS = (*SIZES, "--api-workers", "1")
+OPTIONS = (*DEMO_OPTIONS, "--api-workers", "1")
 
 
 class Server:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from typing import Any
 
 import jsonschema
 import openai
@@ -186,6 +187,69 @@ def test_a_response_has_items_and_streams_them_as_they_come(server, body, kinds,
     assert done == last["output"]
     added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
     assert [item["id"] for item in added] == [item["id"] for item in done]
+
+
+WEATHER_TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER}
+PUBLISHED_CASES = {
+    "basic": {"input": [{"type": "message", "role": "user", "content": "Say hello."}]},
+    "system prompt": {
+        "input": [
+            {"type": "message", "role": "system", "content": "You are a pirate."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Say hello."}]},
+        ]
+    },
+    "multi-turn": {
+        "input": [
+            {"type": "message", "role": "user", "content": "My name is Alice."},
+            {"type": "message", "role": "assistant", "content": "Hello Alice!"},
+            {"type": "message", "role": "user", "content": "What is my name?"},
+        ]
+    },
+    "tool calling": {"input": STORY, "tools": [WEATHER_TOOL], "tool_choice": "required", "max_output_tokens": 150},
+}
+"""The requests of openresponses.org's compliance tests, but for images, and with a tool that has to be called."""
+
+NULL, NUMBER = {"type": "null"}, {"type": "number"}
+RESPONSE_FIELDS: dict[str, Any] = {
+    **{name: {"type": "string"} for name in ("id", "model", "status", "service_tier")},
+    **{name: {"type": ["string", "null"]} for name in ("previous_response_id", "instructions", "user")},
+    **{name: {"type": ["string", "null"]} for name in ("safety_identifier", "prompt_cache_key")},
+    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), NUMBER),
+    **{name: {"type": "boolean"} for name in ("parallel_tool_calls", "store", "background")},
+    **{name: {"type": ["integer", "null"]} for name in ("completed_at", "max_output_tokens", "max_tool_calls")},
+    **{name: {"type": "integer"} for name in ("created_at", "top_logprobs")},
+    **{name: {"type": ["object", "null"]} for name in ("incomplete_details", "error", "reasoning", "usage")},
+    "object": {"const": "response"},
+    "output": {"type": "array", "minItems": 1},
+    "tools": {"type": "array", "items": {"required": ["type", "name", "description", "parameters", "strict"]}},
+    "tool_choice": {"enum": ["auto", "required", "none"]},
+    "truncation": {"enum": ["auto", "disabled"]},
+    "text": {"type": "object", "required": ["format"]},
+    "metadata": {"type": "object"},
+}
+"""What openresponses.org requires of a response."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED_CASES)
+def test_a_response_has_every_field_that_openresponses_requires(server, name):
+    schema = {"type": "object", "properties": RESPONSE_FIELDS, "required": list(RESPONSE_FIELDS)}
+    asked = PUBLISHED_CASES[name]
+    whole = respond(server, **asked).json()
+    jsonschema.validate(whole, schema)
+    assert whole["temperature"] == 0
+    assert {item["type"] for item in whole["output"]} == {"function_call" if "tools" in asked else "message"}
+    events = events_of(respond(server, stream=True, presence_penalty=0.5, user="me", **asked))
+    last = events[-1]["response"]
+    jsonschema.validate(last, schema)
+    assert (last["presence_penalty"], last["user"]) == (0.5, "me")
+    begun = RESPONSE_FIELDS | {"output": {"type": "array"}}
+    for event in events[:2]:
+        jsonschema.validate(event["response"], schema | {"properties": begun})
+    if "tools" in asked:
+        kinds = [event["type"] for event in events]
+        of_calls = ["response.function_call_arguments.delta", "response.function_call_arguments.done"]
+        assert {*of_calls, "response.output_item.added", "response.output_item.done"} <= {*kinds}
+        assert events[kinds.index("response.output_item.added")]["item"]["type"] == "function_call"
 
 
 def test_openais_client_calls_a_tool_and_goes_on_from_the_response(server):

@@ -11,6 +11,7 @@ from jpaged.assets import demo_model_path
 from jpaged.cli import main
 from jpaged.serving.embedding_protocol import EmbeddingRequest
 from jpaged.serving.jobs import truncated
+from jpaged.text.tokenizer import Tokenizer
 from tests.serving.server_process import KEY
 
 torch = pytest.importorskip("torch")
@@ -72,6 +73,18 @@ def test_the_openai_client_embeds(server, reference):
     np.testing.assert_allclose(found.data[1].embedding, reference(TEXTS[1]), **CLOSE)
 
 
+def test_a_conversation_is_embedded_as_the_chat_template_writes_it(server, reference):
+    messages = [{"role": "user", "content": "Tell me of a fox."}]
+    for fields in ({}, {"add_generation_prompt": True}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        asked = {"add_generation_prompt": False} | fields
+        tokens = ask(server, "/tokenize", messages=messages, **asked)["tokens"]
+        found = ask(server, "/v1/embeddings", messages=messages, **fields)
+        np.testing.assert_allclose(found["data"][0]["embedding"], reference(tokens), **CLOSE)
+        assert found["usage"]["prompt_tokens"] == len(tokens)
+    cut = ask(server, "/v1/embeddings", messages=messages, truncate_prompt_tokens=4)
+    assert cut["usage"]["prompt_tokens"] == 4
+
+
 def test_prompts_are_cut_where_asked(server, reference):
     tokens = list(range(3, 23))
     for side, kept in (("left", tokens[-5:]), ("right", tokens[:5])):
@@ -115,6 +128,9 @@ def test_documents_are_ranked(server, reference, path):
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ("/v1/embeddings", {"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ("/v1/embeddings", {}, "input"),
+        ("/v1/embeddings", {"messages": []}, "messages"),
+        ("/v1/embeddings", {"messages": [{"role": "user"}], "chat_template": "x"}, "chat_template"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "a", "priority": 3}, "priority"),
         ("/v1/score", {"text_1": "a"}, "text_1"),
@@ -137,6 +153,7 @@ def test_embeddings_of_a_batch_file(tmp_path, reference):
         {"input": TEXTS[0], "dimensions": 8},
         {"input": [[3, 4, 5]], "encoding_format": "base64"},
         {"input": "a", "truncate_prompt_tokens": 4},
+        {"messages": [{"role": "user", "content": "Hello"}]},
     ]
     requests = [
         {"custom_id": str(i), "method": "POST", "url": "/v1/embeddings", "body": body} for i, body in enumerate(lines)
@@ -146,9 +163,12 @@ def test_embeddings_of_a_batch_file(tmp_path, reference):
     files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
     assert main(["run-batch", *files, "-q", "--in-process", *options]) == 1
     answers = [json.loads(line)["response"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [answer["status_code"] for answer in answers] == [200, 400, 200, 400]
+    assert [answer["status_code"] for answer in answers] == [200, 400, 200, 400, 200]
     for text, one in zip(TEXTS, answers[0]["body"]["data"], strict=True):
         np.testing.assert_allclose(one["embedding"], reference(text), atol=1e-4, rtol=0)
     vector = np.frombuffer(base64.b64decode(answers[2]["body"]["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(vector, reference([3, 4, 5]), atol=1e-4, rtol=0)
+    tokenizer = Tokenizer.load(demo_model_path())
+    tokens = tokenizer.encode_prompt(tokenizer.chat_prompt(lines[4]["messages"], add_generation_prompt=False))
+    np.testing.assert_allclose(answers[4]["body"]["data"][0]["embedding"], reference(tokens), atol=1e-4, rtol=0)
     assert [answers[i]["body"]["error"]["param"] for i in (1, 3)] == ["dimensions", "truncate_prompt_tokens"]

@@ -3,18 +3,24 @@ place of the real one where a test says so (`fragile`).
 
     JPAGED_FRAGILE=TOKEN:LENGTH:HOW     requests whose prompt ends with TOKEN, when LENGTH tokens of them are known
                                         HOW: "kill" (SIGKILL), "raise" (an error in the step) or "hang"
+    JPAGED_FRAGILE_WEIGHTS=VALUE        weights in which this number stands: memory runs out when half of them are new
 """
 
 import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
+import jax
+
 from jpaged.engine.loop import EngineCore
+from jpaged.models.loading.live import WeightUpdater
 from jpaged.processes import engine_process
 
 VARIABLE = "JPAGED_FRAGILE"
+WEIGHTS_VARIABLE = "JPAGED_FRAGILE_WEIGHTS"
 
 
 def _fragile(token: int, length: int, how: str) -> None:
@@ -38,6 +44,19 @@ def _fragile(token: int, length: int, how: str) -> None:
     EngineCore.step = breaking  # type: ignore[method-assign]
 
 
+def _fragile_weights(value: float) -> None:
+    """Makes `WeightUpdater.apply` break at such weights."""
+    apply = WeightUpdater.apply
+
+    def breaking(self: WeightUpdater, weights: Any, update: Any) -> Any:
+        if any(bool((one.array == value).any()) for one in update.writes):
+            apply(self, weights, replace(update, writes=update.writes[: len(update.writes) // 2]))
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory, said a test")
+        return apply(self, weights, update)
+
+    WeightUpdater.apply = breaking  # type: ignore[method-assign]
+
+
 def make_fragile(value: str) -> None:
     """value: as of JPAGED_FRAGILE."""
     token, length, how = value.split(":")
@@ -45,5 +64,8 @@ def make_fragile(value: str) -> None:
 
 
 if __name__ == "__main__":
-    make_fragile(os.environ[VARIABLE])
+    if VARIABLE in os.environ:
+        make_fragile(os.environ[VARIABLE])
+    if WEIGHTS_VARIABLE in os.environ:
+        _fragile_weights(float(os.environ[WEIGHTS_VARIABLE]))
     sys.exit(engine_process.main(sys.argv[1:]))

@@ -276,6 +276,21 @@ def test_harmony_has_channels_for_text_beside_calls():
         assert (reasoning, content, values(found)) == ("onetwo", "I look.", EXPECTED[:1])
 
 
+@pytest.mark.parametrize("constrain", ["", "<|constrain|>"])
+def test_harmony_understands_calls_whose_recipient_stands_before_the_channel(constrain):
+    form, channels = FORMATS["harmony"], REASONING["harmony"]
+    call = f' to=functions.weather<|channel|>commentary {constrain}json<|message|>{{"city": "Paris"}}'
+    for tools in ([Tool("weather", {}), Tool("weather_at", {})], [Tool("weather", {"type": "object"})]):
+        for before, said in (("", ("", "")), (channels.opening + "hm" + channels.closing, ("hm", ""))):
+            for pieces in ([before + call], list(before + call)):
+                reasoning, content, found = read(TurnParser(form, tools, channels, "free"), pieces)
+                assert (reasoning, content) == said
+                assert [(one[0], json.loads(one[1])) for one in found] == [("weather", {"city": "Paris"})]
+    for text in (" to=functions.other<|channel|>commentary json<|message|>{}", " to=functions.weather, said I", " to"):
+        for pieces in ([text], list(text)):
+            assert read(TurnParser(form, [Tool("weather", {})], channels, "free"), pieces) == ("", text, [])
+
+
 @pytest.mark.parametrize("budget", [0, 3])
 def test_a_budget_ends_reasoning_after_so_many_tokens_and_the_answer_keeps_to_its_schema(budget, with_tokens):
     content = json_expression({"type": "object", "properties": {}, "additionalProperties": False}, lenient=False)

@@ -6,27 +6,19 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-from weakref import ReferenceType
+from typing import Any
 
 import jax
 import numpy as np
 
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError, shown
-from jpaged.engine.interface import CacheGroup, Executor
-from jpaged.executor.buckets import fine_buckets, geometric_buckets
-from jpaged.executor.cache.spec import kernel_block_bytes
-from jpaged.executor.cache.virtual.arrays import CpuRanges
-from jpaged.executor.cache.virtual.cuda import CudaDriver
-from jpaged.executor.cache.virtual.geometry import Geometry
 from jpaged.executor.cache.virtual.layout import VirtualCache
-from jpaged.executor.cache.virtual.memfd import LEAST_ADOPTED, MemfdDriver
 from jpaged.executor.cache.virtual.memory import VirtualMemory
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh, fewest_anywhere, pick_devices
@@ -42,216 +34,29 @@ from jpaged.executor.start.compile_processes import (
 from jpaged.executor.start.executable_cache import KEPT_PLATFORMS, ExecutableCache
 from jpaged.executor.start.jax_settings import jax_settings
 from jpaged.executor.start.memory import (
-    MemoryPlan,
     free_device_memory,
     plan_memory,
     reserve_device_memory,
     unreserved_device_memory,
 )
 from jpaged.executor.start.one_shot import one_shot_rows
-from jpaged.executor.start.weights import fill_weights, read_weights, zero_weights
+from jpaged.executor.start.shapes import cut_into_pages, executor_config, fit_to_pool, needed_pages
+from jpaged.executor.start.started import Startup, whence
+from jpaged.executor.start.weights import fill_weights, read_weights
 from jpaged.executor.start.worker_threads import WorkerThreads
-from jpaged.executor.step.compiled import CompiledProgram, Origin
-from jpaged.executor.step.held import empty_pools, initial_held
+from jpaged.executor.step.compiled import CompiledProgram
+from jpaged.executor.step.held import initial_held
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
 from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.interrupt import KeptInterrupt
-from jpaged.models import Model, ModelConfig, Weights, build
+from jpaged.models import Model, ModelConfig, build
 from jpaged.models.experts import split_by_experts
-from jpaged.models.loading.live import Update, WeightsForm, WeightUpdater
+from jpaged.models.loading.live import WeightUpdater
 from jpaged.pallas_kernels import registry
 
 log = logging.getLogger("jpaged.startup")
-
-NOMINAL_BLOCKS = 1024
-"""Blocks of the pool that programs are analysed with, before its size is known."""
-
-
-class Leader(Executor, Protocol):
-    """Runs plans here and in all other processes."""
-
-    def close(self) -> None:
-        """Ends these, and closes the runner here."""
-
-
-@dataclass
-class Startup:
-    """A runner and what is known of it.
-
-    setup: what its programs were made for.
-    memory: of each device. seconds: by phase; loading and compiling overlap. origins: how many programs of each.
-    mesh: what it runs on. load_weights: reads the checkpoint again. updater: knows the places of weights by name.
-    has_given_weights: it has weights that somebody gave, and that no checkpoint holds.
-    leader: what runs plans here and in all other processes, where there are several.
-    user: the engine whose keys and values the pool holds: the last one that ran on it.
-    asleep: the level of `sleep`; 0 while awake.
-    """
-
-    args: EngineArgs
-    runner: Runner
-    model: Model
-    setup: Setup
-    memory: MemoryPlan
-    origins: Mapping[Origin, int]
-    device: str
-    mesh: DeviceMesh
-    load_weights: Callable[[], Weights]
-    updater: WeightUpdater
-    seconds: dict[str, float] = field(default_factory=dict)
-    leader: Leader | None = None
-    user: ReferenceType[Any] | None = None
-    asleep: int = 0
-    has_given_weights: bool = False
-
-    @property
-    def config(self) -> ExecutorConfig:
-        """Shapes of the device state and of the programs."""
-        return self.setup.config
-
-    @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The groups of layers that have block tables of their own."""
-        return self.setup.cache.groups
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the pool that have memory, the null block included."""
-        return self.memory.num_blocks
-
-    @property
-    def _num_backed(self) -> int:
-        """Blocks that must have memory before the first request."""
-        return self.num_blocks if self.args.kv_idle_release_s is None else _needed_pages(self.setup)
-
-    @property
-    def _blocks(self) -> str:
-        """What the pool is made of, in words."""
-        geometry = self.config.geometry
-        if geometry is None:
-            return "blocks"
-        return f"pages of {geometry.page_tokens} tokens ({geometry.page_layout}, {_size(self.memory.block)})"
-
-    def close(self) -> None:
-        """Frees what the runner holds on the device, and ends the other processes. The second time it does nothing."""
-        (self.leader or self.runner).close()
-
-    def sleep(self, level: int) -> None:
-        """Gives memory back: 1 that of the KV pool, 2 that of the weights, too. Nothing runs, and what is in the pool
-        is lost.
-
-        Raises:
-            InvalidParameterError: the model spans several hosts.
-        """
-        if self.leader is not None:
-            raise InvalidParameterError("sleep is for a model on one host; this one spans several processes.")
-        if level > self.asleep:
-            self.runner.sleep(level)
-            self.asleep = level
-
-    def wake_up(self) -> None:
-        """Takes the memory again that `sleep` gave back; weights are read from the checkpoint. Nothing if awake.
-
-        Raises:
-            OutOfMemoryError: others have it. The engine sleeps on.
-            InvalidParameterError: the weights that it gave back are in no checkpoint. The engine sleeps on.
-        """
-        if not self.asleep:
-            return
-        if self.asleep == 2 and self.has_given_weights:
-            raise InvalidParameterError(
-                "The engine gave back weights that it had from its caller, which no checkpoint holds; call"
-                " update_weights before wake_up."
-            )
-        with self.mesh.as_default():
-            try:
-                weights = self.load_weights() if self.asleep == 2 else None
-                pools = empty_pools(self.setup, self.mesh) if self.runner.memory is None else None
-                jax.block_until_ready((weights, pools))
-            except jax.errors.JaxRuntimeError as error:
-                wanted = f"the KV pool of {_size(self.memory.pool)}"
-                if self.asleep == 2:
-                    wanted = f"the weights of {_size(self.memory.weights)} and {wanted}"
-                raise OutOfMemoryError(f"There is no room for {wanted}; let others give memory back.") from error
-            self.runner.wake_up(self._num_backed, pools, weights)
-        self.asleep = 0
-
-    def check_weights(self, weights: Any, *, partial: bool = False) -> Update:
-        """Finds the places of weights, and changes nothing; as `WeightUpdater.match`.
-
-        Raises:
-            InvalidParameterError: they do not fit; or the model spans several hosts; or some are to be kept that
-                `sleep` has given back.
-        """
-        if self.leader is not None:
-            raise InvalidParameterError("update_weights is for a model on one host; this one spans several processes.")
-        update = self.updater.match(weights, partial=partial)
-        if self.asleep == 2 and not update.is_complete:
-            raise InvalidParameterError(
-                "The engine sleeps at level 2 and has no weights to keep the others of; give all of them."
-            )
-        return update
-
-    def update_weights(self, update: Update) -> None:
-        """Writes weights in place. An engine that had given its weights back sleeps on at level 1.
-
-        Raises:
-            OutOfMemoryError: it had given its weights back, and others have the memory. It sleeps on at level 2.
-            JaxRuntimeError: the device failed in the middle; the weights are of no more use.
-        """
-        with self.mesh.as_default():
-            try:
-                start = zero_weights(self.setup.model, self.mesh) if self.asleep == 2 else None
-                self.runner.update_weights(lambda old: jax.block_until_ready(self.updater.apply(old, update)), start)
-            except jax.errors.JaxRuntimeError as error:
-                if self.asleep != 2:
-                    raise
-                raise OutOfMemoryError(
-                    f"There is no room for the weights of {_size(self.memory.weights)}; let others give memory back."
-                ) from error
-        self.asleep = min(self.asleep, 1)
-        self.has_given_weights = True
-
-    def weights_as(self, form: WeightsForm) -> Any:
-        """Copies of the weights, as `WeightUpdater.read`.
-
-        Raises:
-            InvalidParameterError: there is no such form; or the model spans several hosts; or `sleep` has given the
-                weights back.
-        """
-        if self.leader is not None:
-            raise InvalidParameterError("weights_as is for a model on one host; this one spans several processes.")
-        weights = self.runner.weights
-        if weights is None:
-            raise InvalidParameterError("The engine sleeps at level 2 and has no weights; wake it up first.")
-        with self.mesh.as_default():
-            return self.updater.read(weights, form)
-
-    def table(self, name: str) -> str:
-        """What a user wants to know at start, in a few lines."""
-        num_blocks, length = self.num_blocks - 1, self.config.max_model_len
-        concurrency = num_blocks / self.setup.cache.sequence_blocks(length)
-        tokens = num_blocks * self.config.block_size // len(self.cache_groups)
-        phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
-        reserved = f", {_size(self.memory.programs)} reserved for them to run" if self.memory.programs else ""
-        rows = [
-            (
-                "model",
-                f"{name} ({self.model.config.architecture}, {self.model.num_parameters / 1e6:,.1f} M parameters)",
-            ),
-            ("device", self.device),
-            ("kernels", self.args.kernel_backend or registry.preferred_here()),
-            ("weights", f"{_size(self.memory.weights)} in {_types(self.model)}"),
-            ("KV pool", f"{_size(self.memory.pool)}: {self.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
-            ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
-            ("programs", f"{_whence(self.origins)}{reserved}"),
-            ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
-        ]
-        if self.config.one_shot_rows:
-            rows.insert(-1, ("all-reduce", f"one-shot in steps of up to {self.config.one_shot_rows} rows"))
-        width = max(len(label) for label, _ in rows)
-        return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows)
 
 
 def start(args: EngineArgs, directory: Path, weights: Any = None) -> Startup:
@@ -343,7 +148,7 @@ def _start_on(
     rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
     if args.kv_cache_layout == "virtual":
-        config = _cut_into_pages(config, args, shard, device)
+        config = cut_into_pages(config, args, shard, device)
 
     cores = usable_cores()
     kept_on = _kept_on()
@@ -362,7 +167,7 @@ def _start_on(
                     nominal.submit_other_programs()  # lowered while the largest ones compile
                 memory = plan_memory(nominal, limit, args.num_gpu_blocks_override, args.pipeline_depth)
             memory = replace(memory, num_blocks=fewest_anywhere(memory.num_blocks))
-            setup = _fit_to_pool(shard, config, memory.num_blocks, args.max_model_len)
+            setup = fit_to_pool(shard, config, memory.num_blocks, args.max_model_len)
             fitted = setup.config
         with _timed(seconds, "compile"):
             compiler = Compiler(setup, mesh, threads=threads, helpers=helpers, kept_on=kept_on)
@@ -406,21 +211,11 @@ def _start_on(
 def _log_costs(programs: Collection[CompiledProgram]) -> None:
     log.info(
         "%s: lowering them took %.1f s and compiling %.1f s of this process's threads, loading %.1f s",
-        _whence(Counter(program.origin for program in programs)),
+        whence(Counter(program.origin for program in programs)),
         sum(program.lowering_s for program in programs),
         sum(program.compiling_s for program in programs),
         sum(program.loading_s for program in programs),
     )
-
-
-def _whence(origins: Mapping[Origin, int]) -> str:
-    said: dict[Origin, str] = {
-        "compiled": "compiled here",
-        "shared": "compiled by other processes",
-        "kept": "found in the cache",
-        "jax": "lowered here and found in JAX's cache",
-    }
-    return ", ".join(f"{origins[origin]} {text}" for origin, text in said.items() if origins.get(origin))
 
 
 def _kept_on() -> tuple[str, ...]:
@@ -450,74 +245,6 @@ def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> Abstract
     return CompileProcesses(count, Setting(model.config, dtype, mesh.size, kept_on, jax_settings()))
 
 
-def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> ExecutorConfig:
-    """Shapes for this model and device, the number of blocks nominal."""
-    if args.max_model_len is not None and args.max_model_len > model.max_position_embeddings:
-        raise InvalidParameterError(
-            f"max_model_len={args.max_model_len} exceeds the {model.max_position_embeddings} positions the model has; "
-            f"lower it."
-        )
-    on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
-    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 1024 if large else 256)
-    budget = args.max_num_batched_tokens or (512 if on_cpu else 8192)
-    if on_cpu:  # which compiles as slowly as it runs: few programs with much padding in each
-        token_buckets = args.token_buckets or geometric_buckets(16, budget, 4)
-        decode_buckets = args.decode_buckets or geometric_buckets(1, max_num_seqs, 4)
-    else:
-        token_buckets = args.token_buckets or fine_buckets(64, budget)
-        decode_buckets = args.decode_buckets or fine_buckets(8, max_num_seqs)
-    for name, buckets, last, what in (
-        ("token_buckets", token_buckets, budget, "max_num_batched_tokens"),
-        ("decode_buckets", decode_buckets, max_num_seqs, "max_num_seqs"),
-    ):
-        if buckets[-1] != last:
-            raise InvalidParameterError(f"{name} must end with {what}={last}, got {buckets}.")
-    if args.shared_prefix_attention and None not in model.layer_windows:
-        raise InvalidParameterError(
-            "shared_prefix_attention=True is of no use to this model, all of whose layers have a sliding window; leave "
-            "it out."
-        )
-    return ExecutorConfig(
-        max_num_seqs=max_num_seqs,
-        max_model_len=args.max_model_len or model.max_position_embeddings,
-        block_size=args.block_size,
-        num_blocks=args.num_gpu_blocks_override or NOMINAL_BLOCKS,
-        decode_buckets=decode_buckets,
-        token_buckets=token_buckets,
-        kernel_backend=args.kernel_backend,
-        shared_prefix_attention=args.shared_prefix_attention,
-        logprobs_mode=args.logprobs_mode,
-    )
-
-
-def _cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, device: jax.Device) -> ExecutorConfig:
-    """The same for the virtual layout, whose blocks are pages of the device."""
-    if jax.process_count() > 1:
-        raise InvalidParameterError(
-            f"kv_cache_layout='virtual' is for a model within one process, got {jax.process_count()} of them; use "
-            f"kv_cache_layout='paged', or replicas (data_parallel_size)."
-        )
-    cache = Setup.of(shard, config).cache
-    is_cpu = device.platform == "cpu"
-    geometry = Geometry.fit(
-        args.virtual_page_layout,
-        cache.grouping.num_arrays,
-        args.block_size,
-        kernel_block_bytes(cache.spec[0], args.block_size),
-        MemfdDriver.granularity if is_cpu else CudaDriver(int(device.local_hardware_id or 0)).granularity,
-        spare_bytes=CpuRanges.spare_bytes if is_cpu else 0,
-    )
-    geometry = replace(geometry, least_bytes=LEAST_ADOPTED if is_cpu else 0)
-    longest = geometry.longest(config.num_blocks, len(cache.groups) * config.max_num_seqs)
-    length = config.max_model_len if args.max_model_len is not None else min(config.max_model_len, longest)
-    return replace(config, geometry=geometry, block_size=geometry.page_tokens, max_model_len=length)
-
-
-def _needed_pages(setup: Setup) -> int:
-    """Pages that the longest sequence needs, and the null block."""
-    return setup.cache.sequence_blocks(setup.config.max_model_len) + 1
-
-
 def _back_pages(pages: VirtualMemory, setup: Setup, planned: int, args: EngineArgs) -> int:
     """Gives pages their memory. Returns how many the pool may have: JAX takes more than its arrays need, and others use
     the device, too. With kv_idle_release_s those of the longest sequence get theirs now, the others when they are
@@ -526,7 +253,7 @@ def _back_pages(pages: VirtualMemory, setup: Setup, planned: int, args: EngineAr
     Raises:
         OutOfMemoryError: not as many as the user asked for, or as the longest sequence needs.
     """
-    needed = _needed_pages(setup)
+    needed = needed_pages(setup)
     if args.kv_idle_release_s is not None:
         pages.back_first(needed)
         return planned
@@ -539,28 +266,6 @@ def _back_pages(pages: VirtualMemory, setup: Setup, planned: int, args: EngineAr
     if count < planned:
         log.info("%d of %d pages have memory", count, planned)
     return count
-
-
-def _fit_to_pool(shard: Model, nominal: ExecutorConfig, num_blocks: int, asked: int | None) -> Setup:
-    """With a pool of so many blocks, and sequences no longer than it holds."""
-    config = replace(nominal, num_blocks=num_blocks)
-    cache = Setup.of(shard, config).cache
-    capacity = cache.longest_sequence()
-    if isinstance(cache, VirtualCache) and asked is not None:
-        cache.check_length(asked)
-    if not capacity:
-        raise OutOfMemoryError(
-            f"The KV pool has {num_blocks - 1} blocks of {config.block_size} tokens, but a sequence needs "
-            f"{cache.sequence_blocks(1)}, one for each group of layers; raise gpu_memory_utilization or "
-            f"num_gpu_blocks_override."
-        )
-    if asked is not None and asked > capacity:
-        raise OutOfMemoryError(
-            f"max_model_len={asked} does not fit the KV pool, which holds {capacity} tokens "
-            f"({num_blocks - 1} blocks of {config.block_size}). Lower max_model_len, or enlarge the pool by "
-            f"gpu_memory_utilization or num_gpu_blocks_override."
-        )
-    return Setup.of(shard, replace(config, max_model_len=capacity))
 
 
 @contextmanager
@@ -593,16 +298,3 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     yield
     seconds[phase] = time.perf_counter() - begun
     log.info("%s took %.1f s", phase, seconds[phase])
-
-
-def _types(model: Model) -> str:
-    scheme, dtype = model.config.quantization, np.dtype(model.dtype).name
-    return dtype if scheme is None else f"{scheme.name} and {dtype}"
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1024
-    return f"{size:,.2f} GiB"

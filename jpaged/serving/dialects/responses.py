@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from jpaged.api.sampling_params import SamplingParams
 from jpaged.serving.answers import AnswerContext
 from jpaged.serving.dialects.items import Item, ItemsAnswer, named_event
 from jpaged.serving.errors import ApiError
@@ -37,6 +38,8 @@ class ResponsesRequest(Struct, kw_only=True):
     max_output_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -45,6 +48,9 @@ class ResponsesRequest(Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     truncation: str | None = None
     top_logprobs: Integer | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     background: Unsupported = None
     conversation: Unsupported = None
@@ -116,6 +122,8 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
         stream=body.stream,
         temperature=body.temperature,
         top_p=body.top_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
         tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or ())] or None,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
@@ -143,6 +151,10 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
         )
     function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": function}
+
+
+_FUNCTION: dict[str, Any] = {"description": None, "parameters": None, "strict": None}
+"""What answers say of a function that the request does not."""
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -197,6 +209,7 @@ class ResponsesAnswer(ItemsAnswer):
         self._body = body
         self._chat = chat
         self._store = store
+        self._sampling = context.sampling or SamplingParams()
         self._sequence_number = 0
 
     def end(self) -> bytes:
@@ -286,7 +299,17 @@ class ResponsesAnswer(ItemsAnswer):
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
         }
-        return {
+        sampling = self._sampling
+        return {  # every field that openresponses.org requires of a response
+            "background": False,
+            "frequency_penalty": sampling.frequency_penalty,
+            "max_tool_calls": None,
+            "presence_penalty": sampling.presence_penalty,
+            "prompt_cache_key": body.prompt_cache_key,
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "top_logprobs": 0,
+            "user": body.user,
             "id": self.response_id,
             "object": "response",
             "created_at": self._created,
@@ -303,11 +326,11 @@ class ResponsesAnswer(ItemsAnswer):
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
             "store": body.store is not False,
-            "temperature": body.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_p": body.top_p,
+            "tools": [_FUNCTION | tool for tool in body.tools or ()],
+            "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None if self.reason is None else usage,
         }

@@ -116,6 +116,8 @@ class ToolFormat:
         name: for `--tool-parser`.
         call: the parts of one call.
         arguments: how its arguments are written.
+        first_call: another way in which a turn, or what follows a closed part of it, may begin with a call. It is
+            understood and never asked for.
         at_start: calls have no marker of their own: they stand at the beginning of the text, or there are none.
         in_template: texts that the chat templates of these models have; all of them. Empty: of no template.
         id_length: characters of a call's id, letters and digits; 0: any id will do, such as call_1f2e...
@@ -128,6 +130,7 @@ class ToolFormat:
     opening: tuple[Part, ...] = ()
     between: str = ""
     closing: str = ""
+    first_call: tuple[Part, ...] = ()
     at_start: bool = False
     in_template: tuple[str, ...] = ()
     id_length: int = 0

@@ -14,6 +14,11 @@ from jpaged.text.turns.declarations import ARGUMENTS, NAME, Maybe, ReasoningForm
 HARMONY = ToolFormat(  # GPT-OSS
     name="harmony",
     call=("<|channel|>commentary to=functions.", NAME, " <|constrain|>json<|message|>", ARGUMENTS),
+    # As the chat template writes earlier calls: the recipient stands in the header's role.
+    first_call=(
+        *(" to=functions.", NAME, "<|channel|>commentary ", Maybe("<|constrain|>"), "json<|message|>"),
+        ARGUMENTS,
+    ),
     arguments=JSON,
     most=1,
     in_template=("<|channel|>", "<|call|>"),

@@ -149,6 +149,15 @@ class TurnParser:
                 raise _NeedsMore
             self._state = self._in_call
             return
+        if self._form is not None and self._form.first_call:
+            marker, *parts = self._form.first_call
+            found = self._begins(str(marker))
+            if found:
+                self._held, self._buffer = str(marker), self._buffer[len(str(marker)) :]
+                self._expect(tuple(parts))
+                self._state = self._in_call
+                return
+            waits |= found is None
         if waits and not self._ended:
             raise _NeedsMore
         self._state = self._in_content

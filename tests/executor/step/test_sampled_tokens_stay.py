@@ -11,7 +11,8 @@ import pytest
 from jpaged import EngineArgs, LLMEngine
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.start.compilation import Compiler
-from jpaged.executor.start.startup import Startup, start
+from jpaged.executor.start.started import Startup
+from jpaged.executor.start.startup import start
 from jpaged.executor.step.bodies import Decode, Mixed
 from jpaged.executor.step.changes import Update
 from jpaged.executor.step.handle import DispatchedStep

@@ -1,0 +1,111 @@
+"""The shapes of programs and pool: from the options, the model and the device; then for the pool's real size."""
+
+from dataclasses import replace
+
+import jax
+
+from jpaged.api.config import EngineArgs
+from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
+from jpaged.executor.buckets import fine_buckets, geometric_buckets
+from jpaged.executor.cache.spec import kernel_block_bytes
+from jpaged.executor.cache.virtual.arrays import CpuRanges
+from jpaged.executor.cache.virtual.cuda import CudaDriver
+from jpaged.executor.cache.virtual.geometry import Geometry
+from jpaged.executor.cache.virtual.layout import VirtualCache
+from jpaged.executor.cache.virtual.memfd import LEAST_ADOPTED, MemfdDriver
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.step.program import Setup
+from jpaged.models import Model, ModelConfig
+
+NOMINAL_BLOCKS = 1024
+"""Blocks of the pool that programs are analysed with, before its size is known."""
+
+
+def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> ExecutorConfig:
+    """Shapes for this model and device, the number of blocks nominal."""
+    if args.max_model_len is not None and args.max_model_len > model.max_position_embeddings:
+        raise InvalidParameterError(
+            f"max_model_len={args.max_model_len} exceeds the {model.max_position_embeddings} positions the model has; "
+            f"lower it."
+        )
+    on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
+    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 1024 if large else 256)
+    budget = args.max_num_batched_tokens or (512 if on_cpu else 8192)
+    if on_cpu:  # which compiles as slowly as it runs: few programs with much padding in each
+        token_buckets = args.token_buckets or geometric_buckets(16, budget, 4)
+        decode_buckets = args.decode_buckets or geometric_buckets(1, max_num_seqs, 4)
+    else:
+        token_buckets = args.token_buckets or fine_buckets(64, budget)
+        decode_buckets = args.decode_buckets or fine_buckets(8, max_num_seqs)
+    for name, buckets, last, what in (
+        ("token_buckets", token_buckets, budget, "max_num_batched_tokens"),
+        ("decode_buckets", decode_buckets, max_num_seqs, "max_num_seqs"),
+    ):
+        if buckets[-1] != last:
+            raise InvalidParameterError(f"{name} must end with {what}={last}, got {buckets}.")
+    if args.shared_prefix_attention and None not in model.layer_windows:
+        raise InvalidParameterError(
+            "shared_prefix_attention=True is of no use to this model, all of whose layers have a sliding window; leave "
+            "it out."
+        )
+    return ExecutorConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=args.max_model_len or model.max_position_embeddings,
+        block_size=args.block_size,
+        num_blocks=args.num_gpu_blocks_override or NOMINAL_BLOCKS,
+        decode_buckets=decode_buckets,
+        token_buckets=token_buckets,
+        kernel_backend=args.kernel_backend,
+        shared_prefix_attention=args.shared_prefix_attention,
+        logprobs_mode=args.logprobs_mode,
+    )
+
+
+def cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, device: jax.Device) -> ExecutorConfig:
+    """The same for the virtual layout, whose blocks are pages of the device."""
+    if jax.process_count() > 1:
+        raise InvalidParameterError(
+            f"kv_cache_layout='virtual' is for a model within one process, got {jax.process_count()} of them; use "
+            f"kv_cache_layout='paged', or replicas (data_parallel_size)."
+        )
+    cache = Setup.of(shard, config).cache
+    is_cpu = device.platform == "cpu"
+    geometry = Geometry.fit(
+        args.virtual_page_layout,
+        cache.grouping.num_arrays,
+        args.block_size,
+        kernel_block_bytes(cache.spec[0], args.block_size),
+        MemfdDriver.granularity if is_cpu else CudaDriver(int(device.local_hardware_id or 0)).granularity,
+        spare_bytes=CpuRanges.spare_bytes if is_cpu else 0,
+    )
+    geometry = replace(geometry, least_bytes=LEAST_ADOPTED if is_cpu else 0)
+    longest = geometry.longest(config.num_blocks, len(cache.groups) * config.max_num_seqs)
+    length = config.max_model_len if args.max_model_len is not None else min(config.max_model_len, longest)
+    return replace(config, geometry=geometry, block_size=geometry.page_tokens, max_model_len=length)
+
+
+def fit_to_pool(shard: Model, nominal: ExecutorConfig, num_blocks: int, asked: int | None) -> Setup:
+    """With a pool of so many blocks, and sequences no longer than it holds."""
+    config = replace(nominal, num_blocks=num_blocks)
+    cache = Setup.of(shard, config).cache
+    capacity = cache.longest_sequence()
+    if isinstance(cache, VirtualCache) and asked is not None:
+        cache.check_length(asked)
+    if not capacity:
+        raise OutOfMemoryError(
+            f"The KV pool has {num_blocks - 1} blocks of {config.block_size} tokens, but a sequence needs "
+            f"{cache.sequence_blocks(1)}, one for each group of layers; raise gpu_memory_utilization or "
+            f"num_gpu_blocks_override."
+        )
+    if asked is not None and asked > capacity:
+        raise OutOfMemoryError(
+            f"max_model_len={asked} does not fit the KV pool, which holds {capacity} tokens "
+            f"({num_blocks - 1} blocks of {config.block_size}). Lower max_model_len, or enlarge the pool by "
+            f"gpu_memory_utilization or num_gpu_blocks_override."
+        )
+    return Setup.of(shard, replace(config, max_model_len=capacity))
+
+
+def needed_pages(setup: Setup) -> int:
+    """Pages that the longest sequence needs, and the null block."""
+    return setup.cache.sequence_blocks(setup.config.max_model_len) + 1
