@@ -5,13 +5,14 @@
     implementation   a function, and `unsupported`, which says why it refuses arguments
 
     "hopper"  <op>/hopper.py     Pallas Mosaic GPU kernels, chosen on compute capability 9.x; JAX >= 0.11
-    "triton"  <op>/triton.py     Triton kernels, chosen on `TRITON_CAPABILITIES`; jax-triton, Python 3.12
+    "triton"  <op>/triton.py     Triton kernels, chosen on `TRITON_CAPABILITIES`, and on 9.x for quantized weights and
+                                 keys and values, for which there are no Mosaic kernels; jax-triton, Python 3.12
     "xla"     <op>/reference.py  plain XLA: every op, any device, any arguments
 
-Without a forced backend an op takes the first one that is chosen on the device, can be built here, has an
-implementation of the op, finds the arguments worth its while and supports them. A forced backend is taken on any
-device; if it cannot do the call, it raises an error that says why. Several may be named in order of preference,
-separated by commas: the op takes the first one that can do the call and finds it worth its while.
+Without a forced backend an op takes the first one that is chosen on the device (by `runs_on`, or by the op's `also`),
+can be built here, has an implementation of the op, finds the arguments worth its while and supports them. A forced
+backend is taken on any device; if it cannot do the call, it raises an error that says why. Several may be named, the
+preferred one first, separated by commas: the op takes the first that can do the call and finds it worth its while.
 
 To add a backend to the package, add its line to `_BACKENDS` and a file named like it to each op's folder. The file has
 a function named after each op it implements, which takes what the function in `reference.py` takes, and `unsupported`.
@@ -26,7 +27,7 @@ To add a backend from outside, call `register_backend` and `register_implementat
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -123,12 +124,13 @@ def _triton_missing() -> str | None:
     return f"{' and '.join(absent)} cannot be imported; {_INSTALL}" if absent else None
 
 
-def _is_hopper(device: Device) -> bool:
+def is_hopper(device: Device, *arguments: Any) -> bool:
+    """Whether a device is a GPU of compute capability 9.x; whatever an op's arguments are, for `Op.also`."""
     return device.capability is not None and device.capability[0] == 9
 
 
 def _not_hopper(device: Device) -> str | None:
-    if _is_hopper(device):
+    if is_hopper(device):
         return None
     return f"its kernels run on GPUs of compute capability 9.x (Hopper), this is {device}"
 
@@ -148,7 +150,7 @@ def _not_for_triton(device: Device) -> str | None:
 
 
 _BACKENDS = [
-    Backend("hopper", _is_hopper, _mosaic_missing, _not_hopper, file="hopper"),
+    Backend("hopper", is_hopper, _mosaic_missing, _not_hopper, file="hopper"),
     Backend("triton", _runs_triton, _triton_missing, _not_for_triton, file="triton"),
     Backend(REFERENCE, _always, file="reference"),
 ]
@@ -167,10 +169,12 @@ class Op:
     Args:
         name: the op's, and that of the function which does it in its implementations' files.
         folder: the package that these files are in.
+        also: backends that are chosen for this op on more devices than for others, and on which; called with the device
+            and what the op passes to `pick`.
     """
 
-    def __init__(self, name: str, folder: str) -> None:
-        self.name, self.folder = name, folder
+    def __init__(self, name: str, folder: str, also: Mapping[str, Callable[..., bool]] | None = None) -> None:
+        self.name, self.folder, self.also = name, folder, also or {}
         _OPS[name] = self
 
     def pick(self, backend: str | None, *arguments: Any) -> Implementation:
@@ -192,7 +196,12 @@ class Op:
                 raise ValueError(f"backend={backend!r} cannot do this {self.name}: {reason}")
             return self._implementation(_backend(name))
         device = devices.default_device()
-        return self._first([candidate for candidate in _BACKENDS if candidate.runs_on(device)], *arguments)
+        return self._first([one for one in _BACKENDS if self._chosen(one, device, *arguments)], *arguments)
+
+    def _chosen(self, backend: Backend, device: Device, *arguments: Any) -> bool:
+        """Whether a backend is chosen on a device for this call."""
+        also = self.also.get(backend.name)
+        return backend.runs_on(device) or (also is not None and also(device, *arguments))
 
     def _first(self, candidates: Sequence[Backend], *arguments: Any) -> Implementation:
         """That of the first candidate which can do the call and finds it worth its while.

@@ -121,10 +121,30 @@ def int4() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         (64, 32, jnp.bfloat16, False),
     ):
         groups = (6144, 4096 // group)
-        arguments = {"x": Shape((rows, 4096), dtype), "w": Shape((6144, 2048), jnp.uint8)}
+        arguments: dict[str, Any] = {"x": Shape((rows, 4096), dtype), "w": Shape((6144, 2048), jnp.uint8)}
         arguments |= {"scale": Shape(groups, jnp.float32), "zero": Shape(groups, jnp.uint8) if zeros else None}
         name = f"int4_product {rows} of {jnp.dtype(dtype)} in groups of {group}"
         yield name, partial(ops.int4_product, group=group), arguments
+
+
+def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """The FP8 product, every size of its tables: both operands in e4m3 (from 8.9 on), and weights alone."""
+    for rows, groups, activations, dtype in (
+        (1, 1, "dynamic", jnp.bfloat16),
+        (32, 32, "dynamic", jnp.bfloat16),
+        (64, 1, "dynamic", jnp.float16),
+        (64, 32, "dynamic", jnp.bfloat16),
+        (8192, 32, "dynamic", jnp.bfloat16),
+        (1, 1, "none", jnp.bfloat16),
+        (32, 1, "none", jnp.float16),
+        (64, 32, "none", jnp.bfloat16),
+        (512, 32, "none", jnp.bfloat16),
+    ):
+        arguments: dict[str, Any] = {"x": Shape((rows, 4096), dtype), "w": Shape((4096, 4096), jnp.float8_e4m3fn)}
+        arguments |= {"scale": Shape((4096, groups), jnp.float32)}
+        options: dict[str, Any] = {"group": None if groups == 1 else 128, "activations": activations}
+        name = f"fp8_product {rows} of {jnp.dtype(dtype)}, {activations}, {groups} groups"
+        yield name, partial(ops.fp8_product, **options), arguments
 
 
 def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
@@ -133,6 +153,7 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield from other_ops()
     yield from experts()
     yield from int4()
+    yield from fp8()
 
 
 def main(capabilities: list[int], names: list[str]) -> None:

@@ -64,7 +64,8 @@ def _float_quantized(weights: Entries, activations: Entries | None, modules: Mod
             activations.one_of("type", ("float",))
             activations.one_of("dynamic", (True,))
         name = "compressed-tensors FP8 in blocks"
-        return Fp8Weights(name=name, kind=Fp8(group=BLOCK), modules=modules, blocks=True)
+        kind = Fp8(group=BLOCK, activations="none" if activations is None else "dynamic")
+        return Fp8Weights(name=name, kind=kind, modules=modules, blocks=True)
     if activations is None:
         return Fp8Weights(name="compressed-tensors FP8 weights", kind=Fp8(), modules=modules)
     activations.one_of("num_bits", (8,))

@@ -22,7 +22,7 @@ from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.quantization.layers import QuantizedLinear
 from jpaged.pallas_kernels import fp8_product
 from jpaged.pallas_kernels.fp8_product.api import Activations
-from jpaged.pallas_kernels.fp8_product.reference import round_to_fp8
+from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8
 
 _RANDOM_STD = 64.0
 """Of random values: about what the largest of some thousands at 448 leaves the others."""

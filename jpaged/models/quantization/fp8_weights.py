@@ -1,14 +1,14 @@
 """FP8 weights in checkpoints: e4m3 [outputs, inputs] with scales of the tensor, of each output or of 128 x 128 blocks.
 
                           values   scales                                    activations in FP8
-    FP8 (DeepSeek, Qwen)  weight   weight_scale_inv [out / 128, in / 128]    none
+    FP8 (DeepSeek, Qwen)  weight   weight_scale_inv [out / 128, in / 128]    dynamic, 128 inputs of a token at a time
     FP8 (AutoFP8)         weight   weight_scale [], [1]                      dynamic, or static: input_scale
     compressed-tensors    weight   weight_scale [1], [out, 1], blocks        dynamic by token, static, or none
     fbgemm                weight   weight_scale [out, 1]                     dynamic by token, up to activation_scale_ub
     online                weight   none: of each output, while loading       dynamic by token
 
-Activations of layers in blocks are not rounded (DeepSeek rounds them 1 x 128): without a kernel that multiplies block
-by block it would save no time.
+Activations of layers in blocks are rounded where a kernel multiplies block by block (`pallas_kernels.fp8_product`);
+elsewhere it would save no time.
 """
 
 from collections.abc import Mapping
@@ -89,7 +89,7 @@ def read_fp8(config: Entries) -> Scheme:
         return Fp8Weights(name="fp8", kind=Fp8(activations=activations), modules=modules)
     config.one_of("weight_block_size", ([BLOCK, BLOCK],))
     config.one_of("activation_scheme", ("dynamic",), "dynamic")
-    kind = Fp8(group=BLOCK)
+    kind = Fp8(group=BLOCK, activations="dynamic")
     return Fp8Weights(name="fp8 in blocks", kind=kind, modules=modules, scale="weight_scale_inv", blocks=True)
 
 

@@ -3,8 +3,8 @@
 The interpreter takes PyTorch's tensors; `_HostArray` has as much of their interface as it asks for, over numpy.
 """
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,10 +14,16 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bool": "i1", "int32": "i32", "uint32": "u32"}
-_TYPES |= {"uint8": "u8"}
+_TYPES |= {"uint8": "u8", "float8_e4m3fn": "fp8e4nv"}
 """Triton's names of numpy's types."""
 
-_running = threading.Lock()  # the interpreter keeps in one place which CTA it runs
+_BITS = {tl.bfloat16: ml_dtypes.bfloat16, tl.float8e4nv: ml_dtypes.float8_e4m3fn}
+"""numpy's types of those that the interpreter holds as bits."""
+
+_thread = ThreadPoolExecutor(1)
+"""Runs the interpreter: one kernel at a time, as it keeps in one place which CTA it runs, and with subnormal numbers,
+which a thread of XLA's, or one that it starts, takes for zeros."""
+_thread.submit(int).result()  # starts it here
 
 
 def call(
@@ -35,8 +41,7 @@ def call(
         read = [np.array(x) for x in operands[: len(arrays)]]
         in_place = [np.array(x) for x in operands[len(arrays) :]]
         written = [_unwritten(x) for x in out]
-        with _running:
-            kernel[grid](*map(_HostArray, (*read, *in_place, *written)), **constants)
+        _thread.submit(kernel[grid], *map(_HostArray, (*read, *in_place, *written)), **constants).result()
         return (*written, *in_place)
 
     return tuple(jax.pure_callback(run, results, *arrays, *updated))
@@ -83,8 +88,9 @@ class _HostArray:
 
 
 def _floats(x: TensorHandle) -> np.ndarray:
-    """The numbers of a tensor; the interpreter holds bfloat16 as its bits."""
-    return x.data.view(ml_dtypes.bfloat16) if x.dtype.scalar == tl.bfloat16 else x.data
+    """The numbers of a tensor; the interpreter holds bfloat16 and FP8 as their bits."""
+    kind = _BITS.get(x.dtype.scalar)
+    return x.data if kind is None else x.data.view(kind)
 
 
 def _cast(src: TensorHandle, dst_type: Any, of_triton: Any = interpreter_builder.cast_impl) -> TensorHandle:
@@ -103,5 +109,16 @@ def _dot(a: TensorHandle, b: TensorHandle, d: TensorHandle, *precision: Any) -> 
     return TensorHandle(product + d.data, d.dtype.scalar)
 
 
+def _binary(lhs: TensorHandle, rhs: TensorHandle, op: Any, of_triton: Any = interpreter_builder.binary_op) -> Any:
+    """An operation of two tensors; of bfloat16 on its numbers, where Triton's own would take its bits."""
+    if lhs.dtype.scalar != tl.bfloat16 or rhs.dtype.scalar != tl.bfloat16:
+        return of_triton(lhs, rhs, op)
+    found = op(_floats(lhs), _floats(rhs))
+    if found.dtype == np.bool_:
+        return TensorHandle(found, tl.int1)
+    return TensorHandle(found.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
+
+
 interpreter_builder.cast_impl = _cast
+interpreter_builder.binary_op = _binary
 interpreter_builder.create_dot = _dot

@@ -4,8 +4,9 @@
 
 Rows of w are outputs, so that both operands run along K: the one order that FP8 tensor cores take on Ada and Hopper.
 
-With activations "dynamic" or "static" and one scale a row, x is rounded to e4m3 too, and both operands go to the tensor
-cores in 8 bits. GPUs without such (before 8.9) leave x as it is, and so does "none"; w is then widened to x's type.
+With activations "dynamic" or "static", x may be rounded to e4m3 too, and both operands go to the tensor cores in 8
+bits. GPUs without such (before 8.9) leave x as it is, and so do "none", and "xla" where groups of inputs have scales of
+their own; w is then widened to x's type.
 """
 
 from typing import Literal, get_args
@@ -14,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.registry import Op
+from jpaged.pallas_kernels.registry import Op, is_hopper
 
-OP = Op("fp8_product", __package__)
+OP = Op("fp8_product", __package__, also={"triton": is_hopper})
 
 Activations = Literal["none", "dynamic", "static"]
-"""Whether x is rounded to FP8: not at all, with a scale for each row, or with one scale that is given."""
+"""Whether x is rounded to FP8: not at all, with a scale for each row and group of inputs, or with one that is given."""
 
 
 def fp8_product(
@@ -42,10 +43,10 @@ def fp8_product(
         scale: float32 [N, G]: of each row, of each group of inputs.
         input_scale: float32 [1], of x, with activations "static"; None otherwise.
         group: inputs of a group, which follow each other; of the last it may be fewer. None: one group has all.
-        activations: see `Activations`; others than "none" need one group.
+        activations: see `Activations`; "static" needs one group.
         upper_bound: with "dynamic", the largest magnitude of x that counts; what is beyond it is clipped.
         dtype: of the result; x's if None.
-        backend: "xla", or None to pick by device.
+        backend: "triton" or "xla"; None picks by device and shapes.
     Returns:
         [M, N].
     Raises:
@@ -57,12 +58,14 @@ def fp8_product(
     check.check_array("scale", scale, jnp.float32, "N, G", (w.shape[0], groups))
     if activations not in get_args(Activations):
         raise ValueError(f"activations must be one of {', '.join(get_args(Activations))}, got {activations!r}")
-    if activations != "none" and groups != 1:
+    if activations == "static" and groups != 1:
         raise ValueError(f"activations={activations!r} needs one scale a row of w, got {groups}")
     if (input_scale is None) == (activations == "static"):
         raise ValueError("input_scale goes with activations='static', and with nothing else")
     if input_scale is not None:
         check.check_array("input_scale", input_scale, jnp.float32, "1", (1,))
-    run = OP.pick(backend, x, w, scale).run
+    run = OP.pick(backend, x, w, scale, group, activations).run
+    if 0 in (x.shape[0], w.shape[0]):
+        return jnp.zeros((x.shape[0], w.shape[0]), dtype or x.dtype)
     options = {"group": group, "activations": activations, "upper_bound": upper_bound}
     return run(x, w, scale, input_scale, dtype=dtype or x.dtype, **options)

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.registry import Op
+from jpaged.pallas_kernels.registry import Op, is_hopper
 
-OP = Op("int4_product", __package__)
+OP = Op("int4_product", __package__, also={"triton": is_hopper})
 
 MIDDLE = 8
 """What is taken from values that have no zero points."""

@@ -86,7 +86,10 @@ def test_gpus_without_fp8_units_leave_activations_as_they_are(monkeypatch):
         ({"activations": "weekly"}, "activations must be one of none, dynamic, static"),
         ({"activations": "static"}, "input_scale goes with activations='static'"),
         ({"input_scale": np.ones(1, np.float32)}, "input_scale goes with"),
-        ({"group": 128, "scale": np.ones((24, 2), np.float32), "activations": "dynamic"}, "needs one scale a row"),
+        (
+            {"group": 128, "scale": np.ones((24, 2), np.float32), "activations": "static", "input_scale": np.ones(1)},
+            "needs one scale a row",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(change, said):

@@ -1,0 +1,42 @@
+"""FP8 (e4m3) in Triton kernels: bits to 16-bit floats, for GPUs of every kind.
+
+    e4m3       s eeee mmm
+    bfloat16   s eeee eeee mmm mmmm    a quarter of e4m3's exponents, 120 too small
+    float16    s eeeee mmm mmm mmmm    half of them, 8 too small
+
+Bits that are put in place are the value times 2^-120 or 2^-8, subnormal numbers too; a product with that power of two
+is exact. GPUs before 8.9 have no conversion of their own, and that of the others is several times slower than their
+integer units. The largest magnitude, e4m3's NaN, becomes 480, unless NaN is asked for.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import lax
+
+
+@triton.jit
+def widen(bits, DTYPE: tl.constexpr, NAN: tl.constexpr = False):
+    """e4m3 as uint8 -> DTYPE, which is tl.bfloat16 or tl.float16, exactly. NAN: whether there may be NaN."""
+    word = bits.to(tl.uint16) << 8
+    if DTYPE.is_bf16():
+        placed = (word & 0x8000) | ((word >> 4) & 0x07F0)
+        value = placed.to(tl.bfloat16, bitcast=True) * tl.full([], 1.329227995784916e36, tl.bfloat16)
+    else:
+        placed = (word & 0x8000) | ((word >> 1) & 0x3F80)
+        value = placed.to(tl.float16, bitcast=True) * tl.full([], 256.0, tl.float16)
+    if NAN:
+        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+    return value
+
+
+@triton.jit
+def as_fp8(pointer):
+    """A pointer to uint8 as one to e4m3, for GPUs from 8.9 on."""
+    return pointer.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """e4m3 as uint8, in which form every GPU's kernels take it. Costs nothing."""
+    return lax.bitcast_convert_type(x, jnp.uint8)
