@@ -22,6 +22,7 @@ the other half are made.
 
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ LEAST_HALVED = 8
 """So many rows run in one step, even where all constrained rows are ready at once."""
 
 _NO_SLOTS = np.zeros((0,), np.int64)
+_PATIENCE_S = 0.01
 _WAIT_S = 0.0005
 """The longest wait for a mask or a grammar before the engine looks for new requests."""
 
@@ -148,6 +150,7 @@ class ConstrainedRows(DependentRows):
         self._planned = np.zeros((0,), np.int64)
         self._has_failed = False
         self._keeps_back = False  # rows that are ready wait for others
+        self._waits_since: float | None = None  # when the first of them became ready
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[_Made | BaseException] = queue.SimpleQueue()
         self._news = threading.Event()
@@ -266,15 +269,21 @@ class ConstrainedRows(DependentRows):
     def _gains_company(self, num_queued: int) -> bool:
         """Whether rows that could run now will have run as soon, and with more others, if they are planned later.
 
-        A step takes hardly longer with more rows, so few large steps are best; two, so that one runs while the masks of
-        the other's rows are made.
+        A step takes the host and the device hardly longer with more rows, so few large steps are best; two, so that one
+        runs while the masks of the other's rows are made. Rows wait for slow masks of others at most `_PATIENCE_S`.
         """
+        num_here = len(self._come) + int(np.count_nonzero(self._is_ready))
+        if not num_here:
+            self._waits_since = None
+            return False
         if num_queued > 1:
             return True
-        if num_queued == 0 or not self._in_making:
+        if not self._in_making or 3 * num_here >= int(np.count_nonzero(self._slots.kind == self.number)):
             return False
-        num_here = len(self._come) + int(np.count_nonzero(self._is_ready))
-        return 2 * num_here < int(np.count_nonzero(self._slots.kind == self.number))
+        now = time.perf_counter()
+        if self._waits_since is None:
+            self._waits_since = now
+        return now - self._waits_since < _PATIENCE_S
 
     def rows(self) -> np.ndarray:
         """The slots whose masks are there; of more than half of all constrained rows, a half."""
@@ -288,7 +297,7 @@ class ConstrainedRows(DependentRows):
 
     def planned(self, step_id: int, rows: np.ndarray) -> None:
         super().planned(step_id, rows)
-        self._planned = rows
+        self._planned, self._waits_since = rows, None
 
     def contribute(self, plan: PlanInProgress) -> None:
         """Adds the masks that the device does not have yet, of the rows that sample in this plan."""
