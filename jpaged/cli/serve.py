@@ -133,6 +133,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="how often within ten minutes an engine or API process that ended is started again (default: 10)",
     )
     group.add_argument(
+        "--spare-processes",
+        action=argparse.BooleanOptionalAction,
+        help="keep a process of each replica ready to take the place of one that ends (default: on GPUs)",
+    )
+    group.add_argument(
         "--metrics-prefix", default="jpaged", metavar="NAME", help="what names of metrics begin with (default: jpaged)"
     )
     group.add_argument("--no-access-log", action="store_true", help="write no line for each request")
@@ -223,7 +228,9 @@ def run(args: argparse.Namespace) -> int:
         root_path=args.root_path,
         shutdown_timeout_s=args.shutdown_timeout,
         api_workers=api_workers,
-        restarts=RestartOptions(step_timeout_s=args.step_timeout, max_restarts=args.max_restarts),
+        restarts=RestartOptions(
+            step_timeout_s=args.step_timeout, max_restarts=args.max_restarts, spare_processes=args.spare_processes
+        ),
     )
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     if not args.quiet:

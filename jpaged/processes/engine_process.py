@@ -10,7 +10,7 @@
 or a program with replicas. The first client is the process that started this one; it sends further clients over CONTROL
 (`handover.py`) and finds in PULSE whether the loop comes round (`pulse.py`). Prompts come as token ids. The process
 ends when it is told to, when the first client is gone (its sockets are closed by the kernel, however it ended), or when
-its parent is another than it was.
+its parent is another than it was. With `--spare FD` it gets PULSE, CONTROL and FDs later (`spare.py`).
 """
 
 import faulthandler
@@ -34,6 +34,7 @@ from jpaged.processes.flight_recorder import FlightRecorder
 from jpaged.processes.pool_view import PoolView, view_pool
 from jpaged.processes.pulse import IDLE_BEAT_S, Pulse
 from jpaged.processes.shared_weights import map_arrays
+from jpaged.processes.spare import await_descriptors
 from jpaged.processes.trials import Trials
 
 _SHORTEST_WAIT_S = 0.001
@@ -212,7 +213,11 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C and a service manager's SIGTERM reach every
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process; the client decides when this one ends
     faulthandler.register(signal.SIGUSR1)  # whoever finds this process hanging asks where, before it kills it
-    pulse, control, *fds = (int(fd) for fd in argv)
+    if argv[0] == "--spare":
+        end_with_parent(parent)
+        pulse, control, *fds = await_descriptors(int(argv[1]))
+    else:
+        pulse, control, *fds = map(int, argv)
     end_with_parent(parent, fds[:1])
     sockets = [socket.socket(fileno=fd) for fd in fds]
     if not serve(sockets, Pulse(pulse), socket.socket(fileno=control)):

@@ -199,7 +199,7 @@ class Fleet:
         self._keep_to_least()
         self._begins(first)
         if self.keeper is not None:
-            self.keeper.start()
+            self.keeper.start(on_gpu=not first.device.startswith("cpu"))
         assert self._is_ready is not None
         if not self._is_ready.done():
             self._is_ready.set_result(first)

@@ -4,7 +4,8 @@
     hangs (its pulse is silent) --kill--+--> start again --> this process's `AsyncLLMEngine`, other clients' channels
                                         '--> give up: too often within ten minutes
 
-A process that served starts again at once; one that ended before its first step, after a wait that doubles.
+A process that served starts again at once; one that ended before its first step, after a wait that doubles. On GPUs a
+spare process of each replica waits for this (`spare.py`).
 """
 
 import asyncio
@@ -97,11 +98,15 @@ class EngineKeeper:
         self._tasks: set[asyncio.Task[None]] = set()
         self._given_up: dict[int, EngineDeadError] = {}
         self._stopped = False
+        self._keeps_spares = False
 
-    def start(self) -> None:
-        """Begins to watch. All processes serve."""
+    def start(self, on_gpu: bool) -> None:
+        """Begins to watch. All processes serve. on_gpu: they run on GPUs."""
+        spares = self._options.spare_processes
+        self._keeps_spares = bool(self._options.max_restarts) and (on_gpu if spares is None else spares)
         for replica in range(self._processes.num_replicas):
             self._watch(replica)
+            self._make_spare(replica)
         self._run(self._find_hung())
 
     def stop(self) -> None:
@@ -129,6 +134,11 @@ class EngineKeeper:
             "replica %d serves again %.2f s after its process ended: %.2f s until the next was started, %.2f s for its "
             "start (%s)", replica, now - ended, started - ended, now - started, phases
         )  # fmt: skip
+        self._make_spare(replica)
+
+    def _make_spare(self, replica: int) -> None:
+        if self._keeps_spares:
+            self._processes.make_spare(replica)
 
     def kill(self, replica: int) -> None:
         """Ends a replica's process that is of no more use."""

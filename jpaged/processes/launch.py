@@ -26,6 +26,7 @@ from jpaged.processes import handover
 from jpaged.processes.board import Board, shared_memory
 from jpaged.processes.pulse import Pulse
 from jpaged.processes.request_metrics import NUM_COLUMNS
+from jpaged.processes.spare import Spare
 from jpaged.processes.wire import Reports, Start, frame
 
 _SOCKET_BYTES = 1 << 20
@@ -64,6 +65,7 @@ class EngineProcesses:
     def __init__(self, args: EngineArgs, num_clients: int = 1, reports: Reports = "steps") -> None:
         self.args, self._reports = args, reports
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._spares: dict[int, Spare] = {}
         num_replicas = args.data_parallel_size
         self._environments: list[dict[str, str]] = [package_environment(os.environ)]
         if num_replicas > 1:
@@ -103,6 +105,16 @@ class EngineProcesses:
         self._processes[replica], self.controls[replica], self.pulses[replica] = process, control, pulse
         return sockets
 
+    def make_spare(self, replica: int) -> None:
+        """Starts a process ahead, which `restart` takes; if that is not possible now, `restart` starts one."""
+        if replica not in self._spares:
+            with contextlib.suppress(OSError):
+                self._spares[replica] = Spare(_engine_command(), self._environments[replica])
+
+    def _end_spares(self) -> None:
+        while self._spares:
+            self._spares.popitem()[1].end()
+
     def new_client(self) -> list[socket.socket | None]:
         """Makes a socket to each replica's process for a client that comes later; None where none runs."""
         sockets: list[socket.socket | None] = []
@@ -137,11 +149,13 @@ class EngineProcesses:
         self._processes[replica].send_signal(number)
 
     def kill(self) -> None:
+        self._end_spares()
         for process in self._processes:
             process.kill()
 
     def wait(self, timeout_s: float) -> None:
         """Waits until all have ended; kills those that still run after `timeout_s`."""
+        self._end_spares()
         end = time.monotonic() + timeout_s
         for process in self._processes:
             try:
@@ -157,7 +171,9 @@ class EngineProcesses:
         pulse = Pulse.create()
         theirs = [pair[1] for pair in pairs]
         try:
-            process = _start(theirs, its_control, pulse, self._environments[replica])
+            fds = [pulse.fd, its_control.fileno(), *(end.fileno() for end in theirs)]
+            spare = self._spares.pop(replica, None)
+            process = (spare and spare.take(fds)) or _start(theirs, its_control, pulse, self._environments[replica])
         except OSError:
             pulse.close()
             raise
@@ -192,12 +208,16 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     return pair
 
 
+def _engine_command() -> list[str]:
+    return python_command("jpaged.processes.engine_process")
+
+
 def _start(
     sockets: Sequence[socket.socket], control: socket.socket, pulse: Pulse, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     fds = [pulse.fd, control.fileno(), *(sock.fileno() for sock in sockets)]
     return subprocess.Popen(
-        python_command("jpaged.processes.engine_process", *map(str, fds)),
+        [*_engine_command(), *map(str, fds)],
         stdin=subprocess.DEVNULL,
         pass_fds=fds,
         env=environment,

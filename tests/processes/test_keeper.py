@@ -37,7 +37,7 @@ def run(scene, options=RestartOptions()):  # noqa: B008  # it is frozen
         kept = EngineKeeper(
             processes, options, lambda _, sock: told.put_nowait(sock), lambda _, error: told.put_nowait(error)
         )
-        kept.start()
+        kept.start(on_gpu=False)
         try:
             await scene(processes, kept, told)
         finally:

@@ -34,8 +34,6 @@ KINDS = {
 }
 SEEDED = [name for name, params in KINDS.items() if params.keys() & {"seed", "temperature"}]
 """Those that bring the same whatever else the engine has served."""
-SEEDED = [name for name, params in KINDS.items() if params.keys() & {"seed", "temperature"}]
-"""Those that bring the same whatever else the engine has served."""
 FATAL_TOKEN = 77
 
 
@@ -169,6 +167,7 @@ def test_a_process_that_stands_still_counts_as_hung(calm, in_one_engine):
 def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not(calm):
     async def scene(engine):
         await engine.check_health()
+        spare = engine._fleet.processes._spares[0].pid
         os.kill(engine._fleet.processes.pids[0], signal.SIGKILL)
         await until(lambda: engine.is_restarting)
         asked = ask_all(engine, 2)
@@ -185,6 +184,7 @@ def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not
         assert engine.num_queued == len(asked)
         assert await asyncio.gather(*asked) == calm
         await engine.check_health()
+        assert engine._fleet.processes.pids == [spare]
 
         asked = ask_all(engine, 1)
         await until(lambda: generated(engine) > 100)
@@ -198,7 +198,7 @@ def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not
         with pytest.raises(EngineDeadError):
             await engine.check_health()
 
-    run(scene, restarts=RestartOptions(max_restarts=1))
+    run(scene, restarts=RestartOptions(max_restarts=1, spare_processes=True))
 
 
 @pytest.fixture
@@ -258,7 +258,10 @@ def test_what_ends_before_it_is_of_use_waits_longer_each_time_and_what_ends_too_
     assert limit.wait_s(was_of_use=True) is None
 
 
-@pytest.mark.parametrize("options", [{"step_timeout_s": 0}, {"step_timeout_s": float("nan")}, {"max_restarts": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [{"step_timeout_s": 0}, {"step_timeout_s": float("nan")}, {"max_restarts": -1}, {"spare_processes": "yes"}],
+)
 def test_restart_options_out_of_range_are_refused_by_name(options):
     with pytest.raises(InvalidParameterError, match=next(iter(options)).removesuffix("_s")):
         RestartOptions(**options)
