@@ -42,6 +42,7 @@ from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import Messages, Params, ProcessedInput, Prompt, as_prompt_list
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.frontend.model_of_config import as_directory, options_of
+from jpaged.frontend.reranking import Reranker
 from jpaged.host.interrupt import Interruptible
 from jpaged.processes.replicas import ReplicatedEngine
 from jpaged.text.tokenizer import Tokenizer
@@ -209,26 +210,61 @@ class LLM:
         queries: Prompt | Sequence[Prompt],
         documents: Prompt | Sequence[Prompt],
         *,
+        instruction: str | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
     ) -> list[ScoringRequestOutput]:
-        """The similarity of queries and documents: the cosine of their embeddings.
+        """The similarity of queries and documents: the cosine of their embeddings; of a model that is a `reranker`, the
+        probability that a document answers its query.
 
         Args:
             queries: one, for all documents, or as many as there are documents.
-            documents, use_tqdm: prompts as in `embed`.
+            documents, use_tqdm: prompts as in `embed`; texts alone for a reranker.
+            instruction: of a reranker: what makes a document relevant.
         Returns:
             One score for each document, in their order.
         Raises:
-            As `embed`; and InvalidParameterError for another number of queries.
+            As `embed`; and InvalidParameterError for another number of queries, and for an instruction without a
+            reranker.
         """
         firsts, seconds = as_prompt_list(queries), as_prompt_list(documents)
         if not firsts or len(firsts) not in (1, len(seconds)):
             raise InvalidParameterError(
                 f"queries has {len(firsts)} entries for {len(seconds)} documents; give one or as many."
             )
+        if self.engine.args.reranker is not None:
+            return self._judged(firsts * (len(seconds) // len(firsts)), seconds, instruction, use_tqdm)
+        if instruction is not None:
+            raise InvalidParameterError("instruction is for rerankers; start the engine with reranker='qwen3'.")
         outputs = self._embedded([*firsts, *seconds], self.engine.embeddings.params(normalize=True), use_tqdm)
         first, second = outputs[: len(firsts)], outputs[len(firsts) :]
         return [_scoring_output(a, b) for a, b in zip(first * (len(second) // len(first)), second, strict=True)]
+
+    def _judged(
+        self,
+        queries: Sequence[Prompt],
+        documents: Sequence[Prompt],
+        instruction: str | None,
+        use_tqdm: bool | Callable[..., tqdm],
+    ) -> list[ScoringRequestOutput]:
+        reranker = Reranker(self.engine.tokenizer)
+        prompts: list[Prompt] = [
+            reranker.prompt(query, document, instruction) for query, document in zip(queries, documents, strict=True)
+        ]
+        params = reranker.params()
+        outputs = self._serve(prompts, [params] * len(prompts), [0] * len(prompts), use_tqdm)
+        found = [reranker.found(_answered(output)) for output in outputs]
+        again = {i: missing for i, one in enumerate(found) if (missing := reranker.missing(one)) is not None}
+        if again:
+            asked = [reranker.params(missing) for missing in again.values()]
+            others = self._serve([prompts[i] for i in again], asked, [0] * len(again), False)
+            for i, output in zip(again, others, strict=True):
+                found[i] |= reranker.found(_answered(output))
+        return [
+            ScoringRequestOutput(
+                one.request_id, ScoringOutput(reranker.score(of_one)), one.prompt_token_ids, one.num_cached_tokens
+            )
+            for one, of_one in zip(outputs, found, strict=True)
+        ]
 
     def _embedded(
         self, prompts: list[Prompt], params: PoolingParams, use_tqdm: bool | Callable[..., tqdm]
@@ -486,6 +522,13 @@ class LLM:
         if num_failed := sum("error" in one for one in reasons):
             log.error("%d of %d requests ended with finish_reason 'error'. %s", num_failed, len(finished), NOT_FINITE)
         return finished
+
+
+def _answered(output: RequestOutput) -> RequestOutput:
+    """Raises NonFiniteLogitsError if the model's answer means nothing."""
+    if output.outputs[0].finish_reason == "error":
+        raise NonFiniteLogitsError()
+    return output
 
 
 def _embedding_output(output: RequestOutput) -> EmbeddingRequestOutput:

@@ -22,6 +22,7 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """PyTorch's names, under which vLLM takes them too."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
+RerankerName = Literal["qwen3"]
 Quantization = Literal["fp8", "awq", "compressed-tensors", "fbgemm_fp8", "gptq"]
 
 _FREE = {"free": True}
@@ -125,6 +126,8 @@ class EngineArgs(SchedulingOptions):
         quantization: "fp8" rounds the weights of a checkpoint that is not quantized to FP8 while they are read
             (`docs/quantization.md`). A quantized checkpoint says itself what it is; another name than its own is
             refused.
+        reranker: the model judges pairs of texts by "yes" or "no", as Qwen3-Reranker does ("qwen3"): `LLM.score`,
+            `/v1/score` and `/v1/rerank` then give the probability of "yes". None: they compare embeddings.
         skip_tokenizer_init: take and give token ids only.
         verbose: print the start-up table and progress.
 
@@ -161,6 +164,7 @@ class EngineArgs(SchedulingOptions):
     logprobs_mode: LogprobsMode = "raw_logprobs"
     load_format: LoadFormat = "auto"
     quantization: Quantization | None = None
+    reranker: RerankerName | None = field(default=None, metadata=_FREE)
     skip_tokenizer_init: bool = field(default=False, metadata=_FREE)
     verbose: bool = field(default=True, metadata=_FREE)
 
@@ -185,6 +189,8 @@ class EngineArgs(SchedulingOptions):
         check_choice("logprobs_mode", self.logprobs_mode, LogprobsMode)
         if self.quantization is not None:
             check_choice("quantization", self.quantization, Quantization)
+        if self.reranker is not None:
+            check_choice("reranker", self.reranker, RerankerName)
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
         check_choice("kv_cache_layout", self.kv_cache_layout, KVCacheLayout)
         check_choice("virtual_page_layout", self.virtual_page_layout, VirtualPageLayout)

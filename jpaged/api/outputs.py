@@ -144,14 +144,15 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """score: the cosine of two embeddings, from -1 to 1."""
+    """score: the cosine of two embeddings, from -1 to 1; of a reranker the probability of "yes"."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequestOutput:
-    """What `LLM.score` returns of a pair. prompt_token_ids: of its first text and then of its second."""
+    """What `LLM.score` returns of a pair. prompt_token_ids: of its first text and then of its second; of a
+    reranker, of the prompt that has both."""
 
     request_id: str
     outputs: ScoringOutput

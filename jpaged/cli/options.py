@@ -13,6 +13,7 @@ from jpaged.api.config import (
     LogprobsMode,
     PreemptionMode,
     Quantization,
+    RerankerName,
     VirtualPageLayout,
 )
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
@@ -162,6 +163,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Quantization),
         help='"fp8" rounds weights to FP8 while they are read; the others are what quantized checkpoints say of'
         " themselves (default: as the checkpoint is)",
+    )
+    group.add_argument(
+        "--reranker",
+        choices=get_args(RerankerName),
+        help='the model judges documents by "yes" or "no", as Qwen3-Reranker does (default: scores compare embeddings)',
     )
     group.add_argument("-q", "--quiet", action="store_true", help="no start-up table, progress or timing")
     add_debug_option(group)

@@ -37,6 +37,7 @@ from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.frontend.inputs import InputProcessor, Params, ProcessedInput, Prompt, request_ids_to_abort
+from jpaged.frontend.reranking import Reranker
 from jpaged.host.hub import model_directory
 from jpaged.processes import wire
 from jpaged.processes.fleet import SHUTDOWN_S, Fleet
@@ -61,8 +62,12 @@ def load_tokenizer(args: EngineArgs) -> Tokenizer | None:
 
     Raises:
         ModelNotFoundError, CheckpointError: there is no such model or tokenizer.
+        InvalidParameterError: it is no reranker's, which `args` asks for.
     """
-    return None if args.skip_tokenizer_init else Tokenizer.load(args.tokenizer or model_directory(args))
+    found = None if args.skip_tokenizer_init else Tokenizer.load(args.tokenizer or model_directory(args))
+    if args.reranker is not None:
+        Reranker(found)
+    return found
 
 
 class AsyncLLMEngine:

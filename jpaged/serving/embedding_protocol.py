@@ -63,8 +63,12 @@ class EmbeddingRequest(PoolingRequest, kw_only=True):
 
 
 class ScoreRequest(PoolingRequest, kw_only=True):
-    """POST /v1/score: one text for all of the others, or as many; under either pair of names."""
+    """POST /v1/score: one text for all of the others, or as many; under either pair of names.
 
+    instruction: for rerankers: what makes a document relevant.
+    """
+
+    instruction: str | None = None
     text_1: Text | list[Text] | None = None
     text_2: Text | list[Text] | None = None
     queries: Text | list[Text] | None = None
@@ -78,8 +82,9 @@ class Document(Struct):
 
 
 class RerankRequest(PoolingRequest, kw_only=True):
-    """POST /v1/rerank."""
+    """POST /v1/rerank. instruction: as of `ScoreRequest`."""
 
+    instruction: str | None = None
     query: Text
     documents: Annotated[list[Text | Document], Meta(min_length=1)]
     top_n: Integer | None = None
@@ -108,7 +113,7 @@ class EmbeddingResponse(Struct):
 
 
 class Score(Struct):
-    """score: the cosine of the two texts' embeddings."""
+    """score: the cosine of the two texts' embeddings, or a reranker's probability of "yes"."""
 
     index: int
     score: float

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged.api.errors import JPagedError
-from jpaged.api.pooling_params import PoolingParams
-from jpaged.frontend.inputs import ProcessedInput
+from jpaged.api.errors import JPagedError, NonFiniteLogitsError
+from jpaged.api.outputs import RequestOutput
+from jpaged.frontend.inputs import Params, ProcessedInput
+from jpaged.frontend.reranking import Reranker
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.admission import Admission, Ticket, client_of
 from jpaged.serving.embedding_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
-from jpaged.serving.embeddings import PROMPT_FIELDS, PoolingBody, answer, conversation_of, params_of, prompts_of
+from jpaged.serving.embeddings import (
+    PROMPT_FIELDS,
+    PoolingBody,
+    answer,
+    conversation_of,
+    params_of,
+    prompts_of,
+    text_pairs,
+)
 from jpaged.serving.errors import ApiError, api_error
 from jpaged.serving.http import guarded, unless_disconnected
 from jpaged.serving.jobs import JobMaker, truncated
@@ -55,7 +64,7 @@ class PooledJob:
 
     request_id: str
     prompts: list[ProcessedInput]
-    params: PoolingParams
+    params: Params
     ticket: Ticket
     priority: int
     cache_salt: str | None
@@ -69,6 +78,7 @@ class _Handlers:
         self._options = options
         self._admission = admission
         self._jobs = JobMaker(engine, options, admission)
+        self._reranker = None if engine.args.reranker is None else Reranker(engine.tokenizer)
 
     async def serve(self, decoder: msgspec.json.Decoder[Any], request: Request) -> Response:
         body: PoolingBody = await decode_body(self._engine, self._options, request, decoder)
@@ -82,7 +92,11 @@ class _Handlers:
             if isinstance(body, RerankRequest):
                 self._options.limits.check_prompts(1 + len(body.documents), prompt_field)
             conversation = conversation_of(body)
-            if conversation is None:
+            reranker = None
+            if self._reranker is not None and not isinstance(body, EmbeddingRequest):
+                reranker = self._reranker
+                prompts = await self._engine.in_thread(partial(_judgements, body, reranker))
+            elif conversation is None:
                 prompts = prompts_of(body)
             else:
                 prompt_field = "messages"
@@ -91,23 +105,45 @@ class _Handlers:
             self._options.limits.check_prompts(len(prompts), prompt_field)
             client = client_of(request, self._options.api_keys)
             with contextlib.closing(self._admission.enter(client, len(prompts))) as ticket:
-                job = await self._job(body, prompts, ticket, prompt_field, trace_headers(request))
+                params = params_of(body, self._engine.embeddings) if reranker is None else reranker.params()
+                job = await self._job(body, params, prompts, ticket, prompt_field, trace_headers(request))
                 outputs = await unless_disconnected(request.receive, all_outputs(self._engine, job))
-            if any(output.embedding is None for output in outputs):  # what is not finite has raised by now
-                raise ApiError(503, "The request was aborted; ask again.", code="aborted")
+                scores = None
+                if reranker is not None:
+                    scores = await unless_disconnected(request.receive, self._scores(reranker, job, outputs))
+            if reranker is None and any(output.embedding is None for output in outputs):
+                raise _aborted()  # what is not finite has raised by now
             name = f"{_PREFIXES[type(body)]}-{body.request_id or secrets.token_hex(16)}"
             model = body.model or self._options.served_model_names[0]
             # Thousands of numbers each take long to write.
-            written = await self._engine.in_thread(lambda: msgspec.json.encode(answer(body, name, model, outputs)))
+            written = await self._engine.in_thread(
+                lambda: msgspec.json.encode(answer(body, name, model, outputs, scores))
+            )
         except JPagedError as error:
             raise api_error(error, body.__struct_fields__, prompt_field) from error
         return Response(written, media_type="application/json")
 
+    async def _scores(self, reranker: Reranker, job: PooledJob, outputs: Sequence[RequestOutput]) -> list[float]:
+        """Of the judgements: where one of the two answers is not among the likeliest tokens, it is asked for apart."""
+        found = [reranker.found(_judged(output)) for output in outputs]
+        for token in {reranker.missing(one) for one in found} - {None}:
+            again = [i for i, one in enumerate(found) if reranker.missing(one) == token]
+            own_id, prompts = f"{job.request_id}-{token}", [job.prompts[i] for i in again]
+            asked = replace(job, request_id=own_id, prompts=prompts, params=reranker.params(token))
+            for i, output in zip(again, await all_outputs(self._engine, asked), strict=True):
+                found[i] |= reranker.found(_judged(output))
+        return [reranker.score(one) for one in found]
+
     async def _job(
-        self, body: PoolingBody, prompts: list[Any], ticket: Ticket, prompt_field: str, headers: Mapping[str, str]
+        self,
+        body: PoolingBody,
+        params: Params,
+        prompts: list[Any],
+        ticket: Ticket,
+        prompt_field: str,
+        headers: Mapping[str, str],
     ) -> PooledJob:
         limits = (await self._engine.ready()).limits
-        params = params_of(body, self._engine.embeddings)
         special, processed = body.add_special_tokens in (None, True), []
         for prompt in prompts:
             given = prompt
@@ -122,3 +158,30 @@ class _Handlers:
         self._admission.take_tokens(ticket, sum(len(one.prompt_token_ids) for one in processed))
         own_id = f"pool-{secrets.token_hex(16)}"
         return PooledJob(own_id, processed, params, ticket, body.priority or 0, body.cache_salt, headers)
+
+
+def _judgements(body: ScoreRequest | RerankRequest, reranker: Reranker) -> list[Any]:
+    """The prompts that ask a reranker.
+
+    Raises:
+        ApiError: as `prompts_of`; or a field is not for rerankers.
+    """
+    for name in ("truncate_prompt_tokens", "add_special_tokens"):
+        if getattr(body, name) is not None:
+            raise ApiError(400, f"{name} is not supported with a reranker; leave it out.", param=name)
+    prompts_of(body)
+    return [reranker.prompt(query, document, body.instruction) for query, document in text_pairs(body)]
+
+
+def _judged(output: RequestOutput) -> RequestOutput:
+    """Raises ApiError if the model has not answered."""
+    (answered,) = output.outputs
+    if answered.finish_reason == "error":
+        raise api_error(NonFiniteLogitsError(), (), "documents")
+    if not answered.logprobs:
+        raise _aborted()
+    return output
+
+
+def _aborted() -> ApiError:
+    return ApiError(503, "The request was aborted; ask again.", code="aborted")

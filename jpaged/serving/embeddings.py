@@ -49,6 +49,8 @@ def prompts_of(body: PoolingBody) -> list[Prompt]:
             raise ApiError(400, "input is an empty list; give at least one.", param="input")
         return prompts
     if isinstance(body, RerankRequest):
+        if body.top_n is not None and body.top_n < 1:
+            raise InvalidParameterError(f"top_n must be at least 1, got {body.top_n}.")
         return [body.query, *_texts(body)]
     pairs = pairs_of(body)
     if pairs is None:
@@ -77,30 +79,51 @@ def params_of(body: PoolingBody, config: EmbeddingConfig) -> PoolingParams:
     """How to pool. Raises InvalidParameterError: the model cannot embed so."""
     if isinstance(body, EmbeddingRequest):
         return config.params(dimensions=body.dimensions, normalize=body.normalize)
-    if isinstance(body, RerankRequest) and body.top_n is not None and body.top_n < 1:
-        raise InvalidParameterError(f"top_n must be at least 1, got {body.top_n}.")
+    if body.instruction is not None:
+        raise InvalidParameterError("instruction is for rerankers; start the server with --reranker.")
     return config.params(normalize=True)
 
 
-def answer(body: PoolingBody, request_id: str, model: str, outputs: Sequence[RequestOutput]) -> PoolingResponse:
-    """The answer. outputs: of the prompts, which have their embeddings."""
+def text_pairs(body: ScoreRequest | RerankRequest) -> list[tuple[str, str]]:
+    """Queries and documents. Of a request that `prompts_of` takes."""
+    if isinstance(body, RerankRequest):
+        return [(body.query, text) for text in _texts(body)]
+    first, second = pairs_of(body) or ([], [])
+    return list(zip(first * (len(second) // len(first)), second, strict=True))
+
+
+def answer(
+    body: PoolingBody,
+    request_id: str,
+    model: str,
+    outputs: Sequence[RequestOutput],
+    scores: Sequence[float] | None = None,
+) -> PoolingResponse:
+    """The answer. outputs: of the prompts, which have their embeddings. scores: of the pairs, where a reranker has made
+    them; None: the cosines of the embeddings.
+    """
     vectors = [output.embedding for output in outputs if output.embedding is not None]
     created, usage = int(time.time()), _usage(outputs)  # noqa: TID251  # a date
     if isinstance(body, EmbeddingRequest):
         data = [Embedding(i, _written(vector, body.encoding_format)) for i, vector in enumerate(vectors)]
         return EmbeddingResponse(request_id, created, model, data, usage)
+    scores = _cosines(body, vectors) if scores is None else scores
     if isinstance(body, RerankRequest):
-        return RerankResponse(request_id, model, _ranked(body, vectors), usage)
-    first, second = pairs_of(body) or ([], [])
-    firsts, seconds = vectors[: len(first)] * (len(second) // len(first)), vectors[len(first) :]
-    scores = [Score(i, float(a @ b)) for i, (a, b) in enumerate(zip(firsts, seconds, strict=True))]
-    return ScoreResponse(request_id, created, model, scores, usage)
+        return RerankResponse(request_id, model, _ranked(body, scores), usage)
+    return ScoreResponse(request_id, created, model, [Score(i, score) for i, score in enumerate(scores)], usage)
 
 
-def _ranked(body: RerankRequest, vectors: Sequence[np.ndarray]) -> list[RerankResult]:
+def _cosines(body: ScoreRequest | RerankRequest, vectors: Sequence[np.ndarray]) -> list[float]:
+    """Of the pairs. vectors: of first texts, of length 1, and then of second ones."""
+    num_pairs = len(text_pairs(body))
+    num_firsts = len(vectors) - num_pairs
+    firsts = [vectors[i % num_firsts] for i in range(num_pairs)]
+    return [float(a @ b) for a, b in zip(firsts, vectors[num_firsts:], strict=True)]
+
+
+def _ranked(body: RerankRequest, scores: Sequence[float]) -> list[RerankResult]:
     """Documents best first; of equals the first first."""
     texts = _texts(body)
-    scores = [float(vectors[0] @ vector) for vector in vectors[1:]]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     results = [RerankResult(i, scores[i]) for i in order]
     if body.return_documents is not False:

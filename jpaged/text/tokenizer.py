@@ -167,6 +167,15 @@ class Tokenizer:
                 f"The prompt has a lone surrogate, {text[at]!r}, at index {at}, which no encoding can carry; remove it."
             ) from error
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Text to token ids; what it spells like a control token stays text.
+
+        Raises:
+            InvalidPromptError: as `encode`; a control token cannot be encoded as plain text.
+        """
+        ((said,), marks) = self._control_tokens.mark([{"role": "user", "content": text}])
+        return self.encode_prompt(ChatPrompt(said["content"], marks))
+
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of many texts at once, which the tokenizers library spreads over the machine's cores."""
         if not texts:
