@@ -52,7 +52,7 @@ from jpaged.executor.start.one_shot import one_shot_rows
 from jpaged.executor.start.weights import fill_weights, read_weights, zero_weights
 from jpaged.executor.start.worker_threads import WorkerThreads
 from jpaged.executor.step.compiled import CompiledProgram, Origin
-from jpaged.executor.step.held import empty_pools, initial_held
+from jpaged.executor.step.held import empty_pools, empty_states, initial_held
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
 from jpaged.host.cores import usable_cores
@@ -168,13 +168,14 @@ class Startup:
             try:
                 weights = self.load_weights() if self.asleep == 2 else None
                 pools = empty_pools(self.setup, self.mesh) if self.runner.memory is None else None
-                jax.block_until_ready((weights, pools))
+                states = empty_states(self.setup, self.mesh)
+                jax.block_until_ready((weights, pools, states))
             except jax.errors.JaxRuntimeError as error:
                 wanted = f"the KV pool of {_size(self.memory.pool)}"
                 if self.asleep == 2:
                     wanted = f"the weights of {_size(self.memory.weights)} and {wanted}"
                 raise OutOfMemoryError(f"There is no room for {wanted}; let others give memory back.") from error
-            self.runner.wake_up(self._num_backed, pools, weights)
+            self.runner.wake_up(self._num_backed, pools, states, weights)
         self.asleep = 0
 
     def check_weights(self, weights: Any, *, partial: bool = False) -> Update:
@@ -244,6 +245,7 @@ class Startup:
             ("kernels", self.args.kernel_backend or registry.preferred_here()),
             ("weights", f"{_size(self.memory.weights)} in {_types(self.model)}"),
             ("KV pool", f"{_size(self.memory.pool)}: {self.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
+            *self._states_row(),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
             ("programs", f"{_whence(self.origins)}{reserved}"),
             ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
@@ -252,6 +254,12 @@ class Startup:
             rows.insert(-1, ("all-reduce", f"one-shot in steps of up to {self.config.one_shot_rows} rows"))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows)
+
+    def _states_row(self) -> list[tuple[str, str]]:
+        if not self.setup.states:
+            return []
+        slots, each = self.config.max_num_seqs, self.setup.states.slot_bytes
+        return [("states", f"{_size(slots * each)}: {slots} sequences of {_size(each)}; so no prefix cache")]
 
 
 def start(args: EngineArgs, directory: Path, weights: Any = None) -> Startup:
@@ -339,7 +347,8 @@ def _start_on(
     at_once = args.kv_cache_layout == "paged"
     limits = [free_device_memory(one, args.gpu_memory_utilization, at_once=at_once) for one in mesh.local_devices]
     limit = min((one for one in limits if one is not None), default=None)
-    config = executor_config(args, model_config, limit)
+    refuse_for_hybrids(args, model_config)
+    config = executor_config(args, model_config, limit, most_sequences(shard, limit))
     rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
     if args.kv_cache_layout == "virtual":
@@ -450,15 +459,44 @@ def _helpers(mesh: DeviceMesh, model: Model, config: ExecutorConfig) -> Abstract
     return CompileProcesses(count, Setting(model.config, dtype, mesh.size, kept_on, jax_settings()))
 
 
-def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> ExecutorConfig:
-    """Shapes for this model and device, the number of blocks nominal."""
+def refuse_for_hybrids(args: EngineArgs, model: ModelConfig) -> None:
+    """Raises InvalidParameterError for options that models with recurrent layers do without."""
+    if not model.is_hybrid:
+        return
+    for name, refused, why in (
+        ("shared_prefix_attention", True, "their prompts share no blocks"),
+        ("host_prefix_cache", True, "they have no prefix cache"),
+        ("preemption_mode", "swap", 'preempted sequences are computed again; use "auto" or "recompute"'),
+    ):
+        if getattr(args, name) == refused:
+            raise InvalidParameterError(
+                f"{name}={refused!r} is not supported for models with recurrent layers such as"
+                f" {model.architecture}, whose states are kept for running sequences alone: {why}."
+            )
+
+
+def most_sequences(shard: Model, limit: int | None) -> int | None:
+    """The most sequences that run at once where the user does not say, for a model with recurrent layers: as many as
+    have their states in half of the memory that weights leave. None without such layers, or without a limit.
+    """
+    size = sum(state.num_bytes(shard.dtype.itemsize) for state in shard.config.layer_states if state is not None)
+    if limit is None or not size:
+        return None
+    fitting = max(1, (limit - shard.num_bytes) // 2 // size)
+    return fitting if fitting < 8 else fitting // 8 * 8
+
+
+def executor_config(
+    args: EngineArgs, model: ModelConfig, limit: int | None, most_seqs: int | None = None
+) -> ExecutorConfig:
+    """Shapes for this model and device, the number of blocks nominal. most_seqs: of max_num_seqs by default."""
     if args.max_model_len is not None and args.max_model_len > model.max_position_embeddings:
         raise InvalidParameterError(
             f"max_model_len={args.max_model_len} exceeds the {model.max_position_embeddings} positions the model has; "
             f"lower it."
         )
     on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
-    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 1024 if large else 256)
+    max_num_seqs = args.max_num_seqs or min(64 if on_cpu else 1024 if large else 256, most_seqs or 1024)
     budget = args.max_num_batched_tokens or (512 if on_cpu else 8192)
     if on_cpu:  # which compiles as slowly as it runs: few programs with much padding in each
         token_buckets = args.token_buckets or geometric_buckets(16, budget, 4)
