@@ -222,6 +222,10 @@ class LLMEngine(RequestIntake):
                 being computed.
         """
         self._check_ready()
+        if self.startup.setup.states:
+            raise InvalidParameterError(
+                "Models with recurrent layers have no prefix cache, in which prefixes are pinned."
+            )
         return self._core.pin_prefix(self._token_array(prompt), checked_salt(cache_salt))
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:

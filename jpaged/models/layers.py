@@ -89,8 +89,8 @@ class Attention(nnx.Module):
         self.qkv = Linear((hidden,), by_head, hidden**-0.5, dtype, rngs, shard_axis=1, bias=qkv_bias, kv_heads=True)
         # As many as query heads, which are split over shards as they stand.
         self.sinks = parameter(rngs, Constant(0.0), (heads,), dtype, 0) if sinks else None
-        by_query = {"shard_axis": 1, "bias": qkv_bias}
-        self.gate = Linear((hidden,), (heads, dim), hidden**-0.5, dtype, rngs, **by_query) if gated else None
+        of_queries, std = (heads, dim), hidden**-0.5
+        self.gate = Linear((hidden,), of_queries, std, dtype, rngs, shard_axis=1, bias=qkv_bias) if gated else None
         out_std = (heads * dim * 2 * config.num_layers) ** -0.5
         self.out = Linear((heads, dim), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=output_bias)
 

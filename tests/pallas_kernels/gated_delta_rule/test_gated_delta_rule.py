@@ -7,7 +7,7 @@ import pytest
 
 from jpaged.pallas_kernels import gated_delta_rule
 from jpaged.pallas_kernels.gated_delta_rule.reference import gated_delta_sequences
-from tests.pallas_kernels.marks import WITH_TRITON
+from tests.pallas_kernels.marks import WITH_TRITON, needs_triton
 
 NUM_SLOTS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 7, 2, 4, 16, 32
 TOKENS = 160
@@ -81,17 +81,16 @@ def test_ragged_rows_are_those_of_the_definition(backend, lengths):
     states, of_tokens = states_of(rng), operands(TOKENS, rng)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     right = exact(states, of_tokens, slots, fresh, lengths)
-    check(*gated_delta_rule(states, *of_tokens, slots, fresh, starts, backend=backend), *right)
+    check(*gated_delta_rule(states, *of_tokens, slots, fresh, starts, backend=f"{backend},xla"), *right)
 
 
-@pytest.mark.parametrize("backend", WITH_TRITON)
-def test_keys_that_repeat_lose_nothing(backend):
+def test_keys_that_repeat_lose_nothing():
     rng = np.random.default_rng(5)
     states, of_tokens = states_of(rng), operands(TOKENS, rng, repeated=True)
     slots, fresh = np.array([1, 7, 7, 7, 7, 7], np.int32), np.zeros((6,), bool)
     starts = np.array([0] + [TOKENS] * 6, np.int32)
     right = exact(states, of_tokens, slots, fresh, starts[1:] - starts[:-1])
-    check(*gated_delta_rule(states, *of_tokens, slots, fresh, starts, backend=backend), *right)
+    check(*gated_delta_rule(states, *of_tokens, slots, fresh, starts), *right)
 
 
 def test_whole_sequences_are_those_of_the_definition_and_pass_gradients():
@@ -111,6 +110,16 @@ def test_whole_sequences_are_those_of_the_definition_and_pass_gradients():
 
     slope = jax.grad(along)(0.0)
     assert slope == pytest.approx((along(1e-2) - along(-1e-2)) / 2e-2, rel=2e-2)
+
+
+@needs_triton
+def test_what_the_kernel_does_not_take_is_refused_where_it_is_forced():
+    rng = np.random.default_rng(0)
+    states, slots, fresh = np.zeros((2, HEADS, 1024, 1), np.float32), np.arange(2, dtype=np.int32), np.zeros((2,), bool)
+    q = np.zeros((2, KEY_HEADS, 1024), np.float32)
+    _, _, _, *gates = operands(2, rng)
+    with pytest.raises(ValueError, match="key_dim 1024 is above 512"):
+        gated_delta_rule(states, q, q, np.zeros((2, HEADS, 1), np.float32), *gates, slots, fresh, backend="triton")
 
 
 @pytest.mark.parametrize(
