@@ -20,7 +20,7 @@ from jpaged.models.family import TEXT_PART_NAMES, Attend
 from jpaged.models.layers import Attention, run_layers
 from jpaged.models.linear import Embedding
 from jpaged.models.loading import pieces
-from jpaged.models.loading.pieces import Part, Piece, TiedTensor
+from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import OnePlusRMSNorm
 from jpaged.models.recurrent import GatedDeltaNet
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
@@ -228,7 +228,7 @@ def _by_head(
     heads, size, values = state.key_heads, state.key_dim, state.group * state.value_dim
     rows, first = state.channels, 0
     for inner, place in ((size, 0), (size, size), (values, 2 * size)):
-        part = Part((rows, columns), 0, first, heads * inner)
+        part = pieces.Part((rows, columns), 0, first, heads * inner)
         first += part.count
         shape, split = (rows, *middle, columns), (heads, inner, columns)
         yield Piece(tensor, shape, parameter, split, (2, 0, 1), (0, 0, place), part=part)
