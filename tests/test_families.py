@@ -12,7 +12,7 @@ import pytest
 from jpaged import models
 from jpaged.models.loading import checkpoint
 from tests.parallel.eight_devices import call_with_eight_devices
-from tests.parallel.family_runs import NUM_SAMPLES, SPARSE, UNSPLIT, prompts
+from tests.parallel.family_runs import HYBRID, NUM_SAMPLES, SPARSE, UNSPLIT, prompts
 from tests.tiny_models import TinyModel, models_of_blocks, torch_model
 
 torch = pytest.importorskip("torch")
@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 torch.set_num_threads(1)
 pytestmark = pytest.mark.transformers
 
-SIZE = 9
+SIZE = 10
 GROUPS = [tuple(models_of_blocks()[first : first + SIZE]) for first in range(0, len(models_of_blocks()), SIZE)]
 CASES = [
     pytest.param(case, group, marks=pytest.mark.xdist_group(group[0].name), id=case.name)
@@ -52,7 +52,7 @@ def test_tokens_and_scores_by_every_path_are_those_of_transformers(
     assert len({token for generated in tokens for token in generated}) > 10, "a text that wanders"
 
     assert found["prefix hits"] == tokens
-    assert found["hits"] > 0
+    assert (found["hits"] > 0) == (case.name not in HYBRID)
     assert all(generated == tokens for generated in found["preempted"])
     assert found["preemptions"] > 0
     assert found["samples"] == [tokens[3]] * NUM_SAMPLES
@@ -60,6 +60,9 @@ def test_tokens_and_scores_by_every_path_are_those_of_transformers(
         assert found[f"tensor parallel {degree}"] == tokens
         assert found.get(f"expert parallel {degree}", tokens) == tokens
     assert (case.name in SPARSE) == ("expert parallel 2" in found)
+
+    if case.name in HYBRID:
+        assert found["small chunks"] == tokens
 
     prompt = prompts()[-1]
     with torch.no_grad():

@@ -242,7 +242,11 @@ def draw(case: TinyModel, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
     """The float32 weights of one checkpoint tensor; they depend on the case and the tensor's name only."""
     rng = np.random.default_rng(zlib.crc32(f"{case.name}/{tensor}".encode()))
     values = rng.standard_normal(shape, np.float32)
-    if tensor.endswith("bias"):
+    if tensor.endswith("A_log"):  # states that last: a layer whose output is near zero is all rounding, once normed
+        return values * np.float32(0.5) - 3
+    if tensor.endswith("conv1d.weight"):
+        return values * np.float32(shape[-1] ** -0.5)
+    if tensor.endswith("bias") or (case.family == "qwen_hybrid" and len(shape) == 1 and "linear_attn" not in tensor):
         return values * np.float32(0.2)
     if len(shape) == 1:
         return 1 + values * np.float32(0.2)
@@ -373,7 +377,39 @@ def models_of_blocks() -> list[TinyModel]:
         "pad_token_id": 0,
         **window,
     }
+    next_layers = {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "pad_token_id": 0,
+    }
+    next_experts = {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 48, "num_experts": 16}
+    next_experts |= {"num_experts_per_tok": 4, "norm_topk_prob": True}
+    mrope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    two, four = {"num_hidden_layers": 2, "full_attention_interval": 2}, {"num_hidden_layers": 4}
+    qwen35 = next_layers | {"rope_parameters": next_layers["rope_parameters"] | mrope}
     return [
+        _hybrid(
+            "qwen3-next", "Qwen3Next", decoder_sparse_step=1, mlp_only_layers=[], **four, **next_layers, **next_experts
+        ),
+        _hybrid(
+            "qwen3-next-some-layers",
+            "Qwen3Next",
+            layer_types=["linear_attention", "full_attention", "full_attention", "linear_attention"],
+            decoder_sparse_step=2,
+            mlp_only_layers=[1],
+            attention_bias=True,
+            **four,
+            **next_layers,
+            **next_experts | {"norm_topk_prob": False},
+        ),
+        _hybrid("qwen3.5", "Qwen3_5", "qwen3_5_text", tie_word_embeddings=True, **two, **qwen35),
+        _hybrid("qwen3.5-moe", "Qwen3_5Moe", "qwen3_5_moe_text", **two, **qwen35, **next_experts),
         _of("gemma", "gemma", "GemmaForCausalLM", **gemma | {"hidden_activation": None, "hidden_act": "gelu"}),
         _of("gemma2", "gemma", "Gemma2ForCausalLM", **gemma2),
         _of("gemma3", "gemma", "Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0}, **gemma3),
@@ -483,6 +519,10 @@ def _of(name: str, family: str, architecture: str, **changes: Any) -> TinyModel:
         config = {entry: config[entry] for entry in ("vocab_size", "bos_token_id", "eos_token_id")}
     named = {"architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower()}
     return TinyModel(name, family, config | named | changes)
+
+
+def _hybrid(name: str, family: str, model_type: str = "qwen3_next", **changes: Any) -> TinyModel:
+    return replace(_llama(name, family, model_type=model_type, **changes), family="qwen_hybrid")
 
 
 def _sparse(name: str, family: str, **changes: Any) -> TinyModel:

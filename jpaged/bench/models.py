@@ -42,6 +42,26 @@ _QWEN3 = {
     "torch_dtype": "bfloat16",
 }
 
+_QWEN_HYBRID = {
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
+
 _OPT = {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
@@ -70,6 +90,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "intermediate_size": 6144}
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
     | {"decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False},
+    "qwen3-next-80b-a3b": _QWEN_HYBRID
+    | {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936}
+    | {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 2, "intermediate_size": 5120}
+    | {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+    | {"shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "qwen3.5-9b": _QWEN_HYBRID
+    | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248320}
+    | {"hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 4, "intermediate_size": 12288},
     "opt-125m": _OPT
     | {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072}
     | {"word_embed_proj_dim": 768},

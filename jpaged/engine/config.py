@@ -26,6 +26,9 @@ class SchedulerConfig(SchedulingOptions):
         (`StepPlan.ahead`), and give a slot the blocks again that it had, where few prefixes are lost by it
         (`scheduler/foresight.py`).
     kv_idle_release_s: as of `EngineArgs`.
+    keeps_states: some layers keep a state of each sequence, which lives with its slot. So a sequence's tokens are
+        computed from the first on, each once, in its own slot, but for what it is forked from: no prefix is shared
+        otherwise, and what is preempted is computed again.
     """
 
     block_size: int
@@ -39,6 +42,7 @@ class SchedulerConfig(SchedulingOptions):
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
     plans_ahead: bool = False
     kv_idle_release_s: float | None = None
+    keeps_states: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +60,11 @@ class SchedulerConfig(SchedulingOptions):
             if group.window is not None and group.window < 1:
                 raise InvalidParameterError(f"A cache group's window must be at least 1, got {group.window}.")
         check_integer("num_swap_chunks", self.num_swap_chunks, 0)
+        if self.keeps_states and (self.enable_prefix_caching or self.preemption_mode == "swap"):
+            raise InvalidParameterError(
+                "keeps_states=True needs enable_prefix_caching=False, and another preemption_mode than 'swap': states "
+                f"are kept for running sequences alone, got {self.enable_prefix_caching} and {self.preemption_mode!r}."
+            )
         if self.host_prefix_cache and not (self.enable_prefix_caching and self.num_swap_chunks):
             raise InvalidParameterError(
                 "host_prefix_cache=True keeps blocks of the prefix cache in the swap space: it needs "

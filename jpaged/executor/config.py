@@ -76,6 +76,13 @@ class ExecutorConfig:
         return geometric_buckets(8, self.max_num_seqs, 8)
 
     @property
+    def state_copy_buckets(self) -> tuple[int, ...]:
+        """Sizes that the program for copied states exists for; more copies take several calls. They are few, since a
+        row of padding reads and writes a state, and the largest needs as many beside the arrays.
+        """
+        return tuple(sorted({min(size, self.max_num_seqs) for size in (4, 16)}))
+
+    @property
     def mask_buckets(self) -> tuple[int, ...]:
         """Sizes that the program for masks exists for; more masks take several calls."""
         return tuple(sorted({min(size, self.max_num_seqs) for size in (8, 64)}))

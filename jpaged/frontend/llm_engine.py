@@ -29,6 +29,7 @@ from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.sequences.request import Request, checked_salt
 from jpaged.engine.stats import EngineStats
 from jpaged.executor.distributed import Cluster, LeadingRunner, lead
+from jpaged.executor.start.shapes import refuse_for_hybrids
 from jpaged.executor.start.started import Startup
 from jpaged.executor.start.startup import start, with_known_backend
 from jpaged.frontend.embedding_config import EmbeddingConfig
@@ -108,7 +109,7 @@ class LLMEngine(RequestIntake):
             cache_groups=self.startup.cache_groups,
             plans_ahead=self.startup.runner.memory is not None,
             kv_idle_release_s=args.kv_idle_release_s,
-            **args.scheduling(),
+            **self._scheduling(args),
         )
         threads = max(1, usable_cores() - 1)
         self._grammars = GrammarCompiler(self._grammar_tokenizer(directory), model.vocab_size, threads)
@@ -131,6 +132,13 @@ class LLMEngine(RequestIntake):
         self._reference = weakref.ref(self)
         if args.verbose:
             print(self.startup.table(args.model or "the embedded demo model"), file=sys.stderr, flush=True)
+
+    def _scheduling(self, args: EngineArgs) -> dict[str, Any]:
+        """Options of the scheduler. Models with recurrent layers have no prefix cache, whatever was asked for."""
+        if not self.startup.setup.states:
+            return args.scheduling()
+        refuse_for_hybrids(args, self.startup.model.config)
+        return args.scheduling() | {"enable_prefix_caching": False, "keeps_states": True}
 
     @property
     def core(self) -> EngineCore:
@@ -216,6 +224,10 @@ class LLMEngine(RequestIntake):
                 being computed.
         """
         self._check_ready()
+        if self.startup.setup.states:
+            raise InvalidParameterError(
+                "Models with recurrent layers have no prefix cache, in which prefixes are pinned."
+            )
         return self._core.pin_prefix(self._token_array(prompt), checked_salt(cache_salt))
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:

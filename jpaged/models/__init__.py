@@ -54,9 +54,11 @@ from jpaged.models.norms import (
     WideRMSNorm,
 )
 from jpaged.models.parameters import Normal, parameter
+from jpaged.models.recurrent import GatedDeltaNet, Recurrence
 from jpaged.models.registry import About, described_architectures, register, supported_architectures
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope, window_rope
+from jpaged.models.states import DeltaState
 
 del _families
 
@@ -75,8 +77,10 @@ __all__ = [
     "ConfigReader",
     "Decoder",
     "DecoderConfig",
+    "DeltaState",
     "Embedding",
     "Family",
+    "GatedDeltaNet",
     "GatedMLP",
     "Kernels",
     "LayerNorm",
@@ -92,6 +96,7 @@ __all__ = [
     "Piece",
     "RMSNorm",
     "RMSNormOfAllHeads",
+    "Recurrence",
     "Rope",
     "Routing",
     "Scales",

@@ -12,6 +12,7 @@ from jpaged.models.config_reader import ConfigReader, read_json
 from jpaged.models.loading.safetensors_file import read_header
 from jpaged.models.quantization import Scheme, find_scheme
 from jpaged.models.registry import architecture_of, family_of
+from jpaged.models.states import DeltaState
 
 VOCAB_UNIT = 32
 """A shard's token ids are a multiple of this: a word of the sampler's masks."""
@@ -29,6 +30,8 @@ class ModelConfig:
     max_position_embeddings: the usable context in tokens, RoPE scaling included.
     layer_windows: per layer; the tokens a query sees, itself included, or None for all before it. Left out, no layer
         has a window; one that never limits anything is None.
+    layer_states: per layer; what a recurrent layer keeps of a sequence instead of its tokens, or None for attention.
+        Left out, no layer is recurrent; one at least must not be.
     tie_word_embeddings: the embedding is the head.
     num_experts: routed experts of a sparse layer, all shards' together; 0 for a model without.
     kv_head_copies: equal key-value heads that stand side by side among num_kv_heads; more than one where a model with
@@ -49,6 +52,7 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int
     layer_windows: tuple[int | None, ...] = ()
+    layer_states: tuple[DeltaState | None, ...] = ()
     tie_word_embeddings: bool
     num_experts: int = 0
     kv_head_copies: int = 1
@@ -71,11 +75,20 @@ class ModelConfig:
             raise ValueError(f"layer_windows must have {self.num_layers} entries, got {len(windows)}.")
         limiting = tuple(None if window is None or window >= length else window for window in windows)
         object.__setattr__(self, "layer_windows", limiting)
+        states = self.layer_states or (None,) * self.num_layers
+        if len(states) != self.num_layers or None not in states:
+            raise ValueError(f"layer_states must have {self.num_layers} entries, some of them None, got {states}.")
+        object.__setattr__(self, "layer_states", states)
 
     @property
     def group_size(self) -> int:
         """Query heads that share one key and value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers keep a state of each sequence instead of its tokens."""
+        return any(state is not None for state in self.layer_states)
 
     @staticmethod
     def from_dict(
@@ -110,6 +123,11 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"{architecture}: mixtures of experts are not supported in {scheme.name}; use the checkpoint that is"
                 " not quantized, and leave quantization out."
+            )
+        if read.is_hybrid:
+            raise UnsupportedModelError(
+                f"{architecture}: models with recurrent layers are not supported in {scheme.name}; use the checkpoint"
+                " that is not quantized, and leave quantization out."
             )
         return replace(read, quantization=scheme)
 
@@ -166,6 +184,7 @@ class ModelConfig:
             num_heads=self.num_heads // shards,
             num_kv_heads=whole.num_kv_heads // shards,
             intermediate_size=inner_columns(self.intermediate_size, shards),
+            layer_states=tuple(None if state is None else state.shard(shards) for state in self.layer_states),
         )
 
     def with_kv_heads_for(self, shards: int) -> Self:

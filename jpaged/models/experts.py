@@ -146,7 +146,7 @@ def split_by_experts(config: ModelConfig) -> SparseConfig:
     Raises:
         InvalidParameterError: it has no experts.
     """
-    if not isinstance(config, SparseConfig):
+    if not isinstance(config, SparseConfig) or not config.num_experts:
         raise InvalidParameterError(
             f"enable_expert_parallel=True is for mixtures of experts, and {config.architecture} is none; leave it out."
         )

@@ -59,6 +59,7 @@ class Attention(nnx.Module):
     arXiv:2108.12409).
     clip: queries, keys and values are clipped to [-clip, clip] (MPT).
     sinks: each head has a learned logit that joins its softmax (gpt-oss).
+    gated: what attention gives is multiplied by the sigmoid of a product of the layer's input (Qwen3-Next).
     collectives: of the shards, for what depends on the heads of the others: slopes and `HeadNorms`.
     """
 
@@ -76,6 +77,7 @@ class Attention(nnx.Module):
         alibi_slopes: tuple[float, ...] | None = None,
         clip: float | None = None,
         sinks: bool = False,
+        gated: bool = False,
         collectives: Collectives = ALONE,
     ) -> None:
         hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
@@ -87,6 +89,8 @@ class Attention(nnx.Module):
         self.qkv = Linear((hidden,), by_head, hidden**-0.5, dtype, rngs, shard_axis=1, bias=qkv_bias, kv_heads=True)
         # As many as query heads, which are split over shards as they stand.
         self.sinks = parameter(rngs, Constant(0.0), (heads,), dtype, 0) if sinks else None
+        of_queries, std = (heads, dim), hidden**-0.5
+        self.gate = Linear((hidden,), of_queries, std, dtype, rngs, shard_axis=1, bias=qkv_bias) if gated else None
         out_std = (heads * dim * 2 * config.num_layers) ** -0.5
         self.out = Linear((heads, dim), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=output_bias)
 
@@ -126,6 +130,8 @@ class Attention(nnx.Module):
             alibi_slopes=self._own_slopes(),
             **({} if self.sinks is None else {"sinks": self.sinks[...]}),
         )
+        if self.gate is not None:
+            y = y * jax.nn.sigmoid(self.gate(x, backend=backend))
         return self.out.partial_sum(y, backend)
 
     def _own_slopes(self) -> jax.Array | None:

@@ -25,6 +25,7 @@ from jpaged.pallas_kernels.all_reduce.api import (
 from jpaged.pallas_kernels.all_reduce.inbox import initial_all_reduce_state
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
 from jpaged.pallas_kernels.fp8_product.api import fp8_product
+from jpaged.pallas_kernels.gated_delta_rule.api import gated_delta_rule
 from jpaged.pallas_kernels.gated_product.api import gated_product
 from jpaged.pallas_kernels.grouped_product.api import gated_grouped_product, weighted_grouped_product
 from jpaged.pallas_kernels.grouped_product.sorting import sort_by_expert
@@ -37,6 +38,7 @@ from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_qkv
 from jpaged.pallas_kernels.sample_tokens.api import sample_tokens, sample_tokens_backend
 from jpaged.pallas_kernels.shared_prefix_attention.api import shared_prefix_attention
 from jpaged.pallas_kernels.shared_prefix_attention.merge import merge_attention
+from jpaged.pallas_kernels.short_convolution.api import short_convolution
 from jpaged.pallas_kernels.write_kv.api import write_kv
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "copy_blocks",
     "decode_attention",
     "fp8_product",
+    "gated_delta_rule",
     "gated_grouped_product",
     "gated_product",
     "gather_blocks",
@@ -61,6 +64,7 @@ __all__ = [
     "sample_tokens_backend",
     "scatter_blocks",
     "shared_prefix_attention",
+    "short_convolution",
     "sort_by_expert",
     "split_qkv",
     "unregister_backend",

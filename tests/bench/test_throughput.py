@@ -66,6 +66,7 @@ def test_traces_have_the_mean_lengths_of_the_published_ones(dataset, inputs, out
         ("qwen3-0.6b", 0.596),
         ("qwen3-8b", 8.19),
         ("qwen3-30b-a3b", 30.53),
+        ("qwen3.5-9b", 8.95),
         ("opt-125m", 0.125),
         ("opt-13b", 12.85),
     ],

@@ -6,6 +6,10 @@ tokens up to it, which is exactly what keys and values depend on, and of the cac
 that reads a block of another sequence or group, a stale one, or one not yet written, fails; it reads, in each group's
 table, what its queries see through the group's window.
 
+Where layers keep states of sequences (`SchedulerConfig.keeps_states`), a slot has one, which is never cleared: it holds
+the fingerprint of the token that was computed last. So a token that is computed twice, not at all, or in another slot
+than the ones before it, fails.
+
 A step may bring `StepPlan.tokens_per_row` tokens a row: each row then runs so often, unless it ends.
 """
 
@@ -135,6 +139,7 @@ class FakeExecutor:
         self._queue: deque[FakeHandle] = deque()
         self._slots: dict[int, _Slot] = {}
         self._host: dict[int, np.ndarray] = {}
+        self._states: dict[int, int] = {}
         self._content = np.zeros((config.num_blocks, config.block_size), np.int64)
 
     def execute(self, plan: StepPlan) -> FakeHandle:
@@ -187,6 +192,8 @@ class FakeExecutor:
             if not len(chunk.token_ids):
                 assert i > 0
                 assert self._slots[chunk.slot].tokens == self._slots[plan.chunks[i - 1].slot].tokens
+                if self.config.keeps_states:
+                    self._states[chunk.slot] = self._states[plan.chunks[i - 1].slot]
         self._check_shared_prefix(plan)
         return self._sample(plan)
 
@@ -206,6 +213,8 @@ class FakeExecutor:
         moved = slots != parents
         assert not set(slots[moved].tolist()) & set(parents.tolist())
         assert len(set(slots.tolist())) == len(slots)
+        if self.config.keeps_states:
+            self._states |= {slot: self._states[parent] for slot, parent, _ in beams.tolist()}
         for slot, parent, token in beams.tolist():
             state, source = self._slots[slot], self._slots[parent]
             assert state.active
@@ -268,6 +277,11 @@ class FakeExecutor:
             )
             row = self._row(state, group, index)
             self._content[row, offset] = content_of(state.prints[state.num_computed], group)
+        if self.config.keeps_states:
+            n, slot = state.num_computed, state.start.slot
+            before = self._states[slot] if n else 0
+            self._states[slot] = fingerprint(before, state.tokens[n])
+            assert self._states[slot] == state.prints[n], f"slot {slot} goes on from a state that is not its own"
         state.num_computed += 1
 
     def _row(self, state: _Slot, group: int, index: int) -> int:

@@ -147,6 +147,20 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield name, partial(ops.fp8_product, **options), arguments
 
 
+def recurrence() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """A step of the gated delta rule, of Qwen3-Next's heads and of larger ones."""
+    for key_heads, heads, key_dim, value_dim, dtype in (
+        (16, 32, 128, 128, jnp.bfloat16),
+        (4, 4, 256, 96, jnp.float16),
+        (2, 8, 512, 128, jnp.float32),
+    ):
+        q, gates = Shape((64, key_heads, key_dim), dtype), Shape((64, heads), jnp.float32)
+        arguments = {"states": Shape((256, heads, key_dim, value_dim), jnp.float32), "q": q, "k": q}
+        arguments |= {"v": Shape((64, heads, value_dim), dtype), "log_decay": gates, "beta": gates}
+        arguments |= {"slots": ids(64), "fresh": Shape((64,), jnp.bool_)}
+        yield f"gated_delta_rule {heads} x {key_dim} x {value_dim} {jnp.dtype(dtype)}", ops.gated_delta_rule, arguments
+
+
 def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """(name, op, its arguments)."""
     yield from attention()
@@ -154,6 +168,7 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield from experts()
     yield from int4()
     yield from fp8()
+    yield from recurrence()
 
 
 def main(capabilities: list[int], names: list[str]) -> None:

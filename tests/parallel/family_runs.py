@@ -16,11 +16,21 @@ POOLS = (44, 40, 36, 32, 28, 24, 20)
 """Blocks of 4 tokens in each cache group, fewer and fewer until a request is preempted: 49 would do for all at once."""
 
 UNSPLIT = {"gemma", "phi3-window", "granite4-nope", "glm", "command-r", "stablelm", "falcon-11b-style"}
-UNSPLIT |= {"redpajama-3b-style", "mpt-30b-style", "gpt-oss-120b-style", "glm4.5-air-style"}
+UNSPLIT |= {
+    "qwen3-next-some-layers",
+    "qwen3.5-moe",
+    "redpajama-3b-style",
+    "mpt-30b-style",
+    "gpt-oss-120b-style",
+    "glm4.5-air-style",
+}
 """Models that are split over devices as another of their family is, and run on one alone."""
 
 SPARSE = {"gpt-oss-20b-style"}
 """Models whose experts are split over devices in both ways."""
+
+HYBRID = {"qwen3-next", "qwen3-next-some-layers", "qwen3.5", "qwen3.5-moe"}
+"""Models with recurrent layers, which have no prefix cache. They run with smaller chunks, too."""
 
 ARGS = EngineArgs(
     dtype="float32",
@@ -66,6 +76,8 @@ def _tokens_by_path(name: str) -> dict[str, Any]:
         found["preemptions"] = preemptions
         found["samples"] = _samples(LLMEngine(args, engine.startup))
         found["scores"] = _scores(LLMEngine(args, engine.startup))
+        if name in HYBRID:
+            found["small chunks"] = _run(LLMEngine(replace(args, max_num_batched_tokens=7), engine.startup))
         for degree in () if name in UNSPLIT else (2, 4):
             split = replace(args, tensor_parallel_size=degree)
             found[f"tensor parallel {degree}"] = _run(LLMEngine(split))

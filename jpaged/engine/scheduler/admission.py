@@ -43,9 +43,10 @@ class Admission(SchedulerPart):
         if request.swap is not None:
             return self._swap_in(plan, request.swap)
         if request.group.runs_together and request.group.forked:
-            if not self._num_windowed:
+            if not self._num_windowed and not self._config.keeps_states:
                 return self._resume_together(plan, request)
-            # Its members would need blocks in which a window has passed the prompt's end, which nobody holds any more.
+            # Its members would need blocks in which a window has passed the prompt's end, which nobody holds any more;
+            # or the state at the prompt's end, which is the leader's alone.
             request.group.restart()
         return self._start(plan, request)
 

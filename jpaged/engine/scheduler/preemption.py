@@ -45,7 +45,8 @@ class Preemption(SchedulerPart):
         so, their blocks hold what they count as computed, and there is room; or with their tokens only.
         """
         group = members[0].group
-        if (mode == "swap" or (mode == "auto" and len(members) > 1)) and group.can_be_stored:
+        stores = mode == "swap" or (mode == "auto" and len(members) > 1)
+        if stores and group.can_be_stored and not self._config.keeps_states:
             started = [member for member in members if self._slots.holds_tokens(member.slot)]
             stored = self._swap_space.store(started, self._slots, self._config.block_size)
             self._counters.num_swap_preemptions += stored

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.engine.interface import CacheGroup
-from jpaged.executor.cache.spec import CacheSpec
+from jpaged.executor.cache.spec import TokenSpec
 
 
 class Place(NamedTuple):
@@ -31,7 +31,7 @@ class Grouping(NamedTuple):
     num_arrays: int
 
 
-def group_layers(spec: CacheSpec) -> Grouping:
+def group_layers(spec: TokenSpec) -> Grouping:
     """Cuts the layers into groups.
 
     Raises:

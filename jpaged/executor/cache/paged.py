@@ -22,7 +22,7 @@ from jpaged.api.errors import UnsupportedModelError
 from jpaged.engine.footprint import Footprint
 from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS, CacheGroup
 from jpaged.executor.cache.groups import Grouping, Place, group_layers
-from jpaged.executor.cache.spec import CacheSpec
+from jpaged.executor.cache.spec import TokenSpec
 from jpaged.executor.config import ExecutorConfig
 from jpaged.models.sharding import MODEL_AXIS
 from jpaged.pallas_kernels import (
@@ -49,7 +49,7 @@ class PagedCache:
         UnsupportedModelError: the layers cannot share a pool (`group_layers`).
     """
 
-    spec: CacheSpec
+    spec: TokenSpec
     config: ExecutorConfig
 
     pools_spec: ClassVar[PartitionSpec] = PartitionSpec(None, None, MODEL_AXIS)

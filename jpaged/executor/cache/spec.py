@@ -1,6 +1,7 @@
-"""What each layer of a model keeps of a token.
+"""What each layer of a model keeps of a token, or of a sequence.
 
-model --cache_spec--> (LayerCache, LayerCache, ...) --PagedCache--> groups, arrays, attention
+model --cache_spec--> (LayerCache, StateCache, ...) --token_layers--> PagedCache: groups, arrays, attention
+                                                    '-------------> StateSlots: states of sequences, by slot
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.models import Model
+from jpaged.models.states import DeltaState
 
 
 @dataclass(frozen=True)
@@ -25,17 +27,33 @@ class LayerCache:
     window: int | None = None
 
 
-CacheSpec = tuple[LayerCache, ...]
+@dataclass(frozen=True)
+class StateCache:
+    """What one layer keeps of a sequence, whatever its length. state: its sizes, on one device. dtype: the model's."""
+
+    state: DeltaState
+    dtype: np.dtype[Any]
+
+
+CacheSpec = tuple[LayerCache | StateCache, ...]
 """What each layer keeps, from the first layer to the last."""
+
+TokenSpec = tuple[LayerCache, ...]
+"""Likewise, of the layers that keep tokens."""
 
 
 def cache_spec(model: Model) -> CacheSpec:
     """What the layers of a model, or of a shard of one, keep. Keys and values have the model's dtype."""
-    config = model.config
+    config, dtype = model.config, np.dtype(model.dtype)
     return tuple(
-        LayerCache(config.num_kv_heads, config.head_dim, np.dtype(model.dtype), window)
-        for window in config.layer_windows
+        LayerCache(config.num_kv_heads, config.head_dim, dtype, window) if state is None else StateCache(state, dtype)
+        for window, state in zip(config.layer_windows, config.layer_states, strict=True)
     )
+
+
+def token_layers(spec: CacheSpec) -> TokenSpec:
+    """The layers that keep tokens, in their order."""
+    return tuple(layer for layer in spec if isinstance(layer, LayerCache))
 
 
 def kernel_block_bytes(layer: LayerCache, block_size: int) -> int:

@@ -21,15 +21,44 @@ NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
 
 
-def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> ExecutorConfig:
-    """Shapes for this model and device, the number of blocks nominal."""
+def refuse_for_hybrids(args: EngineArgs, model: ModelConfig) -> None:
+    """Raises InvalidParameterError for options that models with recurrent layers do without."""
+    if not model.is_hybrid:
+        return
+    for name, refused, why in (
+        ("shared_prefix_attention", True, "their prompts share no blocks"),
+        ("host_prefix_cache", True, "they have no prefix cache"),
+        ("preemption_mode", "swap", 'preempted sequences are computed again; use "auto" or "recompute"'),
+    ):
+        if getattr(args, name) == refused:
+            raise InvalidParameterError(
+                f"{name}={refused!r} is not supported for models with recurrent layers such as"
+                f" {model.architecture}, whose states are kept for running sequences alone: {why}."
+            )
+
+
+def most_sequences(shard: Model, limit: int | None) -> int | None:
+    """The most sequences that run at once where the user does not say, for a model with recurrent layers: as many as
+    have their states in half of the memory that weights leave. None without such layers, or without a limit.
+    """
+    size = sum(state.num_bytes(shard.dtype.itemsize) for state in shard.config.layer_states if state is not None)
+    if limit is None or not size:
+        return None
+    fitting = max(1, (limit - shard.num_bytes) // 2 // size)
+    return fitting if fitting < 8 else fitting // 8 * 8
+
+
+def executor_config(
+    args: EngineArgs, model: ModelConfig, limit: int | None, most_seqs: int | None = None
+) -> ExecutorConfig:
+    """Shapes for this model and device, the number of blocks nominal. most_seqs: of max_num_seqs by default."""
     if args.max_model_len is not None and args.max_model_len > model.max_position_embeddings:
         raise InvalidParameterError(
             f"max_model_len={args.max_model_len} exceeds the {model.max_position_embeddings} positions the model has; "
             f"lower it."
         )
     on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
-    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 1024 if large else 256)
+    max_num_seqs = args.max_num_seqs or min(64 if on_cpu else 1024 if large else 256, most_seqs or 1024)
     budget = args.max_num_batched_tokens or (512 if on_cpu else 8192)
     if on_cpu:  # which compiles as slowly as it runs: few programs with much padding in each
         token_buckets = args.token_buckets or geometric_buckets(16, budget, 4)

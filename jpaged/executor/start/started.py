@@ -17,7 +17,7 @@ from jpaged.executor.start.memory import MemoryPlan
 from jpaged.executor.start.shapes import needed_pages
 from jpaged.executor.start.weights import zero_weights
 from jpaged.executor.step.compiled import Origin
-from jpaged.executor.step.held import empty_pools
+from jpaged.executor.step.held import empty_pools, empty_states
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
 from jpaged.models import Model, Weights
@@ -124,13 +124,14 @@ class Startup:
             try:
                 weights = self.load_weights() if self.asleep == 2 else None
                 pools = empty_pools(self.setup, self.mesh) if self.runner.memory is None else None
-                jax.block_until_ready((weights, pools))
+                states = empty_states(self.setup, self.mesh)
+                jax.block_until_ready((weights, pools, states))
             except jax.errors.JaxRuntimeError as error:
                 wanted = f"the KV pool of {_size(self.memory.pool)}"
                 if self.asleep == 2:
                     wanted = f"the weights of {_size(self.memory.weights)} and {wanted}"
                 raise OutOfMemoryError(f"There is no room for {wanted}; let others give memory back.") from error
-            self.runner.wake_up(self._num_backed, pools, weights)
+            self.runner.wake_up(self._num_backed, pools, states, weights)
         self.asleep = 0
 
     def check_weights(self, weights: Any, *, partial: bool = False) -> Update:
@@ -200,6 +201,7 @@ class Startup:
             ("kernels", self.args.kernel_backend or registry.preferred_here()),
             ("weights", f"{_size(self.memory.weights)} in {_types(self.model)}"),
             ("KV pool", f"{_size(self.memory.pool)}: {self.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
+            *self._states_row(),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
             ("programs", f"{whence(self.origins)}{reserved}"),
             ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
@@ -208,6 +210,12 @@ class Startup:
             rows.insert(-1, ("all-reduce", f"one-shot in steps of up to {self.config.one_shot_rows} rows"))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows)
+
+    def _states_row(self) -> list[tuple[str, str]]:
+        if not self.setup.states:
+            return []
+        slots, each = self.config.max_num_seqs, self.setup.states.slot_bytes
+        return [("states", f"{_size(slots * each)}: {slots} sequences of {_size(each)}; so no prefix cache")]
 
 
 def whence(origins: Mapping[Origin, int]) -> str:

@@ -40,7 +40,14 @@ from jpaged.executor.start.memory import (
     unreserved_device_memory,
 )
 from jpaged.executor.start.one_shot import one_shot_rows
-from jpaged.executor.start.shapes import cut_into_pages, executor_config, fit_to_pool, needed_pages
+from jpaged.executor.start.shapes import (
+    cut_into_pages,
+    executor_config,
+    fit_to_pool,
+    most_sequences,
+    needed_pages,
+    refuse_for_hybrids,
+)
 from jpaged.executor.start.started import Startup, whence
 from jpaged.executor.start.weights import fill_weights, read_weights
 from jpaged.executor.start.worker_threads import WorkerThreads
@@ -144,7 +151,8 @@ def _start_on(
     at_once = args.kv_cache_layout == "paged"
     limits = [free_device_memory(one, args.gpu_memory_utilization, at_once=at_once) for one in mesh.local_devices]
     limit = min((one for one in limits if one is not None), default=None)
-    config = executor_config(args, model_config, limit)
+    refuse_for_hybrids(args, model_config)
+    config = executor_config(args, model_config, limit, most_sequences(shard, limit))
     rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
     if args.kv_cache_layout == "virtual":

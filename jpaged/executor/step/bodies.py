@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.engine.interface import NULL_BLOCK
 from jpaged.executor.cache.paged import Layers, Pools
+from jpaged.executor.cache.states import StateRows, States
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, StepProgram
 from jpaged.executor.step.state import SlotState, append_blocks
@@ -49,6 +50,7 @@ class _Pass(NamedTuple):
     live: which tokens are not padding.
     state: the slots' new state.
     result: makes the program's result of the hidden states of all tokens.
+    rows: the rows, for recurrent layers.
     """
 
     tokens: Int[Array, " tokens"]
@@ -57,6 +59,7 @@ class _Pass(NamedTuple):
     layers: Layers
     state: SlotState
     result: Callable[[Float[Array, "tokens hidden"]], tuple[Any, ...]]
+    rows: Callable[[], StateRows]
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class _Body(StepProgram):
 
     def updates(self, setup: Setup) -> tuple[str, ...]:
         is_one_shot = self.product_rows(setup) <= setup.config.one_shot_rows
-        return ("pools", "state", "exchange") if is_one_shot else ("pools", "state")
+        more = (("recurrent",) if setup.states else ()) + (("exchange",) if is_one_shot else ())
+        return ("pools", "state", *more)
 
     def layout(self, setup: Setup) -> PackedLayout:
         raise NotImplementedError
@@ -87,6 +91,7 @@ class _Body(StepProgram):
         pools: Pools,
         state: SlotState,
         packed: Int[Array, " n"],
+        recurrent: States | None = None,
         exchange: ExchangeState | None = None,
     ) -> tuple[dict[str, object], tuple[Any, ...]]:
         host = self.layout(setup).unpack(packed)
@@ -96,8 +101,11 @@ class _Body(StepProgram):
         model, config = setup.model, setup.config
         sums = None if exchange is None else Exchange.begin(exchange, model.collectives, config.kernel_backend)
         kernels = Kernels(sums, config.optional_backend, of.live)
-        hidden = model.forward(weights, of.tokens, of.positions, of.layers, kernels)
+        hybrid = None if recurrent is None else setup.states.beside(of.layers, recurrent, of.rows())
+        hidden = model.forward(weights, of.tokens, of.positions, of.layers if hybrid is None else hybrid, kernels)
         updated: dict[str, object] = {"pools": of.layers.pools, "state": of.state}
+        if hybrid is not None:
+            updated["recurrent"] = hybrid.states
         return updated if sums is None else updated | {"exchange": sums.state}, of.result(hidden)
 
 
@@ -140,7 +148,11 @@ class Decode(_Body):
         after = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)))
         tokens = state.last_token[slots]
         rows = Rows(slots, jnp.ones((self.batch,), bool))
-        return _Pass(tokens, positions, active, layers, after, lambda hidden: (hidden, rows))
+
+        def state_rows() -> StateRows:
+            return StateRows(jnp.where(active, slots, setup.config.null_slot), jnp.zeros_like(active))
+
+        return _Pass(tokens, positions, active, layers, after, lambda hidden: (hidden, rows), state_rows)
 
 
 @dataclass(frozen=True)
@@ -221,7 +233,10 @@ class Mixed(_Body):
             samples = (flags & RowFlags.SAMPLES) != 0
             return hidden[last], Rows(slots, samples), hidden
 
-        return _Pass(tokens, positions, valid, layers, after, result)
+        def state_rows() -> StateRows:
+            return StateRows(jnp.where(active, slots, setup.config.null_slot), computed == 0, query_starts)
+
+        return _Pass(tokens, positions, valid, layers, after, result, state_rows)
 
 
 KINDS = (Mixed, Decode, SharedDecode)

@@ -3,7 +3,7 @@
     weights   the model's flat tuple                         head      the part of it that `Model.head_logits` reads
     pools     keys and values (`cache/paged.py`)             state     slots, with their block tables (`state.py`)
     sampling  sampling parameters by slot                    full      penalties, masks and counts by slot; there when
-    masks     what constrained slots may sample
+    masks     what constrained slots may sample              recurrent states of sequences (`cache/states.py`), if any
     exchange  of the one-shot all-reduce; there only where             some request asks for them
               some body sums by it
 
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jpaged.executor.cache.paged import Pools
+from jpaged.executor.cache.states import LayerState, States
 from jpaged.executor.mesh import EXCHANGE, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.step.program import Setup
@@ -63,6 +64,10 @@ def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
         ),
         "full": HeldShapes(full._replace(token_counts=mesh.split(full.token_counts, TOKEN_COUNTS)), full_spec),
     }
+    if setup.states:
+        spec = setup.states.states_spec
+        shapes = tuple(LayerState(*map(mesh.split, layer, spec)) for layer in setup.states.shapes)
+        held["recurrent"] = HeldShapes(shapes, (spec,) * len(shapes))
     if config.one_shot_rows:
         state = initial_all_reduce_state(mesh.size, config.one_shot_rows, model.config.hidden_size, model.dtype)
         shapes = jax.tree.map(lambda leaf: mesh.split(leaf, EXCHANGE), ExchangeState(*state))
@@ -84,6 +89,8 @@ def initial_held(setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array], p
         "sampling": mesh.whole(sampling_state.init_state(setup.config.max_num_seqs)),
         "masks": mesh.whole(sampling_state.init_masks(setup.config.max_num_seqs, setup.model.vocab_size)),
     }
+    if setup.states:
+        held["recurrent"] = empty_states(setup, mesh)
     if "exchange" in shapes:
         inbox, generations = shapes["exchange"].shapes
         # On all devices before any program runs: peers write to it as soon as theirs do.
@@ -96,3 +103,11 @@ def empty_pools(setup: Setup, mesh: DeviceMesh) -> Pools:
     """Pools of zeros, as the paged layout has them."""
     spec = setup.cache.pools_spec
     return tuple(mesh.full(mesh.split(pool, spec), 0) for pool in setup.cache.pools)
+
+
+def empty_states(setup: Setup, mesh: DeviceMesh) -> States:
+    """States of zeros of all slots; none for a model without recurrent layers."""
+    if not setup.states:
+        return ()
+    shapes: States = held_shapes(setup, mesh)["recurrent"].shapes
+    return jax.tree.map(lambda leaf: mesh.full(leaf, 0), shapes)

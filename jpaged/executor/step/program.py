@@ -34,7 +34,8 @@ import jax.numpy as jnp
 
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.cache.paged import PagedCache
-from jpaged.executor.cache.spec import cache_spec
+from jpaged.executor.cache.spec import cache_spec, token_layers
+from jpaged.executor.cache.states import StateSlots
 from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import WHOLE, Specs
@@ -51,17 +52,19 @@ class Setup:
     """What programs are made for.
 
     model: what each device of the mesh runs (`DeviceMesh.shard_of`).
-    cache: where its layers keep keys and values.
+    cache: where its layers keep keys and values. states: where recurrent ones keep theirs; false without any.
     """
 
     model: Model
     config: ExecutorConfig
     cache: PagedCache
+    states: StateSlots
 
     @staticmethod
     def of(model: Model, config: ExecutorConfig) -> "Setup":
         layout = PagedCache if config.geometry is None else VirtualCache
-        return Setup(model, config, layout(cache_spec(model), config))
+        spec = cache_spec(model)
+        return Setup(model, config, layout(token_layers(spec), config), StateSlots(spec, config))
 
     def program_variant(self, variant: SamplingVariant) -> SamplingVariant:
         """The variant whose program draws for `variant` (`sampler.program_variant`)."""

@@ -1,6 +1,7 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
     plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N] ..] --> [scatter] --> [copy_blocks[N]]
+                          (`copy_states[N]` after beams, and after forks, of recurrent layers)
                                             |
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ..., pool[T]] --'
@@ -20,10 +21,11 @@ import jax
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError, InvalidParameterError
-from jpaged.engine.interface import NULL_BLOCK, HostCopy, SamplingVariant, SlotStart, StepPlan
+from jpaged.engine.interface import NULL_BLOCK, Chunk, HostCopy, SamplingVariant, SlotStart, StepPlan
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.cache.host_chunks import HostChunks
 from jpaged.executor.cache.paged import Pools
+from jpaged.executor.cache.states import States
 from jpaged.executor.cache.virtual.memory import VirtualMemory
 from jpaged.executor.sampling import records as sampling_records
 from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs
@@ -41,6 +43,7 @@ from jpaged.executor.step.changes import (
     Update,
 )
 from jpaged.executor.step.compiled import CompiledProgram
+from jpaged.executor.step.copy_states import CopyStates
 from jpaged.executor.step.handle import DispatchedStep
 from jpaged.executor.step.heads import Pool, PromptLogprobs, Sample, SampleResult, Score, WidenRows, WidenTokens
 from jpaged.executor.step.held import Held
@@ -154,12 +157,15 @@ class Runner:
             self.memory.withdraw_all()
         else:
             self._delete("pools")
+        self._delete("recurrent")
         if level == 2:
             self._delete("weights", "head")
 
-    def wake_up(self, num_blocks: int, pools: Pools | None, weights: tuple[jax.Array, ...] | None) -> None:
+    def wake_up(
+        self, num_blocks: int, pools: Pools | None, states: States, weights: tuple[jax.Array, ...] | None
+    ) -> None:
         """Goes on where `sleep` left off. num_blocks: that have memory in the virtual layout. pools: of zeros, in the
-        paged one. weights: if they were given back.
+        paged one. states: of zeros, where there are recurrent layers. weights: if they were given back.
 
         Raises:
             OutOfMemoryError: the device has not the memory for the virtual layout's pages.
@@ -168,6 +174,8 @@ class Runner:
             self.memory.back_first(num_blocks)
         if pools is not None:
             self._held["pools"] = pools
+        if states:
+            self._held["recurrent"] = states
         if weights is not None:
             self._held |= {"weights": weights, "head": self._setup.model.head_weights(weights)}
 
@@ -315,6 +323,18 @@ class Runner:
         buffer, host = self._packed(program)
         host["rows"][: len(beams)] = beams
         self._run(program, packed=buffer)
+        if self._setup.states:
+            self._copy_states(beams[beams[:, 0] != beams[:, 1]][:, 1::-1])
+
+    def _copy_states(self, pairs: np.ndarray) -> None:
+        """pairs: int32 [n, 2]; slots (from, to). None is both, so calls need not be one."""
+        sizes = self._config.state_copy_buckets
+        for first in range(0, len(pairs), sizes[-1]):
+            some = pairs[first : first + sizes[-1]]
+            program = CopyStates(bucket_for(len(some), sizes))
+            buffer, host = self._packed(program)
+            host["pairs"][: len(some)] = some
+            self._run(program, packed=buffer)
 
     def _set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
         """In calls of at most the largest size: a mask takes as many bits as the vocabulary has tokens."""
@@ -380,6 +400,8 @@ class Runner:
             first += len(chunk.token_ids)
         self._fill_table_updates(host["table_updates"], plan.table_updates)
         hidden, rows, all_hidden = self._run(program, packed=buffer)
+        if self._setup.states:
+            self._copy_states(_forks(chunks))
         prompt_scores = self._run_prompt_logprobs(plan, all_hidden)
         target_scores = self._run_score(plan, all_hidden)
         pooled = self._run_pool(plan, all_hidden)
@@ -505,6 +527,19 @@ class Runner:
             *updated, result = compiled.executable(*arguments)
         held.update(zip(updates, updated, strict=True))
         return result
+
+
+def _forks(chunks: Sequence[Chunk]) -> np.ndarray:
+    """The slots that a step's chunks fork, int32 [n, 2]: (from, to). A chunk without tokens follows the one that it was
+    forked from, or another such chunk.
+    """
+    pairs, parent = [], -1
+    for chunk in chunks:
+        if len(chunk.token_ids):
+            parent = chunk.slot
+        else:
+            pairs.append((parent, chunk.slot))
+    return np.array(pairs, np.int32).reshape(-1, 2)
 
 
 def _table_entries(start: SlotStart) -> np.ndarray:

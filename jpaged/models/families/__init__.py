@@ -15,6 +15,7 @@ from jpaged.models.families.mpt import MptFamily
 from jpaged.models.families.olmo import OLMO2, OLMO3
 from jpaged.models.families.opt import OPTFamily
 from jpaged.models.families.phi3 import Phi3Family
+from jpaged.models.families.qwen_hybrid import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from jpaged.models.families.smollm3 import SmolLM3Family
 from jpaged.models.families.sparse_llama import DOTS1, GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from jpaged.models.families.stablelm import StableLMFamily
@@ -87,6 +88,18 @@ _GPT_OSS = About(
     "gpt-oss-20b, gpt-oss-120b",
     "experts with biases and clamped SwiGLU, in MXFP4 or not; attention sinks; windows in every second layer; YaRN",
 )
+_QWEN3_NEXT = About(
+    "Qwen3-Next",
+    "80B-A3B",
+    "gated delta nets in three layers of four; attention with a gate; RoPE on a quarter of a head; norms times 1 + w;"
+    " experts, of which one is shared",
+)
+_QWEN35 = About("Qwen3.5", "0.8B to 27B; of multimodal checkpoints the text part", "as Qwen3-Next; MLPs; tied head")
+_QWEN35_MOE = About(
+    "Qwen3.5-MoE",
+    "35B-A3B, 122B-A10B, 397B-A17B; Qwen3.6-35B-A3B; of multimodal checkpoints the text part",
+    "as Qwen3-Next",
+)
 _GLM4_MOE = About(
     "GLM-4.5",
     "GLM-4.5, 4.5-Air, 4.6",
@@ -130,3 +143,8 @@ register("Qwen3MoeForCausalLM", QWEN3_MOE, _QWEN3_MOE)
 register("Dots1ForCausalLM", DOTS1, _DOTS1)
 register("Glm4MoeForCausalLM", GLM4_MOE, _GLM4_MOE)
 register("GptOssForCausalLM", GptOssFamily(), _GPT_OSS)
+register("Qwen3NextForCausalLM", QWEN3_NEXT, _QWEN3_NEXT)
+register("Qwen3_5ForCausalLM", QWEN35, _QWEN35)
+register("Qwen3_5ForConditionalGeneration", QWEN35, _QWEN35)
+register("Qwen3_5MoeForCausalLM", QWEN35_MOE, _QWEN35_MOE)
+register("Qwen3_5MoeForConditionalGeneration", QWEN35_MOE, _QWEN35_MOE)

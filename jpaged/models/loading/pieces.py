@@ -182,15 +182,32 @@ def linear(prefix: str, parameter: str, inputs: int, outputs: int, *, bias: bool
 
 
 def separate_qkv(
-    prefix: str, parameter: str, config: AttentionShape, *, bias: bool, order: tuple[int, ...] = ()
+    prefix: str,
+    parameter: str,
+    config: AttentionShape,
+    *,
+    bias: bool,
+    order: tuple[int, ...] = (),
+    gated: bool = False,
 ) -> Iterator[Piece]:
     """q_proj, k_proj and v_proj, torch linear layers, into `Attention`'s qkv.
 
     order: of the columns of queries and keys (`Rope.column_order`).
+    gated: in q_proj each head's query is followed by its gate, for `Attention`'s gate.
     """
+    hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
     for name, split, slot, copies in _qkv_parts(config):
         tensor, reorder = f"{prefix}.{name}_proj", () if name == "v" else order
-        yield from _projection(tensor, f"{parameter}.qkv", config.hidden_size, split, slot, copies, reorder, bias=bias)
+        part = Part((*split[:2], 2, dim), 2, 0, 1) if gated and name == "q" else None
+        yield from _projection(tensor, f"{parameter}.qkv", hidden, split, slot, copies, reorder, part, bias=bias)
+    if gated:
+        rows, gate = 2 * heads * dim, f"{parameter}.gate"
+        part = Part((heads, 2, dim, hidden), 1, 1, 1)
+        split = (heads, dim, hidden)
+        yield Piece(f"{prefix}.q_proj.weight", (rows, hidden), gate, split, (2, 0, 1), part=part)
+        if bias:
+            of_bias = Part((heads, 2, dim), 1, 1, 1)
+            yield Piece(f"{prefix}.q_proj.bias", (rows,), f"{gate}_bias", split[:2], (0, 1), part=of_bias)
 
 
 def joined_qkv(

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from jpaged.api.errors import OutOfMemoryError
+from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.engine.interface import CacheGroup, StepPlan
 from jpaged.engine.sequences.request import Request, RequestStatus
@@ -152,6 +152,7 @@ configs = st.fixed_dictionaries(
         "host_prefix_cache": st.booleans(),
         "tokens_per_row": st.sampled_from([1, 1, 2, 4]),
         "cache_groups": st.sampled_from(["full", "full", *GROUPS]).map(GROUPS.__getitem__),
+        "keeps_states": st.sampled_from([False, False, True]),
     }
 )
 requests = st.fixed_dictionaries(
@@ -190,6 +191,9 @@ class SchedulingMachine(RuleBasedStateMachine):
 
     @initialize(config=configs)
     def start(self, config):
+        if config["keeps_states"]:
+            config |= {"enable_prefix_caching": False, "shared_prefix_attention": False}
+            config["preemption_mode"] = config["preemption_mode"].replace("swap", "auto")
         config["host_prefix_cache"] &= config["enable_prefix_caching"] and config["num_swap_chunks"] > 0
         self.drive = Drive(**config, **self.changes)
         self.pinned: list[list[int]] = []
@@ -278,6 +282,18 @@ WALKS = [
 """Policy, way to preempt, cache groups and most tokens a row of `serve_at_random`."""
 
 
+def test_states_of_sequences_are_their_own_under_load():
+    """Forks, searches, aborts and preemptions, in slots that are never cleared."""
+    states = {"keeps_states": True, "enable_prefix_caching": False, "host_prefix_cache": False}
+    serve_at_random("fcfs", "auto", "full", 1, 2, num_requests=300, **states)
+
+
+@pytest.mark.parametrize(("option", "value"), [("enable_prefix_caching", True), ("preemption_mode", "swap")])
+def test_states_refuse_what_they_cannot_do(option, value):
+    with pytest.raises(InvalidParameterError, match="keeps_states=True needs"):
+        Engine(**{"keeps_states": True, "enable_prefix_caching": False, option: value})
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("policy", "mode", "groups", "tokens_per_row"), WALKS)
 @pytest.mark.parametrize("depth", [0, 2])
@@ -310,8 +326,7 @@ def serve_at_random(
         watermark=0.0,
         num_swap_chunks=4,
         preemption_mode=mode,
-        host_prefix_cache=depth == 2,
-        **changes,
+        **{"host_prefix_cache": depth == 2} | changes,
     )
     aborted = stopped = 0
     histories: list[list[int]] = [[]]
@@ -345,9 +360,10 @@ def serve_at_random(
     stats = drive.engine.core.stats()
     assert stats.num_finished == drive.num_added
     assert min(aborted, stopped, stats.num_preemptions) > 20
-    assert stats.prefix_cache_hits > 1000
-    assert (stats.prefix_cache_host_hits > 100) == (depth == 2)
-    assert (stats.num_swapped_in > 0) == (mode != "recompute")
+    keeps_states = drive.engine.config.keeps_states  # which neither hit a prefix nor are swapped
+    assert (stats.prefix_cache_hits > 1000) == (not keeps_states)
+    assert (stats.prefix_cache_host_hits > 100) == (depth == 2 and not keeps_states)
+    assert (stats.num_swapped_in > 0) == (mode != "recompute" and not keeps_states)
     return drive
 
 

@@ -1,0 +1,161 @@
+"""States of sequences, for recurrent layers: an array by slot for each.
+
+    arrays    of each such layer: history [slots, width - 1, channels], matrices [slots, heads, key_dim, value_dim]
+    slot      a sequence's own, from its admission to its end, in which its other state lives, too (`step/state.py`)
+
+Nothing is allocated, and nothing is cleared: a sequence's first token finds `fresh` set, and its layers begin with
+zeros whatever the slot holds. So its tokens must be computed from the first on, in its own slot; where it goes on from
+another one (a fork, a beam), the runner has the states copied (`step/copy_states.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Int
+
+from jpaged.executor.cache.paged import Layers, PagedAttention, Pools
+from jpaged.executor.cache.spec import CacheSpec, StateCache
+from jpaged.executor.config import ExecutorConfig
+from jpaged.models.recurrent import Recurrence
+from jpaged.models.sharding import MODEL_AXIS
+from jpaged.models.states import DeltaState
+from jpaged.pallas_kernels import gated_delta_rule, short_convolution
+
+
+class LayerState(NamedTuple):
+    """What a layer holds of all slots, or the shapes or specs of that.
+
+    history: of the model's dtype [slots, width - 1, channels].
+    matrices: float32 [slots, heads, key_dim, value_dim].
+    """
+
+    history: Any
+    matrices: Any
+
+
+States = tuple[LayerState, ...]
+
+
+class StateRows(NamedTuple):
+    """A step's rows, for recurrent layers.
+
+    slots: the null slot for rows that are not active. fresh: rows whose first token is the sequence's first.
+    query_starts: as of `gated_delta_rule`.
+    """
+
+    slots: Int[Array, " rows"]
+    fresh: Bool[Array, " rows"]
+    query_starts: Int[Array, " rows+1"] | None = None
+
+
+@dataclass(frozen=True)
+class StateSlots:
+    """The states of one device, for layers that keep `spec`.
+
+    states_spec: how a layer's are split over a mesh: each device has its heads.
+    """
+
+    spec: CacheSpec
+    config: ExecutorConfig
+
+    states_spec: ClassVar[LayerState] = LayerState(
+        PartitionSpec(None, None, MODEL_AXIS), PartitionSpec(None, MODEL_AXIS)
+    )
+
+    @cached_property
+    def layers(self) -> tuple[StateCache, ...]:
+        """The layers that have states, in their order."""
+        return tuple(layer for layer in self.spec if isinstance(layer, StateCache))
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    @property
+    def shapes(self) -> tuple[LayerState, ...]:
+        """Shapes of the arrays, as trees of `ShapeDtypeStruct`s."""
+        slots = self.config.max_num_seqs
+        return tuple(
+            LayerState(
+                jax.ShapeDtypeStruct((slots, layer.state.width - 1, layer.state.channels), layer.dtype),
+                jax.ShapeDtypeStruct(
+                    (slots, layer.state.value_heads, layer.state.key_dim, layer.state.value_dim), jnp.float32
+                ),
+            )
+            for layer in self.layers
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a sequence's states in all layers."""
+        return sum(layer.state.num_bytes(layer.dtype.itemsize) for layer in self.layers)
+
+    def beside(self, attention: Layers, states: States, rows: StateRows) -> "HybridLayers":
+        """What all layers call in a step. attention: of the layers that keep tokens."""
+        recurrent = [SlotRecurrence(state, rows, self.config.optional_backend) for state in states]
+        return HybridLayers(attention, recurrent, [isinstance(layer, StateCache) for layer in self.spec])
+
+    def copy(self, states: States, source: Int[Array, " n"], target: Int[Array, " n"]) -> States:
+        """Copies states of slots, source[i] to target[i], all of them read first; the null slot is padding."""
+
+        def copied(x: Array) -> Array:
+            return x.at[target].set(x.at[source].get(mode="clip"), mode="drop")
+
+        return tuple(LayerState(copied(history), copied(matrices)) for history, matrices in states)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class SlotRecurrence(Recurrence):
+    """The recurrence of one layer over a step's rows. A call replaces `state` by the updated one."""
+
+    state: LayerState
+    rows: StateRows
+    backend: str | None = field(metadata={"static": True})
+
+    def __call__(
+        self, channels: jax.Array, kernel: jax.Array, log_decay: jax.Array, beta: jax.Array, state: DeltaState
+    ) -> jax.Array:
+        (history, matrices), backend = self.state, self.backend
+        channels, history = short_convolution(history, channels, kernel, *self.rows, backend=backend)
+        operands = (*state.split(channels), log_decay, beta)
+        out, matrices = gated_delta_rule(matrices, *operands, *self.rows, backend=backend)
+        self.state = LayerState(history, matrices)
+        return out
+
+
+class HybridLayers(list[Any]):
+    """What each layer calls, for `Model.forward`: `Layers` for the layers that keep tokens, with others among them.
+
+    Attributes:
+        pools, states: the arrays, as of the last layer that was put back.
+    """
+
+    def __init__(self, attention: Layers, recurrent: Sequence[SlotRecurrence], is_recurrent: Sequence[bool]) -> None:
+        super().__init__([None] * len(is_recurrent))
+        self._attention, self._recurrent = attention, list(recurrent)
+        self._is_recurrent = list(is_recurrent)
+        self._places = [is_recurrent[:i].count(kind) for i, kind in enumerate(is_recurrent)]
+
+    @property
+    def pools(self) -> Pools:
+        return self._attention.pools
+
+    @property
+    def states(self) -> States:
+        return tuple(layer.state for layer in self._recurrent)
+
+    def __getitem__(self, layer: SupportsIndex) -> PagedAttention | SlotRecurrence:  # type: ignore[override]  # one layer
+        place = self._places[layer]
+        return replace(self._recurrent[place]) if self._is_recurrent[layer] else self._attention[place]
+
+    def __setitem__(self, layer: SupportsIndex, called: PagedAttention | SlotRecurrence) -> None:  # type: ignore[override]
+        place = self._places[layer]
+        if isinstance(called, SlotRecurrence):
+            self._recurrent[place] = called
+        else:
+            self._attention[place] = called

@@ -1,0 +1,307 @@
+"""Qwen3-Next and Qwen3.5 (text): three layers of four are gated delta nets, the others attention with a gate.
+
+They differ in how checkpoints spell the projections of the delta nets, and in what follows attention: Qwen3-Next and
+Qwen3.5-MoE have experts, one of them shared, Qwen3.5 has ordinary MLPs.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
+from jpaged.models.collectives import Collectives
+from jpaged.models.config_reader import ConfigReader
+from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward
+from jpaged.models.family import TEXT_PART_NAMES, Attend
+from jpaged.models.layers import Attention, run_layers
+from jpaged.models.linear import Embedding
+from jpaged.models.loading import pieces
+from jpaged.models.loading.pieces import Piece, TiedTensor
+from jpaged.models.norms import OnePlusRMSNorm
+from jpaged.models.recurrent import GatedDeltaNet
+from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
+from jpaged.models.rope import Rope, parse_rope
+from jpaged.models.states import DeltaState
+
+_FUSED = "experts_in_one_tensor"
+"""An entry of ours in config.json: whether a checkpoint has one tensor for all experts of a layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenHybridConfig(SparseConfig):
+    """rope: of attention, on a part of each head. norm_eps: of all norms. qkv_bias: attention's products have biases.
+    joined: checkpoints have one projection for queries, keys, values and z of each key head (Qwen3-Next).
+    fused_experts: checkpoints have one tensor for all experts of a layer.
+    """
+
+    rope: Rope
+    norm_eps: float
+    qkv_bias: bool
+    joined: bool
+    fused_experts: bool
+
+
+class QwenHybridBlock(nnx.Module):
+    """One layer: attention or a delta net, and experts or an MLP, each behind a norm and added to the stream."""
+
+    def __init__(
+        self, config: QwenHybridConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
+    ) -> None:
+        hidden, dim, eps, bias = config.hidden_size, config.head_dim, config.norm_eps, config.qkv_bias
+        state = config.layer_states[layer]
+        self.norm = OnePlusRMSNorm(hidden, eps, dtype, rngs)
+        gated: dict[str, Any] = {"qkv_bias": bias, "output_bias": bias, "gated": True}
+        self.attention = Attention(config, layer, dtype, rngs, **gated) if state is None else None
+        self.query_norm = OnePlusRMSNorm(dim, eps, dtype, rngs) if state is None else None
+        self.key_norm = OnePlusRMSNorm(dim, eps, dtype, rngs) if state is None else None
+        depth = config.num_layers
+        self.delta = None if state is None else GatedDeltaNet(state, hidden, depth, eps, dtype, rngs)
+        self.mlp_norm = OnePlusRMSNorm(hidden, eps, dtype, rngs)
+        self.mlp = feed_forward(config, layer, dtype, rngs, collectives)
+
+    def __call__(self, stream: Stream, cos: jax.Array, sin: jax.Array, attend: Attend) -> None:
+        x = stream.normed(self.norm)
+        if self.delta is not None:
+            stream.add(self.delta(x, attend, stream.backend))
+        elif self.attention is not None and self.query_norm is not None and self.key_norm is not None:
+            norms = (self.query_norm, self.key_norm)
+            stream.add(self.attention(x, attend, (cos, sin), norms, stream.backend))
+        x = stream.normed(self.mlp_norm)
+        if isinstance(self.mlp, SparseMLP):
+            stream.add(self.mlp(x, stream.backend, stream.live))
+        else:
+            stream.add(self.mlp(x, stream.backend))
+
+
+class QwenHybridForCausalLM(nnx.Module):
+    """The arguments are those of `Family.module`."""
+
+    def __init__(self, config: QwenHybridConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.rope, self.collectives = config.rope, collectives
+        self.embedding = Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
+        layers = range(config.num_layers)
+        self.layers = nnx.List(QwenHybridBlock(config, layer, dtype, rngs, collectives) for layer in layers)
+        self.norm = OnePlusRMSNorm(hidden, config.norm_eps, dtype, rngs)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any], kernels: Kernels = PLAIN_XLA
+    ) -> jax.Array:
+        stream = begin_stream(self.embedding.lookup(tokens, self.collectives), self.collectives, kernels)
+        run_layers(self.layers, stream, self.rope.table(positions), attend)
+        return stream.normed(self.norm)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        return (self.embedding if self.lm_head is None else self.lm_head).logits(hidden)
+
+
+@dataclass(frozen=True)
+class QwenHybridFamily:
+    """One of the architectures. text: that of the text part, of a multimodal checkpoint."""
+
+    model_type: str
+    text: str
+    joined: bool = False
+    has_experts: bool = True
+    # Layers that predict further tokens, and the vision tower.
+    derived_tensors: str = r"rotary_emb\.inv_freq$|^mtp\.|^(model\.)?visual\."
+
+    base_prefix = "model."
+    aliases = TEXT_PART_NAMES
+
+    def read_config(self, read: ConfigReader) -> QwenHybridConfig:
+        if "text_config" in read.config:
+            part = read.text_part(self.text)
+            read = ConfigReader(self.text, {**part.config, _FUSED: True}, part.max_model_len)
+            read.refuse(("model_type", f"{self.model_type}_text"))
+        read.refuse(("hidden_act", "silu"), ("attn_output_gate", True), ("use_sliding_window", False))
+        num_layers, num_heads = read.integer("num_hidden_layers"), read.integer("num_attention_heads")
+        dim, length = read.head_dim("head_dim", 256), read.integer("max_position_embeddings", 32768)
+        rope, length = parse_rope(_of_text(read.config), dim, length, rotated_fraction=0.25)
+        state, kinds = _state(read), _layer_kinds(read, num_layers)
+        num_experts = read.integer("num_experts", read.integer("num_local_experts", 512)) if self.has_experts else 0
+        routing = Routing(
+            per_token=read.integer("num_experts_per_tok", 10) if num_experts else 1,
+            renormalized=read.flag("norm_topk_prob", True) if self.joined else True,
+        )
+        if num_experts:
+            routing.check(num_experts)
+        return QwenHybridConfig(
+            **read.common(),
+            hidden_size=read.integer("hidden_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=read.integer("num_key_value_heads", num_heads),
+            head_dim=dim,
+            intermediate_size=read.integer("intermediate_size", 5632),
+            max_position_embeddings=length,
+            tie_word_embeddings=read.flag("tie_word_embeddings", False),
+            layer_states=tuple(state if kind == "linear_attention" else None for kind in kinds),
+            num_experts=num_experts,
+            routing=routing,
+            expert_size=read.integer("moe_intermediate_size", 512) if num_experts else 0,
+            shared_size=read.integer("shared_expert_intermediate_size", 512) if num_experts else 0,
+            shared_gate=bool(num_experts),
+            dense_layers=_dense_layers(read, num_layers) if num_experts else (True,) * num_layers,
+            activation="silu",
+            rope=rope,
+            norm_eps=read.number("rms_norm_eps", 1e-6),
+            qkv_bias=read.flag("attention_bias", False),
+            joined=self.joined,
+            fused_experts=bool(num_experts) and read.flag(_FUSED, False),
+        )
+
+    def module(
+        self, config: QwenHybridConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
+    ) -> QwenHybridForCausalLM:
+        return QwenHybridForCausalLM(config, dtype, rngs, collectives)
+
+    def tensors(self, config: QwenHybridConfig) -> Iterator[Piece | TiedTensor]:
+        hidden = config.hidden_size
+        yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
+        for i in range(config.num_layers):
+            theirs, ours, state = f"model.layers.{i}", f"layers.{i}", config.layer_states[i]
+            yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.norm", hidden)
+            if state is None:
+                yield from _attention(f"{theirs}.self_attn", ours, config)
+            else:
+                yield from _delta_net(f"{theirs}.linear_attn", f"{ours}.delta", config, state)
+            yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
+            if config.dense_layers[i]:
+                yield from pieces.gate_and_up(f"{theirs}.mlp", f"{ours}.mlp", config)
+                yield pieces.transposed(
+                    f"{theirs}.mlp.down_proj.weight", f"{ours}.mlp.down", config.intermediate_size, hidden
+                )
+            else:
+                yield from _experts(f"{theirs}.mlp", f"{ours}.mlp", config)
+        yield pieces.norm("model.norm", "norm", hidden)
+        yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
+
+
+def _attention(theirs: str, ours: str, config: QwenHybridConfig) -> Iterator[Piece]:
+    bias, order = config.qkv_bias, config.rope.column_order
+    yield from pieces.separate_qkv(theirs, f"{ours}.attention", config, bias=bias, order=order, gated=True)
+    yield from pieces.output_projection(f"{theirs}.o_proj", f"{ours}.attention", config, bias=bias)
+    for norm in ("query", "key"):
+        scale = pieces.norm(f"{theirs}.{norm[0]}_norm", f"{ours}.{norm}_norm", config.head_dim)
+        yield replace(scale, order=order)
+
+
+def _delta_net(theirs: str, ours: str, config: QwenHybridConfig, state: DeltaState) -> Iterator[Piece]:
+    """Ours are laid out by key head. Where theirs are not joined, all queries come first, then all keys, all values."""
+    hidden, heads, group, size = config.hidden_size, state.key_heads, state.group, state.key_dim
+    values = group * state.value_dim  # of a key head
+    if config.joined:
+        for name, inner in (("qkvz", 2 * size + 2 * values), ("ba", 2 * group)):
+            shape, split = (heads * inner, hidden), (heads, inner, hidden)
+            yield Piece(f"{theirs}.in_proj_{name}.weight", shape, f"{ours}.{name}", split, (2, 0, 1))
+    else:
+        yield from _by_head(f"{theirs}.in_proj_qkv.weight", f"{ours}.qkvz", hidden, state)
+        for name, ours_too, inner, first in (
+            ("z", "qkvz", values, 2 * size + values),
+            ("b", "ba", group, 0),
+            ("a", "ba", group, group),
+        ):
+            shape, split = (heads * inner, hidden), (heads, inner, hidden)
+            yield Piece(f"{theirs}.in_proj_{name}.weight", shape, f"{ours}.{ours_too}", split, (2, 0, 1), (0, 0, first))
+    yield from _by_head(f"{theirs}.conv1d.weight", f"{ours}.convolution", state.width, state, middle=(1,))
+    for name, parameter in (("A_log", "a_log"), ("dt_bias", "dt_bias")):
+        yield Piece(f"{theirs}.{name}", (heads * group,), f"{ours}.{parameter}", (heads, group), (0, 1))
+    yield pieces.norm(f"{theirs}.norm", f"{ours}.norm", state.value_dim)
+    shape = (hidden, state.value_heads * state.value_dim)
+    by_head = (hidden, state.value_heads, state.value_dim)
+    yield Piece(f"{theirs}.out_proj.weight", shape, f"{ours}.out", by_head, (1, 2, 0))
+
+
+def _by_head(
+    tensor: str, parameter: str, columns: int, state: DeltaState, middle: tuple[int, ...] = ()
+) -> Iterator[Piece]:
+    """A tensor [channels, *middle, columns] whose rows are all queries, all keys, all values, into
+    [columns, key_heads, ...]. middle: axes of 1.
+    """
+    heads, size, values = state.key_heads, state.key_dim, state.group * state.value_dim
+    rows, first = state.channels, 0
+    for inner, place in ((size, 0), (size, size), (values, 2 * size)):
+        part = pieces.Part((rows, columns), 0, first, heads * inner)
+        first += part.count
+        shape, split = (rows, *middle, columns), (heads, inner, columns)
+        yield Piece(tensor, shape, parameter, split, (2, 0, 1), (0, 0, place), part=part)
+
+
+def _experts(theirs: str, ours: str, config: QwenHybridConfig) -> Iterator[Piece]:
+    hidden, inner, count = config.hidden_size, config.expert_size, config.num_experts
+    yield pieces.transposed(f"{theirs}.gate.weight", f"{ours}.router.gate", hidden, count)
+    if config.fused_experts:
+        both, split = (count, 2 * inner, hidden), (count, 2, inner, hidden)
+        yield Piece(f"{theirs}.experts.gate_up_proj", both, f"{ours}.experts.gate_up", split, (0, 3, 1, 2))
+        one = (count, hidden, inner)
+        yield Piece(f"{theirs}.experts.down_proj", one, f"{ours}.experts.down", one, (0, 2, 1))
+    else:
+        names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+        yield from pieces.experts(f"{theirs}.experts", f"{ours}.experts", hidden, inner, count, **names)
+    shared = replace(config, intermediate_size=config.shared_size)
+    yield from pieces.gate_and_up(f"{theirs}.shared_expert", f"{ours}.shared", shared)
+    down = f"{theirs}.shared_expert.down_proj.weight"
+    yield pieces.transposed(down, f"{ours}.shared.down", config.shared_size, hidden)
+    yield pieces.transposed(f"{theirs}.shared_expert_gate.weight", f"{ours}.shared_gate", hidden, 1)
+
+
+def _state(read: ConfigReader) -> DeltaState:
+    state = DeltaState(
+        key_heads=read.integer("linear_num_key_heads", 16),
+        value_heads=read.integer("linear_num_value_heads", 32),
+        key_dim=read.integer("linear_key_head_dim", 128),
+        value_dim=read.integer("linear_value_head_dim", 128),
+        width=read.integer("linear_conv_kernel_dim", 4),
+    )
+    if state.value_heads % state.key_heads or state.width < 2:
+        raise CheckpointError(
+            f"config.json: linear_num_value_heads ({state.value_heads}) must be a multiple of linear_num_key_heads"
+            f" ({state.key_heads}), and linear_conv_kernel_dim ({state.width}) at least 2."
+        )
+    return state
+
+
+def _layer_kinds(read: ConfigReader, num_layers: int) -> list[str]:
+    """Of each layer "linear_attention" or "full_attention"."""
+    every = read.integer("full_attention_interval", 4)
+    default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
+    kinds = read.config.get("layer_types") or default
+    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
+        raise CheckpointError(f"config.json: layer_types must list {num_layers} layers, got {shown(kinds)}.")
+    for kind in kinds:
+        if kind not in ("linear_attention", "full_attention"):
+            raise UnsupportedModelError(
+                f"config.json: layer type {kind!r} is not supported; supported: linear_attention, full_attention."
+            )
+    if "full_attention" not in kinds:
+        raise UnsupportedModelError("config.json: layer_types without a full_attention layer are not supported.")
+    return list(kinds)
+
+
+def _dense_layers(read: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    """As of Qwen3-MoE: decoder_sparse_step counts layers from 1, mlp_only_layers from 0."""
+    step, dense = read.integer("decoder_sparse_step", 1), read.config.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
+        raise CheckpointError(f"config.json: mlp_only_layers must list layers by number, got {shown(dense)}.")
+    return tuple(layer in dense or (layer + 1) % step != 0 for layer in range(num_layers))
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the sections of positions in images: those of a text are the same in all sections."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(parameters := config.get(name), Mapping):
+            kept = {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
+            config = {**config, name: kept}
+    return config
+
+
+QWEN3_NEXT = QwenHybridFamily("qwen3_next", "Qwen3NextForCausalLM", joined=True)
+QWEN35 = QwenHybridFamily("qwen3_5", "Qwen3_5ForCausalLM", has_experts=False)
+QWEN35_MOE = QwenHybridFamily("qwen3_5_moe", "Qwen3_5MoeForCausalLM")

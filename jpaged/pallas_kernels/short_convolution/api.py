@@ -1,0 +1,58 @@
+"""A causal convolution of a few taps over each channel, and SiLU: the contract.
+
+    out[t] = silu(sum over d of kernel[width - 1 - d] * x[t - d])        d = 0 .. width - 1, within the sequence
+
+What a row's first tokens need of the tokens before them lives in a slot: the sequence's last width - 1 inputs.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pallas_kernels.common import arguments as check
+from jpaged.pallas_kernels.registry import Op
+
+OP = Op("short_convolution", __package__)
+
+
+def short_convolution(
+    history: jax.Array,
+    x: jax.Array,
+    kernel: jax.Array,
+    slots: jax.Array,
+    fresh: jax.Array,
+    query_starts: jax.Array | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Convolves tokens of several sequences, and updates their histories; in place when the caller's jit donates them.
+
+    Sums are float32; the result alone is rounded.
+
+    Args:
+        history: floats [num_slots, width - 1, channels]; each sequence's last inputs, the oldest first.
+        x: [T, channels], of history's dtype.
+        kernel: [width, channels], of history's dtype; the last tap meets the token itself.
+        slots, fresh, query_starts: as of `gated_delta_rule`; what comes before a fresh row is zeros.
+        backend: None (by device) or "xla".
+    Returns:
+        out [T, channels] of x's dtype, where tokens of no row hold anything; and the histories.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_floats("history", history, "num_slots, width - 1, channels")
+    num_slots, before, channels = history.shape
+    if not before:
+        raise ValueError("history must keep one input of each sequence at least, got none: a kernel of two taps")
+    check.check_rank("x", x, "T, channels")
+    tokens = x.shape[0]
+    check.check_like("x", x, "T, channels", (tokens, channels), "history", history.dtype)
+    check.check_like("kernel", kernel, "width, channels", (before + 1, channels), "history", history.dtype)
+    check.check_int32("slots", slots, "R", (tokens if query_starts is None else None,))
+    rows = slots.shape[0]
+    check.check_array("fresh", fresh, jnp.bool_, "R", (rows,))
+    if query_starts is not None:
+        check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
+    run = OP.pick(backend, history).run
+    if not tokens or not rows or not num_slots:
+        return jnp.zeros_like(x), history
+    return run(history, x, kernel, slots, fresh, query_starts)
