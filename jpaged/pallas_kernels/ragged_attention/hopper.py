@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.common.arguments import holds_latents
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.common.hopper_memory import swizzle, swizzled
 from jpaged.pallas_kernels.devices import num_multiprocessors
@@ -80,6 +81,8 @@ def pick_tiling(head_dim: int) -> Tiling:
 
 def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
     """Why the kernel cannot take these (checked) arguments; None if it can."""
+    if holds_latents(kv_pool):
+        return "it takes keys and values apart, not latents"
     _, _, _, block_size, head_dim = kv_pool.shape
     if kv_pool.dtype not in (jnp.bfloat16.dtype, jnp.float16.dtype):
         return f"it takes bfloat16 and float16, not {kv_pool.dtype}"
