@@ -30,6 +30,8 @@ class ModelConfig:
     layer_windows: per layer; the tokens a query sees, itself included, or None for all before it. Left out, no layer
         has a window; one that never limits anything is None.
     tie_word_embeddings: the embedding is the head.
+    value_dim: values are the first so many columns of keys, of which a layer keeps nothing else (MLA); None where it
+        keeps values apart, of `head_dim` columns as keys are.
     num_experts: routed experts of a sparse layer, all shards' together; 0 for a model without.
     kv_head_copies: equal key-value heads that stand side by side among num_kv_heads; more than one where a model with
         few of them is split over more shards (`shard`), never in a checkpoint.
@@ -49,6 +51,7 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int
     layer_windows: tuple[int | None, ...] = ()
+    value_dim: int | None = None
     tie_word_embeddings: bool
     num_experts: int = 0
     kv_head_copies: int = 1

@@ -25,6 +25,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jpaged.api.errors import CheckpointError, InvalidParameterError
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig, inner_columns
+from jpaged.models.config_reader import ConfigReader
 from jpaged.models.layers import GatedMLP
 from jpaged.models.linear import Linear, PartialSum
 from jpaged.models.parameters import Constant, Normal, parameter
@@ -45,8 +46,9 @@ class Routing:
     renormalized: a token's weights are divided by their sum.
     factor: multiplies the weights.
     biased: a stored number for each expert is added to the scores when experts are picked, not to the weights.
-    groups, kept_groups: experts are in this many equal groups, and a token's come from the best of these alone; a group
-        is as good as its two best experts together. One group: no such limit.
+    groups, kept_groups: experts are in this many equal groups, and a token's come from the best of these alone. One
+        group: no such limit.
+    group_best: a group is as good as so many of its best experts together.
     """
 
     per_token: int
@@ -56,6 +58,7 @@ class Routing:
     biased: bool = False
     groups: int = 1
     kept_groups: int = 1
+    group_best: int = 2
 
     def check(self, num_experts: int) -> None:
         """Raises CheckpointError where a token is to have more experts than there are, or groups are not equal ones."""
@@ -69,6 +72,19 @@ class Routing:
                 f"config.json: n_group ({self.groups}) must divide the experts ({num_experts}), and topk_group"
                 f" ({self.kept_groups}) of these groups must have num_experts_per_tok ({self.per_token}) of them."
             )
+
+
+def sigmoid_routing(read: ConfigReader, *, per_token: int | None = None, renormalized: bool = False) -> Routing:
+    """DeepSeek-V3's router. per_token, renormalized: where config.json leaves them out."""
+    return Routing(
+        per_token=read.integer("num_experts_per_tok", per_token),
+        score="sigmoid",
+        renormalized=read.flag("norm_topk_prob", renormalized),
+        factor=read.number("routed_scaling_factor", 1.0),
+        biased=True,
+        groups=read.integer("n_group", 1),
+        kept_groups=read.integer("topk_group", 1),
+    )
 
 
 @dataclass(frozen=True)
@@ -198,7 +214,7 @@ def _in_kept_groups(choice: jax.Array, routing: Routing) -> jax.Array:
     """bool [T, E]: whether an expert is in one of its token's best groups."""
     tokens, experts = choice.shape
     grouped = choice.reshape(tokens, routing.groups, experts // routing.groups)
-    of_group = jnp.sum(jnp.where(_ranks(grouped) < 2, grouped, 0.0), axis=-1)
+    of_group = jnp.sum(jnp.where(_ranks(grouped) < routing.group_best, grouped, 0.0), axis=-1)
     return jnp.repeat(_ranks(of_group) < routing.kept_groups, experts // routing.groups, axis=-1)
 
 

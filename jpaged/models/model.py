@@ -63,7 +63,7 @@ class Model:
     pieces: the tensors of a Hugging Face checkpoint that is not quantized, and where they belong; none for a shard.
     quantized: the layouts of the `Linear`s that are quantized, by the names of their parameters.
     tied_tensors: those that a checkpoint may hold beside them.
-    base_prefix, derived_tensors, aliases: as of `Family`.
+    base_prefix, derived_tensors, aliases: as of `Family`; derived_tensors with what is passed over.
     starts: for each weight what a random one is drawn from.
     shard_axes: for each weight the axis that tensor parallelism splits, or None.
     holds_kv_heads: for each weight whether it is laid out by key-value head (`parameters.parameter`).
@@ -117,6 +117,8 @@ class Model:
             _check_coverage(family, self.parameter_names, self.pieces, self.quantized)
         self.base_prefix: str = family.base_prefix
         self.derived_tensors: str = family.derived_tensors
+        if (passed_over := getattr(family, "passed_over", None)) is not None:
+            self.derived_tensors = "|".join(filter(None, (family.derived_tensors, passed_over(config))))
         self.aliases: tuple[tuple[str, str], ...] = tuple(getattr(family, "aliases", ()))
 
     @property

@@ -17,9 +17,10 @@ POOLS = (44, 40, 36, 32, 28, 24, 20)
 
 UNSPLIT = {"gemma", "phi3-window", "granite4-nope", "glm", "command-r", "stablelm", "falcon-11b-style"}
 UNSPLIT |= {"redpajama-3b-style", "mpt-30b-style", "gpt-oss-120b-style", "glm4.5-air-style"}
+UNSPLIT |= {"deepseek-v2", "kimi-k2-style", "moonlight-style"}
 """Models that are split over devices as another of their family is, and run on one alone."""
 
-SPARSE = {"gpt-oss-20b-style"}
+SPARSE = {"gpt-oss-20b-style", "deepseek-v3"}
 """Models whose experts are split over devices in both ways."""
 
 ARGS = EngineArgs(
