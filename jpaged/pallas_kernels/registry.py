@@ -9,9 +9,10 @@
     "xla"     <op>/reference.py  plain XLA: every op, any device, any arguments
 
 Without a forced backend an op takes the first one that is chosen on the device, can be built here, has an
-implementation of the op, finds the arguments worth its while and supports them. A forced backend is taken on any
-device; if it cannot do the call, it raises an error that says why. Several may be named in order of preference,
-separated by commas: the op takes the first one that can do the call and finds it worth its while.
+implementation of the op, finds the arguments worth its while and supports them. On Hopper "triton" is chosen for
+latents alone, which "hopper" does not take (`stands_in`). A forced backend is taken on any device; if it cannot do the
+call, it raises an error that says why. Several may be named in order of preference, separated by commas: the op takes
+the first one that can do the call and finds it worth its while.
 
 To add a backend to the package, add its line to `_BACKENDS` and a file named like it to each op's folder. The file has
 a function named after each op it implements, which takes what the function in `reference.py` takes, and `unsupported`.
@@ -57,6 +58,10 @@ def _always(*arguments: Any) -> bool:
     return True
 
 
+def _never(*arguments: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Backend:
     """A way to write kernels.
@@ -64,6 +69,8 @@ class Backend:
     Attributes:
         name: by which a caller forces it.
         runs_on: whether it is chosen by default on a device.
+        stands_in_on: whether it may be chosen on a device which is another backend's, by ops that have no kernel there
+            (`Implementation.stands_in`).
         missing: why this installation cannot build its kernels for any device; None if it can.
         refuses: why its kernels cannot run on a device, even if they are forced; None if they can.
         file: of its implementations in the ops' folders; None for a backend from outside, whose implementations are
@@ -74,6 +81,7 @@ class Backend:
     runs_on: Callable[[Device], bool]
     missing: Callable[[], str | None] = _nothing
     refuses: Callable[[Device], str | None] = _nothing
+    stands_in_on: Callable[[Device], bool] = _never
     file: str | None = None
 
 
@@ -87,12 +95,14 @@ class Implementation:
         unsupported: why it refuses arguments (dtypes, shapes); None if it takes them. Called with what the op passes to
             `Op.pick`. An implementation that some of its backend's devices lack asks `devices.default_device()` too.
         worthwhile: whether it is taken for these arguments unless it is forced; called with the same.
+        stands_in: whether it is taken for them on devices of `Backend.stands_in_on`, too; called with the same.
     """
 
     backend: str
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = _nothing
     worthwhile: Callable[..., bool] = _always
+    stands_in: Callable[..., bool] = _never
 
 
 def _jax_version() -> tuple[int, ...]:
@@ -149,7 +159,7 @@ def _not_for_triton(device: Device) -> str | None:
 
 _BACKENDS = [
     Backend("hopper", _is_hopper, _mosaic_missing, _not_hopper, file="hopper"),
-    Backend("triton", _runs_triton, _triton_missing, _not_for_triton, file="triton"),
+    Backend("triton", _runs_triton, _triton_missing, _not_for_triton, _is_hopper, file="triton"),
     Backend(REFERENCE, _always, file="reference"),
 ]
 """In order of preference."""
@@ -192,7 +202,15 @@ class Op:
                 raise ValueError(f"backend={backend!r} cannot do this {self.name}: {reason}")
             return self._implementation(_backend(name))
         device = devices.default_device()
-        return self._first([candidate for candidate in _BACKENDS if candidate.runs_on(device)], *arguments)
+        return self._first([one for one in _BACKENDS if self._is_candidate(one, device, *arguments)], *arguments)
+
+    def _is_candidate(self, backend: Backend, device: Device, *arguments: Any) -> bool:
+        """Whether a backend is chosen on a device, for these arguments if only for some."""
+        if backend.runs_on(device):
+            return True
+        if not backend.stands_in_on(device) or not self._may_have(backend) or backend.missing() is not None:
+            return False
+        return self._has(backend) and self._implementation(backend).stands_in(*arguments)
 
     def _first(self, candidates: Sequence[Backend], *arguments: Any) -> Implementation:
         """That of the first candidate which can do the call and finds it worth its while.
@@ -234,7 +252,8 @@ class Op:
             return registered
         module = import_module(f"{self.folder}.{backend.file}")
         unsupported, worthwhile = getattr(module, "unsupported", _nothing), getattr(module, "worthwhile", _always)
-        return Implementation(backend.name, getattr(module, self.name), unsupported, worthwhile)
+        stands_in = getattr(module, "stands_in", _never)
+        return Implementation(backend.name, getattr(module, self.name), unsupported, worthwhile, stands_in)
 
 
 def backends() -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Checks run while tracing, on shapes and types alone.
 import math
 import numbers
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,12 @@ def check_value_dim(value_dim: int | None, pool: ArrayLike) -> int | None:
             f"value_dim must be an int from 1 to the {pool.shape[4]} columns of the pool's latents, got {value_dim!r}"
         )
     return int(value_dim)
+
+
+def to_pick_by(q: ArrayLike, kv_pool: ArrayLike, value_dim: int | None) -> tuple[Any, ...]:
+    """What attention ops give `Op.pick`: q and kv_pool, and for a pool of latents value_dim, too. So an implementation
+    that does not know of latents is not asked whether it supports them, but fails."""
+    return (q, kv_pool) if value_dim is None else (q, kv_pool, value_dim)
 
 
 def output_shape(q: jax.Array, features: Features) -> tuple[int, ...]:

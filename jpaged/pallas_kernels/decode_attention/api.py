@@ -58,7 +58,7 @@ def decode_attention(
     features = attention.check_features(q, kv_pool, block_tables, scale, sliding_window, logit_softcap, value_dim)
     slopes = attention.check_alibi(alibi_slopes, q.shape[1])
     sinks = attention.check_per_head("sinks", sinks, q.shape[1])
-    kernel = OP.pick(backend, q, kv_pool).run
+    kernel = OP.pick(backend, *attention.to_pick_by(q, kv_pool, features.value_dim)).run
     if q.shape[0] == 0:
         out, lse = jnp.zeros(attention.output_shape(q, features), q.dtype), jnp.zeros(q.shape[:2], jnp.float32)
     else:

@@ -43,7 +43,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common.arguments import holds_latents
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.common.hopper_memory import load, swizzled
 from jpaged.pallas_kernels.decode_attention import hopper_interpreted, hopper_primitives
@@ -96,9 +95,9 @@ def default_config(head_dim: int, columns: int) -> Config:
     return Config(tile=tile, leaf=128, chunk=2048, ctas=ctas, stages=stages, handovers=handovers)
 
 
-def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
+def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> str | None:
     """Why the kernel cannot take these (already checked) arguments; None if it can."""
-    if holds_latents(kv_pool):
+    if value_dim is not None:
         return "it takes keys and values apart, not latents"
     _, _, _, block_size, head_dim = kv_pool.shape
     if kv_pool.dtype not in (jnp.bfloat16, jnp.float16):

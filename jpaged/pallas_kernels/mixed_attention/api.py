@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.common.attention_arguments import Operands, check_queries
+from jpaged.pallas_kernels.common.attention_arguments import Operands, check_queries, to_pick_by
 from jpaged.pallas_kernels.decode_attention.api import OP as DECODE
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
 from jpaged.pallas_kernels.ragged_attention.api import OP as RAGGED
@@ -68,7 +68,8 @@ def mixed_attention(
         "value_dim": value_dim,
         "backend": backend,
     }
-    if q.shape[0] >= LEAST_TOKENS and all(op.pick(backend, q, kv_pool).backend != REFERENCE for op in (DECODE, RAGGED)):
+    asked = to_pick_by(q, kv_pool, value_dim)
+    if q.shape[0] >= LEAST_TOKENS and all(op.pick(backend, *asked).backend != REFERENCE for op in (DECODE, RAGGED)):
         operands = Operands(q, kv_pool, block_tables, kv_lens, alibi_slopes)
         return attend_apart(operands, query_starts, num_decodes, **features)
     features["alibi_slopes"] = alibi_slopes

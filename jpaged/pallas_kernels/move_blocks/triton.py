@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from jax import lax
 
+from jpaged.pallas_kernels.common.arguments import holds_latents
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 
 _PIECE = 4096  # numbers; 32 a thread
@@ -21,6 +22,10 @@ def unsupported(kv_pool: jax.Array) -> str | None:
     if kv_pool.dtype.itemsize > 4:
         return f"dtype {kv_pool.dtype} is wider than 32 bits"
     return None
+
+
+stands_in = holds_latents
+"""Whether the kernel is taken on Hopper, too, whose own does not take latents."""
 
 
 @jax.jit

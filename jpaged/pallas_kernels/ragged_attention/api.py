@@ -61,7 +61,7 @@ def ragged_attention(
     causal = check.check_flag("causal", causal)
     slopes = attention.check_alibi(alibi_slopes, q.shape[1])
     sinks = attention.check_per_head("sinks", sinks, q.shape[1])
-    kernel = OP.pick(backend, q, kv_pool).run
+    kernel = OP.pick(backend, *attention.to_pick_by(q, kv_pool, features.value_dim)).run
     if q.shape[0] == 0 or rows == 0:
         out = jnp.zeros(attention.output_shape(q, features), q.dtype)
         lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32)

@@ -35,7 +35,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common.arguments import holds_latents
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.common.hopper_memory import swizzle, swizzled
 from jpaged.pallas_kernels.devices import num_multiprocessors
@@ -79,9 +78,9 @@ def pick_tiling(head_dim: int) -> Tiling:
     return Tiling()
 
 
-def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
+def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> str | None:
     """Why the kernel cannot take these (checked) arguments; None if it can."""
-    if holds_latents(kv_pool):
+    if value_dim is not None:
         return "it takes keys and values apart, not latents"
     _, _, _, block_size, head_dim = kv_pool.shape
     if kv_pool.dtype not in (jnp.bfloat16.dtype, jnp.float16.dtype):

@@ -9,6 +9,7 @@ import jax
 import triton
 import triton.language as tl
 
+from jpaged.pallas_kernels.common.arguments import holds_latents
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 
 _CTA_NUMBERS = 4096  # of keys, and as many of values; 32 each a thread
@@ -19,6 +20,10 @@ def unsupported(kv_pool: jax.Array) -> str | None:
     if kv_pool.dtype.itemsize > 4:
         return f"dtype {kv_pool.dtype} is wider than 32 bits"
     return None
+
+
+stands_in = holds_latents
+"""Whether the kernel is taken on Hopper, too, whose own does not take latents."""
 
 
 @jax.jit  # so that the layers of a model lower the kernel once between them
