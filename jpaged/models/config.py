@@ -109,7 +109,7 @@ class ModelConfig:
                 )
         if scheme is None:
             return read
-        if read.num_experts:
+        if read.num_experts and not scheme.dequantizes:
             raise UnsupportedModelError(
                 f"{architecture}: mixtures of experts are not supported in {scheme.name}; use the checkpoint that is"
                 " not quantized, and leave quantization out."

@@ -27,7 +27,7 @@ from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig, inner_columns
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.layers import GatedMLP
-from jpaged.models.linear import Linear, PartialSum
+from jpaged.models.linear import PartialSum, PlainLinear
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
@@ -172,7 +172,7 @@ class Router(nnx.Module):
     def __init__(self, config: SparseConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         hidden, experts = config.hidden_size, config.num_experts
         self.routing = config.routing
-        self.gate = Linear((hidden,), (experts,), hidden**-0.5, dtype, rngs, bias=config.router_bias)
+        self.gate = PlainLinear((hidden,), (experts,), hidden**-0.5, dtype, rngs, bias=config.router_bias)
         # In float32, as it is stored: it decides between scores that are close.
         start, wide = Constant(0.0), jnp.dtype(jnp.float32)
         self.correction = parameter(rngs, start, (experts,), wide) if config.routing.biased else None
@@ -343,7 +343,7 @@ class SparseMLP(nnx.Module):
         self.experts = GroupedExperts(config, dtype, rngs, collectives)
         hidden, shared = config.hidden_size, replace(config, intermediate_size=config.shared_size)
         self.shared = GatedMLP(shared, config.activation, dtype, rngs) if config.shared_size else None
-        self.shared_gate = Linear((hidden,), (1,), hidden**-0.5, dtype, rngs) if config.shared_gate else None
+        self.shared_gate = PlainLinear((hidden,), (1,), hidden**-0.5, dtype, rngs) if config.shared_gate else None
 
     def __call__(self, x: jax.Array, backend: str | None = "xla", live: jax.Array | None = None) -> PartialSum:
         """[T, hidden] -> [T, hidden].

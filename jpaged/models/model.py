@@ -62,6 +62,7 @@ class Model:
     abstract_weights: shape and type of each.
     pieces: the tensors of a Hugging Face checkpoint that is not quantized, and where they belong; none for a shard.
     quantized: the layouts of the `Linear`s that are quantized, by the names of their parameters.
+    dequantized: the names of parameters that are quantized in the checkpoint only.
     tied_tensors: those that a checkpoint may hold beside them.
     base_prefix, derived_tensors, aliases: as of `Family`; derived_tensors with what is passed over.
     starts: for each weight what a random one is drawn from.
@@ -89,12 +90,14 @@ class Model:
         self.pieces: tuple[Piece, ...] = tuple(tensor for tensor in tensors if isinstance(tensor, Piece))
         self.tied_tensors: tuple[TiedTensor, ...] = tuple(t for t in tensors if isinstance(t, TiedTensor))
         self.quantized: dict[str, LinearLayout] = {}
+        self.dequantized: frozenset[str] = frozenset()
 
         def make() -> CausalLM:
             module = family.module(config, dtype, nnx.Rngs(0), collectives)
             if config.quantization is not None:
                 pieces = self.pieces if whole is None else whole.pieces
-                self.quantized = quantize(module, config.quantization, pieces, nnx.Rngs(0), collectives.size)
+                found = quantize(module, config.quantization, pieces, nnx.Rngs(0), collectives.size)
+                self.quantized, self.dequantized = found
             return module
 
         abstract = nnx.eval_shape(make)
