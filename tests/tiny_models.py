@@ -254,7 +254,9 @@ def draw(case: TinyModel, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
         if part in tensor:
             return values * np.float32(std)
     fan_in = shape[0] if case.family == "gpt2" else shape[1]
-    return values * np.float32(2.0 * fan_in**-0.5)
+    # DeepSeek's temperature doubles scores; that of the weights is lower, so that softmaxes do not amplify rounding.
+    std = 1.2 if case.family == "deepseek" and "self_attn" in tensor else 2.0
+    return values * np.float32(std * fan_in**-0.5)
 
 
 def _write_with_jpaged(case: TinyModel, directory: Path, dtype: str) -> None:
@@ -410,6 +412,11 @@ def models_of_blocks() -> list[TinyModel]:
         ),
         _hybrid("qwen3.5", "Qwen3_5", "qwen3_5_text", tie_word_embeddings=True, **two, **qwen35),
         _hybrid("qwen3.5-moe", "Qwen3_5Moe", "qwen3_5_moe_text", **two, **qwen35, **next_experts),
+        _mla("deepseek-v2-lite", "V2", q_lora_rank=None, num_experts_per_tok=6, topk_method="greedy", n_group=1),
+        _mla("deepseek-v2", "V2", num_experts_per_tok=3, topk_method="group_limited_greedy", attention_bias=True),
+        _mla("deepseek-v3", "V3", num_experts_per_tok=4, rope_scaling=_mla_yarn(mscale=1.0, mscale_all_dim=1.0)),
+        _mla("kimi-k2-style", "V3", num_experts_per_tok=8, n_group=1, rope_scaling=_mla_yarn(factor=32, beta_fast=1)),
+        _mla("moonlight-style", "V3", q_lora_rank=None, num_experts_per_tok=6, n_group=1, rope_scaling=None),
         _of("gemma", "gemma", "GemmaForCausalLM", **gemma | {"hidden_activation": None, "hidden_act": "gelu"}),
         _of("gemma2", "gemma", "Gemma2ForCausalLM", **gemma2),
         _of("gemma3", "gemma", "Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0}, **gemma3),
@@ -529,6 +536,41 @@ def _sparse(name: str, family: str, **changes: Any) -> TinyModel:
     changes = {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 40} | changes
     model_type = family.lower().replace("moe", "_moe")
     return replace(_llama(name, family, model_type=model_type, **changes), family="sparse_llama")
+
+
+def _mla(name: str, version: str, **changes: Any) -> TinyModel:
+    """DeepSeek-V2 or V3, or what is built like one."""
+    is_v2 = version == "V2"
+    config = {
+        "model_type": f"deepseek_{version.lower()}",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "max_position_embeddings": 2560,
+        "rope_scaling": _mla_yarn(mscale=0.707, mscale_all_dim=0.707),
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 16,
+        "n_shared_experts": 2 if is_v2 else 1,
+        "scoring_func": "softmax" if is_v2 else "sigmoid",
+        "topk_method": "greedy" if is_v2 else "noaux_tc",
+        "n_group": 4,
+        "norm_topk_prob": not is_v2,
+        "routed_scaling_factor": 4.0 if is_v2 else 2.5,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 0,
+    }
+    config = config | changes
+    return _of(name, "deepseek", f"Deepseek{version}ForCausalLM", **config, topk_group=min(2, config["n_group"]))
+
+
+def _mla_yarn(**changes: Any) -> dict[str, Any]:
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
+    return yarn | {"mscale": 1.0, "mscale_all_dim": 1.0} | changes
 
 
 def _opt(name: str, **changes: Any) -> TinyModel:

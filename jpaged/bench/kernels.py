@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """Shape of an attention case. max_len: tokens that a row of the table has room for; the longest sequence's if 0."""
+    """Shape of an attention case. max_len: tokens that a row of the table has room for; the longest sequence's if 0.
+    value_dim: of latents, whose values are the first so many columns of keys; None for keys and values apart."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -63,6 +64,24 @@ class Setting:
     block_size: int = 16
     dtype: Any = jnp.bfloat16
     max_len: int = 0
+    value_dim: int | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of a token's key and value, as they are kept for a head."""
+        return 2 * self.head_dim if self.value_dim is None else self.head_dim
+
+    @property
+    def block(self) -> tuple[int, int, int, int]:
+        """The shape of a block of the pool."""
+        return self.columns // self.head_dim, self.kv_heads, self.block_size, self.head_dim
+
+    def next_queries(self, q: jax.Array, out: jax.Array) -> jax.Array:
+        """Queries that need the output of others."""
+        return out if self.value_dim is None else jnp.concatenate([out, q[..., self.value_dim :]], axis=-1)
+
+
+DEEPSEEK_V2_LITE = Setting(heads=16, kv_heads=1, head_dim=576, value_dim=512)
 
 
 def _random(key: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -102,10 +121,10 @@ def attention_case(
     rng = np.random.default_rng(0)
     s = setting
     itemsize = jnp.dtype(s.dtype).itemsize
-    kv_bytes = float(lens.sum()) * 2 * s.kv_heads * s.head_dim * itemsize
+    kv_bytes = float(lens.sum()) * s.kv_heads * s.columns * itemsize
     copies = max(1, -(-_L2_BYTES // int(kv_bytes)))
     num_blocks, tables = _tables(rng, min(copies, 64), lens, s.block_size, s.max_len)
-    pool = _random(1, (num_blocks, 2, s.kv_heads, s.block_size, s.head_dim), s.dtype)
+    pool = _random(1, (num_blocks, *s.block), s.dtype)
     kv_lens = jnp.asarray(lens, jnp.int32)
     if queries is None:
         q = _random(2, (len(lens), s.heads, s.head_dim), s.dtype)
@@ -115,18 +134,20 @@ def attention_case(
     else:
         q = _random(2, (int(queries.sum()), s.heads, s.head_dim), s.dtype)
         scores = float((queries * (lens - queries) + queries * (queries + 1) / 2).sum())
-        work, rate = 4 * scores * s.heads * s.head_dim, 4e14
+        work, rate = 2 * scores * s.heads * (s.head_dim + (s.value_dim or s.head_dim)), 4e14
         call = partial(ops.ragged_attention, backend=backend)
         extra = (jnp.asarray(np.concatenate([[0], np.cumsum(queries)]), jnp.int32),)
         if num_decodes is not None:
             call, extra = partial(ops.mixed_attention, backend=backend), (*extra, jnp.int32(num_decodes))
+    if s.value_dim is not None:
+        call = partial(call, value_dim=s.value_dim)
     least = len(tables) if queries is not None else -(-_LAYERS // len(tables)) * len(tables)
     calls = int(np.clip(_PROGRAM_S / (work / rate + 5e-6), least, 256)) // len(tables) * len(tables)
 
     @jax.jit
     def program(q: jax.Array, pool: jax.Array, tables: list[jax.Array], lens: jax.Array, *extra: Any) -> jax.Array:
         for i in range(calls):
-            q = call(q, pool, tables[i % len(tables)], lens, *extra)
+            q = s.next_queries(q, call(q, pool, tables[i % len(tables)], lens, *extra))
         return q
 
     return program, (q, pool, tables, kv_lens, *extra), calls, work
@@ -448,6 +469,11 @@ def cases(backend: str | None) -> Iterator[Case]:
     yield decode("64 x 4,096 MQA 32/1", "GB/s", 3300, same(64, 4096), Setting(kv_heads=1))
     yield decode("64 x 4,096 D 64", "GB/s", 3900, same(64, 4096), Setting(head_dim=64))
     yield decode("64 x 4,096 D 256 (16/4)", "GB/s", 4240, same(64, 4096), Setting(16, 4, 256))
+    for heads in (16, 128):
+        for rows, length in ((64, 4096), (256, 1024), (1, 16384)):
+            name = f"{rows} x {length:,} latents of {heads} heads"
+            unit = "us" if rows == 1 else "GB/s"
+            yield decode(name, unit, None, same(rows, length), replace(DEEPSEEK_V2_LITE, heads=heads))
 
     for rows, shared, own, setting in (
         *((rows, 2048, 96, Setting(heads, max_len=17_000)) for heads in (32, 16) for rows in (16, 64, 128, 256, 512)),
@@ -467,6 +493,8 @@ def cases(backend: str | None) -> Iterator[Case]:
     yield prefill("chunk of 2,048 on a 14,336 prefix", 600, same(1, 16384), same(1, 2048))
     yield prefill("prefill 1 x 8,192 D 64", 450, same(1, 8192), same(1, 8192), Setting(head_dim=64))
     yield prefill("prefill 1 x 8,192 D 256 (16/4)", 620, same(1, 8192), same(1, 8192), Setting(16, 4, 256))
+
+    yield prefill("prefill 1 x 8,192 latents of 16 heads", None, same(1, 8192), same(1, 8192), DEEPSEEK_V2_LITE)
 
     chunk, decodes = np.array([2048]), same(128, 2048)
     for name, lens, queries in (

@@ -198,5 +198,6 @@ def step_bytes(engine: LLMEngine, batch: int, context: int) -> int:
             if ".experts." in name
         )
         weights -= experts * (1 - config.routing.per_token / config.num_experts) ** batch
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context
+    arrays = 2 if config.value_dim is None else 1  # of keys, and of values where they are kept apart
+    cache = arrays * config.num_layers * config.num_kv_heads * config.head_dim * context
     return round(weights + itemsize * batch * cache)

@@ -36,8 +36,9 @@ from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.dense import dense_causal_attend
-from jpaged.models.experts import ClampedSwiGLU, Routing, SparseConfig, SparseMLP, feed_forward
+from jpaged.models.experts import ClampedSwiGLU, Routing, SparseConfig, SparseMLP, feed_forward, sigmoid_routing
 from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, CausalLM, Family
+from jpaged.models.latent import LatentAttention, LatentConfig
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, Linear, PartialSum
 from jpaged.models.loading import pieces
@@ -57,7 +58,7 @@ from jpaged.models.parameters import Normal, parameter
 from jpaged.models.recurrent import GatedDeltaNet, Recurrence
 from jpaged.models.registry import About, described_architectures, register, supported_architectures
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
-from jpaged.models.rope import Rope, parse_rope, window_rope
+from jpaged.models.rope import Rope, parse_rope, window_rope, yarn_temperature
 from jpaged.models.states import DeltaState
 
 del _families
@@ -83,6 +84,8 @@ __all__ = [
     "GatedDeltaNet",
     "GatedMLP",
     "Kernels",
+    "LatentAttention",
+    "LatentConfig",
     "LayerNorm",
     "LayerNormOfHeads",
     "Linear",
@@ -124,6 +127,8 @@ __all__ = [
     "resolve_dtype",
     "run_layers",
     "save_pretrained",
+    "sigmoid_routing",
     "supported_architectures",
     "window_rope",
+    "yarn_temperature",
 ]

@@ -24,6 +24,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.experts import SparseMLP
 from jpaged.models.family import Attend
+from jpaged.models.latent import LatentAttention
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, times
 from jpaged.models.norms import HeadNorms, Norm
@@ -102,7 +103,7 @@ class SequentialBlock(nnx.Module):
 
     def __init__(
         self,
-        attention: Attention,
+        attention: Attention | LatentAttention,
         mlp: MLP | GatedMLP | SparseMLP,
         *,
         attention_norm: Norm | None = None,

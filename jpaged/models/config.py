@@ -33,6 +33,8 @@ class ModelConfig:
     layer_states: per layer; what a recurrent layer keeps of a sequence instead of its tokens, or None for attention.
         Left out, no layer is recurrent; one at least must not be.
     tie_word_embeddings: the embedding is the head.
+    value_dim: values are the first so many columns of keys, of which a layer keeps nothing else (MLA); None where it
+        keeps values apart, of `head_dim` columns as keys are.
     num_experts: routed experts of a sparse layer, all shards' together; 0 for a model without.
     kv_head_copies: equal key-value heads that stand side by side among num_kv_heads; more than one where a model with
         few of them is split over more shards (`shard`), never in a checkpoint.
@@ -53,6 +55,7 @@ class ModelConfig:
     max_position_embeddings: int
     layer_windows: tuple[int | None, ...] = ()
     layer_states: tuple[DeltaState | None, ...] = ()
+    value_dim: int | None = None
     tie_word_embeddings: bool
     num_experts: int = 0
     kv_head_copies: int = 1
@@ -119,7 +122,7 @@ class ModelConfig:
                 )
         if scheme is None:
             return read
-        if read.num_experts:
+        if read.num_experts and not scheme.dequantizes:
             raise UnsupportedModelError(
                 f"{architecture}: mixtures of experts are not supported in {scheme.name}; use the checkpoint that is"
                 " not quantized, and leave quantization out."

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jpaged.pallas_kernels import split_qkv
+from jpaged.pallas_kernels import split_latents, split_qkv
 from jpaged.pallas_kernels.common.numerics import precision_of
 
 
@@ -18,6 +18,7 @@ def dense_causal_attend(
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int | None = None,
     segment_ids: jax.Array | None = None,
 ) -> jax.Array:
     """An `Attend` in which token i of the T given sees tokens 0..i.
@@ -25,15 +26,19 @@ def dense_causal_attend(
     It is differentiable and can be mapped over a batch with `jax.vmap`. Scores and softmax are float32.
     Memory grows with T squared.
 
-    qkv, rotation, norms, norm_eps: as in `pallas_kernels.split_qkv`.
+    qkv, rotation, norms, norm_eps: as in `pallas_kernels.split_qkv`; with value_dim as in `split_latents`.
     sliding_window: a token sees this many tokens, itself included.
     alibi_slopes: float32 [heads]; the score loses slope times distance.
     sinks: float [heads]; logits without values, which join the softmax of every token.
     segment_ids: int32 [T]; for several sequences in one row of tokens, each sees only its own. Bind it with
         `functools.partial`.
-    Returns [T, heads, head_dim].
+    Returns [T, heads, head_dim], or [T, heads, value_dim].
     """
-    q, k, v = split_qkv(qkv, rotation=rotation, norms=norms, norm_eps=norm_eps)
+    if value_dim is None:
+        q, k, v = split_qkv(qkv, rotation=rotation, norms=norms, norm_eps=norm_eps)
+    else:
+        q, k = split_latents(qkv, rotation=rotation, norms=norms)
+        v = k[..., :value_dim]
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     precision = precision_of(q.dtype)
@@ -59,4 +64,4 @@ def dense_causal_attend(
         scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1)[..., :-1]
     out = jnp.einsum("kgqs,skd->qkgd", weights.astype(v.dtype), v, precision=precision)
-    return out.reshape(tokens, heads, head_dim)
+    return out.reshape(tokens, heads, -1)

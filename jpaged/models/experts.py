@@ -26,8 +26,9 @@ from jax import lax
 from jpaged.api.errors import CheckpointError, InvalidParameterError
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig, inner_columns
+from jpaged.models.config_reader import ConfigReader
 from jpaged.models.layers import GatedMLP
-from jpaged.models.linear import Linear, PartialSum
+from jpaged.models.linear import PartialSum, PlainLinear
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
@@ -48,8 +49,9 @@ class Routing:
     renormalized: a token's weights are divided by their sum.
     factor: multiplies the weights.
     biased: a stored number for each expert is added to the scores when experts are picked, not to the weights.
-    groups, kept_groups: experts are in this many equal groups, and a token's come from the best of these alone; a group
-        is as good as its two best experts together. One group: no such limit.
+    groups, kept_groups: experts are in this many equal groups, and a token's come from the best of these alone. One
+        group: no such limit.
+    group_best: a group is as good as so many of its best experts together.
     """
 
     per_token: int
@@ -59,6 +61,7 @@ class Routing:
     biased: bool = False
     groups: int = 1
     kept_groups: int = 1
+    group_best: int = 2
 
     def check(self, num_experts: int) -> None:
         """Raises CheckpointError where a token is to have more experts than there are, or groups are not equal ones."""
@@ -72,6 +75,19 @@ class Routing:
                 f"config.json: n_group ({self.groups}) must divide the experts ({num_experts}), and topk_group"
                 f" ({self.kept_groups}) of these groups must have num_experts_per_tok ({self.per_token}) of them."
             )
+
+
+def sigmoid_routing(read: ConfigReader, *, per_token: int | None = None, renormalized: bool = False) -> Routing:
+    """DeepSeek-V3's router. per_token, renormalized: where config.json leaves them out."""
+    return Routing(
+        per_token=read.integer("num_experts_per_tok", per_token),
+        score="sigmoid",
+        renormalized=read.flag("norm_topk_prob", renormalized),
+        factor=read.number("routed_scaling_factor", 1.0),
+        biased=True,
+        groups=read.integer("n_group", 1),
+        kept_groups=read.integer("topk_group", 1),
+    )
 
 
 @dataclass(frozen=True)
@@ -159,7 +175,7 @@ class Router(nnx.Module):
     def __init__(self, config: SparseConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         hidden, experts = config.hidden_size, config.num_experts
         self.routing = config.routing
-        self.gate = Linear((hidden,), (experts,), hidden**-0.5, dtype, rngs, bias=config.router_bias)
+        self.gate = PlainLinear((hidden,), (experts,), hidden**-0.5, dtype, rngs, bias=config.router_bias)
         # In float32, as it is stored: it decides between scores that are close.
         start, wide = Constant(0.0), jnp.dtype(jnp.float32)
         self.correction = parameter(rngs, start, (experts,), wide) if config.routing.biased else None
@@ -206,9 +222,9 @@ def _in_kept_groups(choice: jax.Array, routing: Routing) -> jax.Array:
     tokens, experts = choice.shape
     grouped = choice.reshape(tokens, routing.groups, experts // routing.groups)
     if _compares_all(grouped):
-        of_group = jnp.sum(jnp.where(_ranks(grouped) < 2, grouped, 0.0), axis=-1)
+        of_group = jnp.sum(jnp.where(_ranks(grouped) < routing.group_best, grouped, 0.0), axis=-1)
     else:
-        of_group = jnp.sum(jnp.take_along_axis(grouped, _best(grouped, 2), axis=-1), axis=-1)
+        of_group = jnp.sum(jnp.take_along_axis(grouped, _best(grouped, routing.group_best), axis=-1), axis=-1)
     return jnp.repeat(_ranks(of_group) < routing.kept_groups, experts // routing.groups, axis=-1)
 
 
@@ -357,7 +373,7 @@ class SparseMLP(nnx.Module):
         self.experts = GroupedExperts(config, dtype, rngs, collectives)
         hidden, shared = config.hidden_size, replace(config, intermediate_size=config.shared_size)
         self.shared = GatedMLP(shared, config.activation, dtype, rngs) if config.shared_size else None
-        self.shared_gate = Linear((hidden,), (1,), hidden**-0.5, dtype, rngs) if config.shared_gate else None
+        self.shared_gate = PlainLinear((hidden,), (1,), hidden**-0.5, dtype, rngs) if config.shared_gate else None
 
     def __call__(self, x: jax.Array, backend: str | None = "xla", live: jax.Array | None = None) -> PartialSum:
         """[T, hidden] -> [T, hidden].

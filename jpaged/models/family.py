@@ -39,7 +39,10 @@ class Attend(Protocol):
     scale: multiplies the product of query and key.
     sliding_window: tokens that a query sees, itself included; None for all before it.
     sinks: [heads], logits without values that join each softmax; the caller gives them only where a layer has some.
-    Returns [T, heads, head_dim].
+    value_dim: qkv has no values, [T, kv_heads, group + 1, head_dim]: they are the first so many columns of the keys, of
+        which the cache keeps nothing else (`pallas_kernels.split_latents`). Given only where `ModelConfig.value_dim`
+        says so, and equal to it; without rotation and norms, which such a layer has done.
+    Returns [T, heads, head_dim], or [T, heads, value_dim].
     """
 
     def __call__(
@@ -54,6 +57,7 @@ class Attend(Protocol):
         logit_softcap: float | None = None,
         alibi_slopes: jax.Array | None = None,
         sinks: jax.Array | None = None,
+        value_dim: int | None = None,
     ) -> jax.Array: ...
 
 
@@ -85,7 +89,8 @@ class Family(Protocol[Config]):
 
     A family may also have `aliases`: pairs of what a tensor's name may begin with in a checkpoint, and what it begins
     with in `tensors`; for the text part of multimodal checkpoints. And `quantizations`: values of "quant_method" in
-    config.json's "quantization_config" that it takes, since loading makes plain numbers of such weights ("mxfp4").
+    config.json's "quantization_config" that it takes, since loading makes plain numbers of such weights ("mxfp4"). And
+    `passed_over`: from a configuration another regular expression like `derived_tensors`, for layers that are not run.
     """
 
     @property

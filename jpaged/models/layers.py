@@ -108,6 +108,7 @@ class Attention(nnx.Module):
         backend: of products that have kernels (`Linear`).
         """
         qkv = self.qkv(x, backend=backend)
+        sinks: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
         if self.clip is not None:
             qkv = jnp.clip(qkv, -self.clip, self.clip)
         scales, eps = None, 0.0
@@ -128,7 +129,7 @@ class Attention(nnx.Module):
             sliding_window=self.sliding_window,
             logit_softcap=self.logit_softcap,
             alibi_slopes=self._own_slopes(),
-            **({} if self.sinks is None else {"sinks": self.sinks[...]}),
+            **sinks,
         )
         if self.gate is not None:
             y = y * jax.nn.sigmoid(self.gate(x, backend=backend))

@@ -161,6 +161,10 @@ class Linear(nnx.Module):
         return jnp.einsum(pattern, x, self.kernel[...], precision=precision, preferred_element_type=dtype)
 
 
+class PlainLinear(Linear):
+    """A `Linear` that no scheme quantizes: small, and what follows depends on close decisions, as in routers."""
+
+
 class Embedding(Linear):
     """A table [vocab, width], split over shards by token id. Called, it is the head: hidden states to logits.
 

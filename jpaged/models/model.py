@@ -62,8 +62,9 @@ class Model:
     abstract_weights: shape and type of each.
     pieces: the tensors of a Hugging Face checkpoint that is not quantized, and where they belong; none for a shard.
     quantized: the layouts of the `Linear`s that are quantized, by the names of their parameters.
+    dequantized: the names of parameters that are quantized in the checkpoint only.
     tied_tensors: those that a checkpoint may hold beside them.
-    base_prefix, derived_tensors, aliases: as of `Family`.
+    base_prefix, derived_tensors, aliases: as of `Family`; derived_tensors with what is passed over.
     starts: for each weight what a random one is drawn from.
     shard_axes: for each weight the axis that tensor parallelism splits, or None.
     holds_kv_heads: for each weight whether it is laid out by key-value head (`parameters.parameter`).
@@ -89,12 +90,14 @@ class Model:
         self.pieces: tuple[Piece, ...] = tuple(tensor for tensor in tensors if isinstance(tensor, Piece))
         self.tied_tensors: tuple[TiedTensor, ...] = tuple(t for t in tensors if isinstance(t, TiedTensor))
         self.quantized: dict[str, LinearLayout] = {}
+        self.dequantized: frozenset[str] = frozenset()
 
         def make() -> CausalLM:
             module = family.module(config, dtype, nnx.Rngs(0), collectives)
             if config.quantization is not None:
                 pieces = self.pieces if whole is None else whole.pieces
-                self.quantized = quantize(module, config.quantization, pieces, nnx.Rngs(0), collectives.size)
+                found = quantize(module, config.quantization, pieces, nnx.Rngs(0), collectives.size)
+                self.quantized, self.dequantized = found
             return module
 
         abstract = nnx.eval_shape(make)
@@ -117,6 +120,8 @@ class Model:
             _check_coverage(family, self.parameter_names, self.pieces, self.quantized)
         self.base_prefix: str = family.base_prefix
         self.derived_tensors: str = family.derived_tensors
+        if (passed_over := getattr(family, "passed_over", None)) is not None:
+            self.derived_tensors = "|".join(filter(None, (family.derived_tensors, passed_over(config))))
         self.aliases: tuple[tuple[str, str], ...] = tuple(getattr(family, "aliases", ()))
 
     @property

@@ -284,11 +284,25 @@ def _yarn(p: _Parameters) -> _Stretched:
 
 def _yarn_scale(factor: float, numerator: float, denominator: float) -> float:
     """YaRN's temperature; a checkpoint that weighs it does so by two weights, as a ratio."""
+    if not denominator:
+        return _temperature(factor, 1.0)
+    return _temperature(factor, numerator) / _temperature(factor, denominator)
 
-    def temperature(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    return temperature(numerator) / temperature(denominator) if denominator else temperature(1.0)
+def _temperature(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def yarn_temperature(config: Mapping[str, Any]) -> float:
+    """What DeepSeek's models multiply queries and keys by, in place of the rotation's cos and sin: the temperature of
+    "mscale_all_dim" where config.json has that in its RoPE's parameters, else 1."""
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    weight, factor = parameters.get("mscale_all_dim") or 0.0, parameters.get("factor") or 1.0
+    for name, value in (("mscale_all_dim", weight), ("factor", factor)):
+        if not is_number(value) or not 0 <= value <= LARGEST_FLOAT32:
+            raise CheckpointError(f"config.json: RoPE's {name!r} must be a number from 0 up, got {shown(value)}.")
+    return _temperature(factor, weight) if kind != "default" else 1.0
 
 
 def _longrope(p: _Parameters) -> _Stretched:

@@ -5,6 +5,7 @@ One function a job, each a pure function to be called under `jax.jit`; the packa
 of one layer, and how a sequence finds its tokens in it:
 
     kv_pool [num_blocks, 2, kv_heads, block_size, head_dim]     [block, 0] holds keys, [block, 1] values
+            [num_blocks, 1, kv_heads, block_size, head_dim]     latents: keys whose first columns are the values
     block_tables int32 [rows, M]                                token p of row r is in block block_tables[r, p // BS],
                                                                 at offset p % BS
     slot = block * block_size + offset                          where `write_kv` puts a token
@@ -34,7 +35,7 @@ from jpaged.pallas_kernels.mixed_attention.api import mixed_attention
 from jpaged.pallas_kernels.move_blocks.api import copy_blocks, gather_blocks, scatter_blocks
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
 from jpaged.pallas_kernels.registry import register_backend, register_implementation, unregister_backend
-from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_qkv
+from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_latents, split_qkv
 from jpaged.pallas_kernels.sample_tokens.api import sample_tokens, sample_tokens_backend
 from jpaged.pallas_kernels.shared_prefix_attention.api import shared_prefix_attention
 from jpaged.pallas_kernels.shared_prefix_attention.merge import merge_attention
@@ -66,6 +67,7 @@ __all__ = [
     "shared_prefix_attention",
     "short_convolution",
     "sort_by_expert",
+    "split_latents",
     "split_qkv",
     "unregister_backend",
     "weighted_grouped_product",

@@ -112,7 +112,7 @@ def test_generation_config_says_what_ends_a_text(tmp_path: Path) -> None:
     ("changes", "named"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM"),
+        ({"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"rope_scaling": {"type": "mystery", "factor": 2.0}}, "mystery"),

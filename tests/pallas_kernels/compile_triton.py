@@ -53,6 +53,27 @@ def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield f"ragged {name}", partial(ops.ragged_attention, **options), arguments | {"q": q} | starts
 
 
+def latents() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """Attention over latents: those of DeepSeek, with all heads of V2-Lite and V3, and the largest in 32 bits."""
+    for value_dim, dtype, heads, block_size in (
+        (512, jnp.bfloat16, 16, 16),
+        (512, jnp.bfloat16, 128, 16),
+        (512, jnp.float16, 32, 64),
+        (256, jnp.float32, 16, 16),
+    ):
+        pool = Shape((20_000, 1, 1, block_size, value_dim + 64), dtype)
+        arguments = {"kv_pool": pool, "block_tables": ids(16, 4096 // block_size), "kv_lens": ids(16)}
+        name = f"latents {value_dim} {jnp.dtype(dtype)} heads {heads} block {block_size}"
+        q = Shape((16, heads, value_dim + 64), dtype)
+        yield f"decode {name}", partial(ops.decode_attention, value_dim=value_dim), arguments | {"q": q}
+        q = Shape((2048, heads, value_dim + 64), dtype)
+        arguments |= {"q": q, "query_starts": ids(17)}
+        yield f"ragged {name}", partial(ops.ragged_attention, value_dim=value_dim), arguments
+    pool = Shape((20_000, 1, 1, 16, 576), jnp.bfloat16)
+    written = {"kv_pool": pool, "k": Shape((24, 1, 576), jnp.bfloat16), "slot_mapping": ids(24)}
+    yield "write_kv latents", partial(ops.write_kv, v=None), written
+
+
 def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """What writes and moves keys and values, and what draws tokens."""
     for kv_heads, group, head_dim, block_size, dtype, rotated, normed in (
@@ -164,6 +185,7 @@ def recurrence() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
 def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """(name, op, its arguments)."""
     yield from attention()
+    yield from latents()
     yield from other_ops()
     yield from experts()
     yield from int4()

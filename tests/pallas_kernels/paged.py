@@ -16,8 +16,10 @@ TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 1e-5}
 class World:
     """A paged cache of some sequences, and the same keys and values as plain arrays.
 
-    pool: [num_blocks, 2, kv_heads, block_size, head_dim]; tables: int32 [rows, M]; lens: int32 [rows].
-    keys, values: float64 [len, kv_heads, head_dim] a sequence, already rounded to the pool's dtype.
+    pool: [num_blocks, 2, kv_heads, block_size, head_dim], or of latents 1 in place of 2. tables: int32 [rows, M]. lens:
+        int32 [rows].
+    keys, values: float64 [len, kv_heads, head_dim] a sequence, already rounded to the pool's dtype; of latents values
+        are the first columns of keys.
     """
 
     pool: jnp.ndarray
@@ -40,10 +42,12 @@ def make_world(
     window: int | None = None,
     garbage: bool = True,
     least_blocks: int = 0,
+    value_dim: int | None = None,
 ) -> World:
     """Sequences of the given lengths. The first `shared_prefix` blocks of all (that are long enough) are the same.
 
     The pool has `least_blocks` blocks if these suffice, so that worlds of several lengths can have one shape.
+    With `value_dim` the pool is one of latents.
     With `window`, tokens that no query at a sequence's end can see are NaN too, as if their blocks had been freed.
     """
     rng = np.random.default_rng(seed)
@@ -51,9 +55,10 @@ def make_world(
     width = max([*need, 1]) if width is None else width
     num_blocks = max(least_blocks, 1 + shared_prefix + sum(need) + 2)
     free = list(rng.permutation(num_blocks - 1) + 1)
-    pool = np.full((num_blocks, 2, kv_heads, block_size, head_dim), np.nan, np.float32)
+    arrays = 2 if value_dim is None else 1
+    pool = np.full((num_blocks, arrays, kv_heads, block_size, head_dim), np.nan, np.float32)
     shared = [free.pop() for _ in range(shared_prefix)]
-    shared_kv = rng.standard_normal((2, shared_prefix * block_size, kv_heads, head_dim)).astype(np.float32)
+    shared_kv = rng.standard_normal((arrays, shared_prefix * block_size, kv_heads, head_dim)).astype(np.float32)
     tables = np.zeros((len(lens), width), np.int32)
     if garbage:
         tables[:] = rng.choice([-5, 2**30, num_blocks + 7], tables.shape)
@@ -62,7 +67,7 @@ def make_world(
         common = min(shared_prefix, n // block_size)
         blocks = shared[:common] + [free.pop() for _ in range(need[row] - common)]
         tables[row, : need[row]] = blocks
-        kv = rng.standard_normal((2, n, kv_heads, head_dim)).astype(np.float32)
+        kv = rng.standard_normal((arrays, n, kv_heads, head_dim)).astype(np.float32)
         kv[:, : common * block_size] = shared_kv[:, : common * block_size]
         first = 0 if window is None else max(0, n - window)
         for p in range(n):
@@ -70,7 +75,7 @@ def make_world(
                 pool[blocks[p // block_size], :, :, p % block_size] = kv[:, p]
         rounded = np.asarray(jnp.asarray(kv, dtype).astype(jnp.float32), np.float64)
         keys.append(rounded[0])
-        values.append(rounded[1])
+        values.append(rounded[-1, ..., :value_dim])
     return World(jnp.asarray(pool, dtype), tables, np.array(lens, np.int32), keys, values)
 
 
@@ -115,7 +120,7 @@ def attend(
 
 
 def expected_decode(world: World, q: np.ndarray, **options: object) -> tuple[np.ndarray, np.ndarray]:
-    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    out, lse = np.zeros((*q.shape[:2], world.values[0].shape[2])), np.full(q.shape[:2], -np.inf)
     for row, n in enumerate(world.lens):
         if n:
             o, s = attend(q[row : row + 1], world.keys[row], world.values[row], n - 1, **options)
@@ -126,7 +131,7 @@ def expected_decode(world: World, q: np.ndarray, **options: object) -> tuple[np.
 def expected_ragged(
     world: World, q: np.ndarray, starts: np.ndarray, **options: object
 ) -> tuple[np.ndarray, np.ndarray]:
-    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    out, lse = np.zeros((*q.shape[:2], world.values[0].shape[2])), np.full(q.shape[:2], -np.inf)
     for row, n in enumerate(world.lens):
         a, b = starts[row], starts[row + 1]
         if b > a:

@@ -240,6 +240,26 @@ def test_gpus_since_ampere_but_hopper_take_triton_s_kernels(monkeypatch: pytest.
     assert str(device) in str(registry.refuses_here("hopper"))
 
 
+@needs_triton
+@needs_mosaic
+def test_on_hopper_triton_s_kernels_stand_in_for_latents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "default_device", lambda: HOPPER)
+    latents = jax.ShapeDtypeStruct((9, 1, 1, 16, 576), jnp.bfloat16)
+    of_latents = (jax.ShapeDtypeStruct((3, 16, 576), jnp.bfloat16), latents, 512)
+    wide = (jax.ShapeDtypeStruct((3, 4, 160), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 2, 16, 160), jnp.bfloat16))
+    for name in ("decode_attention", "ragged_attention"):
+        op = registry._OPS[name]
+        assert op.pick(None, *of_latents).backend == "triton"
+        assert op.pick(None, *SHAPES).backend == "hopper"
+        with pytest.raises(ValueError, match="it takes keys and values apart"):
+            op.pick("hopper", *of_latents)
+    assert registry._OPS["decode_attention"].pick(None, *wide).backend == "xla", "as before there was such a thing"
+    for name in ("write_kv", "copy_blocks", "gather_blocks", "scatter_blocks"):
+        assert registry._OPS[name].pick(None, latents).backend == "triton"
+        assert registry._OPS[name].pick(None, POOL).backend == "hopper"
+    assert registry.kernels_here() == ("hopper",)
+
+
 @pytest.mark.parametrize("device", TRITON_S, ids=str)
 def test_a_gpu_that_would_take_triton_s_kernels_takes_xla_without_and_says_what_is_lost(
     monkeypatch: pytest.MonkeyPatch, device: Device

@@ -24,9 +24,10 @@ UNSPLIT |= {
     "gpt-oss-120b-style",
     "glm4.5-air-style",
 }
+UNSPLIT |= {"deepseek-v2", "kimi-k2-style", "moonlight-style"}
 """Models that are split over devices as another of their family is, and run on one alone."""
 
-SPARSE = {"gpt-oss-20b-style"}
+SPARSE = {"gpt-oss-20b-style", "deepseek-v3"}
 """Models whose experts are split over devices in both ways."""
 
 HYBRID = {"qwen3-next", "qwen3-next-some-layers", "qwen3.5", "qwen3.5-moe"}

@@ -120,7 +120,8 @@ def swap_against_recompute(args: argparse.Namespace) -> list[Row]:
     gc.collect()
     rows = []
     for block_size in _SWAP_BLOCK_SIZES:
-        shape = (2, config.num_kv_heads, block_size, config.head_dim)
+        arrays = 2 if config.value_dim is None else 1  # keys, and values where they are kept apart
+        shape = (arrays, config.num_kv_heads, block_size, config.head_dim)
         out_ms, in_ms, num_bytes = _swap_ms(config.num_layers, shape, dtype, num_tokens)
         rows.append(
             {

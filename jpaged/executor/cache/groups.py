@@ -37,7 +37,7 @@ def group_layers(spec: TokenSpec) -> Grouping:
     Raises:
         UnsupportedModelError: layers keep keys and values of different shapes or types.
     """
-    if len({(layer.kv_heads, layer.head_dim, layer.dtype) for layer in spec}) > 1:
+    if len({(layer.kv_heads, layer.head_dim, layer.dtype, layer.value_dim) for layer in spec}) > 1:
         raise UnsupportedModelError(
             "Layers with key-value heads of different numbers, sizes or types cannot share a pool of blocks."
         )

@@ -1,6 +1,6 @@
 """The swap space: chunks of KV blocks in host memory.
 
-    out   pool --gather--> staging [arrays, SWAP_CHUNK_BLOCKS, 2, kv_heads, block_size, head_dim] --> pinned host memory
+    out   pool --gather--> staging [arrays, SWAP_CHUNK_BLOCKS, *a block of the pool] --> pinned host memory
     in    pinned host memory --> staging --scatter--> pool
 
 Both copies are dispatched and not waited for: the device gathers between two steps, and the transfer runs beside the

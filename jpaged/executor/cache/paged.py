@@ -1,6 +1,7 @@
 """The paged layout: keys and values live in fixed-size blocks of a pool, which sequences find through block tables.
 
-    pool    num_arrays arrays, each [num_blocks, 2 (K, V), kv_heads, block_size, head_dim]; block 0 is the null block
+    pool    num_arrays arrays, each [num_blocks, 2 (K, V), kv_heads, block_size, head_dim]; block 0 is the null block.
+            Of latents, whose values are columns of their keys: [num_blocks, 1, kv_heads, block_size, head_dim]
     tables  [slots, groups, max_blocks_per_seq]: where a slot's tokens are, for each group of layers (`groups.py`)
 
 Whoever needs to know how the cache is laid out asks here: programs for the attention of each layer, the memory plan for
@@ -33,9 +34,11 @@ from jpaged.pallas_kernels import (
     rope_and_write,
     scatter_blocks,
     shared_prefix_attention,
+    split_latents,
+    write_kv,
 )
 
-Pools = tuple[Float[Array, "blocks 2 kv_heads block_size head_dim"], ...]
+Pools = tuple[Float[Array, "blocks arrays kv_heads block_size head_dim"], ...]
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,12 @@ class PagedCache:
     def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the arrays."""
         layer, config = self.spec[0], self.config
-        shape = (config.num_blocks, 2, layer.kv_heads, config.block_size, layer.head_dim)
+        shape = (config.num_blocks, *layer.block(config.block_size))
         return (jax.ShapeDtypeStruct(shape, layer.dtype),) * self.grouping.num_arrays
 
     @property
     def staging(self) -> jax.ShapeDtypeStruct:
-        """The shape of what `gather` collects: [arrays, SWAP_CHUNK_BLOCKS, 2, kv_heads, block_size, head_dim]."""
+        """The shape of what `gather` collects: [arrays, SWAP_CHUNK_BLOCKS, 2 or 1, kv_heads, block_size, head_dim]."""
         pools = self.pools
         return jax.ShapeDtypeStruct((len(pools), SWAP_CHUNK_BLOCKS, *pools[0].shape[1:]), pools[0].dtype)
 
@@ -232,7 +235,7 @@ class PagedAttention:
         UnsupportedModelError: the layer attends by another window than its entry in `layer_windows`.
     """
 
-    pool: Float[Array, "blocks 2 kv_heads block_size head_dim"]
+    pool: Float[Array, "blocks arrays kv_heads block_size head_dim"]
     mapping: Int[Array, " tokens"]
     block_tables: Int[Array, "rows blocks_per_seq"]
     kv_lens: Int[Array, " rows"]
@@ -243,7 +246,7 @@ class PagedAttention:
 
     def __call__(
         self,
-        qkv: Float[Array, "tokens kv_heads group+2 head_dim"],
+        qkv: Float[Array, "tokens kv_heads slots head_dim"],
         *,
         rotation: tuple[Array, Array] | None,
         norms: tuple[Array, Array] | None,
@@ -257,9 +260,13 @@ class PagedAttention:
                 f"layer_windows is {self.window}; make them equal."
             )
         backend = self.backend
-        q, self.pool = rope_and_write(
-            self.pool, qkv, self.mapping, rotation=rotation, norms=norms, norm_eps=norm_eps, backend=backend
-        )
+        if features.get("value_dim") is not None:
+            q, latents = split_latents(qkv, rotation=rotation, norms=norms)
+            self.pool = write_kv(self.pool, latents, None, self.mapping, backend=backend)
+        else:
+            q, self.pool = rope_and_write(
+                self.pool, qkv, self.mapping, rotation=rotation, norms=norms, norm_eps=norm_eps, backend=backend
+            )
         paged = (self.pool, self.block_tables, self.kv_lens)
         if self.shared is not None and sliding_window is None:
             return shared_prefix_attention(q, *paged, *self.shared, backend=backend, **features)

@@ -5,6 +5,7 @@ model --cache_spec--> (LayerCache, StateCache, ...) --token_layers--> PagedCache
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,27 @@ from jpaged.models.states import DeltaState
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one layer keeps: a key and a value for each token and head.
+    """What one layer keeps: a key and a value for each token and head, or a latent that is both (MLA).
 
-    kv_heads: heads of keys and values, on one device.
+    kv_heads: heads of keys and values, on one device. head_dim: columns of a key.
     window: the most tokens that a query sees, its own included; None: all before it. Older tokens need not be kept.
+    value_dim: values are the first so many columns of keys; None where they are kept apart, as wide as keys.
     """
 
     kv_heads: int
     head_dim: int
     dtype: np.dtype[Any]
     window: int | None = None
+    value_dim: int | None = None
+
+    @property
+    def arrays(self) -> int:
+        """What is kept of a head: 2 for a key and a value, 1 for a latent."""
+        return 2 if self.value_dim is None else 1
+
+    def block(self, block_size: int) -> tuple[int, int, int, int]:
+        """The shape of so many tokens: [2 or 1, kv_heads, block_size, head_dim]."""
+        return self.arrays, self.kv_heads, block_size, self.head_dim
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,9 @@ def cache_spec(model: Model) -> CacheSpec:
     """What the layers of a model, or of a shard of one, keep. Keys and values have the model's dtype."""
     config, dtype = model.config, np.dtype(model.dtype)
     return tuple(
-        LayerCache(config.num_kv_heads, config.head_dim, dtype, window) if state is None else StateCache(state, dtype)
+        LayerCache(config.num_kv_heads, config.head_dim, dtype, window, config.value_dim)
+        if state is None
+        else StateCache(state, dtype)
         for window, state in zip(config.layer_windows, config.layer_states, strict=True)
     )
 
@@ -58,4 +72,4 @@ def token_layers(spec: CacheSpec) -> TokenSpec:
 
 def kernel_block_bytes(layer: LayerCache, block_size: int) -> int:
     """Bytes of the keys and values of so many tokens in one layer."""
-    return 2 * layer.kv_heads * block_size * layer.head_dim * layer.dtype.itemsize
+    return prod(layer.block(block_size)) * layer.dtype.itemsize

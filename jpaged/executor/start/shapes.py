@@ -98,6 +98,12 @@ def cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, devic
             f"kv_cache_layout='paged', or replicas (data_parallel_size)."
         )
     cache = Setup.of(shard, config).cache
+    if cache.spec[0].value_dim is not None:
+        raise InvalidParameterError(
+            f"kv_cache_layout='virtual' is not supported for {shard.config.architecture}, whose latents of"
+            f" {cache.spec[0].head_dim} columns fill pages of memory only in thousands of tokens; use"
+            " kv_cache_layout='paged'."
+        )
     is_cpu = device.platform == "cpu"
     geometry = Geometry.fit(
         args.virtual_page_layout,

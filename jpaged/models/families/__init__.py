@@ -2,6 +2,7 @@
 
 from jpaged.models.families.bloom import BloomFamily
 from jpaged.models.families.cohere import COHERE, COHERE2
+from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jpaged.models.families.falcon import FalconFamily
 from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from jpaged.models.families.glm import GLM, GLM4
@@ -105,6 +106,16 @@ _GLM4_MOE = About(
     "GLM-4.5, 4.5-Air, 4.6",
     "as dots.llm1; RoPE on half of a head; biases of q, k, v; norms of each head or none",
 )
+_DEEPSEEK_V2 = About(
+    "DeepSeek-V2",
+    "DeepSeek-V2, V2.5, V2-Lite; DeepSeek-Coder-V2",
+    "latent attention (MLA); experts chosen by a softmax, in groups or not; shared experts; YaRN",
+)
+_DEEPSEEK_V3 = About(
+    "DeepSeek-V3",
+    "DeepSeek-V3, V3.1, R1; Kimi K2; Moonlight",
+    "as DeepSeek-V2; experts chosen by a sigmoid with a bias, in groups",
+)
 _OPT = About("OPT", "125M to 66B", "learned positions; norms before or after; projected embeddings (350M)")
 _GPT2 = About("GPT-2", "124M to 1.5B; CodeParrot", "learned positions; joined q, k, v; scores scaled by layer")
 
@@ -142,6 +153,8 @@ register("Qwen2MoeForCausalLM", QWEN2_MOE, _QWEN2_MOE)
 register("Qwen3MoeForCausalLM", QWEN3_MOE, _QWEN3_MOE)
 register("Dots1ForCausalLM", DOTS1, _DOTS1)
 register("Glm4MoeForCausalLM", GLM4_MOE, _GLM4_MOE)
+register("DeepseekV2ForCausalLM", DEEPSEEK_V2, _DEEPSEEK_V2)
+register("DeepseekV3ForCausalLM", DEEPSEEK_V3, _DEEPSEEK_V3)
 register("GptOssForCausalLM", GptOssFamily(), _GPT_OSS)
 register("Qwen3NextForCausalLM", QWEN3_NEXT, _QWEN3_NEXT)
 register("Qwen3_5ForCausalLM", QWEN35, _QWEN35)

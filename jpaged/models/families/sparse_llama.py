@@ -15,7 +15,7 @@ from flax import nnx
 from jpaged.api.errors import CheckpointError, shown
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
-from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward
+from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward, sigmoid_routing
 from jpaged.models.family import Attend
 from jpaged.models.layers import Attention, run_layers
 from jpaged.models.linear import Embedding
@@ -39,17 +39,6 @@ class SparseLlamaConfig(SparseConfig):
     qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
-
-
-@dataclass(frozen=True)
-class Names:
-    """What a checkpoint calls the parts of a sparse layer, behind "model.layers.0."."""
-
-    block: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    shared: str = "shared_experts"
 
 
 class SparseLlamaBlock(nnx.Module):
@@ -108,7 +97,7 @@ class SparseLlamaFamily:
 
     model_type: str
     reads: Callable[[ConfigReader], SparseLlamaConfig]
-    names: Names = Names()
+    names: pieces.ExpertNames = pieces.USUAL_NAMES
     derived_tensors: str = r"rotary_emb\.inv_freq$"
 
     base_prefix = "model."
@@ -136,42 +125,14 @@ class SparseLlamaFamily:
                 yield replace(scale, order=order)
             yield pieces.as_is(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.scale", hidden)
             if config.dense_layers[i]:
-                yield from _gated_mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, config.intermediate_size)
+                yield from pieces.gated_mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, config.intermediate_size)
             else:
-                yield from self._experts(f"{theirs}.{self.names.block}", f"{ours}.mlp", config)
+                yield from pieces.sparse_mlp(f"{theirs}.{self.names.block}", f"{ours}.mlp", config, self.names)
         yield pieces.as_is("model.norm.weight", "norm.scale", hidden)
         if config.tie_word_embeddings:
             yield TiedTensor("lm_head.weight", "model.embed_tokens.weight")
         else:
             yield pieces.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)
-
-    def _experts(self, theirs: str, ours: str, config: SparseLlamaConfig) -> Iterator[Piece]:
-        hidden, names = config.hidden_size, self.names
-        yield pieces.transposed(f"{theirs}.gate.weight", f"{ours}.router.gate", hidden, config.num_experts)
-        if config.routing.biased:
-            correction = f"{theirs}.gate.e_score_correction_bias"
-            yield pieces.as_is(correction, f"{ours}.router.correction", config.num_experts)
-        yield from pieces.experts(
-            f"{theirs}.experts",
-            f"{ours}.experts",
-            hidden,
-            config.expert_size,
-            config.num_experts,
-            gate=names.gate,
-            up=names.up,
-            down=names.down,
-        )
-        if config.shared_size:
-            yield from _gated_mlp(f"{theirs}.{names.shared}", f"{ours}.shared", hidden, config.shared_size)
-        if config.shared_gate:
-            yield pieces.transposed(f"{theirs}.{names.shared}_gate.weight", f"{ours}.shared_gate", hidden, 1)
-
-
-def _gated_mlp(theirs: str, ours: str, hidden: int, inner: int) -> Iterator[Piece]:
-    for slot, name in enumerate(("gate_proj", "up_proj")):
-        split, start = (1, inner, hidden), (0, slot, 0)
-        yield Piece(f"{theirs}.{name}.weight", (inner, hidden), f"{ours}.gate_up", split, (2, 0, 1), start)
-    yield pieces.transposed(f"{theirs}.down_proj.weight", f"{ours}.down", inner, hidden)
 
 
 def _read_mixtral(read: ConfigReader) -> SparseLlamaConfig:
@@ -244,7 +205,7 @@ def _qwen_fields(read: ConfigReader, num_experts: int, *, per_token: int, expert
 
 def _read_dots1(read: ConfigReader) -> SparseLlamaConfig:
     """Huo et al. 2025, arXiv:2506.05767: DeepSeek-V3's router and shared experts, and ordinary attention."""
-    routing = _sigmoid_routing(read)
+    routing = sigmoid_routing(read)
     num_experts = read.integer("n_routed_experts")
     fields = _fields(read, num_experts=num_experts, routing=routing, default_length=2048)
     num_layers, expert_size = fields["num_layers"], read.integer("moe_intermediate_size", 1408)
@@ -266,7 +227,7 @@ def _read_dots1(read: ConfigReader) -> SparseLlamaConfig:
 
 def _read_glm4_moe(read: ConfigReader) -> SparseLlamaConfig:
     """GLM-4.5 Team 2025, arXiv:2508.06471: as dots.llm1, but half of each head is rotated."""
-    routing = _sigmoid_routing(read, per_token=8, renormalized=True)
+    routing = sigmoid_routing(read, per_token=8, renormalized=True)
     num_experts = read.integer("n_routed_experts", 128)
     fields = _fields(read, num_experts=num_experts, routing=routing, default_length=131072, rotated_fraction=0.5)
     num_layers, expert_size = fields["num_layers"], read.integer("moe_intermediate_size", 1408)
@@ -277,19 +238,6 @@ def _read_glm4_moe(read: ConfigReader) -> SparseLlamaConfig:
         dense_layers=tuple(layer < read.number("first_k_dense_replace", 1) for layer in range(num_layers)),
         qk_norm=read.flag("use_qk_norm", False),
         qkv_bias=read.flag("attention_bias", False),
-    )
-
-
-def _sigmoid_routing(read: ConfigReader, *, per_token: int | None = None, renormalized: bool = False) -> Routing:
-    """DeepSeek-V3's router. per_token, renormalized: where config.json leaves them out."""
-    return Routing(
-        per_token=read.integer("num_experts_per_tok", per_token),
-        score="sigmoid",
-        renormalized=read.flag("norm_topk_prob", renormalized),
-        factor=read.number("routed_scaling_factor", 1.0),
-        biased=True,
-        groups=read.integer("n_group", 1),
-        kept_groups=read.integer("topk_group", 1),
     )
 
 
@@ -333,9 +281,11 @@ def _fields(
     }
 
 
-MIXTRAL = SparseLlamaFamily("mixtral", _read_mixtral, Names(block="block_sparse_moe", gate="w1", up="w3", down="w2"))
+MIXTRAL = SparseLlamaFamily(
+    "mixtral", _read_mixtral, pieces.ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+)
 QWEN3_MOE = SparseLlamaFamily("qwen3_moe", _read_qwen3_moe)
-QWEN2_MOE = SparseLlamaFamily("qwen2_moe", _read_qwen2_moe, Names(shared="shared_expert"))
+QWEN2_MOE = SparseLlamaFamily("qwen2_moe", _read_qwen2_moe, pieces.ExpertNames(shared="shared_expert"))
 DOTS1 = SparseLlamaFamily("dots1", _read_dots1)
 GLM4_MOE = SparseLlamaFamily(
     # One layer more than there are, which predicts a token further; of GLM-4.5-Air and of GLM-4.5 and 4.6.

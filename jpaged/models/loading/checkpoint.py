@@ -89,9 +89,7 @@ def read_each(
         piece, read = model.pieces[index], 0
         if tensors != held:
             read, held = sum(tensor.num_bytes for tensor in tensors.values()), tensors
-            arrays = layers.arrays(piece, tensors) if piece.parameter in model.quantized else {}
-            if not arrays:
-                arrays[""] = tensors[piece.tensor].read()
+            arrays = layers.arrays(piece, tensors) or {"": tensors[piece.tensor].read()}
         for part, array in layers.pieces(piece, arrays):
             yield part, array, read
             read = 0

@@ -165,6 +165,38 @@ class HeadShape(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a checkpoint calls the parts of a sparse layer, behind "model.layers.0."."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+
+
+USUAL_NAMES = ExpertNames()
+"""Those of most families."""
+
+
+class SparseShape(Protocol):
+    """What of a `SparseConfig` lays out the parameters of its sparse layers."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def expert_size(self) -> int: ...
+    @property
+    def shared_size(self) -> int: ...
+    @property
+    def shared_gate(self) -> bool: ...
+    @property
+    def routing(self) -> Any: ...
+
+
 def as_is(tensor: str, parameter: str, *shape: int) -> Piece:
     return Piece(tensor, shape, parameter, shape, tuple(range(len(shape))))
 
@@ -324,6 +356,37 @@ def experts(
             yield Piece(f"{theirs}.{name}.weight", (inner, hidden), fused, each, (0, 3, 1, 2), (expert, 0, slot, 0))
         split = (1, hidden, inner)
         yield Piece(f"{theirs}.{down}.weight", (hidden, inner), f"{parameter}.down", split, (0, 2, 1), (expert, 0, 0))
+
+
+def sparse_mlp(theirs: str, ours: str, config: SparseShape, names: ExpertNames = USUAL_NAMES) -> Iterator[Piece]:
+    """The router, experts and shared experts of a layer, into a `SparseMLP`."""
+    hidden = config.hidden_size
+    yield transposed(f"{theirs}.gate.weight", f"{ours}.router.gate", hidden, config.num_experts)
+    if config.routing.biased:
+        correction = f"{theirs}.gate.e_score_correction_bias"
+        yield as_is(correction, f"{ours}.router.correction", config.num_experts)
+    yield from experts(
+        f"{theirs}.experts",
+        f"{ours}.experts",
+        hidden,
+        config.expert_size,
+        config.num_experts,
+        gate=names.gate,
+        up=names.up,
+        down=names.down,
+    )
+    if config.shared_size:
+        yield from gated_mlp(f"{theirs}.{names.shared}", f"{ours}.shared", hidden, config.shared_size)
+    if config.shared_gate:
+        yield transposed(f"{theirs}.{names.shared}_gate.weight", f"{ours}.shared_gate", hidden, 1)
+
+
+def gated_mlp(theirs: str, ours: str, hidden: int, inner: int) -> Iterator[Piece]:
+    """gate_proj, up_proj and down_proj, torch linear layers, into a `GatedMLP`."""
+    for slot, name in enumerate(("gate_proj", "up_proj")):
+        split, start = (1, inner, hidden), (0, slot, 0)
+        yield Piece(f"{theirs}.{name}.weight", (inner, hidden), f"{ours}.gate_up", split, (2, 0, 1), start)
+    yield transposed(f"{theirs}.down_proj.weight", f"{ours}.down", inner, hidden)
 
 
 def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Piece]:

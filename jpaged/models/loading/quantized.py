@@ -13,7 +13,7 @@ from jpaged.api.errors import CheckpointError
 from jpaged.models.loading.pieces import Piece
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model
-from jpaged.models.quantization.layers import derived_piece, is_transposed, stored_layer
+from jpaged.models.quantization.layers import StoredLayer, derived_piece, is_transposed, stored_layer
 from jpaged.models.quantization.scheme import BadTensor, Stored
 
 Tensors = dict[str, StoredTensor]
@@ -25,6 +25,9 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 def expected_tensors(model: Model, piece: Piece) -> dict[str, Stored]:
     """What a checkpoint must have for a piece, by name."""
     layout, scheme = model.quantized.get(piece.parameter), model.config.quantization
+    if scheme is not None and piece.parameter in model.dequantized:
+        layer = StoredLayer(piece.tensor.removesuffix(".weight"), *piece.shape)
+        return {f"{layer.name}.{suffix}": tensor for suffix, tensor in scheme.tensors(layer).items()}
     if layout is None or scheme is None or scheme.online:
         return {piece.tensor: Stored(_FLOATS, (piece.shape,))}
     layer = stored_layer(piece, layout)
@@ -44,16 +47,22 @@ class QuantizedLayers:
         self._orders: dict[str, np.ndarray] = {}
 
     def arrays(self, piece: Piece, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """What the layer's tensors become: see `Scheme.arrays`.
+        """What the layer's tensors become: see `Scheme.arrays`; {} where they are not quantized.
 
         Raises:
             CheckpointError: they hold what cannot be served.
         """
-        layout, scheme = self._model.quantized[piece.parameter], self._model.config.quantization
-        assert scheme is not None
-        layer = stored_layer(piece, layout)
+        layout, scheme = self._model.quantized.get(piece.parameter), self._model.config.quantization
+        plain = piece.parameter in self._model.dequantized
+        if scheme is None or (layout is None and not plain):
+            return {}
+        if layout is None:
+            layer = StoredLayer(piece.tensor.removesuffix(".weight"), *piece.shape)
+        else:
+            layer = stored_layer(piece, layout)
         found: dict[str, Any] = {name.removeprefix(f"{layer.name}."): one.read() for name, one in tensors.items()}
         if scheme.online:
+            assert layout is not None
             weight = found["weight"].T if is_transposed(piece, layout) else found["weight"]
             found = {"weight": jax.device_put(weight, self._device)}
         try:
@@ -63,6 +72,9 @@ class QuantizedLayers:
             raise CheckpointError(
                 f"{at_fault.path}: tensor {at_fault.name!r} {error.reason}; download or quantize it again."
             ) from None
+        if plain:
+            here = {suffix: jax.device_put(array, self._device) for suffix, array in arrays.items()}
+            return {"": scheme.dequantized(here, self._model.dtype)}
         if "_order" in arrays:
             known = self._orders.setdefault(piece.parameter, arrays["_order"])
             if not np.array_equal(known, arrays["_order"]):

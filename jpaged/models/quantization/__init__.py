@@ -27,14 +27,15 @@ __all__ = ["SUFFIXES", "Scheme", "find_scheme", "quantize"]
 
 def quantize(
     module: Any, scheme: Scheme, pieces: Iterable[Piece], rngs: nnx.Rngs, shards: int
-) -> dict[str, LinearLayout]:
+) -> tuple[dict[str, LinearLayout], frozenset[str]]:
     """Puts the scheme's layers in the place of a module's `Linear`s, except for embeddings and heads.
 
     Online, those are quantized that tensor parallelism splits: the products of attention and MLPs.
 
     pieces: of the whole model's checkpoint, whose names say which layers the scheme covers.
     shards: of the model; the module is one of them.
-    Returns the layouts of those that were replaced, by their parameters' names.
+    Returns the layouts of those that were replaced, by their parameters' names; and the names of the other parameters
+    that loading makes plain numbers (`Scheme.dequantizes`).
 
     Raises:
         UnsupportedModelError: layers that are one product here are only partly quantized, or none is.
@@ -43,12 +44,13 @@ def quantize(
     of_parameter: dict[str, list[Piece]] = {}
     for piece in pieces:
         of_parameter.setdefault(piece.parameter, []).append(piece)
-    found = {}
+    found, linear = {}, set()
     for path, node in nnx.iter_graph(module):
-        if type(node) is Linear:
-            name = ".".join(map(str, path))
-            if _covers(scheme, node.layout, name, of_parameter.get(name, [])):
-                found[name] = (path, node)
+        name = ".".join(map(str, path))
+        if isinstance(node, Linear):
+            linear.add(name)
+        if type(node) is Linear and _covers(scheme, node.layout, name, of_parameter.get(name, [])):
+            found[name] = (path, node)
     if not found:
         raise UnsupportedModelError(f"The scheme {scheme.name!r} quantizes no layer of this model.")
     for path, node in found.values():
@@ -57,7 +59,15 @@ def quantize(
         for part in path[:-1]:
             owner = owner[part] if isinstance(part, int) else getattr(owner, str(part))
         setattr(owner, str(path[-1]), scheme.kind.linear(node, rngs))
-    return {name: node.layout for name, (_, node) in found.items()}
+    others = {name: of for name, of in of_parameter.items() if scheme.dequantizes and name not in linear}
+    stored = frozenset(name for name, of in others.items() if all(_is_stored_layer(scheme, piece) for piece in of))
+    return {name: node.layout for name, (_, node) in found.items()}, stored
+
+
+def _is_stored_layer(scheme: Scheme, piece: Piece) -> bool:
+    """Whether a tensor that belongs to no `Linear` is the weight of a linear layer which the scheme covers."""
+    name, is_weight = piece.tensor.removesuffix(".weight"), piece.tensor.endswith(".weight")
+    return is_weight and len(piece.shape) == 2 and scheme.modules.covers(name)
 
 
 def _check_split(scheme: Scheme, layout: LinearLayout, shards: int) -> None:

@@ -13,8 +13,11 @@ elsewhere it would save no time.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jpaged.models.quantization.fp8 import Fp8, quantize_rows
@@ -31,6 +34,13 @@ class Fp8Weights(Scheme):
 
     scale: str = "weight_scale"
     blocks: bool = False
+
+    @property
+    def dequantizes(self) -> bool:
+        return self.blocks
+
+    def dequantized(self, arrays: Mapping[str, Any], dtype: jnp.dtype) -> jax.Array:
+        return _dequantized(arrays[""], arrays["_scale"], BLOCK, jnp.dtype(dtype))
 
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
         out = layer.outputs
@@ -57,6 +67,13 @@ class Fp8Weights(Scheme):
         if "input_scale" in found:
             arrays["_input_scale"] = checked_scales(found, "input_scale").reshape(1)
         return arrays
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _dequantized(values: jax.Array, scales: jax.Array, group: int, dtype: jnp.dtype) -> jax.Array:
+    """Rounded once, from float32."""
+    wide = values.astype(jnp.float32) * jnp.repeat(scales, group, axis=1)[:, : values.shape[1]]
+    return wide.astype(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

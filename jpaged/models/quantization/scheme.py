@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
@@ -77,6 +79,12 @@ class Scheme:
     def online(self) -> bool:
         return False
 
+    @property
+    def dequantizes(self) -> bool:
+        """Whether weights that no `Linear` has, such as experts', are read from a checkpoint in this scheme, too. They
+        become plain numbers (`dequantized`)."""
+        return False
+
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
         """What a checkpoint has of a layer, by what its tensors' names end with, less the bias."""
         raise NotImplementedError
@@ -92,6 +100,10 @@ class Scheme:
         Raises:
             BadTensor: one holds what cannot be served.
         """
+        raise NotImplementedError
+
+    def dequantized(self, arrays: Mapping[str, Any], dtype: jnp.dtype) -> jax.Array:
+        """A layer's weight [outputs, inputs], of what `arrays` made of it, on the device that they are on."""
         raise NotImplementedError
 
     def check_layer(self, layer: StoredLayer) -> None:

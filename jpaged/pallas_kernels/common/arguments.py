@@ -7,6 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpaged.pallas_kernels.devices import Device
+from jpaged.pallas_kernels.registry import is_hopper
+
 ArrayLike = jax.Array | jax.ShapeDtypeStruct
 
 FLOATS = (jnp.bfloat16.dtype, jnp.float16.dtype, jnp.float32.dtype, jnp.float64.dtype)
@@ -52,11 +55,28 @@ def _shape(x: object) -> tuple[int, ...] | str:
     return tuple(getattr(x, "shape", ())) or ""
 
 
-def check_pool(name: str, pool: ArrayLike) -> None:
-    """Raises ValueError unless `pool` is a float array [num_blocks, 2, kv_heads, block_size, head_dim]."""
+def holds_latents(pool: ArrayLike) -> bool:
+    """Whether a (checked) pool has no values apart from keys."""
+    return pool.shape[1] == 1
+
+
+def latents_on_hopper(device: Device, kv_pool: ArrayLike) -> bool:
+    """Whether a call is one for Triton although the device is a Hopper GPU, whose own kernels take no latents; for
+    `Op.also`."""
+    return is_hopper(device) and holds_latents(kv_pool)
+
+
+def check_pool(name: str, pool: ArrayLike, *, latents: bool = False) -> None:
+    """Raises ValueError unless `pool` is a float array [num_blocks, 2, kv_heads, block_size, head_dim].
+
+    latents: it may also be one of latents, [num_blocks, 1, kv_heads, block_size, head_dim].
+    """
     check_rank(name, pool, "num_blocks, 2, kv_heads, block_size, head_dim")
-    if pool.shape[1] != 2:
-        raise ValueError(f"{name} must be [num_blocks, 2, kv_heads, block_size, head_dim], got shape {pool.shape}")
+    if pool.shape[1] != 2 and not (latents and holds_latents(pool)):
+        parts = "2 or 1" if latents else "2"
+        raise ValueError(
+            f"{name} must be [num_blocks, {parts}, kv_heads, block_size, head_dim], got shape {pool.shape}"
+        )
     if min(pool.shape) < 1:
         raise ValueError(f"{name} must not have an empty axis, got shape {pool.shape}")
     if pool.dtype not in FLOATS:
@@ -68,7 +88,7 @@ def check_pools(name: str, pools: tuple[ArrayLike, ...]) -> None:
     if not isinstance(pools, (tuple, list)) or not pools:
         raise ValueError(f"{name} must be a non-empty tuple of pools, one a layer, got {type(pools).__name__}")
     for i, pool in enumerate(pools):
-        check_pool(f"{name}[{i}]", pool)
+        check_pool(f"{name}[{i}]", pool, latents=True)
         if pool.shape != pools[0].shape or pool.dtype != pools[0].dtype:
             raise ValueError(
                 f"{name} must all have one shape and dtype: {name}[{i}] is {pool.dtype}{pool.shape}, "

@@ -6,19 +6,21 @@ Checks run while tracing, on shapes and types alone.
 import math
 import numbers
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jpaged.pallas_kernels.common.arguments import ArrayLike, check_rank, check_real
+from jpaged.pallas_kernels.common import arguments as check
+from jpaged.pallas_kernels.common.arguments import ArrayLike, check_rank, check_real, holds_latents
+from jpaged.pallas_kernels.devices import Device
 
 
 class Operands(NamedTuple):
     """The arrays that every attention op takes.
 
-    q: [queries, heads, head_dim]. kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim]. block_tables: int32
-    [rows, M]. kv_lens: int32 [rows]. alibi_slopes: float32 [heads], or None.
+    q: [queries, heads, head_dim]. kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim], or of latents 1 in place
+    of 2. block_tables: int32 [rows, M]. kv_lens: int32 [rows]. alibi_slopes: float32 [heads], or None.
     """
 
     q: jax.Array
@@ -35,19 +37,58 @@ class Features:
     scale: float
     sliding_window: int | None = None
     logit_softcap: float | None = None
+    value_dim: int | None = None
 
 
 def check_features(
     q: jax.Array,
+    kv_pool: jax.Array,
     block_tables: jax.Array,
     scale: float | None,
     sliding_window: int | None,
     logit_softcap: float | None,
+    value_dim: int | None,
 ) -> Features:
     """The attention ops' options, checked, with the default scale in its place."""
     if block_tables.shape[1] < 1:
         raise ValueError(f"block_tables must have at least one column, got shape {tuple(block_tables.shape)}")
-    return Features(check_scale(scale, q.shape[2]), check_window(sliding_window), check_softcap(logit_softcap))
+    value_dim = check_value_dim(value_dim, kv_pool)
+    scale = check_scale(scale, q.shape[2])
+    return Features(scale, check_window(sliding_window), check_softcap(logit_softcap), value_dim)
+
+
+def check_value_dim(value_dim: int | None, pool: ArrayLike) -> int | None:
+    """Raises ValueError unless it says how wide values are where a (checked) pool holds latents, and is None where it
+    does not."""
+    if not holds_latents(pool):
+        if value_dim is not None:
+            raise ValueError(f"value_dim must be None for a pool that has values apart from keys, got {value_dim!r}")
+        return None
+    if (
+        isinstance(value_dim, bool)
+        or not isinstance(value_dim, numbers.Integral)
+        or not 1 <= value_dim <= pool.shape[4]
+    ):
+        raise ValueError(
+            f"value_dim must be an int from 1 to the {pool.shape[4]} columns of the pool's latents, got {value_dim!r}"
+        )
+    return int(value_dim)
+
+
+def latents_on_hopper(device: Device, q: ArrayLike, kv_pool: ArrayLike, value_dim: int | None = None) -> bool:
+    """As `arguments.latents_on_hopper`, of what attention ops give `Op.pick`."""
+    return check.latents_on_hopper(device, kv_pool)
+
+
+def to_pick_by(q: ArrayLike, kv_pool: ArrayLike, value_dim: int | None) -> tuple[Any, ...]:
+    """What attention ops give `Op.pick`: q and kv_pool, and for a pool of latents value_dim, too. So an implementation
+    that does not know of latents is not asked whether it supports them, but fails."""
+    return (q, kv_pool) if value_dim is None else (q, kv_pool, value_dim)
+
+
+def output_shape(q: jax.Array, features: Features) -> tuple[int, ...]:
+    """Of the attention of these queries: [queries, heads, columns of a value]."""
+    return q.shape if features.value_dim is None else (*q.shape[:2], features.value_dim)
 
 
 def check_queries(q: ArrayLike, pool: ArrayLike) -> None:

@@ -13,6 +13,8 @@ grow with the context. Queries are cut into *items*, up to `ITEM_QUERIES` consec
 
 Slots that no live token owns may hold anything, NaN included: scores are masked before the softmax, and V is
 zeroed where no query of the item sees it, since 0 * NaN is NaN.
+
+Of a pool of latents, V is the first columns of K.
 """
 
 from typing import NamedTuple
@@ -21,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands, output_shape
 
 ITEM_QUERIES = 32
 _GROUP_ITEMS = 32
@@ -55,13 +57,13 @@ def _group_attention(
 
     operands: the items', with queries [G, Q, H, D], tables int32 [G, M] and lengths int32 [G]. counts, first_positions:
     int32 [G]. Unless causal, all of an item's queries stand at its first position.
-    Returns the output, [G, Q, H, D] float32 or wider, and its log-sum-exp [G, Q, H].
+    Returns the output, [G, Q, H, D or value_dim] float32 or wider, and its log-sum-exp [G, Q, H].
     """
     q, kv_pool, tables, kv_lens, alibi_slopes = operands
     sliding_window, logit_softcap = features.sliding_window, features.logit_softcap
     group, queries, heads, head_dim = q.shape
-    _, _, kv_heads, block_size, _ = kv_pool.shape
-    share = heads // kv_heads
+    _, arrays, kv_heads, block_size, _ = kv_pool.shape
+    share, value_dim = heads // kv_heads, features.value_dim or head_dim
     wide = jnp.promote_types(q.dtype, jnp.float32)
     blocks = max(1, min(_TILE_TOKENS // block_size, tables.shape[1]))
     tile = blocks * block_size
@@ -85,8 +87,8 @@ def _group_attention(
     def body(carry: tuple) -> tuple:
         t, acc, top, total = carry
         ids = lax.dynamic_slice_in_dim(tables, t * blocks, blocks, axis=1)
-        kv = kv_pool.at[ids].get(mode="clip")  # [G, blocks, 2, KVH, BS, D]
-        kv = kv.transpose(2, 0, 3, 1, 4, 5).reshape(2, group, kv_heads, tile, head_dim).astype(wide)
+        kv = kv_pool.at[ids].get(mode="clip")  # [G, blocks, 2 or 1, KVH, BS, D]
+        kv = kv.transpose(2, 0, 3, 1, 4, 5).reshape(arrays, group, kv_heads, tile, head_dim).astype(wide)
         keys = t * tile + jnp.arange(tile, dtype=jnp.int32)
         owned = (keys >= lowest[:, None]) & (keys < highest[:, None])
         s = jnp.einsum("gkqd,gktd->gkqt", q_rows, kv[0], precision=lax.Precision.HIGHEST)
@@ -103,7 +105,7 @@ def _group_attention(
         new_top = jnp.maximum(top, s.max(axis=-1))
         p = jnp.where(seen, jnp.exp(s - new_top[..., None]), 0)
         shrink = jnp.exp(top - new_top)
-        v = jnp.where(owned[:, None, :, None], kv[1], 0)
+        v = jnp.where(owned[:, None, :, None], kv[-1, ..., :value_dim], 0)
         pv = jnp.einsum(
             "gkqt,gktd->gkqd", p.reshape(group, kv_heads, -1, tile), v, precision=lax.Precision.HIGHEST
         ).reshape(acc.shape)
@@ -112,14 +114,14 @@ def _group_attention(
     rows = (group, kv_heads, queries, share)
     start = (
         first_tile,
-        jnp.zeros((*rows, head_dim), wide),
+        jnp.zeros((*rows, value_dim), wide),
         jnp.full(rows, _MASKED, wide),
         jnp.zeros(rows, wide),
     )
     _, acc, top, total = lax.while_loop(lambda carry: carry[0] < end_tile, body, start)
     out = acc / jnp.where(total > 0, total, 1)[..., None]
     lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
-    out = out.transpose(0, 2, 1, 3, 4).reshape(group, queries, heads, head_dim)
+    out = out.transpose(0, 2, 1, 3, 4).reshape(group, queries, heads, value_dim)
     return out, lse.transpose(0, 2, 1, 3).reshape(group, queries, heads)
 
 
@@ -147,6 +149,7 @@ def scan_items(
         lse = lse.at[token].set(part_lse.astype(lse.dtype), mode="drop")
         return g + 1, out, lse
 
-    start = (jnp.int32(0), jnp.zeros_like(q), jnp.full((tokens, heads), -jnp.inf, jnp.float32))
+    empty = jnp.zeros(output_shape(q, features), q.dtype)
+    start = (jnp.int32(0), empty, jnp.full((tokens, heads), -jnp.inf, jnp.float32))
     _, out, lse = lax.while_loop(lambda carry: carry[0] * group < items.total, body, start)
     return out, lse

@@ -19,17 +19,36 @@ LOG2E = math.log2(math.e)
 _NO_KEYS = tl.constexpr(-1e30)  # running maxima start here, so that no inf - inf is ever formed
 
 
-def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
-    """Why the attention kernels cannot take these (checked) arguments; None if they can."""
+def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> str | None:
+    """Why the attention kernels cannot take these (checked) arguments; None if they can. value_dim: of latents."""
     _, _, _, block_size, head_dim = kv_pool.shape
     if kv_pool.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"dtype {kv_pool.dtype} is not bfloat16, float16 or float32"
     most = MOST_HEAD_DIM if kv_pool.dtype.itemsize == 2 else MOST_HEAD_DIM // 2
-    if head_dim % 16 or head_dim > most:
+    if value_dim is None and (head_dim % 16 or head_dim > most):
         return f"head_dim {head_dim} is not a multiple of 16 of at most {most} in {kv_pool.dtype}"
+    if value_dim is not None and (value_dim % 16 or head_dim % 8 or value_dim > most or head_dim > 2 * value_dim):
+        return (
+            f"head_dim {head_dim} is not a multiple of 8, or value_dim {value_dim} not one of 16 of at most {most} in"
+            f" {kv_pool.dtype} and at least half of head_dim"
+        )
     if block_size not in BLOCK_SIZES:
         return f"block size {block_size} is not one of {BLOCK_SIZES}"
     return None
+
+
+def column_constants(head_dim: int, features: Features) -> dict[str, Any]:
+    """The kernels' constants for what a pool has of a token: columns of a key and of a value, the latter rounded up to
+    a power of two; and of latents, how many columns of a key are behind the value's, rounded up likewise."""
+    value_dim = features.value_dim or head_dim
+    tail = head_dim - value_dim
+    return {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "DIM": max(16, triton.next_power_of_2(value_dim)),
+        "LATENT": features.value_dim is not None,
+        "TAIL": max(16, triton.next_power_of_2(tail)) if tail else 0,
+    }
 
 
 def score_constants(features: Features, alibi_slopes: jax.Array | None) -> dict[str, Any]:
@@ -56,6 +75,51 @@ def scores(products, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr
             e = tl.exp2(x * (2 * 1.4426950408889634 / CAP))
             x = CAP - (2 * CAP) / (1.0 + e)
     return x, FACTOR
+
+
+@triton.jit
+def load_queries(at, is_query, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr):
+    """Queries of the rows that begin at `at` [ROWS], 0 where there is none: [ROWS, DIM]; and of latents the columns
+    behind the value's [ROWS, TAIL], else anything."""
+    d = tl.arange(0, DIM)
+    queries = tl.load(at[:, None] + d[None, :], mask=is_query[:, None] & (d < VALUE_DIM)[None, :], other=0.0)
+    behind = queries
+    if TAIL > 0:
+        e = tl.arange(0, TAIL)
+        is_kept = is_query[:, None] & (e < HEAD_DIM - VALUE_DIM)[None, :]
+        behind = tl.load(at[:, None] + VALUE_DIM + e[None, :], mask=is_kept, other=0.0)
+    return queries, behind
+
+
+@triton.jit
+def products_and_values(
+    queries, behind, at, VALUES: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr,
+    LATENT: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Products of queries (as `load_queries` gives them) with the keys that begin at `at` [keys], and their values
+    [keys, DIM], which are VALUES numbers behind, or of latents the keys' own first columns."""
+    d = tl.arange(0, DIM)
+    k_at = at[:, None] + d[None, :]
+    if DIM == VALUE_DIM:
+        k = tl.load(k_at)
+    else:
+        k = tl.load(k_at, mask=(d < VALUE_DIM)[None, :], other=0.0)
+    if LATENT:
+        v = k
+    elif DIM == VALUE_DIM:
+        v = tl.load(k_at + VALUES)
+    else:
+        v = tl.load(k_at + VALUES, mask=(d < VALUE_DIM)[None, :], other=0.0)
+    products = tl.dot(queries, tl.trans(k), input_precision="ieee")
+    if TAIL > 0:
+        e = tl.arange(0, TAIL)
+        tail_at = at[:, None] + VALUE_DIM + e[None, :]
+        if VALUE_DIM + TAIL == HEAD_DIM:
+            tail = tl.load(tail_at)
+        else:
+            tail = tl.load(tail_at, mask=(e < HEAD_DIM - VALUE_DIM)[None, :], other=0.0)
+        products = tl.dot(behind, tl.trans(tail), products, input_precision="ieee")
+    return products, v
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from jpaged.pallas_kernels.common import attention_arguments as attention
 from jpaged.pallas_kernels.common.sinks import count_sinks
 from jpaged.pallas_kernels.registry import Op
 
-OP = Op("decode_attention", __package__)
+OP = Op("decode_attention", __package__, also={"triton": attention.latents_on_hopper})
 
 
 def decode_attention(
@@ -22,6 +22,7 @@ def decode_attention(
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -39,24 +40,27 @@ def decode_attention(
         logit_softcap: scores become cap * tanh(score / cap), before ALiBi and the mask.
         alibi_slopes: float [heads]; adds slope * (key position - query position) to the scores.
         sinks: float [heads]; logits without values, which join the softmax of every query.
+        value_dim: of a pool of latents [num_blocks, 1, kv_heads, block_size, head_dim], whose values are the first so
+            many columns of their keys (MLA, arXiv:2405.04434); None for a pool with values apart.
         return_lse: also return the log-sum-exp, by which partial results are merged. It counts the sinks: give them to
             none of the parts, or to one alone.
         backend: None (by device), "hopper", "triton" or "xla".
     Returns:
-        [B, heads, head_dim] of q's dtype; with return_lse also float32 [B, heads], natural logarithm.
+        [B, heads, head_dim] of q's dtype, or [B, heads, value_dim]; with return_lse also float32 [B, heads], natural
+        logarithm.
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    check.check_pool("kv_pool", kv_pool)
+    check.check_pool("kv_pool", kv_pool, latents=True)
     attention.check_queries(q, kv_pool)
     check.check_int32("block_tables", block_tables, "B, M", (q.shape[0], None))
     check.check_int32("kv_lens", kv_lens, "B", (q.shape[0],))
-    features = attention.check_features(q, block_tables, scale, sliding_window, logit_softcap)
+    features = attention.check_features(q, kv_pool, block_tables, scale, sliding_window, logit_softcap, value_dim)
     slopes = attention.check_alibi(alibi_slopes, q.shape[1])
     sinks = attention.check_per_head("sinks", sinks, q.shape[1])
-    kernel = OP.pick(backend, q, kv_pool).run
+    kernel = OP.pick(backend, *attention.to_pick_by(q, kv_pool, features.value_dim)).run
     if q.shape[0] == 0:
-        out, lse = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
+        out, lse = jnp.zeros(attention.output_shape(q, features), q.dtype), jnp.zeros(q.shape[:2], jnp.float32)
     else:
         out, lse = kernel(attention.Operands(q, kv_pool, block_tables, kv_lens, slopes), features)
     out, lse = count_sinks(out, lse, sinks)

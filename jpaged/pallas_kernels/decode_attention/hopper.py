@@ -95,8 +95,10 @@ def default_config(head_dim: int, columns: int) -> Config:
     return Config(tile=tile, leaf=128, chunk=2048, ctas=ctas, stages=stages, handovers=handovers)
 
 
-def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
+def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> str | None:
     """Why the kernel cannot take these (already checked) arguments; None if it can."""
+    if value_dim is not None:
+        return "it takes keys and values apart, not latents"
     _, _, _, block_size, head_dim = kv_pool.shape
     if kv_pool.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {kv_pool.dtype} is not bfloat16 or float16"

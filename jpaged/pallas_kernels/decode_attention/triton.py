@@ -25,11 +25,14 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands, output_shape
 from jpaged.pallas_kernels.common.triton_attention import (
     add_keys,
+    column_constants,
     fold,
+    load_queries,
     no_state,
+    products_and_values,
     result,
     score_constants,
     scores,
@@ -112,6 +115,23 @@ _CONFIGS = {80: _LARGE, 86: _SMALL, 90: _LARGE, 100: _LARGE, 120: _SMALL}
 """By family of GPUs; padded head_dim, and bytes of a number. Those of head_dim 128 in 16 bits are
 the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
 
+_LARGE_LATENTS = {
+    2: Config(tile=32, warps=8, stages=3, ctas=1),
+    4: Config(tile=16, warps=8, stages=2, ctas=1),
+}
+_SMALL_LATENTS = _LARGE_LATENTS | {2: Config(tile=16, warps=8, stages=3, ctas=1)}
+_OF_LATENTS = {
+    80: _LARGE_LATENTS,
+    86: _SMALL_LATENTS,
+    90: _LARGE_LATENTS,
+    100: _LARGE_LATENTS,
+    120: _SMALL_LATENTS,
+}
+"""By family of GPUs, and bytes of a number: for tiles of 16 query heads that meet the 512 + 64 columns of DeepSeek's
+latents. Each warp holds all queries of a tile, which leaves no registers for more of them. Not measured."""
+
+_LATENT_ROWS = 16
+
 
 @partial(jax.jit, static_argnames=("features", "config"))
 def decode_attention(
@@ -125,10 +145,13 @@ def decode_attention(
     batch, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
     share = heads // kv_heads
-    rows = rows_of_a_tile(share, head_dim, q.dtype.itemsize)
+    value_dim = features.value_dim or head_dim
+    if features.value_dim is None:
+        rows = rows_of_a_tile(share, head_dim, q.dtype.itemsize)
+        config = config or default_config(head_dim, rows, q.dtype.itemsize)
+    else:
+        rows, config = _LATENT_ROWS, config or for_family(_OF_LATENTS)[q.dtype.itemsize]
     groups = kv_heads * triton.cdiv(share, rows)
-    if config is None:
-        config = default_config(head_dim, rows, q.dtype.itemsize)
     cuts = Cuts(config.tile, _LEAF_TOKENS, _CHUNK_TOKENS, num_multiprocessors() * _CUT_FOR)
     ctas = num_multiprocessors() * config.ctas
     max_len = block_tables.shape[1] * block_size
@@ -139,8 +162,9 @@ def decode_attention(
     state = [
         jax.ShapeDtypeStruct(shape, jnp.float32)
         for part in parts
-        for shape in ((max(part, 1), groups, rows, head_dim), (max(part, 1), groups, 2, rows))
+        for shape in ((max(part, 1), groups, rows, value_dim), (max(part, 1), groups, 2, rows))
     ]
+    results = [jax.ShapeDtypeStruct(output_shape(q, features), q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)]
     out, lse, *_ = call(
         _decode,
         Launch(
@@ -156,18 +180,17 @@ def decode_attention(
         *work,
         jnp.zeros((1,), jnp.float32) if alibi_slopes is None else alibi_slopes,
         updated=[jnp.zeros(((most_cut + batch) * groups,), jnp.int32)],
-        out=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32), *state],
+        out=[*results, *state],
         SHARE=share,
         KV_HEADS=kv_heads,
         ROWS=rows,
-        HEAD_DIM=head_dim,
-        DIM=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=block_size,
         TABLE=block_tables.shape[1],
         TILE=config.tile,
         SLOTS=slots,
         MOST_LEAVES=cuts.most_leaves,
         CUT_CHUNKS=most_cut,
+        **column_constants(head_dim, features),
         **score_constants(features, alibi_slopes),
     )
     return out, lse
@@ -177,21 +200,22 @@ def decode_attention(
 def _decode(
     q, pool, tables, units, num_units, slopes, counters,
     out, lse, leaf_acc, leaf_sums, chunk_acc, chunk_sums,
-    SHARE: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, TABLE: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, MOST_LEAVES: tl.constexpr,
-    CUT_CHUNKS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+    SHARE: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TABLE: tl.constexpr,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, MOST_LEAVES: tl.constexpr, CUT_CHUNKS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, TAIL: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     SPLITS: tl.constexpr = (SHARE + ROWS - 1) // ROWS  # groups of a KV head
     GROUPS: tl.constexpr = KV_HEADS * SPLITS
-    d, t = tl.arange(0, DIM), tl.arange(0, TILE)
+    ARRAYS: tl.constexpr = 1 if LATENT else 2
+    t = tl.arange(0, TILE)
     for item in range(tl.program_id(0), tl.load(num_units) * GROUPS, tl.num_programs(0)):
         unit, group = units + (item // GROUPS) * _FIELDS, item % GROUPS
         row, begin, end = tl.load(unit + _ROW), tl.load(unit + _BEGIN), tl.load(unit + _END)
         length, leaf_tiles = tl.load(unit + _LENGTH), tl.load(unit + _LEAF_TILES)
         kv_head = group // SPLITS
         head, is_head = _heads(row, group, SHARE, KV_HEADS, SPLITS, ROWS)
-        is_dim = d < HEAD_DIM
-        queries = tl.load(q + head[:, None] * HEAD_DIM + d[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0)
+        queries, behind = load_queries(q + head * HEAD_DIM, is_head, HEAD_DIM, VALUE_DIM, DIM, TAIL)
         if ALIBI:
             slope = tl.load(slopes + head % (KV_HEADS * SHARE), mask=is_head, other=0.0) * 1.4426950408889634
         first_seen = 0 if WINDOW is None else tl.maximum(length - WINDOW, 0)
@@ -208,14 +232,11 @@ def _decode(
             # In place of keys that are not seen, which may be NaN, one that is.
             nearest = tl.maximum(tl.minimum(position, end - 1), first_seen)
             block = tl.load(tables + row * TABLE + nearest // BLOCK).to(tl.int64)
-            key = (block * (2 * KV_HEADS) + kv_head) * (BLOCK * HEAD_DIM) + (nearest % BLOCK) * HEAD_DIM
-            k_at = pool + (key[:, None] + d[None, :])
-            v_at = k_at + KV_HEADS * BLOCK * HEAD_DIM
-            if DIM == HEAD_DIM:
-                k, v = tl.load(k_at), tl.load(v_at)
-            else:
-                k, v = tl.load(k_at, mask=is_dim[None, :], other=0.0), tl.load(v_at, mask=is_dim[None, :], other=0.0)
-            x, FACTOR = scores(tl.dot(queries, tl.trans(k), input_precision="ieee"), SCALE, CAP, ALIBI)
+            key = (block * (ARRAYS * KV_HEADS) + kv_head) * (BLOCK * HEAD_DIM) + (nearest % BLOCK) * HEAD_DIM
+            products, v = products_and_values(
+                queries, behind, pool + key, KV_HEADS * BLOCK * HEAD_DIM, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL
+            )
+            x, FACTOR = scores(products, SCALE, CAP, ALIBI)
             if ALIBI:
                 x += slope[:, None] * (position - (length - 1)).to(tl.float32)[None, :]
             x = tl.where(seen[None, :], x, float("-inf"))
@@ -227,19 +248,19 @@ def _decode(
         if CUT_CHUNKS > 0 and MOST_LEAVES > 1 and leaves > 1:
             cut = tl.load(unit + _CUT)
             leaf = cut * MOST_LEAVES + tl.load(unit + _LEAF_NUMBER)
-            _put(leaf_acc, leaf_sums, leaf, group, acc, top, total, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
+            _put(leaf_acc, leaf_sums, leaf, group, acc, top, total, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
             if _count(counters + cut * GROUPS + group) == leaves - 1:
                 all_acc, all_top, all_total = _collect(
-                    leaf_acc, leaf_sums, cut * MOST_LEAVES, leaves, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM
+                    leaf_acc, leaf_sums, cut * MOST_LEAVES, leaves, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM
                 )
                 _finish_chunk(
                     all_acc, all_top, all_total, unit, row, group, out, lse, chunk_acc, chunk_sums, counters,
-                    SHARE, KV_HEADS, GROUPS, SPLITS, ROWS, HEAD_DIM, DIM, SLOTS, CUT_CHUNKS,
+                    SHARE, KV_HEADS, GROUPS, SPLITS, ROWS, VALUE_DIM, DIM, SLOTS, CUT_CHUNKS,
                 )  # fmt: skip
         else:
             _finish_chunk(
                 acc, top, total, unit, row, group, out, lse, chunk_acc, chunk_sums, counters,
-                SHARE, KV_HEADS, GROUPS, SPLITS, ROWS, HEAD_DIM, DIM, SLOTS, CUT_CHUNKS,
+                SHARE, KV_HEADS, GROUPS, SPLITS, ROWS, VALUE_DIM, DIM, SLOTS, CUT_CHUNKS,
             )  # fmt: skip
 
 
@@ -247,20 +268,20 @@ def _decode(
 def _finish_chunk(
     acc, top, total, unit, row, group, out, lse, chunk_acc, chunk_sums, counters,
     SHARE: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, CUT_CHUNKS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, CUT_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Stores the result of a sequence that is one chunk; of others, the last chunk to be done stores it."""
     chunks = tl.load(unit + _CHUNKS)
     if SLOTS > 1 and chunks > 1:
         chunk = row * SLOTS + tl.load(unit + _CHUNK)
-        _put(chunk_acc, chunk_sums, chunk, group, acc, top, total, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
+        _put(chunk_acc, chunk_sums, chunk, group, acc, top, total, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
         if _count(counters + (CUT_CHUNKS + row) * GROUPS + group) == chunks - 1:
             all_acc, all_top, all_total = _collect(
-                chunk_acc, chunk_sums, row * SLOTS, chunks, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM
+                chunk_acc, chunk_sums, row * SLOTS, chunks, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM
             )
-            _store(all_acc, all_top, all_total, row, group, out, lse, SHARE, KV_HEADS, SPLITS, ROWS, HEAD_DIM, DIM)
+            _store(all_acc, all_top, all_total, row, group, out, lse, SHARE, KV_HEADS, SPLITS, ROWS, VALUE_DIM, DIM)
     else:
-        _store(acc, top, total, row, group, out, lse, SHARE, KV_HEADS, SPLITS, ROWS, HEAD_DIM, DIM)
+        _store(acc, top, total, row, group, out, lse, SHARE, KV_HEADS, SPLITS, ROWS, VALUE_DIM, DIM)
 
 
 @triton.jit
@@ -273,34 +294,34 @@ def _heads(row, group, SHARE: tl.constexpr, KV_HEADS: tl.constexpr, SPLITS: tl.c
 @triton.jit
 def _store(
     acc, top, total, row, group, out, lse, SHARE: tl.constexpr, KV_HEADS: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, DIM)
     head, is_head = _heads(row, group, SHARE, KV_HEADS, SPLITS, ROWS)
     o, s = result(acc, top, total)
-    at = head[:, None] * HEAD_DIM + d[None, :]
-    tl.store(out + at, o.to(out.dtype.element_ty), mask=is_head[:, None] & (d < HEAD_DIM)[None, :])
+    at = head[:, None] * VALUE_DIM + d[None, :]
+    tl.store(out + at, o.to(out.dtype.element_ty), mask=is_head[:, None] & (d < VALUE_DIM)[None, :])
     tl.store(lse + head, s, mask=is_head)
 
 
 @triton.jit
 def _place(
-    index, group, SHARE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    index, group, SHARE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, VALUE_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):  # fmt: skip
     """Where the state of a part's group is in memory and which of it is kept: its sums of values [ROWS, DIM], and its
     maxima [ROWS], behind which are its sums."""
     r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     at, is_head = (index * GROUPS + group).to(tl.int64) * ROWS, r < SHARE
-    return (at + r)[:, None] * HEAD_DIM + d[None, :], is_head[:, None] & (d < HEAD_DIM)[None, :], 2 * at + r, is_head
+    return (at + r)[:, None] * VALUE_DIM + d[None, :], is_head[:, None] & (d < VALUE_DIM)[None, :], 2 * at + r, is_head
 
 
 @triton.jit
 def _put(
     accs, sums, index, group, acc, top, total, SHARE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    at, is_kept, row, is_head = _place(index, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
+    at, is_kept, row, is_head = _place(index, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
     tl.store(accs + at, acc, mask=is_kept, cache_modifier=".cg")
     tl.store(sums + row, top, mask=is_head, cache_modifier=".cg")
     tl.store(sums + row + ROWS, total, mask=is_head, cache_modifier=".cg")
@@ -316,16 +337,16 @@ def _count(counter):
 @triton.jit
 def _collect(
     accs, sums, first, count, group, SHARE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """The fold of `count` parts from the `first` on, in order; four at a time are on their way from memory, past the
     first-level cache, which may hold what was there before."""
     acc, top, total = no_state(ROWS, DIM)
     for i in range(0, count, 4):
-        acc_0, top_0, total_0 = _take(accs, sums, first, i, count, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
-        acc_1, top_1, total_1 = _take(accs, sums, first, i + 1, count, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
-        acc_2, top_2, total_2 = _take(accs, sums, first, i + 2, count, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
-        acc_3, top_3, total_3 = _take(accs, sums, first, i + 3, count, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
+        acc_0, top_0, total_0 = _take(accs, sums, first, i, count, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
+        acc_1, top_1, total_1 = _take(accs, sums, first, i + 1, count, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
+        acc_2, top_2, total_2 = _take(accs, sums, first, i + 2, count, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
+        acc_3, top_3, total_3 = _take(accs, sums, first, i + 3, count, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
         acc, top, total = fold(acc, top, total, acc_0, top_0, total_0)
         acc, top, total = fold(acc, top, total, acc_1, top_1, total_1)
         acc, top, total = fold(acc, top, total, acc_2, top_2, total_2)
@@ -336,10 +357,10 @@ def _collect(
 @triton.jit
 def _take(
     accs, sums, first, number, count, group, SHARE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """The state of a part, from memory; of one past the last, that of no keys, whose fold changes nothing."""
-    at, is_kept, row, is_head = _place(first + number, group, SHARE, GROUPS, ROWS, HEAD_DIM, DIM)
+    at, is_kept, row, is_head = _place(first + number, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
     exists = tl.zeros([ROWS], tl.int32) + number < count
     acc = tl.load(accs + at, mask=is_kept & exists[:, None], other=0.0, cache_modifier=".cg")
     top = tl.load(sums + row, mask=is_head & exists, other=-1e30, cache_modifier=".cg")

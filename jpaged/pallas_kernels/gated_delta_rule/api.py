@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.registry import Op
+from jpaged.pallas_kernels.registry import Op, is_hopper
 
-STEP = Op("gated_delta_step", __package__)
+STEP = Op("gated_delta_step", __package__, also={"triton": is_hopper})
 CHUNKS = Op("gated_delta_chunks", __package__)
 
 

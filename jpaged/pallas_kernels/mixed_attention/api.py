@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.common.attention_arguments import Operands, check_queries
+from jpaged.pallas_kernels.common.attention_arguments import Operands, check_queries, to_pick_by
 from jpaged.pallas_kernels.decode_attention.api import OP as DECODE
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
 from jpaged.pallas_kernels.ragged_attention.api import OP as RAGGED
@@ -42,6 +42,7 @@ def mixed_attention(
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """`ragged_attention` whose first rows have one query each.
@@ -49,14 +50,14 @@ def mixed_attention(
     Args:
         q, kv_pool, block_tables, kv_lens, query_starts: as in `ragged_attention`.
         num_decodes: int32 []; rows 0 .. num_decodes - 1 have one query each, the last token's.
-        scale, sliding_window, logit_softcap, alibi_slopes, sinks: as in `ragged_attention`.
+        scale, sliding_window, logit_softcap, alibi_slopes, sinks, value_dim: as in `ragged_attention`.
         backend: None (by device), "hopper", "triton" or "xla".
     Returns:
-        [T, heads, head_dim] of q's dtype, as `ragged_attention` does.
+        [T, heads, head_dim] of q's dtype, or [T, heads, value_dim], as `ragged_attention` does.
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    check.check_pool("kv_pool", kv_pool)
+    check.check_pool("kv_pool", kv_pool, latents=True)
     check_queries(q, kv_pool)
     check.check_scalar("num_decodes", num_decodes)
     features: dict[str, Any] = {
@@ -64,9 +65,11 @@ def mixed_attention(
         "sliding_window": sliding_window,
         "logit_softcap": logit_softcap,
         "sinks": sinks,
+        "value_dim": value_dim,
         "backend": backend,
     }
-    if q.shape[0] >= LEAST_TOKENS and all(op.pick(backend, q, kv_pool).backend != REFERENCE for op in (DECODE, RAGGED)):
+    asked = to_pick_by(q, kv_pool, value_dim)
+    if q.shape[0] >= LEAST_TOKENS and all(op.pick(backend, *asked).backend != REFERENCE for op in (DECODE, RAGGED)):
         operands = Operands(q, kv_pool, block_tables, kv_lens, alibi_slopes)
         return attend_apart(operands, query_starts, num_decodes, **features)
     features["alibi_slopes"] = alibi_slopes

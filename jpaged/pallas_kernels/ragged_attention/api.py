@@ -8,7 +8,7 @@ from jpaged.pallas_kernels.common import attention_arguments as attention
 from jpaged.pallas_kernels.common.sinks import count_sinks
 from jpaged.pallas_kernels.registry import Op
 
-OP = Op("ragged_attention", __package__)
+OP = Op("ragged_attention", __package__, also={"triton": attention.latents_on_hopper})
 
 
 def ragged_attention(
@@ -23,6 +23,7 @@ def ragged_attention(
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int | None = None,
     causal: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
@@ -42,25 +43,28 @@ def ragged_attention(
             nobody's, and what comes out for them is undefined.
         causal: False lets every query of a row stand at the row's last token, as if each were its one decode query:
             they all see its kv_lens[r] tokens, which may then be fewer than the queries, or none.
-        scale, sliding_window, logit_softcap, alibi_slopes, sinks, return_lse, backend: as in `decode_attention`.
+        scale, sliding_window, logit_softcap, alibi_slopes, sinks, value_dim, return_lse, backend: as in
+            `decode_attention`.
     Returns:
-        [T, heads, head_dim] of q's dtype; with return_lse also float32 [T, heads], natural logarithm.
+        [T, heads, head_dim] of q's dtype, or [T, heads, value_dim]; with return_lse also float32 [T, heads], natural
+        logarithm.
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    check.check_pool("kv_pool", kv_pool)
+    check.check_pool("kv_pool", kv_pool, latents=True)
     attention.check_queries(q, kv_pool)
     check.check_int32("block_tables", block_tables, "R, M", (None, None))
     rows = block_tables.shape[0]
     check.check_int32("kv_lens", kv_lens, "R", (rows,))
     check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
-    features = attention.check_features(q, block_tables, scale, sliding_window, logit_softcap)
+    features = attention.check_features(q, kv_pool, block_tables, scale, sliding_window, logit_softcap, value_dim)
     causal = check.check_flag("causal", causal)
     slopes = attention.check_alibi(alibi_slopes, q.shape[1])
     sinks = attention.check_per_head("sinks", sinks, q.shape[1])
-    kernel = OP.pick(backend, q, kv_pool).run
+    kernel = OP.pick(backend, *attention.to_pick_by(q, kv_pool, features.value_dim)).run
     if q.shape[0] == 0 or rows == 0:
-        out, lse = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+        out = jnp.zeros(attention.output_shape(q, features), q.dtype)
+        lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
     else:
         operands = attention.Operands(q, kv_pool, block_tables, kv_lens, slopes)
         out, lse = kernel(operands, query_starts, features, causal=causal)

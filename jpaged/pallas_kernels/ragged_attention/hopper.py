@@ -78,8 +78,10 @@ def pick_tiling(head_dim: int) -> Tiling:
     return Tiling()
 
 
-def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
+def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> str | None:
     """Why the kernel cannot take these (checked) arguments; None if it can."""
+    if value_dim is not None:
+        return "it takes keys and values apart, not latents"
     _, _, _, block_size, head_dim = kv_pool.shape
     if kv_pool.dtype not in (jnp.bfloat16.dtype, jnp.float16.dtype):
         return f"it takes bfloat16 and float16, not {kv_pool.dtype}"

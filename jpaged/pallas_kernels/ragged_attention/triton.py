@@ -20,10 +20,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
+from jpaged.pallas_kernels.common.attention_arguments import Features, Operands, output_shape
 from jpaged.pallas_kernels.common.triton_attention import (
     add_keys,
+    column_constants,
+    load_queries,
     no_state,
+    products_and_values,
     result,
     score_constants,
     scores,
@@ -88,6 +91,18 @@ _CONFIGS = {80: _AMPERE, 86: _AMPERE, 90: _HOPPER, 100: _AMPERE, 120: _AMPERE}
 the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
 
 
+_LARGE_LATENTS = {2: Config(rows=64, block_kv=32, warps=8, stages=2), 4: _AMPERE[256, 4]}
+_SMALL_LATENTS = {2: _AMPERE[512, 2], 4: _AMPERE[256, 4]}
+_OF_LATENTS = {
+    80: _LARGE_LATENTS,
+    86: _SMALL_LATENTS,
+    90: _LARGE_LATENTS,
+    100: _LARGE_LATENTS,
+    120: _SMALL_LATENTS,
+}
+"""By family of GPUs, and bytes of a number: for the 512 + 64 columns of DeepSeek's latents. Not measured."""
+
+
 def default_config(head_dim: int, itemsize: int, plain: bool) -> Config:
     """For a head_dim, bytes of a number, and whether the scores are those of a causal mask alone."""
     config = for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)), itemsize]
@@ -124,7 +139,9 @@ def ragged_attention(
     q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
-    if config is None:
+    if config is None and features.value_dim is not None:
+        config = for_family(_OF_LATENTS)[q.dtype.itemsize]
+    elif config is None:
         plain = alibi_slopes is None and features.sliding_window is None and features.logit_softcap is None
         config = default_config(head_dim, q.dtype.itemsize, plain)
     tile_heads, places = heads_of_a_tile(heads // kv_heads)
@@ -147,18 +164,17 @@ def ragged_attention(
         work,
         num_tiles,
         jnp.zeros((1,), jnp.float32) if alibi_slopes is None else alibi_slopes,
-        out=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)],
+        out=[jax.ShapeDtypeStruct(output_shape(q, features), q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)],
         HEADS=heads,
         KV_HEADS=kv_heads,
         TILE_HEADS=tile_heads,
         PLACES=places,
         ROWS=config.rows,
         KEYS=config.block_kv,
-        HEAD_DIM=head_dim,
-        DIM=triton.next_power_of_2(head_dim),
         BLOCK=block_size,
         TABLE=block_tables.shape[1],
         CAUSAL=causal,
+        **column_constants(head_dim, features),
         **score_constants(features, alibi_slopes),
     )
     return out, lse
@@ -169,8 +185,9 @@ def _attend(
     q, pool, tables, work, num_tiles, slopes,
     out, lse,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TABLE: tl.constexpr,
-    CAUSAL: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, TAIL: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     UNITS: tl.constexpr = HEADS // TILE_HEADS
     tile, unit = tl.program_id(0) // UNITS, tl.program_id(0) % UNITS
@@ -187,9 +204,8 @@ def _attend(
     head = unit * TILE_HEADS + in_unit
     kv_head = unit * TILE_HEADS // (HEADS // KV_HEADS)
     is_query = (token >= first) & (token < end) & (in_unit < TILE_HEADS)
-    is_dim = d < HEAD_DIM
-    at = (token.to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
-    queries = tl.load(q + at, mask=is_query[:, None] & is_dim[None, :], other=0.0)
+    at = q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM
+    queries, behind = load_queries(at, is_query, HEAD_DIM, VALUE_DIM, DIM, TAIL)
     slope = tl.load(slopes + head, mask=is_query, other=0.0) * 1.4426950408889634 if ALIBI else 0.0
     position = token + shift if CAUSAL else tl.zeros_like(token) + (kv_len - 1)
     # Below this no query of the tile sees a key.
@@ -198,29 +214,30 @@ def _attend(
     keys = pool + kv_head * (BLOCK * HEAD_DIM)
     tables += row * TABLE
     acc, top, total = _attend_steps(
-        lo, lo_full, hi_full, hi, queries, keys, tables, position, slope, first_seen, kv_len,
-        ROWS, KV_HEADS, KEYS, HEAD_DIM, DIM, BLOCK, SCALE, CAP, ALIBI, WINDOW,
+        lo, lo_full, hi_full, hi, queries, behind, keys, tables, position, slope, first_seen, kv_len,
+        ROWS, KV_HEADS, KEYS, BLOCK, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL, SCALE, CAP, ALIBI, WINDOW,
     )  # fmt: skip
     o, s = result(acc, top, total)
     # Read again, so that the loops need not hold them in registers.
     token = tl.load(work + _TOKEN, volatile=True) + r // PLACES
     first, end = tl.load(work + _FIRST, volatile=True), tl.load(work + _END, volatile=True)
     is_query = (token >= first) & (token < end) & (in_unit < TILE_HEADS)
-    at = (token.to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
-    tl.store(out + at, o.to(out.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
+    at = (token.to(tl.int64) * HEADS + head)[:, None] * VALUE_DIM + d[None, :]
+    tl.store(out + at, o.to(out.dtype.element_ty), mask=is_query[:, None] & (d < VALUE_DIM)[None, :])
     tl.store(lse + token * HEADS + head, s, mask=is_query)
 
 
 @triton.jit
 def _attend_steps(
-    lo, lo_full, hi_full, hi, queries, pool, tables, position, slope, first_seen, kv_len,
-    ROWS: tl.constexpr, KV_HEADS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+    lo, lo_full, hi_full, hi, queries, behind, pool, tables, position, slope, first_seen, kv_len,
+    ROWS: tl.constexpr, KV_HEADS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, TAIL: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The state of a tile's softmax over steps `lo` to `hi` of keys, of which those from `lo_full` to `hi_full` need no
     mask. One loop for all: a loop each would fill its pipeline of loads anew."""
-    d, t = tl.arange(0, DIM), tl.arange(0, KEYS)
-    is_dim = d < HEAD_DIM
+    ARRAYS: tl.constexpr = 1 if LATENT else 2
+    t = tl.arange(0, KEYS)
     acc, top, total = no_state(ROWS, DIM)
     for step in range(lo, hi):
         # In place of keys that nobody sees, which may be NaN, one that somebody sees.
@@ -228,14 +245,10 @@ def _attend_steps(
         if WINDOW is not None:
             key = tl.maximum(key, first_seen)
         block = tl.load(tables + key // BLOCK).to(tl.int64)
-        at = block * (2 * KV_HEADS * BLOCK * HEAD_DIM) + (key % BLOCK) * HEAD_DIM
-        k_at = pool + (at[:, None] + d[None, :])
-        v_at = k_at + KV_HEADS * BLOCK * HEAD_DIM
-        if DIM == HEAD_DIM:
-            k, v = tl.load(k_at), tl.load(v_at)
-        else:
-            k, v = tl.load(k_at, mask=is_dim[None, :], other=0.0), tl.load(v_at, mask=is_dim[None, :], other=0.0)
-        products = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        at = block * (ARRAYS * KV_HEADS * BLOCK * HEAD_DIM) + (key % BLOCK) * HEAD_DIM
+        products, v = products_and_values(
+            queries, behind, pool + at, KV_HEADS * BLOCK * HEAD_DIM, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL
+        )
         x, FACTOR = scores(products, SCALE, CAP, ALIBI)
         if ALIBI:
             x -= slope[:, None] * _room(position, step, t, KEYS).to(tl.float32)

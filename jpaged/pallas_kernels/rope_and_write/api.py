@@ -73,6 +73,32 @@ def split_qkv(
     return reference.split_qkv(Projection(qkv, rotation, norms), norm_eps)
 
 
+def split_latents(
+    qkv: jax.Array,
+    *,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What attention over latents takes, where a layer has rotated and normed it: keys that are values, too.
+
+    Args:
+        qkv: [T, kv_heads, group + 1, head_dim]; of each KV head its `group` query heads and its key.
+        rotation, norms: None; there is no kernel that computes them for latents.
+    Returns:
+        Queries [T, kv_heads * group, head_dim], keys [T, kv_heads, head_dim].
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_floats("qkv", qkv, "T, kv_heads, group + 1, head_dim")
+    tokens, kv_heads, slots, head_dim = qkv.shape
+    if slots < 2:
+        raise ValueError(f"qkv must have queries and a key for each KV head, got shape {tuple(qkv.shape)}")
+    for name, pair in (("rotation", rotation), ("norms", norms)):
+        if pair is not None:
+            raise ValueError(f"{name} must be None for latents: rotate and norm them first")
+    return qkv[:, :, :-1].reshape(tokens, kv_heads * (slots - 1), head_dim), qkv[:, :, -1]
+
+
 def _check_qkv(
     qkv: check.ArrayLike,
     rotation: tuple[check.ArrayLike, check.ArrayLike] | None,

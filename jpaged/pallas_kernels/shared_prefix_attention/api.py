@@ -42,6 +42,7 @@ def shared_prefix_attention(
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -53,13 +54,13 @@ def shared_prefix_attention(
             exactly `decode_attention`'s.
         shared_len: int32 []; how many of their first tokens are the same: a multiple of block_size, less than the
             kv_lens of each of them that is not empty. They are read through the table of row 0.
-        scale, logit_softcap, alibi_slopes, sinks, return_lse, backend: as in `decode_attention`.
+        scale, logit_softcap, alibi_slopes, sinks, value_dim, return_lse, backend: as in `decode_attention`.
     Returns:
         As `decode_attention`, up to rounding: partial results are rounded to q's dtype before they are merged.
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    check.check_pool("kv_pool", kv_pool)
+    check.check_pool("kv_pool", kv_pool, latents=True)
     check_queries(q, kv_pool)
     rows, heads, _ = q.shape
     check.check_int32("block_tables", block_tables, "B, M", (rows, None))
@@ -71,6 +72,7 @@ def shared_prefix_attention(
         "scale": scale,
         "logit_softcap": logit_softcap,
         "alibi_slopes": alibi_slopes,
+        "value_dim": value_dim,
         "backend": backend,
     }
     if rows == 0:
@@ -110,7 +112,7 @@ def shared_prefix_attention(
     own_lens = jnp.maximum(kv_lens - skipped * block_size, 0)
     own_out, own_lse = decode_attention(q, kv_pool, own_tables, own_lens, return_lse=True, **features)
 
-    dense_outs = dense_out.reshape(parts, *q.shape)
+    dense_outs = dense_out.reshape(parts, rows, heads, -1)
     # Once for all parts, which are computed without.
     out, lse = count_sinks(*merge_attention([*dense_outs, own_out], [*dense_lse, own_lse]), sinks)
     return (out, lse) if return_lse else out

@@ -5,17 +5,18 @@ import jax
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.registry import Op
 
-OP = Op("write_kv", __package__)
+OP = Op("write_kv", __package__, also={"triton": check.latents_on_hopper})
 
 
 def write_kv(
-    kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, backend: str | None = None
+    kv_pool: jax.Array, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array, *, backend: str | None = None
 ) -> jax.Array:
     """Puts new keys and values into their slots; in place when the caller's jit donates the pool.
 
     Args:
-        kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
-        k, v: [T, kv_heads, head_dim], of the pool's dtype.
+        kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim]; or of latents [num_blocks, 1, ...], whose keys are all
+            there is.
+        k, v: [T, kv_heads, head_dim], of the pool's dtype; v is None for a pool of latents.
         slot_mapping: int32 [T]; block * block_size + offset. No slot twice, save those of block 0 (the null block),
             which stand for padding. num_blocks * block_size must be below 2**31.
         backend: None (by device), "hopper", "triton" or "xla".
@@ -24,9 +25,11 @@ def write_kv(
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    check.check_pool("kv_pool", kv_pool)
+    check.check_pool("kv_pool", kv_pool, latents=True)
     _, _, kv_heads, _, head_dim = kv_pool.shape
-    for name, x in (("k", k), ("v", v)):
+    if (v is None) != check.holds_latents(kv_pool):
+        raise ValueError(f"v must be None for a pool of latents and only there, got {type(v).__name__}")
+    for name, x in (("k", k),) if v is None else (("k", k), ("v", v)):
         check.check_rank(name, x, "T, kv_heads, head_dim")
         if x.dtype != kv_pool.dtype:
             raise ValueError(f"{name} must have the pool's dtype {kv_pool.dtype}, got {x.dtype}")

@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.common.arguments import holds_latents
+
 _CTA_BYTES = 64 * 1024
 _MAX_TOKENS = 16
 _SPREAD = 128  # CTAs that few tokens are spread over, about one a multiprocessor
@@ -22,6 +24,8 @@ _SPREAD = 128  # CTAs that few tokens are spread over, about one a multiprocesso
 
 def unsupported(kv_pool: jax.Array) -> str | None:
     """Why the kernel cannot take this (already checked) pool; None if it can."""
+    if holds_latents(kv_pool):
+        return "it takes keys and values apart, not latents"
     _, _, kv_heads, _, head_dim = kv_pool.shape
     row_bytes = head_dim * kv_pool.dtype.itemsize
     if kv_pool.dtype.itemsize > 4:

@@ -22,7 +22,7 @@ def unsupported(kv_pool: jax.Array) -> str | None:
 
 
 @jax.jit  # so that the layers of a model lower the kernel once between them
-def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array) -> jax.Array:
     """`write_kv` of the package, checked."""
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
     width = triton.next_power_of_2(head_dim)
@@ -35,8 +35,9 @@ def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.A
         "HEAD_DIM": head_dim,
         "HEADS": heads,
         "WIDTH": width,
+        "LATENT": v is None,
     }
-    return call(_write_kv, launch, k, v, slot_mapping, updated=[kv_pool], **constants)[0]
+    return call(_write_kv, launch, k, k if v is None else v, slot_mapping, updated=[kv_pool], **constants)[0]
 
 
 @triton.jit
@@ -51,8 +52,11 @@ def _write_kv(
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,  # of a CTA, a power of two
     WIDTH: tl.constexpr,  # head_dim, rounded up to a power of two
+    LATENT: tl.constexpr,  # there are no values
 ):
-    """k, v: [T, KV_HEADS, HEAD_DIM]. slots: int32 [T]. pool: [blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM]."""
+    """k, v: [T, KV_HEADS, HEAD_DIM]. slots: int32 [T]. pool: [blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM], or of latents
+    1 in place of 2."""
+    ARRAYS: tl.constexpr = 1 if LATENT else 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
@@ -60,10 +64,12 @@ def _write_kv(
     slot = tl.load(slots + token)
     source = token * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM + column
     key = tl.load(k + source, mask=exists)
-    value = tl.load(v + source, mask=exists)
+    if not LATENT:
+        value = tl.load(v + source, mask=exists)
     if (slot >= 0) & (slot < SLOTS):
         block = (slot // BLOCK_SIZE).to(tl.int64)
-        row = (block * (2 * KV_HEADS) + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        row = (block * (ARRAYS * KV_HEADS) + head) * BLOCK_SIZE + slot % BLOCK_SIZE
         target = pool + row * HEAD_DIM + column
         tl.store(target, key, mask=exists)
-        tl.store(target + KV_HEADS * BLOCK_SIZE * HEAD_DIM, value, mask=exists)
+        if not LATENT:
+            tl.store(target + KV_HEADS * BLOCK_SIZE * HEAD_DIM, value, mask=exists)

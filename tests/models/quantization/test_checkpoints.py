@@ -116,6 +116,31 @@ def test_greedy_tokens_are_those_of_the_dequantized_weights(layout, name, plain,
     assert len(set(ours)) > 8, "a text that wanders"
 
 
+@pytest.mark.parametrize(("name", "kept"), [("deepseek-v3", 10), ("qwen3-moe", 4)])
+def test_experts_in_fp8_blocks_become_plain_numbers_and_linear_layers_stay(name, kept, tmp_path):
+    """Routers are never quantized, though DeepSeek's quantization_config does not say so."""
+    source = plain_checkpoint(name, tmp_path / "plain")
+    ours = load(quantized_checkpoint(source, tmp_path / "quantized", "fp8-blocks"))
+    model, weights = load(dequantized_checkpoint(source, tmp_path / "dequantized", "fp8-blocks"))
+    assert len(ours[0].quantized) == kept
+    found = dequantized(*ours)
+    assert set(found) == set(model.parameter_names)
+    for parameter, expected in zip(model.parameter_names, weights, strict=True):
+        np.testing.assert_array_equal(found[parameter], np.asarray(expected), err_msg=parameter)
+    assert any(".experts." in parameter for parameter in ours[0].dequantized)
+    assert greedy(*ours) == greedy(model, weights)
+
+
+def test_a_tensor_of_an_expert_without_its_scales_is_named(tmp_path):
+    source = plain_checkpoint("qwen3-moe", tmp_path / "plain")
+    directory = quantized_checkpoint(source, tmp_path / "quantized", "fp8-blocks")
+    tensors = read_tensors(directory / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.3.up_proj.weight_scale_inv"]
+    write_tensors(directory / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=r"lacks tensor '.*experts\.3\.up_proj\.weight_scale_inv'"):
+        load(directory)
+
+
 def round_activations(x: np.ndarray, scale: float | None, bound: float = np.inf) -> np.ndarray:
     """x [T, K] with each row, or all of it where a scale is given, rounded to e4m3."""
     if scale is None:

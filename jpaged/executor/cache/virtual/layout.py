@@ -59,7 +59,7 @@ class VirtualCache(PagedCache):
     @property
     def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         geometry, layer = self.geometry, self.spec[0]
-        block = (2, layer.kv_heads, geometry.block_size, layer.head_dim)
+        block = layer.block(geometry.block_size)
         num_blocks = (self.config.num_blocks + self.num_places) * geometry.stride
         num_blocks = max(num_blocks, -(-geometry.least_bytes // kernel_block_bytes(layer, geometry.block_size)))
         num_arrays = self.grouping.num_arrays // geometry.layers
