@@ -55,7 +55,7 @@ from jpaged.models.norms import (
     WideRMSNorm,
 )
 from jpaged.models.parameters import Normal, parameter
-from jpaged.models.recurrent import GatedDeltaNet, Recurrence
+from jpaged.models.recurrent import GatedDeltaNet, Recurrence, delta_net_pieces
 from jpaged.models.registry import About, described_architectures, register, supported_architectures
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope, window_rope, yarn_temperature
@@ -114,6 +114,7 @@ __all__ = [
     "begin_stream",
     "build",
     "decoder_fields",
+    "delta_net_pieces",
     "dense_causal_attend",
     "described_architectures",
     "divide_into_heads",

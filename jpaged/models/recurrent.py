@@ -8,6 +8,7 @@ What such a layer calls instead of attention is a `Recurrence`, which knows wher
 `ModelConfig.layer_states` which layers have one.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from flax import nnx
 
 from jpaged.models.family import Attend
 from jpaged.models.linear import Linear, PartialSum
+from jpaged.models.loading import pieces
+from jpaged.models.loading.pieces import Part, Piece
 from jpaged.models.norms import RMSNorm
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.states import DeltaState
@@ -122,3 +125,49 @@ class GatedDeltaNet(nnx.Module):
             state,
         )
         return self.out.partial_sum(self.norm.gated(y, z.reshape(y.shape)), backend)
+
+
+def delta_net_pieces(theirs: str, ours: str, hidden: int, state: DeltaState, *, joined: bool) -> Iterator[Piece]:
+    """The tensors of a gated delta net in checkpoints, into `GatedDeltaNet`.
+
+    joined: one projection has queries, keys, values and z of each key head, another b and a (Qwen3-Next). Else each has
+        its own, but for queries, keys and values: all queries come first, then all keys, all values (Qwen3.5). The
+        convolution's channels stand so in both.
+    """
+    heads, group, size = state.key_heads, state.group, state.key_dim
+    values = group * state.value_dim  # of a key head
+    if joined:
+        for name, inner in (("qkvz", 2 * size + 2 * values), ("ba", 2 * group)):
+            shape, split = (heads * inner, hidden), (heads, inner, hidden)
+            yield Piece(f"{theirs}.in_proj_{name}.weight", shape, f"{ours}.{name}", split, (2, 0, 1))
+    else:
+        yield from _by_head(f"{theirs}.in_proj_qkv.weight", f"{ours}.qkvz", hidden, state)
+        for name, ours_too, inner, first in (
+            ("z", "qkvz", values, 2 * size + values),
+            ("b", "ba", group, 0),
+            ("a", "ba", group, group),
+        ):
+            shape, split = (heads * inner, hidden), (heads, inner, hidden)
+            yield Piece(f"{theirs}.in_proj_{name}.weight", shape, f"{ours}.{ours_too}", split, (2, 0, 1), (0, 0, first))
+    yield from _by_head(f"{theirs}.conv1d.weight", f"{ours}.convolution", state.width, state, middle=(1,))
+    for name, own in (("A_log", "a_log"), ("dt_bias", "dt_bias")):
+        yield Piece(f"{theirs}.{name}", (heads * group,), f"{ours}.{own}", (heads, group), (0, 1))
+    yield pieces.norm(f"{theirs}.norm", f"{ours}.norm", state.value_dim)
+    shape = (hidden, state.value_heads * state.value_dim)
+    by_head = (hidden, state.value_heads, state.value_dim)
+    yield Piece(f"{theirs}.out_proj.weight", shape, f"{ours}.out", by_head, (1, 2, 0))
+
+
+def _by_head(
+    tensor: str, parameter: str, columns: int, state: DeltaState, middle: tuple[int, ...] = ()
+) -> Iterator[Piece]:
+    """A tensor [channels, *middle, columns] whose rows are all queries, all keys, all values, into
+    [columns, key_heads, ...]. middle: axes of 1.
+    """
+    heads, size, values = state.key_heads, state.key_dim, state.group * state.value_dim
+    rows, first = state.channels, 0
+    for inner, place in ((size, 0), (size, size), (values, 2 * size)):
+        part = Part((rows, columns), 0, first, heads * inner)
+        first += part.count
+        shape, split = (rows, *middle, columns), (heads, inner, columns)
+        yield Piece(tensor, shape, parameter, split, (2, 0, 1), (0, 0, place), part=part)

@@ -22,7 +22,7 @@ from jpaged.models.linear import Embedding
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import OnePlusRMSNorm
-from jpaged.models.recurrent import GatedDeltaNet
+from jpaged.models.recurrent import GatedDeltaNet, delta_net_pieces
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope
 from jpaged.models.states import DeltaState
@@ -171,7 +171,8 @@ class QwenHybridFamily:
             if state is None:
                 yield from _attention(f"{theirs}.self_attn", ours, config)
             else:
-                yield from _delta_net(f"{theirs}.linear_attn", f"{ours}.delta", config, state)
+                delta = f"{theirs}.linear_attn", f"{ours}.delta"
+                yield from delta_net_pieces(*delta, hidden, state, joined=config.joined)
             yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
             if config.dense_layers[i]:
                 yield from pieces.gate_and_up(f"{theirs}.mlp", f"{ours}.mlp", config)
@@ -191,47 +192,6 @@ def _attention(theirs: str, ours: str, config: QwenHybridConfig) -> Iterator[Pie
     for norm in ("query", "key"):
         scale = pieces.norm(f"{theirs}.{norm[0]}_norm", f"{ours}.{norm}_norm", config.head_dim)
         yield replace(scale, order=order)
-
-
-def _delta_net(theirs: str, ours: str, config: QwenHybridConfig, state: DeltaState) -> Iterator[Piece]:
-    """Ours are laid out by key head. Where theirs are not joined, all queries come first, then all keys, all values."""
-    hidden, heads, group, size = config.hidden_size, state.key_heads, state.group, state.key_dim
-    values = group * state.value_dim  # of a key head
-    if config.joined:
-        for name, inner in (("qkvz", 2 * size + 2 * values), ("ba", 2 * group)):
-            shape, split = (heads * inner, hidden), (heads, inner, hidden)
-            yield Piece(f"{theirs}.in_proj_{name}.weight", shape, f"{ours}.{name}", split, (2, 0, 1))
-    else:
-        yield from _by_head(f"{theirs}.in_proj_qkv.weight", f"{ours}.qkvz", hidden, state)
-        for name, ours_too, inner, first in (
-            ("z", "qkvz", values, 2 * size + values),
-            ("b", "ba", group, 0),
-            ("a", "ba", group, group),
-        ):
-            shape, split = (heads * inner, hidden), (heads, inner, hidden)
-            yield Piece(f"{theirs}.in_proj_{name}.weight", shape, f"{ours}.{ours_too}", split, (2, 0, 1), (0, 0, first))
-    yield from _by_head(f"{theirs}.conv1d.weight", f"{ours}.convolution", state.width, state, middle=(1,))
-    for name, parameter in (("A_log", "a_log"), ("dt_bias", "dt_bias")):
-        yield Piece(f"{theirs}.{name}", (heads * group,), f"{ours}.{parameter}", (heads, group), (0, 1))
-    yield pieces.norm(f"{theirs}.norm", f"{ours}.norm", state.value_dim)
-    shape = (hidden, state.value_heads * state.value_dim)
-    by_head = (hidden, state.value_heads, state.value_dim)
-    yield Piece(f"{theirs}.out_proj.weight", shape, f"{ours}.out", by_head, (1, 2, 0))
-
-
-def _by_head(
-    tensor: str, parameter: str, columns: int, state: DeltaState, middle: tuple[int, ...] = ()
-) -> Iterator[Piece]:
-    """A tensor [channels, *middle, columns] whose rows are all queries, all keys, all values, into
-    [columns, key_heads, ...]. middle: axes of 1.
-    """
-    heads, size, values = state.key_heads, state.key_dim, state.group * state.value_dim
-    rows, first = state.channels, 0
-    for inner, place in ((size, 0), (size, size), (values, 2 * size)):
-        part = pieces.Part((rows, columns), 0, first, heads * inner)
-        first += part.count
-        shape, split = (rows, *middle, columns), (heads, inner, columns)
-        yield Piece(tensor, shape, parameter, split, (2, 0, 1), (0, 0, place), part=part)
 
 
 def _experts(theirs: str, ours: str, config: QwenHybridConfig) -> Iterator[Piece]:
