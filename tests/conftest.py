@@ -31,6 +31,8 @@ def _cheapest_code() -> str:
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("XLA_FLAGS", _cheapest_code())
+# To note where each operation stands in the sources takes some percent of an engine's start; no test looks at it.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("JPAGED_CACHE_DIR", str(Path(tempfile.gettempdir()) / "jpaged-tests"))

@@ -5,7 +5,7 @@ import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -78,7 +78,10 @@ class _Handlers:
         self._options = options
         self._admission = admission
         self._jobs = JobMaker(engine, options, admission)
-        self._reranker = None if engine.args.reranker is None else Reranker(engine.tokenizer)
+
+    @cached_property
+    def _reranker(self) -> Reranker | None:
+        return None if self._engine.args.reranker is None else Reranker(self._engine.tokenizer)
 
     async def serve(self, decoder: msgspec.json.Decoder[Any], request: Request) -> Response:
         body: PoolingBody = await decode_body(self._engine, self._options, request, decoder)
