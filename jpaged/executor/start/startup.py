@@ -62,6 +62,7 @@ from jpaged.models import Model, ModelConfig, Weights, build
 from jpaged.models.experts import split_by_experts
 from jpaged.models.loading.live import Update, WeightsForm, WeightUpdater
 from jpaged.pallas_kernels import registry
+from jpaged.pallas_kernels.invariant_attention.api import KEPT_BY, keeps_rows_apart
 
 log = logging.getLogger("jpaged.startup")
 
@@ -340,7 +341,7 @@ def _start_on(
     limits = [free_device_memory(one, args.gpu_memory_utilization, at_once=at_once) for one in mesh.local_devices]
     limit = min((one for one in limits if one is not None), default=None)
     config = executor_config(args, model_config, limit)
-    rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
+    rows = 0 if args.batch_invariant else one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
     if args.kv_cache_layout == "virtual":
         config = _cut_into_pages(config, args, shard, device)
@@ -477,6 +478,11 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
             "shared_prefix_attention=True is of no use to this model, all of whose layers have a sliding window; leave "
             "it out."
         )
+    if args.batch_invariant and args.kernel_backend is not None and not keeps_rows_apart(args.kernel_backend):
+        raise InvalidParameterError(
+            f"batch_invariant=True cannot go with kernel_backend={args.kernel_backend!r}, whose attention of a prompt's "
+            f"chunk depends on where the chunk ends; use {' or '.join(map(repr, KEPT_BY))}, or leave it out."
+        )
     return ExecutorConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=args.max_model_len or model.max_position_embeddings,
@@ -487,6 +493,7 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
         kernel_backend=args.kernel_backend,
         shared_prefix_attention=args.shared_prefix_attention,
         logprobs_mode=args.logprobs_mode,
+        batch_invariant=args.batch_invariant,
     )
 
 
