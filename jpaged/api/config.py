@@ -253,6 +253,11 @@ class EngineArgs(SchedulingOptions):
             ("shared_prefix_attention", self.shared_prefix_attention, "it adds up in another order with who shares"),
             ("kv_cache_layout", self.kv_cache_layout == "virtual", "kernels' steps depend on its pages"),
             ("one_shot_rows", self.one_shot_rows, "steps of other sizes sum in another order"),
+            (
+                "kernel_backend",
+                self.kernel_backend not in (None, "triton", "xla"),
+                "its attention of a prompt's chunk may depend on where the chunk ends",
+            ),
         ):
             if is_given:
                 raise InvalidParameterError(

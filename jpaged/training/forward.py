@@ -1,10 +1,10 @@
 """A trainer's forward pass: log-probabilities of whole sequences' tokens, without a KV pool, with gradients.
 
-    batch_invariant=False    plain XLA, `dense_causal_attend`, autodiff
-    batch_invariant=True     forward: the tiles of rows and the attention of a batch_invariant engine, so that each
-                             log-probability has the bits that the engine gave when it sampled the token
-                             backward: autodiff of the plain form, which is computed again for it; the two differ in
-                             rounding alone
+batch_invariant=False    plain XLA, `dense_causal_attend`, autodiff
+batch_invariant=True     forward: the tiles of rows and the attention of a batch_invariant engine, so that each
+                         log-probability has the bits that the engine gave when it sampled the token
+                         backward: autodiff of the plain form, which is computed again for it; the two differ in
+                         rounding alone
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jpaged.api.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.api.weights import flat_weights
 from jpaged.executor.start.compilation import GPU_OPTIONS
 from jpaged.executor.step.heads import logits_and_sums
@@ -51,8 +51,8 @@ def token_logprobs(
     It can be called under `jax.jit`, and differentiated with respect to the weights.
 
     Args:
-        model: `jpaged.models.build(config, dtype)`; of an engine, `llm.engine.startup.model`. Weights are rounded to its
-            dtype, as the engine rounds those that it is given.
+        model: `jpaged.models.build(config, dtype)`; of an engine, `llm.engine.startup.model`. Weights are rounded to
+            its dtype, as the engine rounds those that it is given.
         weights: the flat tuple of `Model.init`, a module that `Model.module` made or its `nnx.State`, or a mapping,
             nested or flat, from all of `Model.parameter_names` to arrays.
         tokens: int [batch, length], the sequences from their first token on; what is behind an end may be anything.
@@ -64,8 +64,12 @@ def token_logprobs(
         what is behind its end have 0.
     Raises:
         InvalidParameterError: tokens or lengths of another shape or type, or weights that are not the model's.
-        UnsupportedModelError: batch_invariant=True, and the model mixes tokens outside attention.
+        UnsupportedModelError: the model is quantized, or, with batch_invariant=True, mixes tokens outside attention.
     """
+    if model.quantized:
+        raise UnsupportedModelError(
+            "token_logprobs takes models whose weights are not quantized; load them in 16 bits."
+        )
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise InvalidParameterError(f"tokens must be integers [batch, length], got {tokens.dtype}{list(tokens.shape)}.")
@@ -99,7 +103,9 @@ def _flat(model: Model, weights: Any) -> Weights:
     found = tuple(jnp.asarray(weight) for weight in weights)
     shapes = [weight.shape for weight in model.abstract_weights]
     if len(found) != len(shapes):
-        raise InvalidParameterError(f"weights must be {len(shapes)} arrays, as Model.init makes them, got {len(found)}.")
+        raise InvalidParameterError(
+            f"weights must be {len(shapes)} arrays, as Model.init makes them, got {len(found)}."
+        )
     for name, weight, shape in zip(model.parameter_names, found, shapes, strict=True):
         if weight.shape != shape:
             raise InvalidParameterError(f"{name} must have shape {shape}, got {weight.shape}.")
@@ -108,10 +114,16 @@ def _flat(model: Model, weights: Any) -> Weights:
 
 @partial(jax.jit, static_argnums=0)
 def _plain(model: Model, weights: Weights, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    batch, length = tokens.shape
+    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
 
-    def hidden_of(row: jax.Array) -> jax.Array:
-        return model.forward(weights, row, positions, dense_causal_attend)
+    def attend(qkv: jax.Array, *, rotation: tuple[jax.Array, jax.Array] | None, **features: Any) -> jax.Array:
+        def of_sequence(qkv: jax.Array, rotation: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+            return dense_causal_attend(qkv, rotation=rotation, **features)
+
+        by_sequence = jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), (qkv, rotation))
+        out = jax.vmap(of_sequence)(*by_sequence)
+        return out.reshape(batch * length, *out.shape[2:])
 
     @jax.checkpoint
     def score(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -119,7 +131,7 @@ def _plain(model: Model, weights: Weights, tokens: jax.Array, lengths: jax.Array
         logits = model.logits(weights, hidden)
         return _at(logits, targets) - jax.nn.logsumexp(logits, axis=1)
 
-    hidden = jax.vmap(hidden_of)(jnp.maximum(tokens, 0))
+    hidden = model.forward(weights, jnp.maximum(tokens, 0).reshape(-1), positions, attend)
     return _scored(score, hidden, tokens, _is_scored(tokens, lengths))
 
 
@@ -130,8 +142,8 @@ def _tiled(model: Model, weights: Weights, tokens: jax.Array, lengths: jax.Array
     blocks = -(-length // _BLOCK)
     tables = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-    # What is behind an end stays in its row: nobody sees it. That it hangs on the tokens keeps the compiler from knowing
-    # how often loops run (`models.row_tiles`).
+    # What is behind an end stays in its row: nobody sees it. That it hangs on the tokens keeps the compiler from
+    # knowing how often loops run (`models.row_tiles`).
     live = (positions < lengths[:, None]) & (tokens >= 0)
     kv_lens = jnp.where(jnp.any(live, axis=1), length, 0)
     starts = jnp.arange(batch + 1, dtype=jnp.int32) * length
@@ -152,7 +164,7 @@ def _tiled(model: Model, weights: Weights, tokens: jax.Array, lengths: jax.Array
         logits, sums = logits_and_sums(model, head, hidden, wanted)
         return _at(logits, targets) - sums[:, 0]
 
-    return _scored(score, hidden.reshape(batch, length, -1), tokens, _is_scored(tokens, lengths))
+    return _scored(score, hidden, tokens, _is_scored(tokens, lengths))
 
 
 def _tiled_forward(model: Model, weights: Weights, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Any]:
@@ -176,18 +188,17 @@ def _is_scored(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
 
 def _scored(score: Any, hidden: jax.Array, tokens: jax.Array, wanted: jax.Array) -> jax.Array:
     """score((hidden, targets, wanted)) of some rows at a time, each token's target being the one after it: float32
-    [batch, length], 0 where nothing is wanted."""
+    [batch, length], 0 where nothing is wanted. hidden: [batch * length, hidden]."""
     batch, length = tokens.shape
     total = batch * length
     rows = min(_HEAD_ROWS, total)
 
     def in_parts(x: jax.Array) -> jax.Array:
-        x = x.reshape(total, *x.shape[2:])
         x = jnp.pad(x, [(0, -total % rows), *[(0, 0)] * (x.ndim - 1)])
         return x.reshape(-1, rows, *x.shape[1:])
 
     behind = jnp.roll(jnp.maximum(tokens, 0), -1, axis=1), jnp.roll(wanted, -1, axis=1)
-    parts = lax.map(score, tuple(map(in_parts, (hidden, *behind))))
+    parts = lax.map(score, (in_parts(hidden), *(in_parts(x.reshape(-1)) for x in behind)))
     found = jnp.roll(parts.reshape(-1)[:total].reshape(batch, length), 1, axis=1)
     return jnp.where(wanted, found, 0.0)
 

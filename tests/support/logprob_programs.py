@@ -24,8 +24,7 @@ def logprob_programs() -> Iterator[None]:
         compiler.submit(
             program
             for program in step_programs(compiler.setup)
-            if isinstance(program, _KINDS)
-            or (isinstance(program, Sample) and program.variant == SamplingVariant.FULL)
+            if isinstance(program, _KINDS) or (isinstance(program, Sample) and program.variant == SamplingVariant.FULL)
         )
 
     with (

@@ -113,7 +113,9 @@ def sample(
     token_ids, is_finite = by_row(draw, processed, slots, positions)
     if variant == SamplingVariant.FULL:
         if logprobs_mode == "processed_logprobs":
-            left = partial(drawn_from, state=state, collectives=collectives)
+            left = partial(
+                drawn_from if live is None else _drawn_from_as_they_are, state=state, collectives=collectives
+            )
             logits = by_row(left, processed, token_ids, slots)
         logprobs = _logprobs(logits, token_ids, num_logprobs, collectives, live)
     return SampleOutput(token_ids, is_finite, logprobs)
@@ -283,6 +285,17 @@ def drawn_from(
     drawn = logits_at(logits, token_ids, collectives)
     kept = (logits >= jnp.minimum(lowest, drawn)) | is_greedy[:, None]
     return jnp.where(kept, (without_nan(logits) - largest) * rate, -_INF)
+
+
+def _drawn_from_as_they_are(
+    logits: jax.Array, token_ids: jax.Array, slots: jax.Array, state: SamplingState, collectives: Collectives
+) -> jax.Array:
+    """`drawn_from`, but at a temperature of 1 what is kept stays as it is: with nothing left out, the log-probabilities
+    have the bits of the model's own, which a trainer computes."""
+    left = drawn_from(logits, token_ids, slots, state, collectives)
+    temperature = state.temperature[slots][:, None]
+    as_it_is = (temperature == 1.0) | (temperature < GREEDY_TEMPERATURE)
+    return jnp.where(as_it_is & (left > -_INF), logits, left)
 
 
 def _threshold(

@@ -62,7 +62,6 @@ from jpaged.models import Model, ModelConfig, Weights, build
 from jpaged.models.experts import split_by_experts
 from jpaged.models.loading.live import Update, WeightsForm, WeightUpdater
 from jpaged.pallas_kernels import registry
-from jpaged.pallas_kernels.invariant_attention.api import KEPT_BY, keeps_rows_apart
 
 log = logging.getLogger("jpaged.startup")
 
@@ -477,11 +476,6 @@ def executor_config(args: EngineArgs, model: ModelConfig, limit: int | None) -> 
         raise InvalidParameterError(
             "shared_prefix_attention=True is of no use to this model, all of whose layers have a sliding window; leave "
             "it out."
-        )
-    if args.batch_invariant and args.kernel_backend is not None and not keeps_rows_apart(args.kernel_backend):
-        raise InvalidParameterError(
-            f"batch_invariant=True cannot go with kernel_backend={args.kernel_backend!r}, whose attention of a prompt's "
-            f"chunk depends on where the chunk ends; use {' or '.join(map(repr, KEPT_BY))}, or leave it out."
         )
     return ExecutorConfig(
         max_num_seqs=max_num_seqs,

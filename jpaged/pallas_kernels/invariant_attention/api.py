@@ -27,15 +27,6 @@ KEPT_BY = ("triton", REFERENCE)
 """Backends that keep the promise."""
 
 
-def keeps_rows_apart(backend: str) -> bool:
-    """Whether this names one of the backends that keep the promise.
-
-    Raises:
-        ValueError: there is no such backend.
-    """
-    return canonical(backend) in KEPT_BY
-
-
 def invariant_attention(
     q: jax.Array,
     kv_pool: jax.Array,
@@ -64,7 +55,7 @@ def invariant_attention(
     check.check_pool("kv_pool", kv_pool)
     if kv_pool.shape[3] > by_query.TILE_TOKENS:
         raise ValueError(f"kv_pool must have blocks of at most {by_query.TILE_TOKENS} tokens, got {kv_pool.shape[3]}")
-    if backend is not None and not keeps_rows_apart(backend):
+    if backend is not None and canonical(backend) not in KEPT_BY:
         raise ValueError(f"backend must be None or one of {', '.join(KEPT_BY)}, got {backend!r}")
     if backend is None:
         backend = REFERENCE if default_device().platform == "cpu" else ",".join(KEPT_BY)
