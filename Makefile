@@ -8,7 +8,7 @@ PROMPT ?= Tell me a story about a fox and a lantern.
 # Every test or group of tests that shares compiled programs goes to a worker that is free, in the order of collection.
 PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo chat docs install install-test test test-fast drills test-clients test-ray test-browser test-schemathesis lint types format clean help
+.PHONY: demo chat docs install install-test test test-fast drills test-tunix test-clients test-ray test-browser test-schemathesis lint types format clean help
 
 help:
 	@echo "make demo   install into $(VENV) and tell a story with the embedded model"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-fast   the tests of control plane, protocol, text and API, which compile nothing"
 	@echo "make drills   what takes long or needs GPUs, each with its target: whole servers and shards under kills and load"
 	@echo "make test-ray   the tests that need Ray, which this installs"
+	@echo "make test-tunix   jpaged as the rollout engine of google-tunix, installed apart"
 	@echo "make test-clients   clients of agents (anthropic, instructor, ...), installed apart, against a server"
 	@echo "make test-browser   the tests of the server's page, which need Chromium (Debian: chromium, chromium-driver)"
 	@echo "make test-schemathesis   made-up requests to every route of a server, none of which may meet a 5xx"
@@ -69,6 +70,12 @@ test-schemathesis: install-test
 		$(VENV)-schemathesis/bin/python -m pip install --quiet --disable-pip-version-check schemathesis; }
 	$(BIN)/python -m tests.drills.fuzz --schemathesis $(VENV)-schemathesis/bin/schemathesis $(ARGS)
 
+# So has google-tunix, which brings its own version of JAX.
+test-tunix:
+	test -x $(VENV)-tunix/bin/pip || $(PYTHON) -m venv $(VENV)-tunix
+	$(VENV)-tunix/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[tunix]" pytest optax
+	$(VENV)-tunix/bin/python -m pytest tests/integrations
+
 # So have the clients of agents.
 test-clients: install-test
 	test -x $(VENV)-clients/bin/pip || $(PYTHON) -m venv $(VENV)-clients
@@ -100,4 +107,4 @@ format: install-test
 	$(BIN)/python -m ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-schemathesis $(VENV)-clients .venv312 build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-schemathesis $(VENV)-clients $(VENV)-tunix .venv312 build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

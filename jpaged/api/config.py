@@ -121,6 +121,10 @@ class EngineArgs(SchedulingOptions):
             penalties, temperature, min_p, top_k and top_p, where a token that they leave out has minus infinity; for
             greedy requests the one after masks, biases and penalties. Those of prompts, scores and beam searches are
             always raw. Names as in vLLM.
+        batch_invariant: give a token's logits and log-probabilities the same bits whatever shares its steps, however
+            prompts are cut into chunks, and whatever comes from the prefix cache, from swap or from computing again.
+            Each row is computed in a tile of fixed size (`docs/reinforcement_learning.md` says what that costs and what
+            it cannot go with). Another tensor_parallel_size, device or version may give other bits.
         load_format: "safetensors" or "orbax" checkpoint, or "auto" for what is there; "dummy" makes random weights from
             its config.json.
         quantization: "fp8" rounds the weights of a checkpoint that is not quantized to FP8 while they are read
@@ -162,6 +166,7 @@ class EngineArgs(SchedulingOptions):
     num_processes: int | None = None
     process_id: int | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    batch_invariant: bool = False
     load_format: LoadFormat = "auto"
     quantization: Quantization | None = None
     reranker: RerankerName | None = field(default=None, metadata=_FREE)
@@ -230,6 +235,9 @@ class EngineArgs(SchedulingOptions):
         check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
         _check_swap_space(self.swap_space)
+        check_bool("batch_invariant", self.batch_invariant)
+        if self.batch_invariant:
+            self._check_batch_invariant()
         check_bool("skip_tokenizer_init", self.skip_tokenizer_init)
         check_bool("verbose", self.verbose)
         if self.host_prefix_cache and not (self.enable_prefix_caching and self.swap_space):
@@ -245,6 +253,27 @@ class EngineArgs(SchedulingOptions):
             _check_buckets(name, getattr(self, name))
         for name in self.__dataclass_fields__:
             object.__setattr__(self, name, plain(getattr(self, name)))
+
+    def _check_batch_invariant(self) -> None:
+        for name, is_given, why in (
+            ("shared_prefix_attention", self.shared_prefix_attention, "it adds up in another order with who shares"),
+            ("kv_cache_layout", self.kv_cache_layout == "virtual", "kernels' steps depend on its pages"),
+            ("one_shot_rows", self.one_shot_rows, "steps of other sizes sum in another order"),
+            (
+                "kernel_backend",
+                self.kernel_backend not in (None, "triton", "xla"),
+                "its attention of a prompt's chunk may depend on where the chunk ends",
+            ),
+        ):
+            if is_given:
+                raise InvalidParameterError(
+                    f"batch_invariant=True cannot go with {name}={getattr(self, name)!r}: {why}; leave one of them out."
+                )
+        if self.block_size > 128:
+            raise InvalidParameterError(
+                f"batch_invariant=True needs a block_size of at most 128, the tokens that attention takes at once, got"
+                f" {self.block_size}."
+            )
 
     def differs_from(self, started: "EngineArgs") -> str | None:
         """The name of an option that must equal the one the runner was started with, and does not; None if an engine

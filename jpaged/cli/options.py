@@ -117,6 +117,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="log-probabilities of the model's own distribution, or of the one sampled from (default: raw_logprobs)",
     )
     group.add_argument(
+        "--batch-invariant",
+        action="store_const",
+        const=True,
+        help="give a token's log-probabilities the same bits whatever shares its steps",
+    )
+    group.add_argument(
         "--kv-cache-layout",
         choices=get_args(KVCacheLayout),
         help="blocks behind block tables, or contiguous addresses with pages mapped below (default: paged)",

@@ -34,6 +34,7 @@ class ExecutorConfig:
     one_shot_rows: bodies of at most this many rows use the one-shot all-reduce; larger ones use XLA's. Equals the size
         of the largest such body (`largest_body`), or 0.
     logprobs_mode: as of `EngineArgs`.
+    batch_invariant: rows are computed in tiles (`models.row_tiles`), and attention by `invariant_attention`.
     geometry: of the virtual layout's arrays, whose pages are the blocks; None for the paged layout.
     """
 
@@ -47,6 +48,7 @@ class ExecutorConfig:
     shared_prefix_attention: bool = False
     one_shot_rows: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    batch_invariant: bool = False
     geometry: Geometry | None = None
 
     @property

@@ -31,6 +31,7 @@ from jpaged.pallas_kernels.gated_product.api import gated_product
 from jpaged.pallas_kernels.grouped_product.api import gated_grouped_product, weighted_grouped_product
 from jpaged.pallas_kernels.grouped_product.sorting import sort_by_expert
 from jpaged.pallas_kernels.int4_product.api import int4_product
+from jpaged.pallas_kernels.invariant_attention.api import invariant_attention
 from jpaged.pallas_kernels.mixed_attention.api import mixed_attention
 from jpaged.pallas_kernels.move_blocks.api import copy_blocks, gather_blocks, scatter_blocks
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
@@ -55,6 +56,7 @@ __all__ = [
     "gather_blocks",
     "initial_all_reduce_state",
     "int4_product",
+    "invariant_attention",
     "merge_attention",
     "mixed_attention",
     "ragged_attention",

@@ -25,11 +25,13 @@ from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS, CacheGroup
 from jpaged.executor.cache.groups import Grouping, Place, group_layers
 from jpaged.executor.cache.spec import TokenSpec
 from jpaged.executor.config import ExecutorConfig
+from jpaged.models import row_tiles
 from jpaged.models.sharding import MODEL_AXIS
 from jpaged.pallas_kernels import (
     copy_blocks,
     decode_attention,
     gather_blocks,
+    invariant_attention,
     mixed_attention,
     rope_and_write,
     scatter_blocks,
@@ -118,8 +120,12 @@ class PagedCache:
         positions: of the queries. active: rows that are not write to the null block and see nothing.
         shared: (num_sharing, shared_len) of `StepPlan`, where what rows share is to be read once for all of them.
         """
-        written = tables, jnp.arange(positions.shape[0]), positions, active
-        return self._layers(pools, tables, written, jnp.where(active, positions + 1, 0), None, shared)
+        batch = positions.shape[0]
+        written = tables, jnp.arange(batch), positions, active
+        mixed = None
+        if self.config.batch_invariant:  # which attends in one way alone
+            mixed = jnp.arange(batch + 1, dtype=jnp.int32), jnp.int32(batch)
+        return self._layers(pools, tables, written, jnp.where(active, positions + 1, 0), mixed, shared)
 
     def mixed_layers(
         self,
@@ -254,11 +260,7 @@ class PagedAttention:
         sliding_window: int | None = None,
         **features: Any,
     ) -> Any:
-        if sliding_window != self.window:
-            raise UnsupportedModelError(
-                f"A layer calls attend with sliding_window={sliding_window}, but its entry in the configuration's "
-                f"layer_windows is {self.window}; make them equal."
-            )
+        self._check_window(sliding_window)
         backend = self.backend
         if features.get("value_dim") is not None:
             q, latents = split_latents(qkv, rotation=rotation, norms=norms)
@@ -273,6 +275,21 @@ class PagedAttention:
         if self.mixed is None:
             return decode_attention(q, *paged, sliding_window=sliding_window, backend=backend, **features)
         return mixed_attention(q, *paged, *self.mixed, sliding_window=sliding_window, backend=backend, **features)
+
+    def attend_rows(self, asked: row_tiles.Attention) -> jax.Array:
+        """The same for queries, keys and values that are made already; each query's result by itself."""
+        assert self.mixed is not None
+        self._check_window(asked.features.get("sliding_window"))
+        self.pool = write_kv(self.pool, asked.k, asked.v, self.mapping, backend=self.backend)
+        paged = (self.pool, self.block_tables, self.kv_lens)
+        return invariant_attention(asked.q, *paged, self.mixed[0], backend=self.backend, **asked.features)
+
+    def _check_window(self, sliding_window: int | None) -> None:
+        if sliding_window != self.window:
+            raise UnsupportedModelError(
+                f"A layer calls attend with sliding_window={sliding_window}, but its entry in the configuration's "
+                f"layer_windows is {self.window}; make them equal."
+            )
 
 
 class Layers(list[PagedAttention]):
@@ -299,6 +316,13 @@ class Layers(list[PagedAttention]):
 
     def __setitem__(self, layer: SupportsIndex, attention: PagedAttention) -> None:  # type: ignore[override]
         self._pools[self._arrays[layer]] = attention.pool
+
+    def attend_rows(self, asked: row_tiles.Attention) -> jax.Array:
+        """For `row_tiles.forward_in_row_tiles`."""
+        attention = self[asked.layer]
+        out = attention.attend_rows(asked)
+        self[asked.layer] = attention
+        return out
 
 
 def slot_mapping(

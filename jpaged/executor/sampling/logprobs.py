@@ -40,10 +40,27 @@ class DeviceScores(NamedTuple):
     greedy: jax.Array
 
 
-def logprobs_of(logits: jax.Array, targets: jax.Array, k: int, collectives: Collectives = ALONE) -> TokenLogprobs:
+def log_sums_of(logits: jax.Array, collectives: Collectives = ALONE) -> jax.Array:
+    """Each row's log-sum-exp: what its logits lose to become log-probabilities. float32 [R, V] -> float32 [R, 1].
+
+    The functions below compute it together with the rest, unless they are given it.
+    """
+    logits = without_nan(logits)
+    largest = finite(collectives.all_max(jnp.max(logits, axis=1, keepdims=True)))
+    return largest + jnp.log(collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True)))
+
+
+def logprobs_of(
+    logits: jax.Array,
+    targets: jax.Array,
+    k: int,
+    collectives: Collectives = ALONE,
+    log_sums: jax.Array | None = None,
+) -> TokenLogprobs:
     """Log-probabilities of given tokens and of the k most likely ones, under the logits' softmax.
 
     logits: float32 [R, V], of the shard's tokens; targets: int32 [R] (NO_TOKEN gives token 0's, to be ignored).
+    log_sums: of `log_sums_of`, if they are known.
     A rank is 1 plus the number of strictly more likely tokens; of equally likely alternatives the lower id comes
     first. Where V < k, the top is padded with NO_TOKEN and minus infinity.
     """
@@ -52,13 +69,14 @@ def logprobs_of(logits: jax.Array, targets: jax.Array, k: int, collectives: Coll
     top_ids, top = _top_k(logits, min(max(k, 1), logits.shape[1]))
     if collectives.size > 1:
         top_ids, top = _merge_top_k(top_ids + collectives.first(logits.shape[1]), top, k, collectives)
-    largest = finite(top[:, :1])
-    sums = collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
-    log_sum = largest + jnp.log(sums)
+    if log_sums is None:
+        largest = finite(top[:, :1])
+        sums = collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
+        log_sums = largest + jnp.log(sums)
     ranks = 1 + collectives.all_reduce(jnp.sum(logits > target, axis=1, dtype=jnp.int32))
 
     def normalise(values: jax.Array) -> jax.Array:  # a row without any token gives minus infinity, not NaN
-        return jnp.where(values == -_INF, -_INF, values - log_sum)
+        return jnp.where(values == -_INF, -_INF, values - log_sums)
 
     padding = ((0, 0), (0, max(0, k - top.shape[1])))
     return TokenLogprobs(
@@ -69,18 +87,21 @@ def logprobs_of(logits: jax.Array, targets: jax.Array, k: int, collectives: Coll
     )
 
 
-def target_scores(logits: jax.Array, targets: jax.Array, collectives: Collectives = ALONE) -> DeviceScores:
+def target_scores(
+    logits: jax.Array, targets: jax.Array, collectives: Collectives = ALONE, log_sums: jax.Array | None = None
+) -> DeviceScores:
     """Log-probabilities of given tokens and whether they are the argmax: two passes over the logits, no top-k.
 
-    logits: float32 [R, V], of the shard's tokens; targets: int32 [R].
+    logits: float32 [R, V], of the shard's tokens; targets: int32 [R]. log_sums: as of `logprobs_of`.
     """
     logits = without_nan(logits)
     best, largest = sample_reference.argmax(logits, None if collectives.size == 1 else collectives)
-    largest = finite(largest.reshape(-1, 1))
-    sums = collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
-    log_sum = largest + jnp.log(sums)
+    if log_sums is None:
+        largest = finite(largest.reshape(-1, 1))
+        sums = collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
+        log_sums = largest + jnp.log(sums)
     target = logits_at(logits, targets, collectives)
-    logprobs = jnp.where(target == -_INF, -_INF, target - log_sum)
+    logprobs = jnp.where(target == -_INF, -_INF, target - log_sums)
     return DeviceScores(logprobs[:, 0], best == targets)
 
 

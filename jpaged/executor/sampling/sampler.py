@@ -21,7 +21,9 @@ rows, so that each draws for some of them and no logit is on two shards. All com
 how; ALONE adds nothing to the program.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +33,10 @@ from jax import lax
 from jpaged.api.config import LogprobsMode
 from jpaged.api.sampling_params import GREEDY_TEMPERATURE, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
-from jpaged.executor.sampling.logprobs import TokenLogprobs, logits_at, logprobs_of
+from jpaged.executor.sampling.logprobs import TokenLogprobs, log_sums_of, logits_at, logprobs_of
 from jpaged.executor.sampling.state import FullSamplingState, SamplingState
 from jpaged.models.collectives import ALONE, Collectives
+from jpaged.models.row_tiles import in_row_tiles
 from jpaged.pallas_kernels import sample_tokens, sample_tokens_backend
 from jpaged.pallas_kernels.sample_tokens import reference as sample_reference
 from jpaged.pallas_kernels.sample_tokens.operands import Operands
@@ -65,6 +68,7 @@ def sample(
     collectives: Collectives = ALONE,
     backend: str | None = None,
     logprobs_mode: LogprobsMode = "raw_logprobs",
+    live: jax.Array | None = None,
 ) -> SampleOutput:
     """Draws a token for every row.
 
@@ -81,33 +85,59 @@ def sample(
     collectives: static; of the shards the vocabulary is split over.
     backend: static; of `pallas_kernels.sample_tokens`.
     logprobs_mode: static; as of `EngineArgs`, for FULL. BEAM's log-probabilities are the model's own.
+    live: bool [R], of an engine that is batch_invariant: what sums or rounds is then computed in tiles of rows
+        (`models.row_tiles`), and what comes out for other rows means nothing.
 
     Rows with a temperature below GREEDY_TEMPERATURE get the most likely token, the lowest id on ties. A row whose
     tokens all have a logit of minus infinity gets token 0.
     """
     if variant == SamplingVariant.GREEDY:
         return SampleOutput(*_most_likely(logits, collectives), None)
+    by_row: ByRow = _at_once if live is None else partial(_in_tiles, live)
     if variant == SamplingVariant.BEAM:
         token_ids, is_finite = _most_likely(logits, collectives)
-        return SampleOutput(token_ids, is_finite, logprobs_of(logits, token_ids, num_logprobs, collectives))
+        return SampleOutput(token_ids, is_finite, _logprobs(logits, token_ids, num_logprobs, collectives, live))
     logprobs = None
     processed = logits
     if variant == SamplingVariant.FULL:
         if full is None:
             raise ValueError("SamplingVariant.FULL needs a FullSamplingState.")
-        processed = process_logits(logits, slots, positions, state, full, collectives, masks)
+        process = partial(process_logits, state=state, full=full, collectives=collectives, masks=masks)
+        processed = by_row(process, logits, slots, positions)
     elif variant == SamplingVariant.MASKED:
         if masks is None:
             raise ValueError("SamplingVariant.MASKED needs masks.")
         processed = _allowed_only(logits, _masks_of(slots, state, masks), collectives)
     truncates = variant >= SamplingVariant.TRUNCATED
-    drawn = _draw(processed, slots, positions, state, collectives, truncates=truncates, backend=backend)
-    token_ids, is_finite = drawn
+    draw = partial(_draw, state=state, collectives=collectives, truncates=truncates, backend=backend)
+    token_ids, is_finite = by_row(draw, processed, slots, positions)
     if variant == SamplingVariant.FULL:
         if logprobs_mode == "processed_logprobs":
-            logits = drawn_from(processed, token_ids, slots, state, collectives)
-        logprobs = logprobs_of(logits, token_ids, num_logprobs, collectives)
+            left = partial(
+                drawn_from if live is None else _drawn_from_as_they_are, state=state, collectives=collectives
+            )
+            logits = by_row(left, processed, token_ids, slots)
+        logprobs = _logprobs(logits, token_ids, num_logprobs, collectives, live)
     return SampleOutput(token_ids, is_finite, logprobs)
+
+
+ByRow = Callable[..., Any]
+"""Calls its first argument with the others, arrays with a row for each token that is sampled."""
+
+
+def _at_once(function: Callable[..., Any], *rows: jax.Array) -> Any:
+    return function(*rows)
+
+
+def _in_tiles(live: jax.Array, function: Callable[..., Any], *rows: jax.Array) -> Any:
+    return in_row_tiles(function, live, *rows)
+
+
+def _logprobs(
+    logits: jax.Array, token_ids: jax.Array, k: int, collectives: Collectives, live: jax.Array | None
+) -> TokenLogprobs:
+    sums = None if live is None else in_row_tiles(partial(log_sums_of, collectives=collectives), live, logits)
+    return logprobs_of(logits, token_ids, k, collectives, sums)
 
 
 def program_variant(
@@ -255,6 +285,17 @@ def drawn_from(
     drawn = logits_at(logits, token_ids, collectives)
     kept = (logits >= jnp.minimum(lowest, drawn)) | is_greedy[:, None]
     return jnp.where(kept, (without_nan(logits) - largest) * rate, -_INF)
+
+
+def _drawn_from_as_they_are(
+    logits: jax.Array, token_ids: jax.Array, slots: jax.Array, state: SamplingState, collectives: Collectives
+) -> jax.Array:
+    """`drawn_from`, but at a temperature of 1 what is kept stays as it is: with nothing left out, the log-probabilities
+    have the bits of the model's own, which a trainer computes."""
+    left = drawn_from(logits, token_ids, slots, state, collectives)
+    temperature = state.temperature[slots][:, None]
+    as_it_is = (temperature == 1.0) | (temperature < GREEDY_TEMPERATURE)
+    return jnp.where(as_it_is & (left > -_INF), logits, left)
 
 
 def _threshold(

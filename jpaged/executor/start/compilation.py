@@ -33,6 +33,7 @@ from jpaged.executor.step.kinds import largest_programs, step_programs
 from jpaged.executor.step.packing import PackedLayout
 from jpaged.executor.step.program import PACKED, Setup, Signature, StepProgram, int32
 from jpaged.host.cores import usable_cores
+from jpaged.models.row_tiles import tile_rows
 
 AUTOTUNED_ROWS = 16
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
@@ -273,7 +274,8 @@ class Compiler:
         donated = {*program.updates(setup), *program.consumes}
         donate = tuple(index for index, name in enumerate(signature.takes) if name in donated)
         jitted = self._mesh.jit(named, args, specs, donate)
-        is_gpu, rows = jax.default_backend() == "gpu", program.product_rows(setup)
+        is_gpu = jax.default_backend() == "gpu"
+        rows = tile_rows() if setup.config.batch_invariant else program.product_rows(setup)
         options = GPU_OPTIONS if is_gpu and rows > AUTOTUNED_ROWS else {}
         path = self._cache.path((program.name, options), args)
         return _Task(program, signature, jitted, args, options, self._mesh.devices, path)

@@ -28,6 +28,7 @@ def refuse_for_hybrids(args: EngineArgs, model: ModelConfig) -> None:
     for name, refused, why in (
         ("shared_prefix_attention", True, "their prompts share no blocks"),
         ("host_prefix_cache", True, "they have no prefix cache"),
+        ("batch_invariant", True, "a step's layout decides in which order they are updated"),
         ("preemption_mode", "swap", 'preempted sequences are computed again; use "auto" or "recompute"'),
     ):
         if getattr(args, name) == refused:
@@ -56,6 +57,11 @@ def executor_config(
         raise InvalidParameterError(
             f"max_model_len={args.max_model_len} exceeds the {model.max_position_embeddings} positions the model has; "
             f"lower it."
+        )
+    if args.batch_invariant and model.value_dim is not None:
+        raise InvalidParameterError(
+            f"batch_invariant=True is not supported for {model.architecture}, whose attention over latents has no form in"
+            " which each row is computed by itself; leave it out."
         )
     on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
     max_num_seqs = args.max_num_seqs or min(64 if on_cpu else 1024 if large else 256, most_seqs or 1024)
@@ -87,6 +93,7 @@ def executor_config(
         kernel_backend=args.kernel_backend,
         shared_prefix_attention=args.shared_prefix_attention,
         logprobs_mode=args.logprobs_mode,
+        batch_invariant=args.batch_invariant,
     )
 
 

@@ -153,7 +153,7 @@ def _start_on(
     limit = min((one for one in limits if one is not None), default=None)
     refuse_for_hybrids(args, model_config)
     config = executor_config(args, model_config, limit, most_sequences(shard, limit))
-    rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
+    rows = 0 if args.batch_invariant else one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
     if args.kv_cache_layout == "virtual":
         config = cut_into_pages(config, args, shard, device)

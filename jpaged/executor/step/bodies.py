@@ -23,6 +23,7 @@ from jpaged.executor.step.program import Setup, StepProgram
 from jpaged.executor.step.state import SlotState, append_blocks
 from jpaged.models.collectives import Exchange, ExchangeState
 from jpaged.models.residual import Kernels
+from jpaged.models.row_tiles import forward_in_row_tiles
 
 
 class RowFlags:
@@ -99,6 +100,11 @@ class _Body(StepProgram):
         of = self.forward_pass(setup, pools, state, host)
 
         model, config = setup.model, setup.config
+        if config.batch_invariant:
+            rows = of.tokens, of.positions, of.live
+            backend = config.optional_backend
+            hidden = forward_in_row_tiles(model, weights, *rows, of.layers.attend_rows, backend)
+            return {"pools": of.layers.pools, "state": of.state}, of.result(hidden)
         sums = None if exchange is None else Exchange.begin(exchange, model.collectives, config.kernel_backend)
         kernels = Kernels(sums, config.optional_backend, of.live)
         hybrid = None if recurrent is None else setup.states.beside(of.layers, recurrent, of.rows())

@@ -20,11 +20,13 @@ from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.sampling import sampler
 from jpaged.executor.sampling import state as sampling_state
-from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs, logprobs_of, target_scores
+from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs, log_sums_of, logprobs_of, target_scores
 from jpaged.executor.step.bodies import Rows
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, StepProgram, int32
 from jpaged.executor.step.state import SlotState
+from jpaged.models import Model
+from jpaged.models.row_tiles import in_row_tiles
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of logits held at once when a prompt is scored: 256 x 152,000 float32 are 156 MB."""
@@ -38,6 +40,27 @@ class SampleResult(NamedTuple):
 
     tokens_and_codes: Int[Array, "2 rows"]
     logprobs: TokenLogprobs | None
+
+
+def logits_and_sums(
+    model: Model, head: Sequence[Array], hidden: Float[Array, "rows hidden"], live: Bool[Array, " rows"]
+) -> tuple[Float[Array, "rows vocab"], Float[Array, "rows 1"]]:
+    """Logits and their log-sum-exp, each row's by itself (`models.row_tiles`): of a batch_invariant engine, and of who
+    wants the same bits.
+
+    live: which rows count.
+    """
+    logits = in_row_tiles(lambda rows: model.head_logits(head, rows), live, hidden)
+    return logits, in_row_tiles(lambda rows: log_sums_of(rows, model.collectives), live, logits)
+
+
+def _logits(
+    setup: Setup, head: Sequence[Array], hidden: Float[Array, "rows hidden"], live: Bool[Array, " rows"] | None
+) -> tuple[Float[Array, "rows vocab"], Float[Array, "rows 1"] | None]:
+    """As `logits_and_sums`; without `live` in one product, and nothing summed."""
+    if live is None:
+        return setup.model.head_logits(head, hidden), None
+    return logits_and_sums(setup.model, head, hidden, live)
 
 
 def abstract_rows(count: int) -> Rows:
@@ -99,8 +122,12 @@ class Sample(StepProgram):
         full: sampling_state.FullSamplingState | None = None,
     ) -> tuple[dict[str, object], SampleResult]:
         """earlier: tokens and codes of an earlier step, which those of this one are written over."""
-        model = setup.model
-        logits = model.head_logits(head, hidden)
+        model, live = setup.model, None
+        if setup.config.batch_invariant:
+            live = rows.slots != setup.config.null_slot
+            logits = in_row_tiles(lambda rows: model.head_logits(head, rows), live, hidden)
+        else:
+            logits = model.head_logits(head, hidden)
         slots, collectives = rows.slots, model.collectives
         positions = state.seq_len[slots]  # where the new token will stand
         sampled = sampler.sample(
@@ -114,6 +141,7 @@ class Sample(StepProgram):
             collectives=collectives,
             backend=setup.config.optional_backend,
             logprobs_mode=setup.config.logprobs_mode,
+            live=live,
         )
         valid = rows.samples & state.active[slots]
 
@@ -237,13 +265,16 @@ class PromptLogprobs(_Scoring):
         chunk = min(self.tokens, PROMPT_LOGPROB_ROWS)
         pad = -self.tokens % chunk
         hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, hidden.shape[1])
+        asked = None
+        if setup.config.batch_invariant:
+            asked = jnp.pad(targets != NO_TOKEN, (0, pad)).reshape(-1, chunk)
         targets = jnp.pad(jnp.maximum(targets, 0), (0, pad)).reshape(-1, chunk)
 
-        def score(args: tuple[Array, Array]) -> TokenLogprobs:
-            logits = setup.model.head_logits(head, args[0])
-            return logprobs_of(logits, args[1], MAX_LOGPROBS, setup.model.collectives)
+        def score(args: tuple[Array, Array, Array | None]) -> TokenLogprobs:
+            logits, sums = _logits(setup, head, args[0], args[2])
+            return logprobs_of(logits, args[1], MAX_LOGPROBS, setup.model.collectives, sums)
 
-        scored = jax.lax.map(score, (hidden, targets))
+        scored = jax.lax.map(score, (hidden, targets, asked))
         return {}, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: self.tokens], scored)
 
 
@@ -270,8 +301,9 @@ class Score(_Scoring):
         self, setup: Setup, *, head: Sequence[Array], hidden: Float[Array, "tokens hidden"], packed: Int[Array, " n"]
     ) -> tuple[dict[str, object], DeviceScores]:
         host = self.layout(setup).unpack(packed)
-        logits = setup.model.head_logits(head, hidden[host["tokens"]])
-        return {}, target_scores(logits, host["targets"], setup.model.collectives)
+        live = host["targets"] != NO_TOKEN if setup.config.batch_invariant else None
+        logits, sums = _logits(setup, head, hidden[host["tokens"]], live)
+        return {}, target_scores(logits, host["targets"], setup.model.collectives, sums)
 
 
 @dataclass(frozen=True)

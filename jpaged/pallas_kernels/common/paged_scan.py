@@ -2,7 +2,7 @@
 
 It scans the KV blocks with an online softmax (FlashAttention-2, arXiv:2307.08691), so its memory does not
 grow with the context. Queries are cut into *items*, up to `ITEM_QUERIES` consecutive queries of one row, and
-`_GROUP_ITEMS` items are attended to at a time:
+`GROUP_ITEMS` items are attended to at a time:
 
     row 0: 1 query    row 1: 70 queries, 32 an item       row 2: 1 query
     [item 0]          [item 1    ][item 2    ][item 3]    [item 4]          -> one group of 5 items
@@ -26,8 +26,8 @@ from jax import lax
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands, output_shape
 
 ITEM_QUERIES = 32
-_GROUP_ITEMS = 32
-_TILE_TOKENS = 128
+GROUP_ITEMS = 32
+TILE_TOKENS = 128
 _MASKED = -1e30
 
 
@@ -65,7 +65,7 @@ def _group_attention(
     _, arrays, kv_heads, block_size, _ = kv_pool.shape
     share, value_dim = heads // kv_heads, features.value_dim or head_dim
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    blocks = max(1, min(_TILE_TOKENS // block_size, tables.shape[1]))
+    blocks = max(1, min(TILE_TOKENS // block_size, tables.shape[1]))
     tile = blocks * block_size
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % blocks)))
 
@@ -131,7 +131,7 @@ def scan_items(
     """Attention of all items, of at most so many queries each: that of an attention op, and its log-sum-exp."""
     q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
     tokens, heads, _ = q.shape
-    group = min(items.rows.shape[0], _GROUP_ITEMS)
+    group = min(items.rows.shape[0], GROUP_ITEMS)
     padded = -(-items.rows.shape[0] // group) * group
     rows, starts, counts, first_positions = (_pad_to(x, padded) for x in items[:4])
 

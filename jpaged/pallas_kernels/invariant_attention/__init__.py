@@ -1,0 +1,1 @@
+"""The op `invariant_attention`: see `api.py`."""

@@ -1,0 +1,1 @@
+"""Attention whose bits do not depend on the batch."""
