@@ -143,7 +143,13 @@ def test_the_virtual_layout_serves_them_alike(engine: LLMEngine, directory: Path
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("preemption_mode", "swap"), ("shared_prefix_attention", True), ("host_prefix_cache", True)]
+    ("option", "value"),
+    [
+        ("preemption_mode", "swap"),
+        ("shared_prefix_attention", True),
+        ("host_prefix_cache", True),
+        ("batch_invariant", True),
+    ],
 )
 def test_options_that_they_do_without_are_refused_by_name(
     engine: LLMEngine, directory: Path, option: str, value: Any

@@ -60,8 +60,8 @@ def executor_config(
         )
     if args.batch_invariant and model.value_dim is not None:
         raise InvalidParameterError(
-            f"batch_invariant=True is not supported for {model.architecture}, whose attention over latents has no form in"
-            " which each row is computed by itself; leave it out."
+            f"batch_invariant=True is not supported for {model.architecture}, whose attention over latents has no"
+            " form that computes each row by itself; leave it out."
         )
     on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
     max_num_seqs = args.max_num_seqs or min(64 if on_cpu else 1024 if large else 256, most_seqs or 1024)

@@ -79,7 +79,7 @@ def invariant_attention(
         operands = attention.Operands(
             q, kv_pool, block_tables, kv_lens, attention.check_alibi(alibi_slopes, q.shape[1])
         )
-        checked = attention.check_features(q, block_tables, scale, sliding_window, logit_softcap)
+        checked = attention.check_features(q, kv_pool, block_tables, scale, sliding_window, logit_softcap, None)
         out, lse = by_query.attend(operands, query_starts, checked)
     out, _ = count_sinks(out, lse, attention.check_per_head("sinks", sinks, q.shape[1]))
     return out
