@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from jpaged.api.config import (
     DType,
     EngineArgs,
+    KVCacheDType,
     KVCacheLayout,
     LoadFormat,
     LogprobsMode,
@@ -88,6 +89,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--logprobs-mode",
         choices=get_args(LogprobsMode),
         help="log-probabilities of the model's own distribution, or of the one sampled from (default: raw_logprobs)",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDType),
+        help='"fp8" keeps keys and values in 8 bits, "auto" in the type of the model (default: auto)',
     )
     group.add_argument(
         "--kv-cache-layout",

@@ -34,6 +34,8 @@ class ExecutorConfig:
     one_shot_rows: bodies of at most this many rows use the one-shot all-reduce; larger ones use XLA's. Equals the size
         of the largest such body (`largest_body`), or 0.
     logprobs_mode: as of `EngineArgs`.
+    kv_scales: of each layer, what keys and what values are divided by before they are rounded to e4m3; None where they
+        are kept in the model's dtype.
     geometry: of the virtual layout's arrays, whose pages are the blocks; None for the paged layout.
     """
 
@@ -47,6 +49,7 @@ class ExecutorConfig:
     shared_prefix_attention: bool = False
     one_shot_rows: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    kv_scales: tuple[tuple[float, float], ...] | None = None
     geometry: Geometry | None = None
 
     @property

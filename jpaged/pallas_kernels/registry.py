@@ -37,6 +37,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.devices import Device
@@ -127,6 +128,11 @@ def _triton_missing() -> str | None:
 def is_hopper(device: Device, *arguments: Any) -> bool:
     """Whether a device is a GPU of compute capability 9.x; whatever an op's arguments are, for `Op.also`."""
     return device.capability is not None and device.capability[0] == 9
+
+
+def fp8_on_hopper(device: Device, *arguments: Any) -> bool:
+    """Whether a device is such a GPU and one of an op's arguments is in e4m3, which the Mosaic kernels do not take."""
+    return is_hopper(device) and any(getattr(one, "dtype", None) == jnp.float8_e4m3fn for one in arguments)
 
 
 def _not_hopper(device: Device) -> str | None:

@@ -60,6 +60,7 @@ from jpaged.host.garbage import set_objects_apart
 from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build
 from jpaged.models.experts import split_by_experts
+from jpaged.models.loading.kv_scales import read_kv_scales
 from jpaged.models.loading.live import Update, WeightsForm, WeightUpdater
 from jpaged.pallas_kernels import registry
 
@@ -235,6 +236,7 @@ class Startup:
         tokens = num_blocks * self.config.block_size // len(self.cache_groups)
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
         reserved = f", {_size(self.memory.programs)} reserved for them to run" if self.memory.programs else ""
+        in_fp8 = " in FP8" if self.config.kv_scales is not None else ""
         rows = [
             (
                 "model",
@@ -243,7 +245,7 @@ class Startup:
             ("device", self.device),
             ("kernels", self.args.kernel_backend or registry.preferred_here()),
             ("weights", f"{_size(self.memory.weights)} in {_types(self.model)}"),
-            ("KV pool", f"{_size(self.memory.pool)}: {self.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
+            ("KV pool", f"{_size(self.memory.pool)}{in_fp8}: {self.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
             ("programs", f"{_whence(self.origins)}{reserved}"),
             ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
@@ -342,6 +344,8 @@ def _start_on(
     config = executor_config(args, model_config, limit)
     rows = one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
+    if args.kv_cache_dtype == "fp8":
+        config = replace(config, kv_scales=read_kv_scales(args.load_format, directory, len(model_config.layer_windows)))
     if args.kv_cache_layout == "virtual":
         config = _cut_into_pages(config, args, shard, device)
 

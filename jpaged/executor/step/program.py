@@ -61,7 +61,7 @@ class Setup:
     @staticmethod
     def of(model: Model, config: ExecutorConfig) -> "Setup":
         layout = PagedCache if config.geometry is None else VirtualCache
-        return Setup(model, config, layout(cache_spec(model), config))
+        return Setup(model, config, layout(cache_spec(model, config.kv_scales), config))
 
     def program_variant(self, variant: SamplingVariant) -> SamplingVariant:
         """The variant whose program draws for `variant` (`sampler.program_variant`)."""

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 
 ArrayLike = jax.Array | jax.ShapeDtypeStruct
 
+FP8 = jnp.float8_e4m3fn.dtype
+"""Of pools that keep keys and values in 8 bits."""
+
 FLOATS = (jnp.bfloat16.dtype, jnp.float16.dtype, jnp.float32.dtype, jnp.float64.dtype)
 
 
@@ -53,14 +56,28 @@ def _shape(x: object) -> tuple[int, ...] | str:
 
 
 def check_pool(name: str, pool: ArrayLike) -> None:
-    """Raises ValueError unless `pool` is a float array [num_blocks, 2, kv_heads, block_size, head_dim]."""
+    """Raises ValueError unless `pool` is of floats or e4m3 [num_blocks, 2, kv_heads, block_size, head_dim]."""
     check_rank(name, pool, "num_blocks, 2, kv_heads, block_size, head_dim")
     if pool.shape[1] != 2:
         raise ValueError(f"{name} must be [num_blocks, 2, kv_heads, block_size, head_dim], got shape {pool.shape}")
     if min(pool.shape) < 1:
         raise ValueError(f"{name} must not have an empty axis, got shape {pool.shape}")
-    if pool.dtype not in FLOATS:
-        raise ValueError(f"{name} must be bfloat16, float16, float32 or float64, got {pool.dtype}")
+    if pool.dtype not in (*FLOATS, FP8):
+        raise ValueError(f"{name} must be bfloat16, float16, float32, float64 or {FP8}, got {pool.dtype}")
+
+
+def goes_with_pool(dtype: jnp.dtype, pool: ArrayLike) -> bool:
+    """Whether queries, keys or values of this dtype go with a pool: its own, or any floats with one in e4m3."""
+    return dtype == pool.dtype or (pool.dtype == FP8 and dtype in FLOATS)
+
+
+def check_kv_scales(kv_scales: ArrayLike | None, pool: ArrayLike) -> None:
+    """Raises ValueError unless these are None, or float32 [2] for a (checked) pool in e4m3."""
+    if kv_scales is None:
+        return
+    if pool.dtype != FP8:
+        raise ValueError(f"kv_scales are of a pool in {FP8}, and this one is in {pool.dtype}; leave them out")
+    check_array("kv_scales", kv_scales, jnp.float32, "2", (2,))
 
 
 def check_pools(name: str, pools: tuple[ArrayLike, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpaged.pallas_kernels.common.arguments import ArrayLike, check_rank, check_real
+from jpaged.pallas_kernels.common.arguments import ArrayLike, check_rank, check_real, goes_with_pool
 
 
 class Operands(NamedTuple):
@@ -54,7 +54,7 @@ def check_queries(q: ArrayLike, pool: ArrayLike) -> None:
     """Raises ValueError unless `q` is [rows, heads, head_dim] and fits the (checked) pool."""
     check_rank("q", q, "rows, heads, head_dim")
     _, _, kv_heads, _, head_dim = pool.shape
-    if q.dtype != pool.dtype:
+    if not goes_with_pool(q.dtype, pool):
         raise ValueError(f"q must have the pool's dtype {pool.dtype}, got {q.dtype}")
     if q.shape[2] != head_dim:
         raise ValueError(f"q must have the pool's head_dim {head_dim}, got shape {tuple(q.shape)}")

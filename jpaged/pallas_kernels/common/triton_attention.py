@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.attention_arguments import Features
+from jpaged.pallas_kernels.common.triton_fp8 import widen
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MOST_HEAD_DIM = 512  # in 16 bits
@@ -22,11 +23,13 @@ _NO_KEYS = tl.constexpr(-1e30)  # running maxima start here, so that no inf - in
 def unsupported(q: jax.Array, kv_pool: jax.Array) -> str | None:
     """Why the attention kernels cannot take these (checked) arguments; None if they can."""
     _, _, _, block_size, head_dim = kv_pool.shape
-    if kv_pool.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"dtype {kv_pool.dtype} is not bfloat16, float16 or float32"
-    most = MOST_HEAD_DIM if kv_pool.dtype.itemsize == 2 else MOST_HEAD_DIM // 2
+    if kv_pool.dtype == jnp.float8_e4m3fn and q.dtype.itemsize != 2:
+        return f"queries in {q.dtype}, which must have 16 bits for a pool in {kv_pool.dtype}"
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"dtype {q.dtype} is not bfloat16, float16 or float32"
+    most = MOST_HEAD_DIM if q.dtype.itemsize == 2 else MOST_HEAD_DIM // 2
     if head_dim % 16 or head_dim > most:
-        return f"head_dim {head_dim} is not a multiple of 16 of at most {most} in {kv_pool.dtype}"
+        return f"head_dim {head_dim} is not a multiple of 16 of at most {most} in {q.dtype}"
     if block_size not in BLOCK_SIZES:
         return f"block size {block_size} is not one of {BLOCK_SIZES}"
     return None
@@ -56,6 +59,12 @@ def scores(products, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr
             e = tl.exp2(x * (2 * 1.4426950408889634 / CAP))
             x = CAP - (2 * CAP) / (1.0 + e)
     return x, FACTOR
+
+
+@triton.jit
+def as_operand(kept, DTYPE: tl.constexpr):
+    """Keys or values of the pool as operands of products: bits of e4m3 are widened."""
+    return widen(kept, DTYPE) if kept.dtype == tl.uint8 else kept
 
 
 @triton.jit

@@ -26,8 +26,10 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
+from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_attention import (
     add_keys,
+    as_operand,
     fold,
     no_state,
     result,
@@ -90,10 +92,11 @@ def rows_of_a_tile(share: int, head_dim: int, itemsize: int) -> int:
     return 16 if share <= 16 or head_dim * itemsize > _MOST_BYTES else _MOST_ROWS
 
 
-def default_config(head_dim: int, rows: int, itemsize: int) -> Config:
-    """For a head_dim, so many query heads of a group, padded, and bytes of a number."""
+def default_config(head_dim: int, rows: int, itemsize: int, *, widens: bool = False) -> Config:
+    """For a head_dim, so many query heads of a group, padded, and bytes of a query's number. widens: keys and values
+    have fewer."""
     config = for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)), itemsize]
-    if rows < _MOST_ROWS:
+    if rows < _MOST_ROWS and not widens:
         return config
     return replace(config, warps=2 * config.warps, ctas=max(1, config.ctas // 2))  # twice the registers
 
@@ -128,7 +131,7 @@ def decode_attention(
     rows = rows_of_a_tile(share, head_dim, q.dtype.itemsize)
     groups = kv_heads * triton.cdiv(share, rows)
     if config is None:
-        config = default_config(head_dim, rows, q.dtype.itemsize)
+        config = default_config(head_dim, rows, q.dtype.itemsize, widens=kv_pool.dtype != q.dtype)
     cuts = Cuts(config.tile, _LEAF_TOKENS, _CHUNK_TOKENS, num_multiprocessors() * _CUT_FOR)
     ctas = num_multiprocessors() * config.ctas
     max_len = block_tables.shape[1] * block_size
@@ -151,7 +154,7 @@ def decode_attention(
             resident=config.ctas,
         ),
         q,
-        kv_pool,
+        as_bits(kv_pool),
         block_tables,
         *work,
         jnp.zeros((1,), jnp.float32) if alibi_slopes is None else alibi_slopes,
@@ -214,7 +217,8 @@ def _decode(
             if DIM == HEAD_DIM:
                 k, v = tl.load(k_at), tl.load(v_at)
             else:
-                k, v = tl.load(k_at, mask=is_dim[None, :], other=0.0), tl.load(v_at, mask=is_dim[None, :], other=0.0)
+                k, v = tl.load(k_at, mask=is_dim[None, :], other=0), tl.load(v_at, mask=is_dim[None, :], other=0)
+            k, v = as_operand(k, queries.dtype), as_operand(v, queries.dtype)
             x, FACTOR = scores(tl.dot(queries, tl.trans(k), input_precision="ieee"), SCALE, CAP, ALIBI)
             if ALIBI:
                 x += slope[:, None] * (position - (length - 1)).to(tl.float32)[None, :]

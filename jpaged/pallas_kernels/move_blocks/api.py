@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.registry import Op
+from jpaged.pallas_kernels.registry import Op, fp8_on_hopper
 
-COPY, GATHER, SCATTER = (Op(f"{what}_blocks", __package__) for what in ("copy", "gather", "scatter"))
+COPY, GATHER, SCATTER = (
+    Op(f"{what}_blocks", __package__, also={"triton": fp8_on_hopper}) for what in ("copy", "gather", "scatter")
+)
 
 
 def copy_blocks(

@@ -21,8 +21,10 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
+from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_attention import (
     add_keys,
+    as_operand,
     no_state,
     result,
     score_constants,
@@ -88,9 +90,12 @@ _CONFIGS = {80: _AMPERE, 86: _AMPERE, 90: _HOPPER, 100: _AMPERE, 120: _AMPERE}
 the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
 
 
-def default_config(head_dim: int, itemsize: int, plain: bool) -> Config:
-    """For a head_dim, bytes of a number, and whether the scores are those of a causal mask alone."""
+def default_config(head_dim: int, itemsize: int, plain: bool, *, widens: bool = False) -> Config:
+    """For a head_dim, bytes of a query's number, and whether the scores are those of a causal mask alone. widens: keys
+    and values have fewer bytes."""
     config = for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)), itemsize]
+    if widens:  # which needs registers
+        config = replace(config, warps=8, registers=None)
     if plain:
         return config
     return replace(config, block_kv=min(config.block_kv, 32), registers=None)  # slopes, caps and edges need registers
@@ -126,7 +131,7 @@ def ragged_attention(
     _, _, kv_heads, block_size, _ = kv_pool.shape
     if config is None:
         plain = alibi_slopes is None and features.sliding_window is None and features.logit_softcap is None
-        config = default_config(head_dim, q.dtype.itemsize, plain)
+        config = default_config(head_dim, q.dtype.itemsize, plain, widens=kv_pool.dtype != q.dtype)
     tile_heads, places = heads_of_a_tile(heads // kv_heads)
     work, num_tiles = plan_tiles(
         query_starts,
@@ -142,7 +147,7 @@ def ragged_attention(
         _attend,
         Launch((work.shape[0] * units,), config.warps, config.stages, config.registers),
         q,
-        kv_pool,
+        as_bits(kv_pool),
         block_tables,
         work,
         num_tiles,
@@ -234,7 +239,8 @@ def _attend_steps(
         if DIM == HEAD_DIM:
             k, v = tl.load(k_at), tl.load(v_at)
         else:
-            k, v = tl.load(k_at, mask=is_dim[None, :], other=0.0), tl.load(v_at, mask=is_dim[None, :], other=0.0)
+            k, v = tl.load(k_at, mask=is_dim[None, :], other=0), tl.load(v_at, mask=is_dim[None, :], other=0)
+        k, v = as_operand(k, queries.dtype), as_operand(v, queries.dtype)
         products = tl.dot(queries, tl.trans(k), input_precision="ieee")
         x, FACTOR = scores(products, SCALE, CAP, ALIBI)
         if ALIBI:

@@ -4,11 +4,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jpaged.pallas_kernels.common.arguments import FP8
+from jpaged.pallas_kernels.common.numerics import to_fp8
 from jpaged.pallas_kernels.common.put_rows import put_rows
 
 
 @jax.jit
-def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+def write_kv(
+    kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, kv_scales: jax.Array | None = None
+) -> jax.Array:
     """`write_kv` of the package, checked.
 
     A scatter of whole head_dim rows into the pool seen as a matrix: with the block and the offset as two indices the
@@ -16,6 +20,9 @@ def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.A
     layout that is the same but for that axis, unless told which.
     """
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
+    if kv_pool.dtype == FP8:
+        one, other = (None, None) if kv_scales is None else kv_scales
+        k, v = to_fp8(k, one), to_fp8(v, other)
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     tile = jnp.arange(2 * kv_heads, dtype=jnp.int32)
     rows = (block[:, None] * (2 * kv_heads) + tile) * block_size + offset[:, None]

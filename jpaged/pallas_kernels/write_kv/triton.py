@@ -9,7 +9,9 @@ import jax
 import triton
 import triton.language as tl
 
+from jpaged.pallas_kernels.common.numerics import as_bits, from_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
+from jpaged.pallas_kernels.common.triton_fp8 import narrow
 
 _CTA_NUMBERS = 4096  # of keys, and as many of values; 32 each a thread
 
@@ -22,7 +24,9 @@ def unsupported(kv_pool: jax.Array) -> str | None:
 
 
 @jax.jit  # so that the layers of a model lower the kernel once between them
-def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+def write_kv(
+    kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, kv_scales: jax.Array | None = None
+) -> jax.Array:
     """`write_kv` of the package, checked."""
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
     width = triton.next_power_of_2(head_dim)
@@ -35,8 +39,11 @@ def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.A
         "HEAD_DIM": head_dim,
         "HEADS": heads,
         "WIDTH": width,
+        "SCALED": kv_scales is not None,
     }
-    return call(_write_kv, launch, k, v, slot_mapping, updated=[kv_pool], **constants)[0]
+    scales = slot_mapping if kv_scales is None else kv_scales  # which nobody reads then
+    (pool,) = call(_write_kv, launch, k, v, slot_mapping, scales, updated=[as_bits(kv_pool)], **constants)
+    return from_bits(pool, kv_pool.dtype)
 
 
 @triton.jit
@@ -44,6 +51,7 @@ def _write_kv(
     k,
     v,
     slots,
+    scales,
     pool,
     SLOTS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -51,8 +59,10 @@ def _write_kv(
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,  # of a CTA, a power of two
     WIDTH: tl.constexpr,  # head_dim, rounded up to a power of two
+    SCALED: tl.constexpr,  # whether there are scales
 ):
-    """k, v: [T, KV_HEADS, HEAD_DIM]. slots: int32 [T]. pool: [blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM]."""
+    """k, v: [T, KV_HEADS, HEAD_DIM]. slots: int32 [T]. scales: float32 [2]. pool: [blocks, 2, KV_HEADS,
+    BLOCK_SIZE, HEAD_DIM]."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
@@ -61,6 +71,11 @@ def _write_kv(
     source = token * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM + column
     key = tl.load(k + source, mask=exists)
     value = tl.load(v + source, mask=exists)
+    if pool.dtype.element_ty == tl.uint8:  # bits of e4m3
+        wide_key, wide_value = key.to(tl.float32), value.to(tl.float32)
+        if SCALED:
+            wide_key, wide_value = wide_key / tl.load(scales), wide_value / tl.load(scales + 1)
+        key, value = narrow(wide_key), narrow(wide_value)
     if (slot >= 0) & (slot < SLOTS):
         block = (slot // BLOCK_SIZE).to(tl.int64)
         row = (block * (2 * KV_HEADS) + head) * BLOCK_SIZE + slot % BLOCK_SIZE
