@@ -98,6 +98,8 @@ def default_config(head_dim: int, rows: int, itemsize: int, *, widens: bool = Fa
     config = for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)), itemsize]
     if rows < _MOST_ROWS and not widens:
         return config
+    if rows == _MOST_ROWS and widens:
+        config = replace(config, tile=max(16, config.tile // 2))
     return replace(config, warps=2 * config.warps, ctas=max(1, config.ctas // 2))  # twice the registers
 
 
