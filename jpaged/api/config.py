@@ -10,6 +10,7 @@ from jpaged.api.errors import InvalidParameterError, shown
 
 Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 KVCacheLayout = Literal["paged", "virtual"]
 VirtualPageLayout = Literal["sliced", "per-layer"]
 
@@ -18,8 +19,8 @@ _MAX_DEVICES = 4096
 """More than any machine or cluster has. It keeps a mistyped number from starting processes without end."""
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
-_DTYPE_NAMES = {"half": "float16", "float": "float32"}
-"""PyTorch's names, under which vLLM takes them too."""
+_DTYPE_NAMES = {"half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
+"""Other names, under which vLLM takes them too, and what they mean."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 RerankerName = Literal["qwen3"]
@@ -132,6 +133,9 @@ class EngineArgs(SchedulingOptions):
             refused.
         reranker: the model judges pairs of texts by "yes" or "no", as Qwen3-Reranker does ("qwen3"): `LLM.score`,
             `/v1/score` and `/v1/rerank` then give the probability of "yes". None: they compare embeddings.
+        kv_cache_dtype: of keys and values in the cache. "fp8" (or "fp8_e4m3"): e4m3, which takes half of the memory of
+            16 bits; each layer's scales are those of the checkpoint (`k_scale`, `v_scale`), or 1. "auto": the model's
+            dtype. Name as in vLLM.
         skip_tokenizer_init: take and give token ids only.
         verbose: print the start-up table and progress.
 
@@ -170,6 +174,7 @@ class EngineArgs(SchedulingOptions):
     load_format: LoadFormat = "auto"
     quantization: Quantization | None = None
     reranker: RerankerName | None = field(default=None, metadata=_FREE)
+    kv_cache_dtype: KVCacheDType = "auto"
     skip_tokenizer_init: bool = field(default=False, metadata=_FREE)
     verbose: bool = field(default=True, metadata=_FREE)
 
@@ -196,6 +201,8 @@ class EngineArgs(SchedulingOptions):
             check_choice("quantization", self.quantization, Quantization)
         if self.reranker is not None:
             check_choice("reranker", self.reranker, RerankerName)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KVCacheDType)
+        object.__setattr__(self, "kv_cache_dtype", _DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype))
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
         check_choice("kv_cache_layout", self.kv_cache_layout, KVCacheLayout)
         check_choice("virtual_page_layout", self.virtual_page_layout, VirtualPageLayout)
@@ -203,6 +210,11 @@ class EngineArgs(SchedulingOptions):
             raise InvalidParameterError(
                 f"virtual_page_layout={self.virtual_page_layout!r} needs kv_cache_layout='virtual', got"
                 f" {self.kv_cache_layout!r}: only the virtual layout has pages."
+            )
+        if self.kv_cache_dtype != "auto" and self.kv_cache_layout == "virtual":
+            raise InvalidParameterError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} needs kv_cache_layout='paged': the virtual layout keeps keys"
+                " and values in the model's dtype."
             )
         _check_idle_release(self.kv_idle_release_s, self.kv_cache_layout)
         check_integer("block_size", self.block_size, 1)
@@ -259,6 +271,7 @@ class EngineArgs(SchedulingOptions):
             ("shared_prefix_attention", self.shared_prefix_attention, "it adds up in another order with who shares"),
             ("kv_cache_layout", self.kv_cache_layout == "virtual", "kernels' steps depend on its pages"),
             ("one_shot_rows", self.one_shot_rows, "steps of other sizes sum in another order"),
+            ("kv_cache_dtype", self.kv_cache_dtype == "fp8", "its attention reads the model's own type alone"),
             (
                 "kernel_backend",
                 self.kernel_backend not in (None, "triton", "xla"),

@@ -3,13 +3,14 @@
 import argparse
 from typing import Any, get_args
 
-from jpaged.api.config import DType, EngineArgs, KVCacheLayout, Quantization, VirtualPageLayout
+from jpaged.api.config import DType, EngineArgs, KVCacheDType, KVCacheLayout, Quantization, VirtualPageLayout
 from jpaged.bench.arguments import add_kernel_backend_option
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.llm import LLM
 from jpaged.processes.replicas import ReplicatedEngine
 
 DTYPE = "type of weights and KV cache"
+KV_CACHE_DTYPE = '"fp8": keys and values in 8 bits; "auto": in the type of --dtype'
 BLOCK_SIZE = "tokens in a block of the KV cache"
 MAX_NUM_SEQS = "most sequences that run at once (default: by device)"
 MAX_NUM_BATCHED_TOKENS = "most tokens computed in a step (default: by device)"
@@ -40,6 +41,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
     parser.add_argument("--quantization", choices=get_args(Quantization), help='"fp8": weights in FP8')
+    parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto", help=KV_CACHE_DTYPE)
     add_kernel_backend_option(parser)
     add_layout_options(parser)
     add_sharding_options(parser)

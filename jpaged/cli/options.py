@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from jpaged.api.config import (
     DType,
     EngineArgs,
+    KVCacheDType,
     KVCacheLayout,
     LoadFormat,
     LogprobsMode,
@@ -121,6 +122,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=True,
         help="give a token's log-probabilities the same bits whatever shares its steps",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDType),
+        help='"fp8" keeps keys and values in 8 bits, "auto" in the type of the model (default: auto)',
     )
     group.add_argument(
         "--kv-cache-layout",

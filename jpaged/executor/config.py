@@ -35,6 +35,8 @@ class ExecutorConfig:
         of the largest such body (`largest_body`), or 0.
     logprobs_mode: as of `EngineArgs`.
     batch_invariant: rows are computed in tiles (`models.row_tiles`), and attention by `invariant_attention`.
+    kv_scales: of each layer, what keys and what values are divided by before they are rounded to e4m3; None where they
+        are kept in the model's dtype.
     geometry: of the virtual layout's arrays, whose pages are the blocks; None for the paged layout.
     """
 
@@ -49,6 +51,7 @@ class ExecutorConfig:
     one_shot_rows: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
     batch_invariant: bool = False
+    kv_scales: tuple[tuple[float, float], ...] | None = None
     geometry: Geometry | None = None
 
     @property

@@ -43,14 +43,26 @@ def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     cases = [(head_dim, dtype, 4, 16, plain) for head_dim, dtype in sizes]
     cases += [(128, jnp.float16, 32, 64, plain), (80, jnp.float16, 7, 128, every), (256, jnp.bfloat16, 7, 16, every)]
     for head_dim, dtype, share, block_size, options in cases:
-        pool = Shape((4096, 2, 2, block_size, head_dim), dtype)
-        name = f"D {head_dim} {jnp.dtype(dtype)} group {share} block {block_size}{' options' if options else ''}"
-        arguments = {"kv_pool": pool, "block_tables": ids(16, 4096 // block_size), "kv_lens": ids(16)}
-        q = Shape((16, 2 * share, head_dim), dtype)
-        yield f"decode {name}", partial(ops.decode_attention, **options), arguments | {"q": q}
-        q = Shape((2048, 2 * share, head_dim), dtype)
-        starts = {"query_starts": ids(17)}
-        yield f"ragged {name}", partial(ops.ragged_attention, **options), arguments | {"q": q} | starts
+        yield from attention_of("", dtype, dtype, head_dim, share, block_size, options)
+    for head_dim, share, block_size, options in ((64, 8, 16, plain), (128, 4, 16, plain), (128, 32, 16, plain)):
+        yield from attention_of(" over e4m3", jnp.bfloat16, jnp.float8_e4m3fn, head_dim, share, block_size, options)
+    for head_dim in (256, 512):
+        yield from attention_of(" over e4m3", jnp.bfloat16, jnp.float8_e4m3fn, head_dim, 7, 16, plain)
+    yield from attention_of(" over e4m3", jnp.float16, jnp.float8_e4m3fn, 80, 7, 128, every)
+
+
+def attention_of(
+    what: str, dtype: Any, kept: Any, head_dim: int, share: int, block_size: int, options: dict[str, Any]
+) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """Both kinds, of queries in a type over keys and values in another."""
+    pool = Shape((4096, 2, 2, block_size, head_dim), kept)
+    name = f"D {head_dim} {jnp.dtype(dtype)} group {share} block {block_size}{' options' if options else ''}{what}"
+    arguments = {"kv_pool": pool, "block_tables": ids(16, 4096 // block_size), "kv_lens": ids(16)}
+    q = Shape((16, 2 * share, head_dim), dtype)
+    yield f"decode {name}", partial(ops.decode_attention, **options), arguments | {"q": q}
+    q = Shape((2048, 2 * share, head_dim), dtype)
+    starts = {"query_starts": ids(17)}
+    yield f"ragged {name}", partial(ops.ragged_attention, **options), arguments | {"q": q} | starts
 
 
 def latents() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
@@ -85,9 +97,10 @@ def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         (8, 4, 256, 16, jnp.float32, True, True),
         (4, 2, 256, 32, jnp.bfloat16, True, jnp.float32),
     ):
-        pool = Shape((20_000, 2, kv_heads, block_size, head_dim), dtype)
+        kept = jnp.float8_e4m3fn if (kv_heads, head_dim) in ((1, 64), (4, 256)) else dtype
+        pool = Shape((20_000, 2, kv_heads, block_size, head_dim), kept)
         new, table = Shape((24, kv_heads, head_dim), dtype), Shape((24, head_dim // 2), jnp.float32)
-        name = f"{kv_heads} x {group} D {head_dim} {jnp.dtype(dtype)} block {block_size}"
+        name = f"{kv_heads} x {group} D {head_dim} {jnp.dtype(dtype)} block {block_size} in {jnp.dtype(kept)}"
         arguments: dict[str, Any] = {"kv_pool": pool, "slot_mapping": ids(24)}
         yield f"write_kv {name}", ops.write_kv, arguments | {"k": new, "v": new}
         arguments["qkv"] = Shape((24, kv_heads, group + 2, head_dim), dtype)
@@ -100,7 +113,7 @@ def other_ops() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         pools, moved = (pool, pool), {"block_ids": ids(8)}
         yield f"copy_blocks {name}", ops.copy_blocks, {"kv_pools": pools, "src": ids(8), "dst": ids(8)}
         yield f"gather_blocks {name}", ops.gather_blocks, {"kv_pools": pools} | moved
-        staging = Shape((2, 8, *pool.shape[1:]), dtype)
+        staging = Shape((2, 8, *pool.shape[1:]), kept)
         yield f"scatter_blocks {name}", ops.scatter_blocks, {"kv_pools": pools, "staging": staging} | moved
     for vocab, truncates in ((151_936, True), (128_256, False), (50_257, True)):
         floats, whole = Shape((64,), jnp.float32), ids(64)

@@ -34,6 +34,16 @@ def _tokens(plain: Path, directory: Path, layout: str) -> dict[str, Any]:
     return {name: _run(LLMEngine(args)) for name, args in engines.items()}
 
 
+def fp8_cache() -> dict[str, Any]:
+    """Greedy tokens with keys and values in FP8, on one device and on two."""
+    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+        args = replace(ARGS, model=str(plain_checkpoint("qwen3-layer-types", Path(directory))), kv_cache_dtype="fp8")
+        return {
+            "one": _run(LLMEngine(args)),
+            "two": _run(LLMEngine(replace(args, tensor_parallel_size=2))),
+        }
+
+
 def shards_equal_the_whole(*layouts: str) -> list[str]:
     """Parameters of quantized layers whose shards, side by side, are not the whole ones; over two and four devices."""
     wrong = []

@@ -26,6 +26,7 @@ from jpaged.executor.cache.groups import Grouping, Place, group_layers
 from jpaged.executor.cache.spec import TokenSpec
 from jpaged.executor.config import ExecutorConfig
 from jpaged.models import row_tiles
+from jpaged.models.linear import times
 from jpaged.models.sharding import MODEL_AXIS
 from jpaged.pallas_kernels import (
     copy_blocks,
@@ -171,7 +172,7 @@ class PagedCache:
         backend = self.config.kernel_backend
 
         @cache  # layers that keep their tokens alike share what is computed for it
-        def attention(group: int, layer: int) -> PagedAttention:
+        def attention(group: int, layer: int, scales: tuple[float, float]) -> PagedAttention:
             place = Place(group, layer)
             return PagedAttention(
                 pools[0],
@@ -182,10 +183,14 @@ class PagedCache:
                 shared,
                 self.groups[group].window,
                 backend,
+                scales,
             )
 
         places = self.grouping.places
-        of_layers = [attention(place.group, self._layer(place)) for place in places]
+        of_layers = [
+            attention(place.group, self._layer(place), kept.scales)
+            for place, kept in zip(places, self.spec, strict=True)
+        ]
         return Layers(pools, of_layers, [self._array(place) for place in places])
 
     def _mapping(
@@ -236,6 +241,7 @@ class PagedAttention:
     shared: (num_sharing, shared_len) of `shared_prefix_attention`, in a decode step whose rows may share a prefix; a
         layer with a sliding window does without, since it reads no more than its window.
     window: of the layer's group, by which blocks are given back.
+    scales: what keys and what values are divided by before they are rounded to e4m3.
 
     Raises, when called:
         UnsupportedModelError: the layer attends by another window than its entry in `layer_windows`.
@@ -249,6 +255,7 @@ class PagedAttention:
     shared: tuple[Int[Array, ""], Int[Array, ""]] | None
     window: int | None = field(metadata={"static": True})
     backend: str | None = field(metadata={"static": True})
+    scales: tuple[float, float] = field(default=(1.0, 1.0), metadata={"static": True})
 
     def __call__(
         self,
@@ -265,16 +272,30 @@ class PagedAttention:
         if features.get("value_dim") is not None:
             q, latents = split_latents(qkv, rotation=rotation, norms=norms)
             self.pool = write_kv(self.pool, latents, None, self.mapping, backend=backend)
-        else:
-            q, self.pool = rope_and_write(
-                self.pool, qkv, self.mapping, rotation=rotation, norms=norms, norm_eps=norm_eps, backend=backend
-            )
-        paged = (self.pool, self.block_tables, self.kv_lens)
-        if self.shared is not None and sliding_window is None:
+            return self._attend(q, sliding_window, features)
+        scaled = self.scales != (1.0, 1.0)
+        q, self.pool = rope_and_write(
+            self.pool,
+            qkv,
+            self.mapping,
+            rotation=rotation,
+            norms=norms,
+            norm_eps=norm_eps,
+            kv_scales=jnp.asarray(self.scales, jnp.float32) if scaled else None,
+            backend=backend,
+        )
+        if not scaled:
+            return self._attend(q, sliding_window, features)
+        of_keys, of_values = self.scales  # of all keys and values alike, so that queries and outputs take them
+        return times(self._attend(times(q, of_keys), sliding_window, features), of_values)
+
+    def _attend(self, q: Float[Array, "tokens heads head_dim"], window: int | None, features: dict[str, Any]) -> Any:
+        paged, backend = (self.pool, self.block_tables, self.kv_lens), self.backend
+        if self.shared is not None and window is None:
             return shared_prefix_attention(q, *paged, *self.shared, backend=backend, **features)
         if self.mixed is None:
-            return decode_attention(q, *paged, sliding_window=sliding_window, backend=backend, **features)
-        return mixed_attention(q, *paged, *self.mixed, sliding_window=sliding_window, backend=backend, **features)
+            return decode_attention(q, *paged, sliding_window=window, backend=backend, **features)
+        return mixed_attention(q, *paged, *self.mixed, sliding_window=window, backend=backend, **features)
 
     def attend_rows(self, asked: row_tiles.Attention) -> jax.Array:
         """The same for queries, keys and values that are made already; each query's result by itself."""

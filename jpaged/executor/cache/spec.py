@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jpaged.models import Model
@@ -21,6 +22,7 @@ class LayerCache:
     kv_heads: heads of keys and values, on one device. head_dim: columns of a key.
     window: the most tokens that a query sees, its own included; None: all before it. Older tokens need not be kept.
     value_dim: values are the first so many columns of keys; None where they are kept apart, as wide as keys.
+    scales: what keys and what values are divided by before they are rounded to e4m3.
     """
 
     kv_heads: int
@@ -28,6 +30,7 @@ class LayerCache:
     dtype: np.dtype[Any]
     window: int | None = None
     value_dim: int | None = None
+    scales: tuple[float, float] = (1.0, 1.0)
 
     @property
     def arrays(self) -> int:
@@ -54,14 +57,22 @@ TokenSpec = tuple[LayerCache, ...]
 """Likewise, of the layers that keep tokens."""
 
 
-def cache_spec(model: Model) -> CacheSpec:
-    """What the layers of a model, or of a shard of one, keep. Keys and values have the model's dtype."""
-    config, dtype = model.config, np.dtype(model.dtype)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def cache_spec(model: Model, kv_scales: tuple[tuple[float, float], ...] | None = None) -> CacheSpec:
+    """What the layers of a model, or of a shard of one, keep.
+
+    kv_scales: of each layer, keys and values then are in e4m3; None: they have the model's dtype.
+    """
+    config, plain = model.config, np.dtype(model.dtype)
+    dtype = plain if kv_scales is None else FP8
+    scales = kv_scales or ((1.0, 1.0),) * len(config.layer_windows)
     return tuple(
-        LayerCache(config.num_kv_heads, config.head_dim, dtype, window, config.value_dim)
+        LayerCache(config.num_kv_heads, config.head_dim, dtype, window, config.value_dim, of_layer)
         if state is None
-        else StateCache(state, dtype)
-        for window, state in zip(config.layer_windows, config.layer_states, strict=True)
+        else StateCache(state, plain)
+        for window, state, of_layer in zip(config.layer_windows, config.layer_states, scales, strict=True)
     )
 
 

@@ -63,6 +63,10 @@ def executor_config(
             f"batch_invariant=True is not supported for {model.architecture}, whose attention over latents has no"
             " form that computes each row by itself; leave it out."
         )
+    if args.kv_cache_dtype == "fp8" and model.value_dim is not None:
+        raise InvalidParameterError(
+            f"kv_cache_dtype='fp8' is not supported for {model.architecture}, which keeps latents; leave it out."
+        )
     on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
     max_num_seqs = args.max_num_seqs or min(64 if on_cpu else 1024 if large else 256, most_seqs or 1024)
     budget = args.max_num_batched_tokens or (512 if on_cpu else 8192)

@@ -192,6 +192,7 @@ class Startup:
         tokens = num_blocks * self.config.block_size // len(self.cache_groups)
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
         reserved = f", {_size(self.memory.programs)} reserved for them to run" if self.memory.programs else ""
+        in_fp8 = " in FP8" if self.config.kv_scales is not None else ""
         rows = [
             (
                 "model",
@@ -200,7 +201,7 @@ class Startup:
             ("device", self.device),
             ("kernels", self.args.kernel_backend or registry.preferred_here()),
             ("weights", f"{_size(self.memory.weights)} in {_types(self.model)}"),
-            ("KV pool", f"{_size(self.memory.pool)}: {self.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
+            ("KV pool", f"{_size(self.memory.pool)}{in_fp8}: {self.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
             *self._states_row(),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
             ("programs", f"{whence(self.origins)}{reserved}"),

@@ -60,6 +60,7 @@ from jpaged.host.garbage import set_objects_apart
 from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, build
 from jpaged.models.experts import split_by_experts
+from jpaged.models.loading.kv_scales import read_kv_scales
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.pallas_kernels import registry
 
@@ -155,6 +156,8 @@ def _start_on(
     config = executor_config(args, model_config, limit, most_sequences(shard, limit))
     rows = 0 if args.batch_invariant else one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
+    if args.kv_cache_dtype == "fp8":
+        config = replace(config, kv_scales=read_kv_scales(args.load_format, directory, len(model_config.layer_windows)))
     if args.kv_cache_layout == "virtual":
         config = cut_into_pages(config, args, shard, device)
 

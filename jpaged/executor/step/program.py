@@ -63,7 +63,7 @@ class Setup:
     @staticmethod
     def of(model: Model, config: ExecutorConfig) -> "Setup":
         layout = PagedCache if config.geometry is None else VirtualCache
-        spec = cache_spec(model)
+        spec = cache_spec(model, config.kv_scales)
         return Setup(model, config, layout(token_layers(spec), config), StateSlots(spec, config))
 
     def program_variant(self, variant: SamplingVariant) -> SamplingVariant:

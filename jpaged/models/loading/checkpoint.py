@@ -95,6 +95,10 @@ def read_each(
             read = 0
 
 
+KV_SCALE = re.compile(r"\blayers\.(?P<layer>\d+)\.(?:\w+\.)*(?P<kind>[kv])_scale$")
+"""Names of the scales of keys and values in the cache."""
+
+
 def check_load_format(load_format: str, directory: str | Path | None) -> None:
     """Raises InvalidParameterError for a format that does not exist, or that needs the directory that is not given."""
     if load_format not in LOAD_FORMATS:
@@ -192,7 +196,7 @@ def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, Tensors]:
             equals = names.get(tied[full].equals)
             if equals is not None:  # or it is missed below
                 _check_tied(found[name], found[equals])
-        elif model.derived_tensors and re.search(model.derived_tensors, full):
+        elif (model.derived_tensors and re.search(model.derived_tensors, full)) or KV_SCALE.search(full):
             continue
         elif not _is_no_bias(full, wanted, found[name]):
             unexpected.append(found[name])

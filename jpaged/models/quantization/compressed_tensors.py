@@ -14,7 +14,8 @@ from jpaged.models.quantization.scheme import Entries, Modules, Scheme
 
 def read_compressed_tensors(config: Entries) -> Scheme:
     """quant_method "compressed-tensors"."""
-    config.refuse("kv_cache_scheme", "transform_config")
+    config.refuse("transform_config")
+    _check_kv_cache(config.part("kv_cache_scheme"))
     sparsity = config.part("sparsity_config")
     if sparsity is not None and sparsity.get("format", "dense") != "dense":
         sparsity.one_of("format", ("dense",))
@@ -40,6 +41,16 @@ def read_compressed_tensors(config: Entries) -> Scheme:
         f"config.json: quantization_config: compressed-tensors format {layout!r} with weights of {bits} bits"
         f" ({number}) is not supported; supported: float-quantized with 8 bits (float), pack-quantized with 4 (int)."
     )
+
+
+def _check_kv_cache(scheme: Entries | None) -> None:
+    """Scales of keys and values in the cache, which `kv_cache_dtype="fp8"` reads, and nothing else does."""
+    if scheme is not None:
+        scheme.one_of("num_bits", (8,))
+        scheme.one_of("type", ("float",))
+        scheme.one_of("strategy", ("tensor",), "tensor")
+        scheme.one_of("dynamic", (False,), False)
+        scheme.one_of("symmetric", (True,), True)
 
 
 def _pack_quantized(weights: Entries, group: Entries, modules: Modules) -> Scheme:

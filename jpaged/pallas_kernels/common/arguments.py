@@ -12,6 +12,9 @@ from jpaged.pallas_kernels.registry import is_hopper
 
 ArrayLike = jax.Array | jax.ShapeDtypeStruct
 
+FP8 = jnp.float8_e4m3fn.dtype
+"""Of pools that keep keys and values in 8 bits."""
+
 FLOATS = (jnp.bfloat16.dtype, jnp.float16.dtype, jnp.float32.dtype, jnp.float64.dtype)
 
 
@@ -60,14 +63,14 @@ def holds_latents(pool: ArrayLike) -> bool:
     return pool.shape[1] == 1
 
 
-def latents_on_hopper(device: Device, kv_pool: ArrayLike) -> bool:
-    """Whether a call is one for Triton although the device is a Hopper GPU, whose own kernels take no latents; for
-    `Op.also`."""
-    return is_hopper(device) and holds_latents(kv_pool)
+def triton_on_hopper(device: Device, kv_pool: ArrayLike, *arguments: Any) -> bool:
+    """Whether a call is one for Triton although the device is a Hopper GPU, whose own kernels take neither latents nor
+    e4m3; for `Op.also`."""
+    return is_hopper(device) and (holds_latents(kv_pool) or kv_pool.dtype == FP8)
 
 
 def check_pool(name: str, pool: ArrayLike, *, latents: bool = False) -> None:
-    """Raises ValueError unless `pool` is a float array [num_blocks, 2, kv_heads, block_size, head_dim].
+    """Raises ValueError unless `pool` is of floats or e4m3 [num_blocks, 2, kv_heads, block_size, head_dim].
 
     latents: it may also be one of latents, [num_blocks, 1, kv_heads, block_size, head_dim].
     """
@@ -79,8 +82,22 @@ def check_pool(name: str, pool: ArrayLike, *, latents: bool = False) -> None:
         )
     if min(pool.shape) < 1:
         raise ValueError(f"{name} must not have an empty axis, got shape {pool.shape}")
-    if pool.dtype not in FLOATS:
-        raise ValueError(f"{name} must be bfloat16, float16, float32 or float64, got {pool.dtype}")
+    if pool.dtype not in (*FLOATS, FP8):
+        raise ValueError(f"{name} must be bfloat16, float16, float32, float64 or {FP8}, got {pool.dtype}")
+
+
+def goes_with_pool(dtype: jnp.dtype, pool: ArrayLike) -> bool:
+    """Whether queries, keys or values of this dtype go with a pool: its own, or any floats with one in e4m3."""
+    return dtype == pool.dtype or (pool.dtype == FP8 and dtype in FLOATS)
+
+
+def check_kv_scales(kv_scales: ArrayLike | None, pool: ArrayLike) -> None:
+    """Raises ValueError unless these are None, or float32 [2] for a (checked) pool in e4m3."""
+    if kv_scales is None:
+        return
+    if pool.dtype != FP8:
+        raise ValueError(f"kv_scales are of a pool in {FP8}, and this one is in {pool.dtype}; leave them out")
+    check_array("kv_scales", kv_scales, jnp.float32, "2", (2,))
 
 
 def check_pools(name: str, pools: tuple[ArrayLike, ...]) -> None:

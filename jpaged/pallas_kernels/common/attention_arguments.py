@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.common.arguments import ArrayLike, check_rank, check_real, holds_latents
+from jpaged.pallas_kernels.common.arguments import ArrayLike, check_rank, check_real, goes_with_pool, holds_latents
 from jpaged.pallas_kernels.devices import Device
 
 
@@ -75,9 +75,9 @@ def check_value_dim(value_dim: int | None, pool: ArrayLike) -> int | None:
     return int(value_dim)
 
 
-def latents_on_hopper(device: Device, q: ArrayLike, kv_pool: ArrayLike, value_dim: int | None = None) -> bool:
-    """As `arguments.latents_on_hopper`, of what attention ops give `Op.pick`."""
-    return check.latents_on_hopper(device, kv_pool)
+def triton_on_hopper(device: Device, q: ArrayLike, kv_pool: ArrayLike, value_dim: int | None = None) -> bool:
+    """As `arguments.triton_on_hopper`, of what attention ops give `Op.pick`."""
+    return check.triton_on_hopper(device, kv_pool)
 
 
 def to_pick_by(q: ArrayLike, kv_pool: ArrayLike, value_dim: int | None) -> tuple[Any, ...]:
@@ -95,7 +95,7 @@ def check_queries(q: ArrayLike, pool: ArrayLike) -> None:
     """Raises ValueError unless `q` is [rows, heads, head_dim] and fits the (checked) pool."""
     check_rank("q", q, "rows, heads, head_dim")
     _, _, kv_heads, _, head_dim = pool.shape
-    if q.dtype != pool.dtype:
+    if not goes_with_pool(q.dtype, pool):
         raise ValueError(f"q must have the pool's dtype {pool.dtype}, got {q.dtype}")
     if q.shape[2] != head_dim:
         raise ValueError(f"q must have the pool's head_dim {head_dim}, got shape {tuple(q.shape)}")

@@ -16,3 +16,22 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return (wide.astype(scale.dtype) * scale).astype(x.dtype)
+
+
+def to_fp8(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """x, divided by a scale, in e4m3: rounded to the nearest, ties to even; what is beyond 448 becomes 448."""
+    largest = jnp.finfo(jnp.float8_e4m3fn).max.astype(jnp.float32)
+    wide = x.astype(jnp.float32)
+    wide = wide if scale is None else wide / scale
+    return jnp.clip(wide, -largest, largest).astype(jnp.float8_e4m3fn)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """e4m3 as uint8, and other types as they are: costs nothing, and all GPUs' kernels take it so. XLA's CPU compiler
+    widens all of an array in e4m3 to move a part of it."""
+    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == jnp.float8_e4m3fn else x
+
+
+def from_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What `as_bits` made of an array of this type."""
+    return lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x

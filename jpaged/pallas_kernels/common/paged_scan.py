@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands, output_shape
+from jpaged.pallas_kernels.common.numerics import as_bits, from_bits
 
 ITEM_QUERIES = 32
 GROUP_ITEMS = 32
@@ -87,7 +88,7 @@ def _group_attention(
     def body(carry: tuple) -> tuple:
         t, acc, top, total = carry
         ids = lax.dynamic_slice_in_dim(tables, t * blocks, blocks, axis=1)
-        kv = kv_pool.at[ids].get(mode="clip")  # [G, blocks, 2 or 1, KVH, BS, D]
+        kv = from_bits(as_bits(kv_pool).at[ids].get(mode="clip"), kv_pool.dtype)  # [G, blocks, 2 or 1, KVH, BS, D]
         kv = kv.transpose(2, 0, 3, 1, 4, 5).reshape(arrays, group, kv_heads, tile, head_dim).astype(wide)
         keys = t * tile + jnp.arange(tile, dtype=jnp.int32)
         owned = (keys >= lowest[:, None]) & (keys < highest[:, None])

@@ -3,7 +3,10 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+
+from jpaged.pallas_kernels.common.numerics import as_bits, from_bits
 
 
 def put_rows(pool: jax.Array, index: jax.Array, update: jax.Array) -> jax.Array:
@@ -24,6 +27,8 @@ def put_rows(pool: jax.Array, index: jax.Array, update: jax.Array) -> jax.Array:
 
         return lax.fori_loop(0, index.shape[0], put, pool)
 
-    if pool.dtype.itemsize > 2:
+    if pool.dtype == jnp.float8_e4m3fn:
+        return from_bits(put_rows(as_bits(pool), index, as_bits(update)), pool.dtype)
+    if pool.dtype.itemsize != 2:
         return scatter(pool, index, update)
     return lax.platform_dependent(pool, index, update, cpu=one_by_one, default=scatter)

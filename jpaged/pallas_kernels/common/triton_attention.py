@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.attention_arguments import Features
+from jpaged.pallas_kernels.common.triton_fp8 import widen
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MOST_HEAD_DIM = 512  # in 16 bits
@@ -22,15 +23,17 @@ _NO_KEYS = tl.constexpr(-1e30)  # running maxima start here, so that no inf - in
 def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> str | None:
     """Why the attention kernels cannot take these (checked) arguments; None if they can. value_dim: of latents."""
     _, _, _, block_size, head_dim = kv_pool.shape
-    if kv_pool.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"dtype {kv_pool.dtype} is not bfloat16, float16 or float32"
-    most = MOST_HEAD_DIM if kv_pool.dtype.itemsize == 2 else MOST_HEAD_DIM // 2
+    if kv_pool.dtype == jnp.float8_e4m3fn and (q.dtype.itemsize != 2 or value_dim is not None):
+        return f"queries in {q.dtype} or latents, which a pool in {kv_pool.dtype} does not go with"
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"dtype {q.dtype} is not bfloat16, float16 or float32"
+    most = MOST_HEAD_DIM if q.dtype.itemsize == 2 else MOST_HEAD_DIM // 2
     if value_dim is None and (head_dim % 16 or head_dim > most):
-        return f"head_dim {head_dim} is not a multiple of 16 of at most {most} in {kv_pool.dtype}"
+        return f"head_dim {head_dim} is not a multiple of 16 of at most {most} in {q.dtype}"
     if value_dim is not None and (value_dim % 16 or head_dim % 8 or value_dim > most or head_dim > 2 * value_dim):
         return (
             f"head_dim {head_dim} is not a multiple of 8, or value_dim {value_dim} not one of 16 of at most {most} in"
-            f" {kv_pool.dtype} and at least half of head_dim"
+            f" {q.dtype} and at least half of head_dim"
         )
     if block_size not in BLOCK_SIZES:
         return f"block size {block_size} is not one of {BLOCK_SIZES}"
@@ -78,6 +81,12 @@ def scores(products, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr
 
 
 @triton.jit
+def as_operand(kept, DTYPE: tl.constexpr):
+    """Keys or values of the pool as operands of products: bits of e4m3 are widened."""
+    return widen(kept, DTYPE) if kept.dtype == tl.uint8 else kept
+
+
+@triton.jit
 def load_queries(at, is_query, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr):
     """Queries of the rows that begin at `at` [ROWS], 0 where there is none: [ROWS, DIM]; and of latents the columns
     behind the value's [ROWS, TAIL], else anything."""
@@ -103,13 +112,14 @@ def products_and_values(
     if DIM == VALUE_DIM:
         k = tl.load(k_at)
     else:
-        k = tl.load(k_at, mask=(d < VALUE_DIM)[None, :], other=0.0)
+        k = tl.load(k_at, mask=(d < VALUE_DIM)[None, :], other=0)
     if LATENT:
         v = k
     elif DIM == VALUE_DIM:
         v = tl.load(k_at + VALUES)
     else:
-        v = tl.load(k_at + VALUES, mask=(d < VALUE_DIM)[None, :], other=0.0)
+        v = tl.load(k_at + VALUES, mask=(d < VALUE_DIM)[None, :], other=0)
+    k, v = as_operand(k, queries.dtype), as_operand(v, queries.dtype)
     products = tl.dot(queries, tl.trans(k), input_precision="ieee")
     if TAIL > 0:
         e = tl.arange(0, TAIL)

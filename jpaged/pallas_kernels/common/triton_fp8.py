@@ -9,11 +9,8 @@ is exact. GPUs before 8.9 have no conversion of their own, and that of the other
 integer units. The largest magnitude, e4m3's NaN, becomes 480, unless NaN is asked for.
 """
 
-import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jax import lax
 
 
 @triton.jit
@@ -32,11 +29,20 @@ def widen(bits, DTYPE: tl.constexpr, NAN: tl.constexpr = False):
 
 
 @triton.jit
+def narrow(x):
+    """float32 -> e4m3 as uint8: rounded to the nearest, ties to even; what is beyond 448 becomes 448; NaN stays NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    magnitude = tl.minimum(size, 0x43E00000).to(tl.float32, bitcast=True)  # 448, as numbers and their bits sort alike
+    rounded = magnitude.to(tl.uint32, bitcast=True)
+    normal = ((rounded + 0x7FFFF + ((rounded >> 20) & 1)) >> 20) - (120 << 3)
+    # Subnormal numbers are multiples of 2^-9, which is what the last digit of 2^14 stands for.
+    small = (magnitude + 16384.0).to(tl.uint32, bitcast=True) & 0xF
+    number = tl.where(rounded < 0x3C800000, small, normal)
+    return (sign | tl.where(size > 0x7F800000, 0x7F, number)).to(tl.uint8)
+
+
+@triton.jit
 def as_fp8(pointer):
     """A pointer to uint8 as one to e4m3, for GPUs from 8.9 on."""
     return pointer.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
-
-
-def as_bits(x: jax.Array) -> jax.Array:
-    """e4m3 as uint8, in which form every GPU's kernels take it. Costs nothing."""
-    return lax.bitcast_convert_type(x, jnp.uint8)

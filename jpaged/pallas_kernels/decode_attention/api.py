@@ -8,7 +8,7 @@ from jpaged.pallas_kernels.common import attention_arguments as attention
 from jpaged.pallas_kernels.common.sinks import count_sinks
 from jpaged.pallas_kernels.registry import Op
 
-OP = Op("decode_attention", __package__, also={"triton": attention.latents_on_hopper})
+OP = Op("decode_attention", __package__, also={"triton": attention.triton_on_hopper})
 
 
 def decode_attention(
@@ -29,7 +29,7 @@ def decode_attention(
     """Attention of one query token a sequence over the sequence's paged keys and values.
 
     Args:
-        q: [B, heads, head_dim], of the pool's dtype.
+        q: [B, heads, head_dim], of the pool's dtype; any floats for a pool in e4m3.
         kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim]; heads is a multiple of kv_heads, and query head h
             reads KV head h // (heads / kv_heads).
         block_tables: int32 [B, M].

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands, output_shape
+from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_attention import (
     add_keys,
     column_constants,
@@ -93,11 +94,14 @@ def rows_of_a_tile(share: int, head_dim: int, itemsize: int) -> int:
     return 16 if share <= 16 or head_dim * itemsize > _MOST_BYTES else _MOST_ROWS
 
 
-def default_config(head_dim: int, rows: int, itemsize: int) -> Config:
-    """For a head_dim, so many query heads of a group, padded, and bytes of a number."""
+def default_config(head_dim: int, rows: int, itemsize: int, *, widens: bool = False) -> Config:
+    """For a head_dim, so many query heads of a group, padded, and bytes of a query's number. widens: keys and values
+    have fewer."""
     config = for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)), itemsize]
-    if rows < _MOST_ROWS:
+    if rows < _MOST_ROWS and not widens:
         return config
+    if rows == _MOST_ROWS and widens:
+        config = replace(config, tile=max(16, config.tile // 2))
     return replace(config, warps=2 * config.warps, ctas=max(1, config.ctas // 2))  # twice the registers
 
 
@@ -148,7 +152,7 @@ def decode_attention(
     value_dim = features.value_dim or head_dim
     if features.value_dim is None:
         rows = rows_of_a_tile(share, head_dim, q.dtype.itemsize)
-        config = config or default_config(head_dim, rows, q.dtype.itemsize)
+        config = config or default_config(head_dim, rows, q.dtype.itemsize, widens=kv_pool.dtype != q.dtype)
     else:
         rows, config = _LATENT_ROWS, config or for_family(_OF_LATENTS)[q.dtype.itemsize]
     groups = kv_heads * triton.cdiv(share, rows)
@@ -175,7 +179,7 @@ def decode_attention(
             resident=config.ctas,
         ),
         q,
-        kv_pool,
+        as_bits(kv_pool),
         block_tables,
         *work,
         jnp.zeros((1,), jnp.float32) if alibi_slopes is None else alibi_slopes,

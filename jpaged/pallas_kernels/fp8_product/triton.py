@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels import devices
+from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
-from jpaged.pallas_kernels.common.triton_fp8 import as_bits, as_fp8, widen
+from jpaged.pallas_kernels.common.triton_fp8 import as_fp8, widen
 from jpaged.pallas_kernels.common.triton_targets import for_family
 from jpaged.pallas_kernels.common.triton_tiles import place
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8, rounds_activations

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.registry import Op
 
-_ALSO = {"triton": check.latents_on_hopper}
+_ALSO = {"triton": check.triton_on_hopper}
 COPY, GATHER, SCATTER = (Op(f"{what}_blocks", __package__, also=_ALSO) for what in ("copy", "gather", "scatter"))
 
 

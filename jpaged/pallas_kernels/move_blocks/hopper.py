@@ -21,6 +21,8 @@ def unsupported(kv_pool: jax.Array) -> str | None:
     """Why the kernel cannot take this (already checked) pool; None if it can."""
     _, _, _, block_size, head_dim = kv_pool.shape
     row_bytes = head_dim * kv_pool.dtype.itemsize
+    if kv_pool.dtype.itemsize == 1:
+        return f"dtype {kv_pool.dtype}: it has no kernel for 8 bits"
     if kv_pool.dtype.itemsize > 4:
         return f"dtype {kv_pool.dtype} is wider than 32 bits"
     if row_bytes % 16 or head_dim > 256 or block_size > 256 or block_size * row_bytes > 4 * _PIECE_BYTES:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from jax import lax
 
+from jpaged.pallas_kernels.common.numerics import as_bits, from_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 
 _PIECE = 4096  # numbers; 32 a thread
@@ -27,27 +28,30 @@ def unsupported(kv_pool: jax.Array) -> str | None:
 def copy_blocks(kv_pools: tuple[jax.Array, ...], src: jax.Array, dst: jax.Array) -> tuple[jax.Array, ...]:
     """`copy_blocks` of the package, checked."""
     launch, sizes = _plan(kv_pools[0], src)
-    return tuple(call(_copy_blocks, launch, src, dst, updated=[pool], **sizes)[0] for pool in kv_pools)
+    copied = (call(_copy_blocks, launch, src, dst, updated=[as_bits(pool)], **sizes)[0] for pool in kv_pools)
+    return tuple(from_bits(pool, kv_pools[0].dtype) for pool in copied)
 
 
 @jax.jit
 def gather_blocks(kv_pools: tuple[jax.Array, ...], block_ids: jax.Array) -> jax.Array:
     """`gather_blocks` of the package, checked."""
     launch, sizes = _plan(kv_pools[0], block_ids)
-    staging = lax.empty((len(kv_pools), block_ids.shape[0], *kv_pools[0].shape[1:]), kv_pools[0].dtype)
+    staging = as_bits(lax.empty((len(kv_pools), block_ids.shape[0], *kv_pools[0].shape[1:]), kv_pools[0].dtype))
     for pool, places in zip(kv_pools, _places(kv_pools, block_ids), strict=True):
-        (staging,) = call(_transfer_blocks, launch, pool, block_ids, places, updated=[staging], **sizes)
-    return staging
+        (staging,) = call(_transfer_blocks, launch, as_bits(pool), block_ids, places, updated=[staging], **sizes)
+    return from_bits(staging, kv_pools[0].dtype)
 
 
 @jax.jit
 def scatter_blocks(kv_pools: tuple[jax.Array, ...], staging: jax.Array, block_ids: jax.Array) -> tuple[jax.Array, ...]:
     """`scatter_blocks` of the package, checked."""
     launch, sizes = _plan(kv_pools[0], block_ids)
-    return tuple(
-        call(_transfer_blocks, launch, staging, places, block_ids, updated=[pool], **sizes)[0]
+    kept = as_bits(staging)
+    scattered = (
+        call(_transfer_blocks, launch, kept, places, block_ids, updated=[as_bits(pool)], **sizes)[0]
         for pool, places in zip(kv_pools, _places(kv_pools, block_ids), strict=True)
     )
+    return tuple(from_bits(pool, staging.dtype) for pool in scattered)
 
 
 def _plan(pool: jax.Array, ids: jax.Array) -> tuple[Launch, dict[str, Any]]:

@@ -8,7 +8,7 @@ from jpaged.pallas_kernels.common import attention_arguments as attention
 from jpaged.pallas_kernels.common.sinks import count_sinks
 from jpaged.pallas_kernels.registry import Op
 
-OP = Op("ragged_attention", __package__, also={"triton": attention.latents_on_hopper})
+OP = Op("ragged_attention", __package__, also={"triton": attention.triton_on_hopper})
 
 
 def ragged_attention(
@@ -34,7 +34,7 @@ def ragged_attention(
     last of its kv_lens[r] tokens, whose keys and values are in the pool already.
 
     Args:
-        q: [T, heads, head_dim], of the pool's dtype.
+        q: [T, heads, head_dim], of the pool's dtype; any floats for a pool in e4m3.
         kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
         block_tables: int32 [R, M].
         kv_lens: int32 [R]; tokens of each row in all, at least its queries, at most M * block_size.

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands, output_shape
+from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_attention import (
     add_keys,
     column_constants,
@@ -103,9 +104,12 @@ _OF_LATENTS = {
 """By family of GPUs, and bytes of a number: for the 512 + 64 columns of DeepSeek's latents. Not measured."""
 
 
-def default_config(head_dim: int, itemsize: int, plain: bool) -> Config:
-    """For a head_dim, bytes of a number, and whether the scores are those of a causal mask alone."""
+def default_config(head_dim: int, itemsize: int, plain: bool, *, widens: bool = False) -> Config:
+    """For a head_dim, bytes of a query's number, and whether the scores are those of a causal mask alone. widens: keys
+    and values have fewer bytes."""
     config = for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)), itemsize]
+    if widens:  # which needs registers
+        config = replace(config, warps=8, registers=None)
     if plain:
         return config
     return replace(config, block_kv=min(config.block_kv, 32), registers=None)  # slopes, caps and edges need registers
@@ -143,7 +147,7 @@ def ragged_attention(
         config = for_family(_OF_LATENTS)[q.dtype.itemsize]
     elif config is None:
         plain = alibi_slopes is None and features.sliding_window is None and features.logit_softcap is None
-        config = default_config(head_dim, q.dtype.itemsize, plain)
+        config = default_config(head_dim, q.dtype.itemsize, plain, widens=kv_pool.dtype != q.dtype)
     tile_heads, places = heads_of_a_tile(heads // kv_heads)
     work, num_tiles = plan_tiles(
         query_starts,
@@ -159,7 +163,7 @@ def ragged_attention(
         _attend,
         Launch((work.shape[0] * units,), config.warps, config.stages, config.registers),
         q,
-        kv_pool,
+        as_bits(kv_pool),
         block_tables,
         work,
         num_tiles,

@@ -8,7 +8,7 @@ from jpaged.pallas_kernels.registry import Op
 from jpaged.pallas_kernels.rope_and_write import reference
 from jpaged.pallas_kernels.rope_and_write.projection import Projection
 
-OP = Op("rope_and_write", __package__)
+OP = Op("rope_and_write", __package__, also={"triton": check.triton_on_hopper})
 
 
 def rope_and_write(
@@ -19,14 +19,15 @@ def rope_and_write(
     rotation: tuple[jax.Array, jax.Array] | None = None,
     norms: tuple[jax.Array, jax.Array] | None = None,
     norm_eps: float = 1e-6,
+    kv_scales: jax.Array | None = None,
     backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """From the projection's output to queries and a written pool: `split_qkv`, then `write_kv`, in one kernel.
 
     Args:
         kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
-        qkv, rotation, norms, norm_eps: as in `split_qkv`; qkv of the pool's dtype.
-        slot_mapping: int32 [T], as in `write_kv`.
+        qkv, rotation, norms, norm_eps: as in `split_qkv`; qkv of the pool's dtype; any floats for one in e4m3.
+        slot_mapping, kv_scales: int32 [T] and float32 [2], as in `write_kv`.
         backend: None (by device), "hopper", "triton" or "xla".
     Returns:
         The queries [T, kv_heads * group, head_dim], and the pool, in place when the caller's jit donates it.
@@ -36,16 +37,18 @@ def rope_and_write(
     check.check_pool("kv_pool", kv_pool)
     _, _, kv_heads, _, head_dim = kv_pool.shape
     norm_eps = _check_qkv(qkv, rotation, norms, norm_eps)
-    if qkv.dtype != kv_pool.dtype:
+    if not check.goes_with_pool(qkv.dtype, kv_pool):
         raise ValueError(f"qkv must have kv_pool's dtype {kv_pool.dtype}, got {qkv.dtype}")
     if (qkv.shape[1], qkv.shape[3]) != (kv_heads, head_dim):
         raise ValueError(f"qkv must be [T, {kv_heads}, group + 2, {head_dim}] like kv_pool, got shape {qkv.shape}")
     check.check_int32("slot_mapping", slot_mapping, "T", (qkv.shape[0],))
     check.check_slots("kv_pool", kv_pool)
+    check.check_kv_scales(kv_scales, kv_pool)
     kernel = OP.pick(backend, kv_pool, qkv).run
     if qkv.shape[0] == 0:
         return jnp.zeros((0, kv_heads * (qkv.shape[2] - 2), head_dim), qkv.dtype), kv_pool
-    return kernel(kv_pool, Projection(qkv, rotation, norms), slot_mapping, norm_eps=norm_eps)
+    scales = {} if kv_scales is None else {"kv_scales": kv_scales}
+    return kernel(kv_pool, Projection(qkv, rotation, norms), slot_mapping, norm_eps=norm_eps, **scales)
 
 
 def split_qkv(

@@ -30,6 +30,8 @@ _CTA_NUMBERS = 6144  # of heads, at most, unless one KV head's group has more: 4
 def unsupported(kv_pool: jax.Array, qkv: jax.Array) -> str | None:
     """Why the kernel cannot take these (already checked) arguments; None if it can."""
     _, _, slots, head_dim = qkv.shape
+    if kv_pool.dtype.itemsize == 1:
+        return f"dtype {kv_pool.dtype}: it has no kernel for 8 bits"
     if kv_pool.dtype.itemsize > 4:
         return f"dtype {kv_pool.dtype} is wider than 32 bits"
     if head_dim % 16:

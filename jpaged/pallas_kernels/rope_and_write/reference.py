@@ -9,11 +9,16 @@ from jpaged.pallas_kernels.write_kv.reference import write_kv
 
 
 def rope_and_write(
-    kv_pool: jax.Array, projection: Projection, slot_mapping: jax.Array, *, norm_eps: float
+    kv_pool: jax.Array,
+    projection: Projection,
+    slot_mapping: jax.Array,
+    *,
+    norm_eps: float,
+    kv_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`rope_and_write` of the package, checked."""
     q, k, v = split_qkv(projection, norm_eps)
-    return q, write_kv(kv_pool, k, v, slot_mapping)
+    return q, write_kv(kv_pool, k, v, slot_mapping, kv_scales)
 
 
 def split_qkv(projection: Projection, norm_eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:

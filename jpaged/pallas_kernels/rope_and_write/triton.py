@@ -14,7 +14,9 @@ import jax
 import triton
 import triton.language as tl
 
+from jpaged.pallas_kernels.common.numerics import as_bits, from_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
+from jpaged.pallas_kernels.common.triton_fp8 import narrow
 from jpaged.pallas_kernels.rope_and_write.projection import Projection
 
 _CTA_NUMBERS = 2048  # 16 a thread, in float32
@@ -31,7 +33,12 @@ def unsupported(kv_pool: jax.Array, qkv: jax.Array) -> str | None:
 
 @partial(jax.jit, static_argnames="norm_eps")  # the layers of a model lower the kernel once
 def rope_and_write(
-    kv_pool: jax.Array, projection: Projection, slot_mapping: jax.Array, *, norm_eps: float
+    kv_pool: jax.Array,
+    projection: Projection,
+    slot_mapping: jax.Array,
+    *,
+    norm_eps: float,
+    kv_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`rope_and_write` of the package, checked."""
     qkv, rotation, norms = projection
@@ -51,6 +58,7 @@ def rope_and_write(
         "ROTATED": rotation is not None,
         "NORMED": norms is not None,
         "EPS": norm_eps,
+        "SCALED": kv_scales is not None,
     }
     # Pointers that the kernel does not follow stand for what there is none of.
     cos, sin = (qkv, qkv) if rotation is None else rotation
@@ -64,11 +72,12 @@ def rope_and_write(
         sin,
         q_scale,
         k_scale,
-        updated=[kv_pool],
+        qkv if kv_scales is None else kv_scales,
+        updated=[as_bits(kv_pool)],
         out=[jax.ShapeDtypeStruct((tokens, kv_heads * group, head_dim), qkv.dtype)],
         **constants,
     )
-    return q, pool
+    return q, from_bits(pool, kv_pool.dtype)
 
 
 @triton.jit
@@ -79,6 +88,7 @@ def _rope_and_write(
     sin,
     q_scale,
     k_scale,
+    kv_scales,
     pool,
     q_out,
     SLOTS: tl.constexpr,
@@ -91,9 +101,11 @@ def _rope_and_write(
     ROTATED: tl.constexpr,
     NORMED: tl.constexpr,
     EPS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """qkv: [T, KV_HEADS, GROUP + 2, 2 * HALF]. slots: int32 [T]. cos, sin: float32 [T, HALF]. q_scale, k_scale: [2 *
-    HALF]. pool: [blocks, 2, KV_HEADS, BLOCK_SIZE, 2 * HALF]. q_out: [T, KV_HEADS, GROUP, 2 * HALF]."""
+    HALF]. kv_scales: float32 [2]. pool: [blocks, 2, KV_HEADS, BLOCK_SIZE, 2 * HALF]. q_out: [T, KV_HEADS, GROUP, 2 *
+    HALF]."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
@@ -132,9 +144,17 @@ def _rope_and_write(
     if (slot >= 0) & (slot < SLOTS):
         is_kept = (kind >= GROUP)[:, None]
         tile = ((slot // BLOCK_SIZE).to(tl.int64) * 2 + (kind - GROUP)) * KV_HEADS + head
-        target = pool + (tile * BLOCK_SIZE + slot % BLOCK_SIZE)[:, None] * (2 * HALF) + column[None, :]
-        tl.store(target, first, mask=exists & is_kept)
-        tl.store(target + HALF, second, mask=exists & is_kept)
+        kept_at = pool + (tile * BLOCK_SIZE + slot % BLOCK_SIZE)[:, None] * (2 * HALF) + column[None, :]
+        if pool.dtype.element_ty == tl.uint8:  # bits of e4m3, which only keys and values become
+            wide, also_wide = first.to(tl.float32), second.to(tl.float32)
+            if SCALED:
+                scale = tl.where(is_value, tl.load(kv_scales + 1), tl.load(kv_scales))
+                wide, also_wide = wide / scale, also_wide / scale
+            tl.store(kept_at, narrow(wide), mask=exists & is_kept)
+            tl.store(kept_at + HALF, narrow(also_wide), mask=exists & is_kept)
+        else:
+            tl.store(kept_at, first, mask=exists & is_kept)
+            tl.store(kept_at + HALF, second, mask=exists & is_kept)
 
 
 @triton.jit

@@ -28,6 +28,8 @@ def unsupported(kv_pool: jax.Array) -> str | None:
         return "it takes keys and values apart, not latents"
     _, _, kv_heads, _, head_dim = kv_pool.shape
     row_bytes = head_dim * kv_pool.dtype.itemsize
+    if kv_pool.dtype.itemsize == 1:
+        return f"dtype {kv_pool.dtype}: it has no kernel for 8 bits"
     if kv_pool.dtype.itemsize > 4:
         return f"dtype {kv_pool.dtype} is wider than 32 bits"
     if row_bytes % 16 or head_dim > 256 or kv_heads > 256:

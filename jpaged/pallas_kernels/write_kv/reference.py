@@ -4,11 +4,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jpaged.pallas_kernels.common.arguments import FP8
+from jpaged.pallas_kernels.common.numerics import to_fp8
 from jpaged.pallas_kernels.common.put_rows import put_rows
 
 
 @jax.jit
-def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array) -> jax.Array:
+def write_kv(
+    kv_pool: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    slot_mapping: jax.Array,
+    kv_scales: jax.Array | None = None,
+) -> jax.Array:
     """`write_kv` of the package, checked.
 
     A scatter of whole head_dim rows into the pool seen as a matrix: with the block and the offset as two indices the
@@ -16,6 +24,9 @@ def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array | None, slot_mapping
     layout that is the same but for that axis, unless told which.
     """
     num_blocks, arrays, kv_heads, block_size, head_dim = kv_pool.shape
+    if kv_pool.dtype == FP8:
+        one, other = (None, None) if kv_scales is None else kv_scales
+        k, v = to_fp8(k, one), None if v is None else to_fp8(v, other)
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     tile = jnp.arange(arrays * kv_heads, dtype=jnp.int32)
     rows = (block[:, None] * (arrays * kv_heads) + tile) * block_size + offset[:, None]

@@ -9,7 +9,9 @@ import jax
 import triton
 import triton.language as tl
 
+from jpaged.pallas_kernels.common.numerics import as_bits, from_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
+from jpaged.pallas_kernels.common.triton_fp8 import narrow
 
 _CTA_NUMBERS = 4096  # of keys, and as many of values; 32 each a thread
 
@@ -22,7 +24,13 @@ def unsupported(kv_pool: jax.Array) -> str | None:
 
 
 @jax.jit  # so that the layers of a model lower the kernel once between them
-def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array) -> jax.Array:
+def write_kv(
+    kv_pool: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    slot_mapping: jax.Array,
+    kv_scales: jax.Array | None = None,
+) -> jax.Array:
     """`write_kv` of the package, checked."""
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
     width = triton.next_power_of_2(head_dim)
@@ -36,8 +44,12 @@ def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array | None, slot_mapping
         "HEADS": heads,
         "WIDTH": width,
         "LATENT": v is None,
+        "SCALED": kv_scales is not None,
     }
-    return call(_write_kv, launch, k, k if v is None else v, slot_mapping, updated=[kv_pool], **constants)[0]
+    scales = slot_mapping if kv_scales is None else kv_scales  # which nobody reads then
+    values = k if v is None else v
+    (pool,) = call(_write_kv, launch, k, values, slot_mapping, scales, updated=[as_bits(kv_pool)], **constants)
+    return from_bits(pool, kv_pool.dtype)
 
 
 @triton.jit
@@ -45,6 +57,7 @@ def _write_kv(
     k,
     v,
     slots,
+    scales,
     pool,
     SLOTS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -53,9 +66,10 @@ def _write_kv(
     HEADS: tl.constexpr,  # of a CTA, a power of two
     WIDTH: tl.constexpr,  # head_dim, rounded up to a power of two
     LATENT: tl.constexpr,  # there are no values
+    SCALED: tl.constexpr,  # whether there are scales
 ):
-    """k, v: [T, KV_HEADS, HEAD_DIM]. slots: int32 [T]. pool: [blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM], or of latents
-    1 in place of 2."""
+    """k, v: [T, KV_HEADS, HEAD_DIM]. slots: int32 [T]. scales: float32 [2]. pool: [blocks, 2, KV_HEADS,
+    BLOCK_SIZE, HEAD_DIM], or of latents 1 in place of 2."""
     ARRAYS: tl.constexpr = 1 if LATENT else 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -64,8 +78,12 @@ def _write_kv(
     slot = tl.load(slots + token)
     source = token * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM + column
     key = tl.load(k + source, mask=exists)
-    if not LATENT:
-        value = tl.load(v + source, mask=exists)
+    value = tl.load(v + source, mask=exists)
+    if pool.dtype.element_ty == tl.uint8:  # bits of e4m3
+        wide_key, wide_value = key.to(tl.float32), value.to(tl.float32)
+        if SCALED:
+            wide_key, wide_value = wide_key / tl.load(scales), wide_value / tl.load(scales + 1)
+        key, value = narrow(wide_key), narrow(wide_value)
     if (slot >= 0) & (slot < SLOTS):
         block = (slot // BLOCK_SIZE).to(tl.int64)
         row = (block * (ARRAYS * KV_HEADS) + head) * BLOCK_SIZE + slot % BLOCK_SIZE

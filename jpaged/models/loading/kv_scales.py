@@ -1,0 +1,54 @@
+"""What the keys and values of each layer are divided by before they are rounded to FP8, as checkpoints have it.
+
+model.layers.3.self_attn.k_scale, .v_scale                  compressed-tensors (LLM Compressor)
+model.layers.3.self_attn.k_proj.k_scale, .v_proj.v_scale    ModelOpt, and .attn.k_scale of some
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from jpaged.api.errors import CheckpointError
+from jpaged.models.loading.checkpoint import KV_SCALE, find_tensors, is_orbax
+from jpaged.models.quantization.scheme import FLOAT_TYPES
+
+
+def read_kv_scales(load_format: str, directory: Path, num_layers: int) -> tuple[tuple[float, float], ...]:
+    """(keys', values') of each layer; 1 where the checkpoint has none, or is made up.
+
+    Raises:
+        CheckpointError: it has some of them only, two of one, or one that is not a finite number above 0.
+    """
+    plain = ((1.0, 1.0),) * num_layers
+    if load_format == "dummy" or is_orbax(load_format, directory):
+        return plain
+    found: dict[tuple[int, str], float] = {}
+    for name, tensor in find_tensors(directory).items():
+        parts = KV_SCALE.search(name)
+        if parts is None:
+            continue
+        place = int(parts["layer"]), parts["kind"]
+        if place in found:
+            raise CheckpointError(f"{directory} has two scales of the {_WHAT[place[1]]} of layer {place[0]} ({name}).")
+        if tensor.type_name not in FLOAT_TYPES or int(np.prod(tensor.shape)) != 1:
+            raise CheckpointError(
+                f"{tensor.path}: {name} is {tensor.type_name}{tensor.shape}; scales of the KV cache must be one number"
+                " a layer."
+            )
+        scale = float(tensor.read().astype(np.float32).reshape(()))
+        if not (np.isfinite(scale) and scale > 0):
+            raise CheckpointError(f"{tensor.path}: {name} is {scale:g}, which must be above 0 and finite.")
+        found[place] = scale
+    if not found:
+        return plain
+    lacking = [(layer, kind) for layer in range(num_layers) for kind in "kv" if (layer, kind) not in found]
+    if lacking:
+        layer, kind = lacking[0]
+        raise CheckpointError(
+            f"{directory} has scales of the KV cache, but none of the {_WHAT[kind]} of layer {layer}; download it"
+            ' again, or use kv_cache_dtype="auto".'
+        )
+    return tuple((found[layer, "k"], found[layer, "v"]) for layer in range(num_layers))
+
+
+_WHAT = {"k": "keys", "v": "values"}
