@@ -18,7 +18,6 @@ from jpaged.api.errors import CheckpointError, InvalidParameterError, Unsupporte
 from jpaged.executor.start.startup import most_sequences
 from jpaged.models import ModelConfig
 from tests.support.greedy_programs import greedy_programs
-from tests.test_beam_search import assert_same, transformers_search
 from tests.tiny_models import VOCAB_SIZE, tiny_model, torch_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("hybrids")  # one worker, which compiles once
@@ -88,7 +87,11 @@ def test_a_sequence_takes_nothing_from_the_slots_former_tenants(engine: LLMEngin
     assert run(engine, requests) == expected
 
 
+@pytest.mark.transformers
 def test_beams_take_their_parents_states_along(engine: LLMEngine) -> None:
+    pytest.importorskip("torch")
+    from tests.test_beam_search import assert_same, transformers_search
+
     params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True, stop_token_ids=[])
     prompt = prompts(1, seed=3)[0]
     engine.add_request("beams", prompt, params)
