@@ -62,7 +62,9 @@ class Server:
         return [*direct, *(child for one in direct for child in self.children(one))]
 
     def engines(self) -> list[int]:
-        return [pid for pid in self.children() if b"engine_process" in _command(pid)]
+        """Engine processes that serve, or start to; not those that wait to take the place of one."""
+        commands = {pid: _command(pid) for pid in self.children()}
+        return [pid for pid, command in commands.items() if b"engine_process" in command and b"--spare" not in command]
 
     def memory_mib(self) -> float:
         """Resident memory of all its processes."""
