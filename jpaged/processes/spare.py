@@ -11,9 +11,11 @@ import os
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from jpaged.processes import handover
 
+TAKEN = "jpaged-engine"
 _MOST_FDS = 253
 """The kernel lets so many travel with one message (SCM_MAX_FD)."""
 
@@ -68,9 +70,13 @@ class Spare:
 
 
 def await_descriptors(fd: int) -> list[int]:
-    """What `Spare.take` gives to this process, whose channel is `fd`. Ends the process if that is closed before."""
+    """What `Spare.take` gives to this process, whose channel is `fd`. Ends the process if that is closed before.
+
+    From then on the process is called `TAKEN`, in `ps -e` and /proc/PID/comm: its command stays that of a spare.
+    """
     with socket.socket(fileno=fd) as channel:
         message, fds, _, _ = socket.recv_fds(channel, 16, _MOST_FDS)
     if not message:
         os._exit(0)
+    Path("/proc/self/comm").write_text(TAKEN)
     return fds

@@ -3,12 +3,13 @@
 import os
 import socket
 import subprocess
+from pathlib import Path
 
 from jpaged.host.devices import package_environment
 from jpaged.processes import handover
 from jpaged.processes.launch import python_command
 from jpaged.processes.pulse import Pulse
-from jpaged.processes.spare import Spare
+from jpaged.processes.spare import TAKEN, Spare
 
 
 def engine_process() -> Spare:
@@ -20,6 +21,9 @@ def test_a_spare_engine_process_serves_with_the_sockets_that_it_is_given():
     control, its_control = handover.socket_pair()
     process = engine_process().take([Pulse.create().fd, its_control.fileno(), theirs.fileno()])
     assert process is not None
+    name = Path(f"/proc/{process.pid}/comm")
+    while name.read_text().strip() != TAKEN:
+        assert process.poll() is None
     theirs.close()
     its_control.close()
     ours.close()  # as a client that is gone before it says what to start

@@ -12,6 +12,8 @@ from typing import IO, Any
 
 import httpx
 
+from jpaged.processes.spare import TAKEN
+
 _START_S = 600.0
 
 
@@ -63,8 +65,7 @@ class Server:
 
     def engines(self) -> list[int]:
         """Engine processes that serve, or start to; not those that wait to take the place of one."""
-        commands = {pid: _command(pid) for pid in self.children()}
-        return [pid for pid, command in commands.items() if b"engine_process" in command and b"--spare" not in command]
+        return [pid for pid in self.children() if b"engine_process" in _command(pid) and not _is_spare(pid)]
 
     def memory_mib(self) -> float:
         """Resident memory of all its processes."""
@@ -79,6 +80,13 @@ class Server:
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(60)
+
+
+def _is_spare(pid: int) -> bool:
+    """Whether a process waits to take the place of an engine process."""
+    with contextlib.suppress(OSError):
+        return b"--spare" in _command(pid) and Path(f"/proc/{pid}/comm").read_text().strip() != TAKEN
+    return False
 
 
 def _command(pid: int) -> bytes:
