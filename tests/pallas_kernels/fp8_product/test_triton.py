@@ -67,7 +67,8 @@ def test_a_given_scale_rounds_activations_and_parts_of_the_inputs_add_up():
 @pytest.mark.parametrize(
     ("device", "rows", "groups", "activations", "chosen"),
     [
-        (HOPPER, 8, 1, "dynamic", "triton"),
+        (HOPPER, 8, 1, "dynamic", "xla"),
+        (HOPPER, 8, 1, "none", "triton"),
         (HOPPER, 256, 1, "dynamic", "xla"),
         (HOPPER, 8192, 2, "dynamic", "triton"),
         (HOPPER, 8192, 2, "none", "xla"),
