@@ -17,6 +17,7 @@ from jpaged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, mode
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from jpaged.executor.start.startup import most_sequences
 from jpaged.models import ModelConfig
+from jpaged.training import token_logprobs
 from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import VOCAB_SIZE, tiny_model, torch_model, write_tiny_model
 
@@ -219,3 +220,14 @@ def test_sequences_side_by_side_are_computed_as_alone_when_training() -> None:
     positions = jnp.concatenate([jnp.arange(len(first)), jnp.arange(len(second))])
     both = forward(jnp.concatenate([first, second]), positions, ids)
     np.testing.assert_allclose(both, jnp.concatenate(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_a_trainer_scores_each_sequence_of_a_batch_as_alone() -> None:
+    model = models.build(ModelConfig.from_dict(CASE.config), "float32")
+    weights = model.init(0)
+    tokens = np.random.default_rng(0).integers(3, VOCAB_SIZE, (3, 12))
+    together = token_logprobs(model, weights, tokens)
+    alone = [token_logprobs(model, weights, one[None])[0] for one in tokens]
+    np.testing.assert_allclose(together, np.stack(alone), rtol=1e-4, atol=1e-5)
+    with pytest.raises(InvalidParameterError, match="batch_invariant=True is not supported for models with recurrent"):
+        token_logprobs(model, weights, tokens, batch_invariant=True)

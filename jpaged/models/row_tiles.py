@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jpaged.api.errors import UnsupportedModelError
+from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
+from jpaged.models.config import ModelConfig
 from jpaged.models.model import Model
 from jpaged.models.residual import Kernels
 from jpaged.pallas_kernels import split_qkv
@@ -39,6 +40,19 @@ small batches."""
 def tile_rows() -> int:
     """Rows of a tile on JAX's default device."""
     return _CPU_ROWS if default_device().platform == "cpu" else _GPU_ROWS
+
+
+def check_rows_are_apart(config: ModelConfig) -> None:
+    """Raises InvalidParameterError for models whose rows cannot be computed each by itself."""
+    why = None
+    if config.is_hybrid:
+        why = "models with recurrent layers such as {}, whose states change in an order that steps decide"
+    elif config.value_dim is not None:
+        why = "{}, whose attention over latents has no form that computes each row by itself"
+    if why is not None:
+        raise InvalidParameterError(
+            f"batch_invariant=True is not supported for {why.format(config.architecture)}; leave it out."
+        )
 
 
 def in_row_tiles(function: Callable[..., Any], live: jax.Array, *rows: jax.Array) -> Any:

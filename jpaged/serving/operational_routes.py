@@ -61,7 +61,7 @@ class _Handlers:
         args = self._engine.args
         cache_config = {
             "block_size": (await self._engine.ready()).limits.block_size,
-            "cache_dtype": args.dtype,
+            "cache_dtype": args.kv_cache_dtype,
             "enable_prefix_caching": args.enable_prefix_caching,
             "gpu_memory_utilization": args.gpu_memory_utilization,
             "swap_space": args.swap_space,

@@ -22,7 +22,7 @@ from jpaged.api.weights import flat_weights
 from jpaged.executor.start.compilation import GPU_OPTIONS
 from jpaged.executor.step.heads import logits_and_sums
 from jpaged.models import Model, Weights, dense_causal_attend
-from jpaged.models.row_tiles import Attention, forward_in_row_tiles
+from jpaged.models.row_tiles import Attention, check_rows_are_apart, forward_in_row_tiles
 from jpaged.pallas_kernels import invariant_attention
 
 _BLOCK = 16
@@ -64,6 +64,7 @@ def token_logprobs(
         what is behind its end have 0.
     Raises:
         InvalidParameterError: tokens or lengths of another shape or type, or weights that are not the model's.
+            Or, with batch_invariant=True, the model has recurrent layers or latent attention.
         UnsupportedModelError: the model is quantized, or, with batch_invariant=True, mixes tokens outside attention.
     """
     if model.quantized:
@@ -79,6 +80,8 @@ def token_logprobs(
         raise InvalidParameterError(
             f"lengths must be integers [{batch}], one for each row of tokens, got {lengths.dtype}{list(lengths.shape)}."
         )
+    if batch_invariant:
+        check_rows_are_apart(model.config)
     if not batch or not length:
         return jnp.zeros((batch, length), jnp.float32)
     rounded = tuple(x.astype(want.dtype) for x, want in zip(_flat(model, weights), model.abstract_weights, strict=True))
@@ -117,13 +120,19 @@ def _plain(model: Model, weights: Weights, tokens: jax.Array, lengths: jax.Array
     batch, length = tokens.shape
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
 
-    def attend(qkv: jax.Array, *, rotation: tuple[jax.Array, jax.Array] | None, **features: Any) -> jax.Array:
+    def by_sequences(
+        qkv: jax.Array, *, rotation: tuple[jax.Array, jax.Array] | None, segment_ids: jax.Array, **features: Any
+    ) -> jax.Array:
+        del segment_ids  # which recurrent layers read
+
         def of_sequence(qkv: jax.Array, rotation: tuple[jax.Array, jax.Array] | None) -> jax.Array:
             return dense_causal_attend(qkv, rotation=rotation, **features)
 
         by_sequence = jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), (qkv, rotation))
         out = jax.vmap(of_sequence)(*by_sequence)
         return out.reshape(batch * length, *out.shape[2:])
+
+    attend = partial(by_sequences, segment_ids=jnp.repeat(jnp.arange(batch, dtype=jnp.int32), length))
 
     @jax.checkpoint
     def score(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:

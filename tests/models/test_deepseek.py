@@ -130,7 +130,10 @@ def test_layers_behind_the_last_one_are_passed_over_and_no_others(tmp_path: Path
         models.load(model, directory)
 
 
-def test_the_virtual_layout_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "value"), [("kv_cache_layout", "virtual"), ("batch_invariant", True), ("kv_cache_dtype", "fp8")]
+)
+def test_what_latents_do_without_is_refused_by_name(tmp_path: Path, option: str, value: Any) -> None:
     directory = write_tiny_model(tiny_model("moonlight-style"), tmp_path, use_torch=False)
-    with pytest.raises(InvalidParameterError, match="kv_cache_layout='virtual' is not supported for Deepseek"):
-        LLM(**TINY_ENGINE, model=str(directory), kv_cache_layout="virtual")
+    with pytest.raises(InvalidParameterError, match=f"{option}={value!r} is not supported for Deepseek"):
+        LLM(**TINY_ENGINE | {"model": str(directory), option: value})

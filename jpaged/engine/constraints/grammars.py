@@ -46,6 +46,9 @@ LEAST_HALVED = 8
 
 _NO_SLOTS = np.zeros((0,), np.int64)
 _PATIENCE_S = 0.01
+"""The longest that ready rows wait for others whose masks are in the making."""
+_ENOUGH = 3
+"""A step is worth its while with one in so many of all constrained rows."""
 _WAIT_S = 0.0005
 """The longest wait for a mask or a grammar before the engine looks for new requests."""
 
@@ -278,7 +281,7 @@ class ConstrainedRows(DependentRows):
             return False
         if num_queued > 1:
             return True
-        if not self._in_making or 3 * num_here >= int(np.count_nonzero(self._slots.kind == self.number)):
+        if not self._in_making or _ENOUGH * num_here >= int(np.count_nonzero(self._slots.kind == self.number)):
             return False
         now = time.perf_counter()
         if self._waits_since is None:

@@ -16,6 +16,7 @@ from jpaged.executor.cache.virtual.memfd import LEAST_ADOPTED, MemfdDriver
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.step.program import Setup
 from jpaged.models import Model, ModelConfig
+from jpaged.models.row_tiles import check_rows_are_apart
 
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
@@ -28,7 +29,6 @@ def refuse_for_hybrids(args: EngineArgs, model: ModelConfig) -> None:
     for name, refused, why in (
         ("shared_prefix_attention", True, "their prompts share no blocks"),
         ("host_prefix_cache", True, "they have no prefix cache"),
-        ("batch_invariant", True, "a step's layout decides in which order they are updated"),
         ("preemption_mode", "swap", 'preempted sequences are computed again; use "auto" or "recompute"'),
     ):
         if getattr(args, name) == refused:
@@ -58,11 +58,8 @@ def executor_config(
             f"max_model_len={args.max_model_len} exceeds the {model.max_position_embeddings} positions the model has; "
             f"lower it."
         )
-    if args.batch_invariant and model.value_dim is not None:
-        raise InvalidParameterError(
-            f"batch_invariant=True is not supported for {model.architecture}, whose attention over latents has no"
-            " form that computes each row by itself; leave it out."
-        )
+    if args.batch_invariant:
+        check_rows_are_apart(model)
     if args.kv_cache_dtype == "fp8" and model.value_dim is not None:
         raise InvalidParameterError(
             f"kv_cache_dtype='fp8' is not supported for {model.architecture}, which keeps latents; leave it out."
