@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpaged.pallas_kernels.common.numerics import FP8
 from jpaged.pallas_kernels.devices import Device
 from jpaged.pallas_kernels.registry import is_hopper
 
 ArrayLike = jax.Array | jax.ShapeDtypeStruct
 
-FP8 = jnp.float8_e4m3fn.dtype
-"""Of pools that keep keys and values in 8 bits."""
 
 FLOATS = (jnp.bfloat16.dtype, jnp.float16.dtype, jnp.float32.dtype, jnp.float64.dtype)
 

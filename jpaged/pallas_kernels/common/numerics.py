@@ -4,6 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+FP8 = jnp.float8_e4m3fn.dtype
+"""e4m3, of weights, activations, keys and values in 8 bits."""
+FP8_MAX = float(jnp.finfo(FP8).max)
+"""448. What is larger would become NaN."""
+
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
     """float32 products must be float32 throughout; GPUs would round the factors to TF32."""
@@ -20,16 +25,15 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 def to_fp8(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """x, divided by a scale, in e4m3: rounded to the nearest, ties to even; what is beyond 448 becomes 448."""
-    largest = jnp.finfo(jnp.float8_e4m3fn).max.astype(jnp.float32)
     wide = x.astype(jnp.float32)
     wide = wide if scale is None else wide / scale
-    return jnp.clip(wide, -largest, largest).astype(jnp.float8_e4m3fn)
+    return jnp.clip(wide, -FP8_MAX, FP8_MAX).astype(FP8)
 
 
 def as_bits(x: jax.Array) -> jax.Array:
     """e4m3 as uint8, and other types as they are: costs nothing, and all GPUs' kernels take it so. XLA's CPU compiler
     widens all of an array in e4m3 to move a part of it."""
-    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == jnp.float8_e4m3fn else x
+    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == FP8 else x
 
 
 def from_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

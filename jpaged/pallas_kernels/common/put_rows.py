@@ -3,10 +3,9 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from jpaged.pallas_kernels.common.numerics import as_bits, from_bits
+from jpaged.pallas_kernels.common.numerics import FP8, as_bits, from_bits
 
 
 def put_rows(pool: jax.Array, index: jax.Array, update: jax.Array) -> jax.Array:
@@ -27,7 +26,7 @@ def put_rows(pool: jax.Array, index: jax.Array, update: jax.Array) -> jax.Array:
 
         return lax.fori_loop(0, index.shape[0], put, pool)
 
-    if pool.dtype == jnp.float8_e4m3fn:
+    if pool.dtype == FP8:
         return from_bits(put_rows(as_bits(pool), index, as_bits(update)), pool.dtype)
     if pool.dtype.itemsize != 2:
         return scatter(pool, index, update)

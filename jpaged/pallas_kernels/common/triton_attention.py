@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.attention_arguments import Features
+from jpaged.pallas_kernels.common.numerics import FP8
 from jpaged.pallas_kernels.common.triton_fp8 import widen
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -23,7 +24,7 @@ _NO_KEYS = tl.constexpr(-1e30)  # running maxima start here, so that no inf - in
 def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> str | None:
     """Why the attention kernels cannot take these (checked) arguments; None if they can. value_dim: of latents."""
     _, _, _, block_size, head_dim = kv_pool.shape
-    if kv_pool.dtype == jnp.float8_e4m3fn and (q.dtype.itemsize != 2 or value_dim is not None):
+    if kv_pool.dtype == FP8 and (q.dtype.itemsize != 2 or value_dim is not None):
         return f"queries in {q.dtype} or latents, which a pool in {kv_pool.dtype} does not go with"
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"dtype {q.dtype} is not bfloat16, float16 or float32"

@@ -3,10 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jpaged.pallas_kernels.common.numerics import FP8, FP8_MAX
 from jpaged.pallas_kernels.devices import Device
-
-LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)
-"""448. What is larger would become NaN."""
 
 _LEAST_CAPABILITY = (8, 9)
 
@@ -29,8 +27,8 @@ def round_to_fp8(
         largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
         if upper_bound is not None:
             largest = jnp.minimum(largest, upper_bound)
-        scale = jnp.where(largest == 0, 1.0, largest / LARGEST)
-    rounded = jnp.clip(wide / scale, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+        scale = jnp.where(largest == 0, 1.0, largest / FP8_MAX)
+    rounded = jnp.clip(wide / scale, -FP8_MAX, FP8_MAX).astype(FP8)
     if grouped:
         return rounded.reshape(rows, -1)[:, :depth], scale[..., 0]
     return rounded, scale

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jpaged.pallas_kernels.common.arguments import FP8
-from jpaged.pallas_kernels.common.numerics import to_fp8
+from jpaged.pallas_kernels.common.numerics import FP8, to_fp8
 from jpaged.pallas_kernels.common.put_rows import put_rows
 
 
