@@ -101,9 +101,20 @@ class LLM:
                 )
             options = {"skip_tokenizer_init": options.get("tokenizer") is None} | options_of(model) | options
         self.engine = _start_engine(EngineArgs(model=path, **options), weights)
+        self._reranker = self._checked_reranker()
         self._request_ids = map(str, count())
         self._turns = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever
         self._between_steps = _FairLock()  # around whatever reaches the engine
+
+    def _checked_reranker(self) -> Reranker | None:
+        """What judges pairs of texts, if the engine was started for that; the engine is closed if it cannot."""
+        if self.engine.args.reranker is None:
+            return None
+        try:
+            return Reranker(self.engine.tokenizer)
+        except BaseException:
+            self.engine.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -231,8 +242,9 @@ class LLM:
             raise InvalidParameterError(
                 f"queries has {len(firsts)} entries for {len(seconds)} documents; give one or as many."
             )
-        if self.engine.args.reranker is not None:
-            return self._judged(firsts * (len(seconds) // len(firsts)), seconds, instruction, use_tqdm)
+        if self._reranker is not None:
+            firsts = firsts * (len(seconds) // len(firsts))
+            return self._judged(self._reranker, firsts, seconds, instruction, use_tqdm)
         if instruction is not None:
             raise InvalidParameterError("instruction is for rerankers; start the engine with reranker='qwen3'.")
         outputs = self._embedded([*firsts, *seconds], self.engine.embeddings.params(normalize=True), use_tqdm)
@@ -241,12 +253,12 @@ class LLM:
 
     def _judged(
         self,
+        reranker: Reranker,
         queries: Sequence[Prompt],
         documents: Sequence[Prompt],
         instruction: str | None,
         use_tqdm: bool | Callable[..., tqdm],
     ) -> list[ScoringRequestOutput]:
-        reranker = Reranker(self.engine.tokenizer)
         prompts: list[Prompt] = [
             reranker.prompt(query, document, instruction) for query, document in zip(queries, documents, strict=True)
         ]

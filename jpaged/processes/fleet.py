@@ -196,10 +196,11 @@ class Fleet:
         if len(ready) < sum(one.failure is None for one in self.replicas):
             return
         first = self.description = ready[0]
+        self.requests.router.match_prefixes &= first.has_prefix_cache
         self._keep_to_least()
         self._begins(first)
         if self.keeper is not None:
-            self.keeper.start(on_gpu=not first.device.startswith("cpu"))
+            self.keeper.start(on_gpu=first.on_gpu)
         assert self._is_ready is not None
         if not self._is_ready.done():
             self._is_ready.set_result(first)

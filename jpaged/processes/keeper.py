@@ -213,6 +213,7 @@ class EngineKeeper:
     def _give_up(self, replica: int, error: EngineDeadError) -> None:
         log.error("%s", error)
         self._given_up[replica] = error
+        self._processes.end_spare(replica)
         self._on_given_up(replica, error)
         for channel in self.channels.values():
             self._tell(channel, handover.GivenUp(replica, str(error)[:_MOST_CHARACTERS]))

@@ -111,9 +111,15 @@ class EngineProcesses:
             with contextlib.suppress(OSError):
                 self._spares[replica] = Spare(_engine_command(), self._environments[replica])
 
+    def end_spare(self, replica: int) -> None:
+        """Ends the process that waits to take a replica's place, if there is one."""
+        spare = self._spares.pop(replica, None)
+        if spare is not None:
+            spare.end()
+
     def _end_spares(self) -> None:
-        while self._spares:
-            self._spares.popitem()[1].end()
+        for replica in list(self._spares):
+            self.end_spare(replica)
 
     def new_client(self) -> list[socket.socket | None]:
         """Makes a socket to each replica's process for a client that comes later; None where none runs."""

@@ -146,7 +146,7 @@ class ReplicatedEngine(RequestIntake):
         self._inputs = InputProcessor(
             self.tokenizer, self.vocab_size, limits, self.eos_token_ids, EmbeddingConfig.load(directory)
         )
-        self._router = Router(self.num_replicas, match_prefixes=args.enable_prefix_caching)
+        self._router = Router(self.num_replicas, match_prefixes=ready[0].has_prefix_cache)
         if args.verbose:
             seconds = time.perf_counter() - begun
             print(

@@ -28,7 +28,7 @@ class Router:
 
     def __init__(self, num_replicas: int, *, match_prefixes: bool = True) -> None:
         self.outstanding = [0] * num_replicas
-        self._match_prefixes = match_prefixes
+        self.match_prefixes = match_prefixes
         self._requests: dict[str, tuple[int, int]] = {}  # id -> replica, tokens
         self._seen: OrderedDict[int, int] = OrderedDict()  # hash of a beginning -> bit set of replicas
 
@@ -96,7 +96,7 @@ class Router:
 
     def _beginnings(self, prompt: Sequence[int], salt: str | None) -> list[int]:
         """A hash of each whole number of chunks, the shortest first. Equal hashes of unequal prompts cost only time."""
-        if not self._match_prefixes:
+        if not self.match_prefixes:
             return []
         hashes, state = [], hash(salt)
         for start in range(0, len(prompt) - CHUNK_TOKENS + 1, CHUNK_TOKENS):

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from jpaged.processes import handover
@@ -78,5 +79,6 @@ def await_descriptors(fd: int) -> list[int]:
         message, fds, _, _ = socket.recv_fds(channel, 16, _MOST_FDS)
     if not message:
         os._exit(0)
-    Path("/proc/self/comm").write_text(TAKEN)
+    with suppress(OSError):  # where /proc cannot be written to, it keeps its name
+        Path("/proc/self/comm").write_text(TAKEN)
     return fds

@@ -265,7 +265,8 @@ class Shutdown(_Message):
 
 
 class Ready(_Message):
-    """The engine runs. pid: of its process. device: what it runs on, in words. limits: of a request."""
+    """The engine runs. pid: of its process. device: what it runs on, in words. limits: of a request. on_gpu: it runs on
+    GPUs. has_prefix_cache: it keeps prefixes of requests that have ended."""
 
     pid: int
     device: str
@@ -274,6 +275,8 @@ class Ready(_Message):
     eos_token_ids: tuple[int, ...]
     default_sampling_params: SamplingParams
     startup_s: dict[str, float]
+    on_gpu: bool = False
+    has_prefix_cache: bool = True
 
 
 class Failed(_Message):

@@ -197,6 +197,7 @@ def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not
             await ask(engine, "greedy", 1)
         with pytest.raises(EngineDeadError):
             await engine.check_health()
+        assert not engine._fleet.processes._spares
 
     run(scene, restarts=RestartOptions(max_restarts=1, spare_processes=True))
 

@@ -157,7 +157,10 @@ def _start_on(
     rows = 0 if args.batch_invariant else one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
     if args.kv_cache_dtype == "fp8":
-        config = replace(config, kv_scales=read_kv_scales(args.load_format, directory, len(model_config.layer_windows)))
+        keeps = [state is None for state in model_config.layer_states]
+        # Weights that somebody gives come without scales; those of the directory are another checkpoint's.
+        kv_scales = read_kv_scales("dummy" if given is not None else args.load_format, directory, keeps)
+        config = replace(config, kv_scales=kv_scales)
     if args.kv_cache_layout == "virtual":
         config = cut_into_pages(config, args, shard, device)
 

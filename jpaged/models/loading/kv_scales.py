@@ -4,6 +4,7 @@ model.layers.3.self_attn.k_scale, .v_scale                  compressed-tensors (
 model.layers.3.self_attn.k_proj.k_scale, .v_proj.v_scale    ModelOpt, and .attn.k_scale of some
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,15 @@ from jpaged.models.loading.checkpoint import KV_SCALE, find_tensors, is_orbax
 from jpaged.models.quantization.scheme import FLOAT_TYPES
 
 
-def read_kv_scales(load_format: str, directory: Path, num_layers: int) -> tuple[tuple[float, float], ...]:
-    """(keys', values') of each layer; 1 where the checkpoint has none, or is made up.
+def read_kv_scales(load_format: str, directory: Path, keeps_tokens: Sequence[bool]) -> tuple[tuple[float, float], ...]:
+    """(keys', values') of each layer; 1 where the checkpoint has none, or is made up, and of layers without any.
+
+    keeps_tokens: of each layer, whether it keeps keys and values.
 
     Raises:
         CheckpointError: it has some of them only, two of one, or one that is not a finite number above 0.
     """
-    plain = ((1.0, 1.0),) * num_layers
+    plain = ((1.0, 1.0),) * len(keeps_tokens)
     if load_format == "dummy" or is_orbax(load_format, directory):
         return plain
     found: dict[tuple[int, str], float] = {}
@@ -41,14 +44,15 @@ def read_kv_scales(load_format: str, directory: Path, num_layers: int) -> tuple[
         found[place] = scale
     if not found:
         return plain
-    lacking = [(layer, kind) for layer in range(num_layers) for kind in "kv" if (layer, kind) not in found]
+    layers = [layer for layer, keeps in enumerate(keeps_tokens) if keeps]
+    lacking = [(layer, kind) for layer in layers for kind in "kv" if (layer, kind) not in found]
     if lacking:
         layer, kind = lacking[0]
         raise CheckpointError(
             f"{directory} has scales of the KV cache, but none of the {_WHAT[kind]} of layer {layer}; download it"
             ' again, or use kv_cache_dtype="auto".'
         )
-    return tuple((found[layer, "k"], found[layer, "v"]) for layer in range(num_layers))
+    return tuple((found.get((layer, "k"), 1.0), found.get((layer, "v"), 1.0)) for layer in range(len(keeps_tokens)))
 
 
 _WHAT = {"k": "keys", "v": "values"}

@@ -88,7 +88,7 @@ def test_scales_of_the_checkpoint_divide_what_is_written_and_multiply_what_is_re
     scales = {name.format(i): np.array([3.0 / (4 + i)], np.float32) for i in range(2) for name in names}
     path = tmp_path / "model.safetensors"
     save_file(load_file(path) | scales, path)
-    assert read_kv_scales("auto", tmp_path, 2) == ((0.75, 0.75), (np.float32(0.6), np.float32(0.6)))
+    assert read_kv_scales("auto", tmp_path, [True, True]) == ((0.75, 0.75), (np.float32(0.6), np.float32(0.6)))
     found, startup = errors(tmp_path, kv_cache_dtype="fp8")
     assert [layer.scales for layer in startup.setup.cache.spec] == [(0.75, 0.75), (np.float32(0.6), np.float32(0.6))]
     assert all(0 < one.mean() < 0.1 for one in found)
@@ -112,7 +112,13 @@ def test_scales_of_the_checkpoint_divide_what_is_written_and_multiply_what_is_re
 def test_scales_that_cannot_be_served_are_named(tmp_path, scales, said):
     save_file({name: np.array(value, np.float32) for name, value in scales.items()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=said):
-        read_kv_scales("auto", tmp_path, 1)
+        read_kv_scales("auto", tmp_path, [True])
+
+
+def test_recurrent_layers_have_no_scales(tmp_path):
+    scales = {f"model.layers.1.self_attn.{kind}_scale": np.float32(0.5) for kind in "kv"}
+    save_file({name: np.array(value) for name, value in scales.items()}, tmp_path / "model.safetensors")
+    assert read_kv_scales("auto", tmp_path, [False, True]) == ((1.0, 1.0), (0.5, 0.5))
 
 
 def test_what_it_does_not_go_with_is_refused_by_name():
