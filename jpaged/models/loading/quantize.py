@@ -139,7 +139,7 @@ class _Plan:
 
     def _ignored(self, model: Model) -> list[str]:
         """Other layers with a matrix, by their names in the files and by the family's."""
-        tables = {piece.tensor for piece in model.pieces if "embed" in piece.parameter}
+        tables = {piece.tensor for piece in model.pieces if "embed" in piece.parameter + piece.tensor}
         names = ["lm_head"]
         for full, stored in self._names.items():
             is_matrix = stored.endswith(".weight") and len(self._stored[stored].shape) == 2
