@@ -55,8 +55,8 @@ def quantize_checkpoint(
     Raises:
         InvalidParameterError: the scheme does not exist, shard_bytes is below 1, or something is in `out` already.
         ModelNotFoundError: there is no such model.
-        UnsupportedModelError: it is quantized, a mixture of experts, stores its weights transposed (GPT-2), or has
-            layers whose sizes the scheme cannot store.
+        UnsupportedModelError: it is quantized, a mixture of experts, has recurrent layers, stores its weights
+            transposed (GPT-2), or has layers whose sizes the scheme cannot store.
         CheckpointError: a tensor is missing, damaged or not finite.
         OutputError: `out` cannot be written, for want of space for example.
     What was begun is removed when anything fails.

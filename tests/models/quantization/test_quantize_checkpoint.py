@@ -17,6 +17,7 @@ from jpaged.models import quantize_checkpoint
 from jpaged.models.loading import safetensors_file
 from jpaged.models.quantization.recipes import RECIPES
 from tests.models.quantization.test_checkpoints import dequantized, load
+from tests.models.test_multimodal import OF_OTHER_PARTS, write_multimodal
 from tests.support.quantized import E4M3, plain_checkpoint, read_tensors, write_tensors
 from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
 
@@ -120,6 +121,21 @@ def test_what_stays_as_it_is_keeps_its_bytes_and_type_and_all_tensors_are_aligne
     entry = config.pop("quantization_config")
     assert config == json.loads((source / "config.json").read_text())
     assert (entry["quant_method"], entry["ignore"]) == ("compressed-tensors", ["lm_head"])
+
+
+def test_of_a_multimodal_checkpoint_the_text_part_is_quantized_and_the_rest_is_left_and_ignored(tmp_path: Path) -> None:
+    text = write_tiny_model(tiny_model("gemma3"), tmp_path / "text", use_torch=False)
+    prefix = "language_model.model."
+    write_multimodal(text, tmp_path / "whole", "Gemma3ForConditionalGeneration", prefix, OF_OTHER_PARTS)
+    quantize_checkpoint(text, tmp_path / "a", "fp8")
+    quantize_checkpoint(tmp_path / "whole", tmp_path / "b", "fp8")
+    for found, expected in zip(load(tmp_path / "b")[1], load(tmp_path / "a")[1], strict=True):
+        np.testing.assert_array_equal(found, expected)
+    written = read_tensors(tmp_path / "b" / "model.safetensors")
+    assert all(written[name].dtype == np.float32 for name in OF_OTHER_PARTS)
+    ignored = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {"lm_head", "multi_modal_projector.linear"} <= set(ignored)
+    assert not any("layers" in name for name in ignored)
 
 
 def test_the_command_writes_what_the_function_does_and_refuses_to_write_there_again(
