@@ -14,7 +14,7 @@ from jpaged.serving import batch
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.options import AppOptions, ServerOptions
 
-COMMANDS = ("generate", "chat", "score", "run-batch", "serve", "worker", "convert", "models")
+COMMANDS = ("generate", "chat", "score", "run-batch", "serve", "worker", "convert", "quantize", "models")
 DEFAULTS = {
     field.name.removesuffix("_s"): field.default
     for kind in (AppOptions, ServerOptions, ServerLimits, EngineArgs)

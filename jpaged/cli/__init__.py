@@ -15,7 +15,7 @@ from typing import Any
 
 from jpaged.api.errors import InvalidParameterError, JPagedError, UnsupportedParameterError, suggestion
 from jpaged.api.version import __version__
-from jpaged.cli import chat, convert, generate, models, run_batch, score, serve, worker
+from jpaged.cli import chat, convert, generate, models, quantize, run_batch, score, serve, worker
 from jpaged.cli.options import add_debug_option
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
@@ -118,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_command(commands)
     worker.add_command(commands)
     convert.add_command(commands)
+    quantize.add_command(commands)
     models.add_command(commands)
     _add_bench_command(commands)
     return parser

@@ -44,6 +44,7 @@ from jpaged.models.linear import Embedding, Linear, PartialSum
 from jpaged.models.loading import pieces
 from jpaged.models.loading.checkpoint import load, save_pretrained
 from jpaged.models.loading.pieces import Piece, TiedTensor
+from jpaged.models.loading.quantize import quantize_checkpoint
 from jpaged.models.model import Model, Weights, build, resolve_dtype
 from jpaged.models.norms import (
     LayerNorm,
@@ -123,6 +124,7 @@ __all__ = [
     "parameter",
     "parse_rope",
     "pieces",
+    "quantize_checkpoint",
     "register",
     "resolve",
     "resolve_dtype",

@@ -9,8 +9,8 @@ would cost 5 GB of memory. Reading each tensor into its own buffer costs the lar
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -76,6 +76,10 @@ class StoredTensor:
     def read_bytes(self) -> np.ndarray:
         """The tensor, of a type of one byte, as uint8. Raises as `read`."""
         return self._read_as(np.dtype(np.uint8))
+
+    def read_stored(self) -> np.ndarray:
+        """The bytes of a tensor of any type, uint8 [num_bytes]. Raises as `read`."""
+        return replace(self, type_name="U8", shape=(self.num_bytes,)).read()
 
     def _read_as(self, dtype: np.dtype) -> np.ndarray:
         count = math.prod(self.shape)
@@ -152,26 +156,63 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return {tensor.name: tensor for tensor in found}
 
 
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A tensor to write. type_name: as `StoredTensor`'s."""
+
+    type_name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @staticmethod
+    def of(shape: tuple[int, ...], dtype: np.dtype) -> "NewTensor":
+        return NewTensor(_NAMES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize)
+
+    @property
+    def item_bytes(self) -> int:
+        return self.num_bytes // max(math.prod(self.shape), 1)
+
+
 def write(path: Path, layout: Mapping[str, tuple[int, ...]], dtype: np.dtype, tensors: Iterable[np.ndarray]) -> None:
     """Writes a file whose tensors, all of one type, come one at a time, in the order of `layout` (name -> shape).
 
     The file appears under its name only when it is whole.
     """
+
+    def named() -> Iterator[tuple[str, np.ndarray]]:
+        for (name, shape), tensor in zip(layout.items(), tensors, strict=True):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ValueError(f"{name}: {tensor.dtype} {tensor.shape} is not {dtype} {shape}.")
+            yield name, tensor
+
+    write_mixed(path, {name: NewTensor.of(shape, dtype) for name, shape in layout.items()}, named())
+
+
+def write_mixed(path: Path, layout: Mapping[str, NewTensor], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Writes a file whose tensors come one at a time, by name, in any order, each once.
+
+    Those of wider types lie first in the file, so that all are aligned, as the format's own library has them. The file
+    appears under its name only when it is whole.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
     end = 0
-    for name, shape in layout.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    for name, new in sorted(layout.items(), key=lambda item: -item[1].item_bytes):
+        starts[name], end = end, end + new.num_bytes
+        entries[name] = {"dtype": new.type_name, "shape": list(new.shape), "data_offsets": [starts[name], end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
-            for (name, shape), tensor in zip(layout.items(), tensors, strict=True):
-                if tensor.shape != shape or tensor.dtype != dtype:
-                    raise ValueError(f"{name}: {tensor.dtype} {tensor.shape} is not {dtype} {shape}.")
+            for name, tensor in tensors:
+                if tensor.nbytes != layout[name].num_bytes:
+                    raise ValueError(f"{name}: {tensor.dtype} {tensor.shape} is not {layout[name]}.")
+                file.seek(8 + len(header) + starts.pop(name))
                 np.ascontiguousarray(tensor).tofile(file)
+            if starts:
+                raise ValueError(f"{', '.join(starts)} did not come.")
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 registry.find_scheme(config.json, quantization=...)  ->  Scheme, which `ModelConfig.quantization` holds
 quantize(module, ...)                                    puts its layers in the place of plain `Linear`s
 models.loading.quantized                                 fills their parameters
+models.loading.quantize                                  writes quantized checkpoints, by recipes.py
 
 scheme.py               what a scheme declares
 layers.py               what quantized layers have in common

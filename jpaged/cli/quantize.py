@@ -1,0 +1,45 @@
+"""`jpaged quantize`: a checkpoint in FP8 or in 4 bits, of one that is not quantized."""
+
+import argparse
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+from jpaged.cli.options import add_debug_option
+
+SCHEMES = ("fp8", "fp8-block", "int4")
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "quantize",
+        help="write a checkpoint in FP8 or in 4 bits",
+        description="Write a checkpoint whose attention and MLP weights are quantized, in compressed-tensors'\n"
+        "safetensors layout, one tensor at a time on the CPU. OUT is then a model like any other\n(--model OUT).",
+        epilog=dedent("""\
+            schemes:
+              fp8        8-bit weights, a scale for each output; activations by token
+              fp8-block  8-bit weights, a scale for each 128 x 128; activations by 128 inputs
+              int4       4-bit weights rounded to the nearest, a scale for each 128 inputs;
+                         activations as they are
+
+            example:
+              jpaged quantize meta-llama/Llama-3.1-8B-Instruct llama-fp8 --scheme fp8
+              jpaged serve --model llama-fp8"""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="DIR_OR_ID", help="a directory in Hugging Face layout or a hub id")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write; must not exist, or be empty")
+    parser.add_argument("--scheme", choices=SCHEMES, required=True, help="see below")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the hub")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    add_debug_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from jpaged.models import quantize_checkpoint
+
+    progress = not args.quiet and sys.stderr.isatty()
+    quantize_checkpoint(args.model, args.out, args.scheme, revision=args.revision, progress=progress)
+    return 0

@@ -1,0 +1,242 @@
+"""Writes a quantized checkpoint of one that is not, one tensor at a time.
+
+q_proj.weight  --Recipe.tensors-->  q_proj.weight, q_proj.weight_scale  -->  model-00001-of-00002.safetensors
+norm.weight    ------------------------------------------------------------>  as it is
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jpaged.api.errors import CheckpointError, InvalidParameterError, OutputError, UnsupportedModelError
+from jpaged.host.hub import resolve
+from jpaged.models.config import ModelConfig
+from jpaged.models.config_reader import read_json
+from jpaged.models.loading import orbax_checkpoint, safetensors_file
+from jpaged.models.loading.checkpoint import INDEX_NAME, SINGLE_NAME, find_tensors, full_names, match
+from jpaged.models.loading.safetensors_file import NewTensor, StoredTensor
+from jpaged.models.model import Model, build
+from jpaged.models.quantization.layers import StoredLayer, is_transposed, stored_layer
+from jpaged.models.quantization.recipes import RECIPES, Recipe
+
+_SHARD_BYTES = 5_000_000_000
+
+
+def quantize_checkpoint(
+    model: str | Path,
+    out: str | Path,
+    scheme: str,
+    *,
+    revision: str | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+    progress: bool = False,
+) -> None:
+    """Writes a checkpoint whose attention and MLP weights are quantized, in compressed-tensors' layout.
+
+    Embeddings, norms, biases and the head stay as they are; tokenizer, chat template and generation_config.json are
+    copied. `LLM`, vLLM and transformers (with the compressed-tensors package) read the result, which has safetensors
+    files and a config.json with a "quantization_config". The host holds one tensor at a time, with what it becomes;
+    no accelerator is used.
+
+    model: a directory in Hugging Face layout with safetensors files, or a hub id. It must not be quantized.
+    out: the directory to write; it must not exist, or be empty.
+    scheme: "fp8": e4m3 weights with a float32 scale for each output, activations with a scale for each token.
+        "fp8-block": e4m3 weights with a float32 scale for each 128 x 128 of them, activations with a scale for each
+        128 inputs of a token. "int4": 4-bit weights, rounded to the nearest, with a scale in the weights' type for
+        each 128 inputs of an output, activations as they are (W4A16). `models.quantization.recipes` has the formulas.
+    revision: branch, tag or commit on the hub.
+    shard_bytes: of one file, at most, unless one tensor is larger.
+    progress: show a bar.
+
+    Raises:
+        InvalidParameterError: the scheme does not exist, shard_bytes is below 1, or something is in `out` already.
+        ModelNotFoundError: there is no such model.
+        UnsupportedModelError: it is quantized, a mixture of experts, has recurrent layers, stores its weights
+            transposed (GPT-2), or has layers whose sizes the scheme cannot store.
+        CheckpointError: a tensor is missing, damaged or not finite.
+        OutputError: `out` cannot be written, for want of space for example.
+    What was begun is removed when anything fails.
+    """
+    if scheme not in RECIPES:
+        raise InvalidParameterError(f"scheme must be one of {', '.join(RECIPES)}, got {scheme!r}.")
+    if shard_bytes < 1:
+        raise InvalidParameterError(f"shard_bytes must be at least 1, got {shard_bytes}.")
+    out = Path(out)
+    _check_target(out)  # before anything is downloaded
+    directory = resolve(model, revision)
+    plan = _Plan(directory, RECIPES[scheme], scheme)
+    with _written_whole(out):
+        plan.write(out, shard_bytes, progress)
+
+
+class _Plan:
+    """What is written of a checkpoint. Nothing is read yet but headers and JSON."""
+
+    def __init__(self, directory: Path, recipe: Recipe, scheme: str) -> None:
+        self._directory, self._recipe = directory, recipe
+        source = read_json(directory / "config.json")
+        _check_plain(directory, source)
+        plain = ModelConfig.from_directory(directory)
+        if plain.num_experts:
+            raise UnsupportedModelError(
+                f"{plain.architecture}: mixtures of experts cannot be quantized here; use a checkpoint that is in FP8"
+                " blocks or MXFP4 already, or serve this one as it is."
+            )
+        # Online, those layers are quantized that are to be here.
+        model = build(ModelConfig.from_directory(directory, quantization="fp8"))
+        self._stored = find_tensors(directory)
+        match(model, self._stored)
+        self._names = full_names(model, self._stored)
+        self._layers = self._find_layers(model, scheme)
+        self.config = source | {"quantization_config": recipe.config(self._ignored(model))}
+        if not (source.get("dtype") or source.get("torch_dtype")):
+            self.config["torch_dtype"] = plain.source["torch_dtype"]
+        self._check_readable(model)
+
+    def write(self, out: Path, shard_bytes: int, progress: bool) -> None:
+        shards = self._shards(shard_bytes)
+        weight_map: dict[str, str] = {}
+        total = sum(tensor.num_bytes for tensor in self._stored.values())
+        with tqdm(total=total, unit="B", unit_scale=True, desc="Quantizing", disable=not progress) as bar:
+            for i, shard in enumerate(shards):
+                name = SINGLE_NAME
+                if len(shards) > 1:
+                    name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+                layout = {new: entry for tensor in shard for new, entry in self._entries(tensor).items()}
+                safetensors_file.write_mixed(out / name, layout, self._tensors(shard, bar))
+                weight_map |= dict.fromkeys(layout, name)
+        if len(shards) > 1:
+            size = sum(entry.num_bytes for tensor in self._stored.values() for entry in self._entries(tensor).values())
+            _write_json(out / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        _write_json(out / "config.json", self.config)
+        orbax_checkpoint.copy_companions(self._directory, out)
+
+    def _find_layers(self, model: Model, scheme: str) -> dict[str, StoredLayer]:
+        """The layers to quantize, by the names of their weights in the files."""
+        left_out = {piece.tensor for piece in model.pieces if piece.parameter not in model.quantized}
+        found: dict[str, StoredLayer] = {}
+        for piece in model.pieces:
+            if piece.tensor in left_out:
+                continue
+            layout, stored = model.quantized[piece.parameter], self._names[piece.tensor]
+            if is_transposed(piece, layout):
+                raise UnsupportedModelError(
+                    f"{stored} is stored transposed by a {model.config.architecture}, whose checkpoints cannot be"
+                    ' quantized; serve it with quantization="fp8" instead.'
+                )
+            layer = stored_layer(piece, layout)
+            if misfit := self._recipe.misfit(layer):
+                raise UnsupportedModelError(
+                    f"{stored} has {layer.outputs} outputs and {layer.inputs} inputs, and scheme {scheme!r} needs"
+                    f" {misfit}; choose 'fp8'."
+                )
+            found[stored] = layer
+        return found
+
+    def _ignored(self, model: Model) -> list[str]:
+        """Other layers with a matrix, by their names in the files and by the family's."""
+        tables = {piece.tensor for piece in model.pieces if "embed" in piece.parameter + piece.tensor}
+        names = ["lm_head"]
+        for full, stored in self._names.items():
+            is_matrix = stored.endswith(".weight") and len(self._stored[stored].shape) == 2
+            if is_matrix and stored not in self._layers and full not in tables:
+                names += [stored.removesuffix(".weight"), full.removesuffix(".weight")]
+        return list(dict.fromkeys(names))
+
+    def _check_readable(self, model: Model) -> None:
+        """Raises UnsupportedModelError where `load` would not find just these layers quantized."""
+        config = self.config | {"dtype": model.dtype.name}
+        read = build(ModelConfig.from_dict(config))
+        others = set(read.quantized) ^ {
+            piece.parameter for piece in model.pieces if self._names.get(piece.tensor) in self._layers
+        }
+        if others:
+            raise UnsupportedModelError(
+                f"{model.config.architecture}: {min(others)} is stored together with what is not quantized, so such"
+                ' checkpoints cannot be quantized; serve it with quantization="fp8" instead.'
+            )
+
+    def _entries(self, tensor: StoredTensor) -> dict[str, NewTensor]:
+        """What is written of a tensor."""
+        layer = self._layers.get(tensor.name)
+        if layer is None:
+            return {tensor.name: NewTensor(tensor.type_name, tensor.shape, tensor.num_bytes)}
+        shapes = self._recipe.shapes(layer, tensor.dtype)
+        return {_renamed(tensor, suffix): NewTensor.of(*one) for suffix, one in shapes.items()}
+
+    def _shards(self, shard_bytes: int) -> list[list[StoredTensor]]:
+        """The tensors that each file is made of."""
+        shards: list[list[StoredTensor]] = []
+        room = 0
+        for tensor in self._stored.values():
+            size = sum(entry.num_bytes for entry in self._entries(tensor).values())
+            if not shards or size > room:
+                shards.append([])
+                room = shard_bytes
+            shards[-1].append(tensor)
+            room -= size
+        return shards
+
+    def _tensors(self, shard: list[StoredTensor], bar: Any) -> Iterator[tuple[str, Any]]:
+        for tensor in shard:
+            if tensor.name not in self._layers:
+                yield tensor.name, tensor.read_stored()
+            else:
+                try:
+                    made = self._recipe.tensors(tensor.read())
+                except ValueError as error:
+                    raise CheckpointError(
+                        f"{tensor.path}: tensor {tensor.name!r} {error}; download or write the checkpoint again."
+                    ) from None
+                for suffix, array in made.items():
+                    yield _renamed(tensor, suffix), array
+            bar.update(tensor.num_bytes)
+
+
+def _renamed(tensor: StoredTensor, suffix: str) -> str:
+    return f"{tensor.name.removesuffix('.weight')}.{suffix}"
+
+
+def _check_target(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise InvalidParameterError(f"{out} is a file; name a directory to write.")
+    if out.is_dir() and any(out.iterdir()):
+        raise InvalidParameterError(f"{out} is not empty; choose another directory or empty it.")
+
+
+def _check_plain(directory: Path, config: Mapping[str, Any]) -> None:
+    texts = config.get("text_config")
+    for part in (config, texts if isinstance(texts, Mapping) else {}):
+        for name in ("quantization_config", "compression_config"):
+            if part.get(name):
+                raise UnsupportedModelError(
+                    f"{directory / 'config.json'} has a {name}: the checkpoint is quantized already; give the one that"
+                    " it was made of."
+                )
+
+
+@contextmanager
+def _written_whole(out: Path) -> Iterator[None]:
+    """Makes the directory, and takes away what was written there if not all is."""
+    existed = out.is_dir()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        for path in out.iterdir() if out.is_dir() else ():  # it was empty
+            path.unlink()
+        if not existed and out.is_dir():
+            out.rmdir()
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise OutputError(
+                f"{out} cannot be written ({error}); make room, or name another directory, and run the same again."
+            ) from error
+        raise
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
