@@ -25,7 +25,7 @@ import numpy as np
 
 from jpaged.models.quantization.fp8_weights import BLOCK
 from jpaged.models.quantization.layers import StoredLayer
-from jpaged.pallas_kernels.fp8_product.rounding import LARGEST
+from jpaged.pallas_kernels.common.numerics import FP8_MAX
 
 GROUP = 128
 """Inputs that share a scale in int4."""
@@ -114,7 +114,7 @@ class Recipe:
         largest = np.abs(blocks).max(axis=(1, 3), keepdims=True)
         if not np.isfinite(largest).all():
             raise ValueError("has NaN or infinity")
-        stored = (largest / np.float32(7.5 if self.packs else LARGEST)).astype(
+        stored = (largest / np.float32(7.5 if self.packs else FP8_MAX)).astype(
             _scale_type(weight.dtype) if self.packs else _FLOAT32
         )
         stored[largest == 0] = 1
@@ -125,7 +125,7 @@ class Recipe:
         if self.packs:
             values = _packed(np.clip(np.rint(blocks), -8, 7).reshape(wide.shape))
         else:
-            values = np.clip(blocks, -LARGEST, LARGEST).astype(_E4M3).reshape(wide.shape)[:outputs, :inputs]
+            values = np.clip(blocks, -FP8_MAX, FP8_MAX).astype(_E4M3).reshape(wide.shape)[:outputs, :inputs]
         return values, stored[:, 0, :, 0]
 
 
