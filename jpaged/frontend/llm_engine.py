@@ -141,6 +141,11 @@ class LLMEngine(RequestIntake):
         return args.scheduling() | {"enable_prefix_caching": False, "keeps_states": True}
 
     @property
+    def has_prefix_cache(self) -> bool:
+        """Whether prefixes of requests that have ended are kept."""
+        return self._core.scheduler.pool.cache is not None
+
+    @property
     def core(self) -> EngineCore:
         """Scheduler and executor, for a caller that processes inputs and outputs itself (`jpaged.processes`)."""
         return self._core

@@ -253,8 +253,8 @@ def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket
         eos_token_ids=engine.eos_token_ids,
         default_sampling_params=engine.default_sampling_params,
         startup_s=engine.startup.seconds,
-        on_gpu=engine.startup.mesh.local_devices[0].platform == "gpu",
-        has_prefix_cache=engine.core.scheduler.pool.cache is not None,
+        on_gpu=engine.startup.on_gpu,
+        has_prefix_cache=engine.has_prefix_cache,
     )
     for connection in connections:
         connection.send(ready)

@@ -51,7 +51,8 @@ class EchoEngine:
     vocab_size, eos_token_ids = 100, (1,)
     default_sampling_params = SamplingParams()
     args = EngineArgs()
-    startup = SimpleNamespace(device="a thread", seconds=dict[str, float]())
+    startup = SimpleNamespace(device="a thread", seconds=dict[str, float](), on_gpu=False)
+    has_prefix_cache = True
     core: ClassVar[None] = None
 
     def __init__(self) -> None:

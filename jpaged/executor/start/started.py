@@ -67,6 +67,11 @@ class Startup:
         return self.setup.config
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the model runs on GPUs."""
+        return self.mesh.local_devices[0].platform == "gpu"
+
+    @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The groups of layers that have block tables of their own."""
         return self.setup.cache.groups
