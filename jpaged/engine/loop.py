@@ -110,10 +110,10 @@ class EngineCore:
             return self._read_oldest()
         self.scheduler.give_back_idle()
         self._pace.begins()
-        plan = self.scheduler.schedule(self._num_queued())
+        plan = self.scheduler.schedule(self._num_queued)
         while plan is NoPlan.BLOCKED and not self._in_flight[0][1].is_ready() and self.scheduler.wait_for_news():
             if self.scheduler.has_news:
-                plan = self.scheduler.schedule(self._num_queued())
+                plan = self.scheduler.schedule(self._num_queued)
         failed = self.scheduler.take_failed()
         if isinstance(plan, StepPlan):
             if self.observer is not None:

@@ -230,6 +230,18 @@ def test_rows_whose_masks_come_at_different_times_do_not_end_up_in_steps_of_few(
     assert sum(rows) / len(rows) > 10
 
 
+def test_ready_rows_join_a_step_that_other_rows_need_though_masks_are_in_the_making():
+    engine = engine_of(MadeUpGrammars())
+    kind = engine.core.scheduler._dependents._kinds[2]
+    kind._slots.kind[:8] = kind.number
+    kind._is_ready[0] = True
+    kind._in_making.update(range(1, 8))
+    kind.prepare(0)
+    assert not len(kind.rows())
+    kind.prepare(None)
+    assert kind.rows().tolist() == [0]
+
+
 def test_an_engine_that_is_let_go_takes_its_thread_along_though_compiled_grammars_are_kept():
     class Keeping(MadeUpGrammars):
         def __init__(self):

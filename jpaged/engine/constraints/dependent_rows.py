@@ -117,14 +117,14 @@ class DependentRows(ABC):
     def forgotten(self, group: Group) -> None:  # noqa: B027  # most kinds keep nothing
         """All sequences of a request of this kind have ended."""
 
-    def prepare(self, num_queued: int) -> list[Request]:
+    def prepare(self, num_queued: int | None) -> list[Request]:
         """A plan is about to be made. Returns sequences of this kind that have come to know tokens without sampling
         them; these are computed in chunks, after which `begins` is called for them again. The kind has made sure that
         their blocks have room.
 
-        num_queued: steps that the device has not ended yet, where the next one would have dependent rows alone. While
-            there are any, rows may be kept back, to run together with others that become ready. 0 where the step is
-            made for other rows in any case.
+        num_queued: steps that the device has not ended yet, where the next one would have dependent rows alone. Rows
+            may then be kept back, to run together with others that become ready. None where the step is made for other
+            rows in any case.
         """
         return []
 
@@ -229,7 +229,7 @@ class Dependents:
         kind = self._kind_of.get(request.request_id)
         return kind is None or kind.may_queue(request)
 
-    def prepare(self, num_queued: int) -> list[Request]:
+    def prepare(self, num_queued: int | None) -> list[Request]:
         """As `DependentRows.prepare`."""
         return [request for kind in self._kinds.values() for request in kind.prepare(num_queued)]
 

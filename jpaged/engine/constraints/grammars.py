@@ -248,7 +248,7 @@ class ConstrainedRows(DependentRows):
         """A token for each row, but for those whose forced tokens are in the queue of chunks."""
         return int(np.count_nonzero((self._slots.kind == self.number) & ~self._is_catching_up))
 
-    def prepare(self, num_queued: int) -> list[Request]:
+    def prepare(self, num_queued: int | None) -> list[Request]:
         """Takes in the masks that have come; returns the sequences whose forced tokens are to be computed."""
         self._collect()
         self._keeps_back = self._gains_company(num_queued)
@@ -269,14 +269,14 @@ class ConstrainedRows(DependentRows):
             self.made_ready(np.array(ready, np.int64))
         return catching_up
 
-    def _gains_company(self, num_queued: int) -> bool:
+    def _gains_company(self, num_queued: int | None) -> bool:
         """Whether rows that could run now will have run as soon, and with more others, if they are planned later.
 
         A step takes the host and the device hardly longer with more rows, so few large steps are best; two, so that one
         runs while the masks of the other's rows are made. Rows wait for slow masks of others at most `_PATIENCE_S`.
         """
         num_here = len(self._come) + int(np.count_nonzero(self._is_ready))
-        if not num_here:
+        if num_queued is None or not num_here:
             self._waits_since = None
             return False
         if num_queued > 1:

@@ -7,7 +7,7 @@
 `schedule` may be called again before the results of earlier plans are given to `update`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -140,10 +140,10 @@ class Scheduler:
         if self._dependents:
             self._release()
 
-    def schedule(self, num_queued: int = 0) -> StepPlan | NoPlan:
+    def schedule(self, num_queued: Callable[[], int] = lambda: 0) -> StepPlan | NoPlan:
         """Plans the next step and takes it as executed: the caller dispatches plans in the order it gets them.
 
-        num_queued: steps that the device has not ended yet.
+        num_queued: how many steps the device has not ended yet; asked only where that matters.
         Returns: the plan; `NoPlan.BLOCKED` when nothing can run before a result is read; `NoPlan.WAITING` when no
             result is awaited, but something that is made elsewhere; `NoPlan.IDLE` when only a new request makes a
             difference.
@@ -152,7 +152,7 @@ class Scheduler:
             self._release()
         if self._dependents:
             is_due = bool(self._tenants.prefilling) or bool(len(self.slots.decodable()))
-            self._tenants.prefilling[:0] = self._dependents.prepare(0 if is_due else num_queued)
+            self._tenants.prefilling[:0] = self._dependents.prepare(None if is_due else num_queued())
             for ended, unreported in self._dependents.failed():
                 update = self._results.end(ended)
                 self._failed.append(
