@@ -28,6 +28,7 @@ from jpaged.models.latent import LatentAttention
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, times
 from jpaged.models.norms import HeadNorms, Norm
+from jpaged.models.recurrent import GatedDeltaNet
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope
 
@@ -103,7 +104,7 @@ class SequentialBlock(nnx.Module):
 
     def __init__(
         self,
-        attention: Attention | LatentAttention,
+        attention: Attention | LatentAttention | GatedDeltaNet,
         mlp: MLP | GatedMLP | SparseMLP,
         *,
         attention_norm: Norm | None = None,

@@ -20,7 +20,7 @@ from jpaged.models.family import Attend
 from jpaged.models.linear import Linear, PartialSum
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Part, Piece
-from jpaged.models.norms import RMSNorm
+from jpaged.models.norms import HeadNorms, Norm, RMSNorm
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.states import DeltaState
 from jpaged.pallas_kernels.gated_delta_rule.reference import gated_delta_sequences
@@ -106,11 +106,23 @@ class GatedDeltaNet(nnx.Module):
         std = (state.value_heads * state.value_dim * 2 * num_layers) ** -0.5
         self.out = Linear((state.value_heads, state.value_dim), (hidden,), std, dtype, rngs, shard_axis=0)
 
-    def __call__(self, x: jax.Array, attend: Attend | Recurrence, backend: str | None = "xla") -> PartialSum:
-        """[T, hidden] -> [T, hidden].
+    def __call__(
+        self,
+        x: jax.Array,
+        attend: Attend | Recurrence,
+        rotation: tuple[jax.Array, jax.Array] | None = None,
+        norms: tuple[Norm, Norm] | HeadNorms | None = None,
+        backend: str | None = "xla",
+    ) -> PartialSum:
+        """[T, hidden] -> [T, hidden]; called as `Attention` is.
 
         attend: a `Recurrence`, or `dense_causal_attend`, for whole sequences. backend: of products (`Linear`).
+
+        Raises:
+            ValueError: a rotation or norms are given, of which there are none here.
         """
+        if rotation is not None or norms is not None:
+            raise ValueError("A gated delta net takes no rotation, and no norms of queries and keys.")
         state, tokens = self.state, x.shape[0]
         qkvz, ba = self.qkvz(x, backend=backend), self.ba(x, backend=backend).astype(jnp.float32)
         kernel = self.convolution[...]

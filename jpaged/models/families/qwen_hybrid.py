@@ -6,25 +6,24 @@ Qwen3.5-MoE have experts, one of them shared, Qwen3.5 has ordinary MLPs.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
+from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
-from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward
-from jpaged.models.family import TEXT_PART_NAMES, Attend
-from jpaged.models.layers import Attention, run_layers
-from jpaged.models.linear import Embedding
+from jpaged.models.experts import Routing, SparseConfig, feed_forward
+from jpaged.models.family import TEXT_PART_NAMES
+from jpaged.models.layers import Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import OnePlusRMSNorm
 from jpaged.models.recurrent import GatedDeltaNet, delta_net_pieces
-from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
-from jpaged.models.rope import Rope, parse_rope
+from jpaged.models.rope import parse_rope
 from jpaged.models.states import DeltaState
 
 _FUSED = "experts_in_one_tensor"
@@ -32,73 +31,15 @@ _FUSED = "experts_in_one_tensor"
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenHybridConfig(SparseConfig):
-    """rope: of attention, on a part of each head. norm_eps: of all norms. qkv_bias: attention's products have biases.
+class QwenHybridConfig(DecoderConfig, SparseConfig):
+    """qkv_bias: attention's products have biases.
     joined: checkpoints have one projection for queries, keys, values and z of each key head (Qwen3-Next).
     fused_experts: checkpoints have one tensor for all experts of a layer.
     """
 
-    rope: Rope
-    norm_eps: float
     qkv_bias: bool
     joined: bool
     fused_experts: bool
-
-
-class QwenHybridBlock(nnx.Module):
-    """One layer: attention or a delta net, and experts or an MLP, each behind a norm and added to the stream."""
-
-    def __init__(
-        self, config: QwenHybridConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
-    ) -> None:
-        hidden, dim, eps, bias = config.hidden_size, config.head_dim, config.norm_eps, config.qkv_bias
-        state = config.layer_states[layer]
-        self.norm = OnePlusRMSNorm(hidden, eps, dtype, rngs)
-        gated: dict[str, Any] = {"qkv_bias": bias, "output_bias": bias, "gated": True}
-        self.attention = Attention(config, layer, dtype, rngs, **gated) if state is None else None
-        self.query_norm = OnePlusRMSNorm(dim, eps, dtype, rngs) if state is None else None
-        self.key_norm = OnePlusRMSNorm(dim, eps, dtype, rngs) if state is None else None
-        depth = config.num_layers
-        self.delta = None if state is None else GatedDeltaNet(state, hidden, depth, eps, dtype, rngs)
-        self.mlp_norm = OnePlusRMSNorm(hidden, eps, dtype, rngs)
-        self.mlp = feed_forward(config, layer, dtype, rngs, collectives)
-
-    def __call__(self, stream: Stream, cos: jax.Array, sin: jax.Array, attend: Attend) -> None:
-        x = stream.normed(self.norm)
-        if self.delta is not None:
-            stream.add(self.delta(x, attend, stream.backend))
-        elif self.attention is not None and self.query_norm is not None and self.key_norm is not None:
-            norms = (self.query_norm, self.key_norm)
-            stream.add(self.attention(x, attend, (cos, sin), norms, stream.backend))
-        x = stream.normed(self.mlp_norm)
-        if isinstance(self.mlp, SparseMLP):
-            stream.add(self.mlp(x, stream.backend, stream.live))
-        else:
-            stream.add(self.mlp(x, stream.backend))
-
-
-class QwenHybridForCausalLM(nnx.Module):
-    """The arguments are those of `Family.module`."""
-
-    def __init__(self, config: QwenHybridConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
-        vocab, hidden = config.vocab_size, config.hidden_size
-        self.rope, self.collectives = config.rope, collectives
-        self.embedding = Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
-        layers = range(config.num_layers)
-        self.layers = nnx.List(QwenHybridBlock(config, layer, dtype, rngs, collectives) for layer in layers)
-        self.norm = OnePlusRMSNorm(hidden, config.norm_eps, dtype, rngs)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
-
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any], kernels: Kernels = PLAIN_XLA
-    ) -> jax.Array:
-        stream = begin_stream(self.embedding.lookup(tokens, self.collectives), self.collectives, kernels)
-        run_layers(self.layers, stream, self.rope.table(positions), attend)
-        return stream.normed(self.norm)
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        return (self.embedding if self.lm_head is None else self.lm_head).logits(hidden)
 
 
 @dataclass(frozen=True)
@@ -150,28 +91,41 @@ class QwenHybridFamily:
             shared_gate=bool(num_experts),
             dense_layers=_dense_layers(read, num_layers) if num_experts else (True,) * num_layers,
             activation="silu",
-            rope=rope,
+            ropes=(rope,),
             norm_eps=read.number("rms_norm_eps", 1e-6),
             qkv_bias=read.flag("attention_bias", False),
             joined=self.joined,
             fused_experts=bool(num_experts) and read.flag(_FUSED, False),
         )
 
-    def module(
-        self, config: QwenHybridConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
-    ) -> QwenHybridForCausalLM:
-        return QwenHybridForCausalLM(config, dtype, rngs, collectives)
+    def module(self, config: QwenHybridConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
+        hidden, eps, bias = config.hidden_size, config.norm_eps, config.qkv_bias
+        norm, of_head = (partial(OnePlusRMSNorm, size, eps, dtype, rngs) for size in (hidden, config.head_dim))
+
+        def block(layer: int) -> SequentialBlock:
+            state = config.layer_states[layer]
+            mlp = feed_forward(config, layer, dtype, rngs, collectives)
+            if state is not None:
+                delta = GatedDeltaNet(state, hidden, config.num_layers, eps, dtype, rngs)
+                return SequentialBlock(delta, mlp, attention_norm=norm(), mlp_norm=norm(), rope=None)
+            attention = Attention(config, layer, dtype, rngs, qkv_bias=bias, output_bias=bias, gated=True)
+            query_norm, key_norm = of_head(), of_head()
+            return SequentialBlock(
+                attention, mlp, attention_norm=norm(), mlp_norm=norm(), query_norm=query_norm, key_norm=key_norm
+            )
+
+        return Decoder(config, block, norm, dtype, rngs, collectives)
 
     def tensors(self, config: QwenHybridConfig) -> Iterator[Piece | TiedTensor]:
         hidden = config.hidden_size
         yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
         for i in range(config.num_layers):
             theirs, ours, state = f"model.layers.{i}", f"layers.{i}", config.layer_states[i]
-            yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.norm", hidden)
+            yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
             if state is None:
                 yield from _attention(f"{theirs}.self_attn", ours, config)
             else:
-                delta = f"{theirs}.linear_attn", f"{ours}.delta"
+                delta = f"{theirs}.linear_attn", f"{ours}.attention"
                 yield from delta_net_pieces(*delta, hidden, state, joined=config.joined)
             yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
             if config.dense_layers[i]:
@@ -186,7 +140,7 @@ class QwenHybridFamily:
 
 
 def _attention(theirs: str, ours: str, config: QwenHybridConfig) -> Iterator[Piece]:
-    bias, order = config.qkv_bias, config.rope.column_order
+    bias, order = config.qkv_bias, config.columns
     yield from pieces.separate_qkv(theirs, f"{ours}.attention", config, bias=bias, order=order, gated=True)
     yield from pieces.output_projection(f"{theirs}.o_proj", f"{ours}.attention", config, bias=bias)
     for norm in ("query", "key"):
