@@ -305,8 +305,8 @@ class RestartOptions:
     Args:
         step_timeout_s: an engine process whose loop has not come round for so long hangs, and is killed.
         max_restarts: within ten minutes, of one engine process; 0: it stays down the first time.
-        spare_processes: a process of each replica waits beside it, with everything imported, to take its place some
-            seconds earlier, at 300 MiB of host memory each. None: where the model runs on GPUs.
+        spare_processes: a process of each replica waits beside it, with everything imported, to take its place
+            sooner, at 300 MiB of host memory each. None: where the model runs on GPUs.
 
     Raises:
         InvalidParameterError: a value of the wrong type or out of range.

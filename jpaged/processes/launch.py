@@ -179,7 +179,7 @@ class EngineProcesses:
         try:
             fds = [pulse.fd, its_control.fileno(), *(end.fileno() for end in theirs)]
             spare = self._spares.pop(replica, None)
-            process = (spare and spare.take(fds)) or _start(theirs, its_control, pulse, self._environments[replica])
+            process = (spare and spare.take(fds)) or _start(fds, self._environments[replica])
         except OSError:
             pulse.close()
             raise
@@ -218,10 +218,8 @@ def _engine_command() -> list[str]:
     return python_command("jpaged.processes.engine_process")
 
 
-def _start(
-    sockets: Sequence[socket.socket], control: socket.socket, pulse: Pulse, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    fds = [pulse.fd, control.fileno(), *(sock.fileno() for sock in sockets)]
+def _start(fds: Sequence[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """fds: of the pulse, the control channel and each client's socket."""
     return subprocess.Popen(
         [*_engine_command(), *map(str, fds)],
         stdin=subprocess.DEVNULL,

@@ -3,8 +3,8 @@
     EngineProcesses      a channel      python -m jpaged.processes.engine_process --spare FD
     take(fds)        -- descriptors -->   pulse, control, a socket for each client: serves, like any other
 
-Importing takes some three seconds of a start, in which requests of a process that ended would wait. Until it is taken a
-spare uses no device, and some 300 MiB of host memory. It ends when its channel closes, or with its parent.
+A start imports for a second or more, in which requests of a process that ended would wait. Until it is taken a spare
+uses no device, and some 300 MiB of host memory. It ends when its channel closes, or with its parent.
 """
 
 import os
@@ -17,6 +17,7 @@ from pathlib import Path
 from jpaged.processes import handover
 
 TAKEN = "jpaged-engine"
+"""What a spare process is called from when it is taken."""
 _MOST_FDS = 253
 """The kernel lets so many travel with one message (SCM_MAX_FD)."""
 
@@ -73,7 +74,7 @@ class Spare:
 def await_descriptors(fd: int) -> list[int]:
     """What `Spare.take` gives to this process, whose channel is `fd`. Ends the process if that is closed before.
 
-    From then on the process is called `TAKEN`, in `ps -e` and /proc/PID/comm: its command stays that of a spare.
+    From then on /proc/PID/comm and `ps -e` call the process `TAKEN`; its command line stays that of a spare.
     """
     with socket.socket(fileno=fd) as channel:
         message, fds, _, _ = socket.recv_fds(channel, 16, _MOST_FDS)

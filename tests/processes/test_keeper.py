@@ -19,10 +19,10 @@ def starts(monkeypatch):
     """Engine processes only sleep. What is put into this list is raised by the next starts, one each."""
     errors: list[OSError] = []
 
-    def start(sockets, control, pulse, environment):
+    def start(fds, environment):
         if errors:
             raise errors.pop(0)
-        return subprocess.Popen(["sleep", "600"], pass_fds=[control.fileno()])
+        return subprocess.Popen(["sleep", "600"], pass_fds=fds[1:2])
 
     monkeypatch.setattr(launch, "_start", start)
     monkeypatch.setattr(keeper, "_FIRST_WAIT_S", 0.01)
