@@ -136,13 +136,13 @@ class EchoEngine:
 
 
 class ReplicaThread:
-    """Stands for a replica's process: serves what comes over its socket, with an `EchoEngine`."""
+    """Stands for a replica's process: serves what comes over the socket `fd`, with an `EchoEngine`."""
 
-    def __init__(self, sock: socket.socket, ended: list[int]) -> None:
+    def __init__(self, fd: int, ended: list[int]) -> None:
         self.engine = EchoEngine()
         self.pid = 0
         self._ended = ended
-        self._thread = threading.Thread(target=self._run, args=(sock.dup(),), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(socket.socket(fileno=os.dup(fd)),), daemon=True)
         self._thread.engine = self.engine  # type: ignore[attr-defined]
         self._thread.start()
 
@@ -169,8 +169,9 @@ def ended(monkeypatch) -> Iterator[list[int]]:
     codes: list[int] = []
     started: list[ReplicaThread] = []
 
-    def start(sockets: list[socket.socket], *rest: Any) -> ReplicaThread:
-        started.append(ReplicaThread(sockets[0], codes))
+    def start(fds: list[int], environment: dict[str, str]) -> ReplicaThread:
+        _pulse, _control, client = fds
+        started.append(ReplicaThread(client, codes))
         return started[-1]
 
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
