@@ -2,6 +2,6 @@
 
 import sys
 
-from jpaged.cli import main
+from jpaged.cli import run
 
-sys.exit(main())
+sys.exit(run())

@@ -17,6 +17,7 @@ from jpaged.api.errors import InvalidParameterError, JPagedError, UnsupportedPar
 from jpaged.api.version import __version__
 from jpaged.cli import chat, convert, generate, models, quantize, run_batch, score, serve, worker
 from jpaged.cli.options import add_debug_option
+from jpaged.host.imports import keep_torch_out
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
@@ -33,6 +34,12 @@ BENCHMARKS = {
     "memory": "the PagedAttention paper's figures, simulated: memory, batches, latency, sharing",
 }
 """Each is `jpaged.bench.<name>.main(argv)`, with arguments of its own."""
+
+
+def run() -> int:
+    """`main` in a process of its own."""
+    keep_torch_out()
+    return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

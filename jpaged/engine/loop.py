@@ -21,7 +21,8 @@ and detokenizing happen while the device runs. Depth 0 is the plain loop, and gi
 
 Whoever serves requests as they come dispatches no earlier than the device needs: `step(just_in_time=True)` reads a step
 before more than one other is queued if the device has enough to do, and the caller waits `spare_s()` for requests
-before the next turn. What runs together then depends on time; without it, only on the calls.
+before the next turn. What runs together then depends on time; without it, only on the calls, but for rows that wait for
+their last result (`constraints/`), which is read as soon as it has come.
 """
 
 from collections import deque

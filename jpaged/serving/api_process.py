@@ -14,13 +14,14 @@ import msgspec
 import uvloop
 
 from jpaged.api.errors import JPagedError
+from jpaged.host.imports import keep_torch_out
 from jpaged.host.parent import end_with_parent
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.board import Board
 from jpaged.processes.launch import Link
 from jpaged.processes.request_metrics import NUM_COLUMNS
 from jpaged.serving.admission import ClientCounts
-from jpaged.serving.server import LOG_FORMAT, keep_torch_out, run
+from jpaged.serving.server import LOG_FORMAT, run
 from jpaged.serving.workers import WorkerStart
 
 

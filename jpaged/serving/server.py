@@ -6,10 +6,8 @@ import logging
 import math
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import ModuleType
 
 import uvicorn
 
@@ -32,14 +30,6 @@ log = logging.getLogger("jpaged.server")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
-def keep_torch_out() -> None:
-    """Hides PyTorch from this process, unless it has it already. transformers imports it where it is installed, which
-    takes seconds and 250 MB in each API process; its tokenizers have no use for it.
-    """
-    modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
-    modules.setdefault("torch", None)
-
-
 def default_api_workers(num_replicas: int) -> int:
     """One for every four `usable_cores`, and at most four; with several replicas one.
 
@@ -55,7 +45,6 @@ def serve(args: EngineArgs, app_options: AppOptions, options: ServerOptions) -> 
     Raises:
         OSError: the address cannot be taken. What else `AsyncLLMEngine.ready` raises.
     """
-    keep_torch_out()
     with contextlib.closing(options.listen()) as listeners:
         app_options = _guarded(app_options, options.host, listeners.sockets[0])
         if options.api_workers > 1:
