@@ -25,7 +25,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.family import Attend, CausalLM, Family
 from jpaged.models.linear import LinearLayout
 from jpaged.models.loading.pieces import Piece, TiedTensor
-from jpaged.models.parameters import Start
+from jpaged.models.parameters import Start, rngs_of_shapes
 from jpaged.models.quantization import SUFFIXES, quantize
 from jpaged.models.registry import family_of, source_digest
 from jpaged.models.residual import PLAIN_XLA, Kernels
@@ -93,10 +93,10 @@ class Model:
         self.dequantized: frozenset[str] = frozenset()
 
         def make() -> CausalLM:
-            module = family.module(config, dtype, nnx.Rngs(0), collectives)
+            module = family.module(config, dtype, rngs_of_shapes(), collectives)
             if config.quantization is not None:
                 pieces = self.pieces if whole is None else whole.pieces
-                found = quantize(module, config.quantization, pieces, nnx.Rngs(0), collectives.size)
+                found = quantize(module, config.quantization, pieces, rngs_of_shapes(), collectives.size)
                 self.quantized, self.dequantized = found
             return module
 

@@ -49,6 +49,22 @@ class Ascending:
 Start = Normal | Constant | Bits | Ascending
 
 
+class _OneKey(nnx.RngStream):
+    """Gives the same key every time."""
+
+    def __call__(self) -> jax.Array:
+        return self.key[...]
+
+
+def rngs_of_shapes() -> nnx.Rngs:
+    """For modules of which only shapes are asked (`nnx.eval_shape`): to count the keys that a large model draws would
+    take a second for every 20 layers.
+    """
+    rngs = nnx.Rngs(0)
+    vars(rngs)["default"] = _OneKey(0, tag="default")
+    return rngs
+
+
 def parameter(
     rngs: nnx.Rngs,
     start: Start,
