@@ -1,6 +1,7 @@
 """Control tokens in a conversation: those of the template, and those that messages spell."""
 
 import copy
+from functools import lru_cache
 
 import pytest
 
@@ -17,13 +18,14 @@ REFUSE = {"unigram, always", "unigram, never", "word piece", "word end"}
 """Tokenizers that know no other way to write the text of a control token."""
 
 
+@lru_cache(maxsize=1)  # each has a process that renders
 def loaded(name):
     hf = copy.deepcopy(tokenizer(name))  # others use it, too
     hf.chat_template = TEMPLATE
     return Tokenizer(hf, name)
 
 
-@pytest.fixture(params=[name for name in ALL if name != "slow"])
+@pytest.fixture(scope="module", params=[name for name in ALL if name != "slow"])
 def model(request):
     return loaded(request.param)
 
