@@ -1,6 +1,6 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
-    plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N] ..] --> [scatter] --> [copy_blocks[N]]
+    plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N] .., unmask] --> [scatter] --> [copy_blocks[N]]
                           (`copy_states[N]` after beams, and after forks, of recurrent layers)
                                             |
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
@@ -40,6 +40,7 @@ from jpaged.executor.step.changes import (
     MoveBeams,
     SetMasks,
     StartFull,
+    Unmask,
     Update,
 )
 from jpaged.executor.step.compiled import CompiledProgram
@@ -56,7 +57,7 @@ it waits for its peers: two that come to the devices in different orders, from e
 wait for each other for ever."""
 
 _UPDATE, _INIT_FULL, _START_FULL, _KNOWN_TOKENS = Update(), InitFull(), StartFull(), KnownTokens()
-_GATHER, _SCATTER = GatherBlocks(), ScatterBlocks()
+_GATHER, _SCATTER, _UNMASK = GatherBlocks(), ScatterBlocks(), Unmask()
 
 
 class Runner:
@@ -123,7 +124,11 @@ class Runner:
         if len(plan.beams):
             self._move_beams(plan.beams)
         if len(plan.mask_slots):
-            self._set_masks(plan.mask_slots, plan.masks)
+            self._set_masks(plan.mask_slots, plan.masks, plan.mask_tokens)
+        if len(plan.unmasked_slots):
+            buffer, host = self._packed(_UNMASK)
+            host["slots"][: len(plan.unmasked_slots)] = plan.unmasked_slots
+            self._run(_UNMASK, packed=buffer)
         for back in plan.swap_ins:
             self._swap_in(back)
         if len(plan.copies):
@@ -336,7 +341,7 @@ class Runner:
             host["pairs"][: len(some)] = some
             self._run(program, packed=buffer)
 
-    def _set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
+    def _set_masks(self, slots: np.ndarray, masks: Sequence[np.ndarray], tokens: np.ndarray) -> None:
         """In calls of at most the largest size: a mask takes as many bits as the vocabulary has tokens."""
         sizes = self._config.mask_buckets
         for first in range(0, len(slots), sizes[-1]):
@@ -344,7 +349,9 @@ class Runner:
             program = SetMasks(bucket_for(len(some), sizes))
             buffer, host = self._packed(program)
             host["slots"][: len(some)] = some
-            host["masks"][: len(some)] = masks[first : first + len(some)].view(np.int32)
+            host["tokens"][: len(some)] = tokens[first : first + len(some)]
+            for row, mask in enumerate(masks[first : first + len(some)]):
+                host["masks"][row] = mask.view(np.int32)
             self._run(program, packed=buffer)
 
     def _copy_blocks(self, copies: np.ndarray) -> None:
