@@ -125,6 +125,9 @@ class DependentRows(ABC):
         for slot in slots:
             self._slots.begin_waiting(slot, self.number)
 
+    def leaves(self, request: Request) -> None:  # noqa: B027  # most kinds hold nothing back
+        """A sequence is about to be preempted. What was held back of it is not counted as computed any more."""
+
     def left(self, request: Request) -> None:
         """A sequence has ended, or lost its slot. It still has its slot's number here."""
         self._is_ready[request.slot] = False

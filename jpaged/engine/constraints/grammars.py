@@ -204,19 +204,25 @@ class ConstrainedRows(DependentRows):
         super().begins(group, slots)
         self._is_catching_up[slots] = False
 
-    def left(self, request: Request) -> None:
-        """A sequence has ended, or lost its slot: what it needs to go on in another is kept. A guess that is allowed,
-        but was not stored, is a token that must come next.
+    def leaves(self, request: Request) -> None:
+        """Waits for what is in the making. A guess that is allowed, but was not stored, is a token that must come
+        next: it is sampled again.
         """
-        super().left(request)
         slot, sequence = request.slot, self._by_slot[request.slot]
         while slot in self._in_making:
             self._take_made(self._maker.take())
-        if slot in self._come:
-            self._come.remove(slot)
         held = self._confirmed.pop(slot, None)
         if held is not None and sequence is not None:
             sequence.forced.appendleft(held.token)
+            self._slots.take_back(slot)
+
+    def left(self, request: Request) -> None:
+        """A sequence has ended, or lost its slot: what it needs to go on in another is kept."""
+        super().left(request)
+        self.leaves(request)
+        slot = request.slot
+        if slot in self._come:
+            self._come.remove(slot)
         self._refused.discard(slot)
         self._by_slot[slot] = None
         self._is_catching_up[slot] = False

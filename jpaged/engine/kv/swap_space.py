@@ -73,8 +73,7 @@ class SwapSpace:
         place_of: dict[int, int] = {}
         places, num_computed = [], []
         for member in members:
-            # A token that is held back (`constraints/grammars.py`) is sampled again, after the last known one.
-            computed = min(int(slots.num_computed[member.slot]), int(slots.num_known[member.slot]) - 1)
+            computed = int(slots.num_computed[member.slot])
             tables = slots.block_tables[:, member.slot, : -(-computed // block_size)]
             own = np.full(tables.shape, NO_PLACE, np.int64)
             for group, index in np.argwhere(tables != NULL_BLOCK).tolist():
