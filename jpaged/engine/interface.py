@@ -161,9 +161,10 @@ class StepPlan:
     table_updates: int32 [u, 4]; (slot, group, index, block id): block-table entries that running sequences get at
         their end, or in place of a shared block. Blocks that a group gives back are not among them: no later query
         reads them, and steps run in order.
-    mask_slots, masks: int32 [m]; m arrays uint32 [ceil(vocabulary / 32)]; the tokens that these slots may sample from
-        now on: bit v % 32 of word v // 32 is set for token v. Only slots whose `SamplingParams` have
-        structured_outputs, and these only when their masks have changed.
+    mask_slots, masks: int32 [m]; m arrays; the tokens that these slots may sample from now on. Either uint32
+        [ceil(vocabulary / 32)]: bit v % 32 of word v // 32 is set for token v; or int32 [n], n at most FEW_TOKENS:
+        these tokens. Only slots whose `SamplingParams` have structured_outputs, and these only when their masks have
+        changed.
     mask_tokens: int32 [m]; for each of them NO_TOKEN, or: the token that it sampled last does not count. It goes back
         to where it was before, with this token as its last, and runs whatever had ended it.
     unmasked_slots: int32 [u]; slots that may sample any token from now on, though they have structured_outputs.

@@ -112,10 +112,7 @@ class _Process:
         answer: Made | None = self.ask(self._follower, message, Made)
         if answer is None:
             return None
-        return [
-            failure or (old if old is not None and np.array_equal(old, mask) else mask.copy())
-            for failure, old, mask in zip(answer.failures, before, self._masks, strict=False)
-        ]
+        return [_made(*one) for one in zip(answer.masks, before, self._masks, strict=False)]
 
     def _changes(self, guides: "Sequence[_Guide]") -> Changes:
         forgotten = take_all(self.forgotten)  # first, so that guides of these are among the ended
@@ -267,9 +264,10 @@ class GrammarCompiler:
     def make_masks(self, guides: Sequence[_Guide], before: Sequence[np.ndarray | None]) -> "list[np.ndarray | str]":
         """What may follow where guides stand.
 
-        before: uint32 [words] each, or None; an array that is returned where the mask is equal.
+        before: masks as this returns them, or None; the same array is returned where the mask is equal.
 
-        Returns: for each guide its mask, uint32 [words], or why it cannot go on.
+        Returns: for each guide its mask, uint32 [words]; or the tokens that it allows, int32 [n], if these are at most
+            FEW_TOKENS; or why it cannot go on.
         """
         made: list[np.ndarray | str] = []
         for begin in range(0, len(guides), MASK_ROWS):
@@ -395,6 +393,17 @@ class GrammarCompiler:
     def _try_to_start(self) -> None:
         with suppress(Exception):  # the first constraint is told
             self._started()
+
+
+def _made(made: list[int] | str | None, before: np.ndarray | None, shared: np.ndarray) -> np.ndarray | str:
+    """A mask as `GrammarCompiler.make_masks` returns it. made: as of `Made`. shared: its row of the shared memory."""
+    if isinstance(made, str):
+        return made
+    if made is None:
+        return before if before is not None and np.array_equal(before, shared) else shared.copy()
+    if before is not None and before.dtype == np.int32 and before.tolist() == made:
+        return before
+    return np.array(made, np.int32)
 
 
 def take_all(numbers: deque[int]) -> list[int]:

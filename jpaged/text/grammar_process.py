@@ -28,11 +28,11 @@ import msgspec
 import numpy as np
 
 from jpaged.api.errors import InvalidParameterError
-from jpaged.api.structured_outputs import StructuredOutputsParams
+from jpaged.api.structured_outputs import FEW_TOKENS, StructuredOutputsParams
 from jpaged.text.frames import read_frame, write_frame
 from jpaged.text.grammar_check import STACK_BYTES
 from jpaged.text.grammars import GrammarTokenizer, grammar_text
-from jpaged.text.guides import FollowedGrammar, Guide, Vocabulary
+from jpaged.text.guides import FollowedGrammar, Guide, Vocabulary, few_tokens
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -131,9 +131,9 @@ class MakeMasks(msgspec.Struct, array_like=True, tag=True):
 
 
 class Made(msgspec.Struct, array_like=True):
-    """failures: for each guide why it cannot go on, or empty."""
+    """For each guide the tokens that may follow, if they are few; None where the mask says it; or why it has failed."""
 
-    failures: list[str]
+    masks: list[list[int] | str | None]
 
 
 _REFUSED = Place(is_refused=True)
@@ -220,7 +220,12 @@ class GrammarServer:
         )
         for i, guide in enumerate(guides):
             guide.finish_mask(masks[i])
-        return Made([_failure(guide) for guide in guides])
+        made = masks[: len(guides)]
+        counts = np.bitwise_count(made).sum(axis=1, dtype=np.int64)
+        for guide, count in zip(guides, counts.tolist(), strict=True):
+            guide.heed_mask(count)
+        few = few_tokens(made, counts, FEW_TOKENS)
+        return Made([_failure(guide) or tokens for guide, tokens in zip(guides, few, strict=True)])
 
     def _take(self, changes: Changes) -> None:
         for number in changes.ended:

@@ -98,8 +98,10 @@ class Guide:
             others = mask & self._vocabulary.not_ends
             if others.any():
                 mask[:] = others
-        if self.guesses:
-            self._is_sure = 2 * int(np.bitwise_count(mask).sum()) > self._vocabulary.size
+
+    def heed_mask(self, num_allowed: int) -> None:
+        """Learns how many tokens its mask allows."""
+        self._is_sure = 2 * num_allowed > self._vocabulary.size
 
     def _may_end(self, token: int) -> bool:
         """As `take_guess`, for an end-of-sequence token."""
@@ -168,3 +170,23 @@ class FollowedGrammar:
         forced = matcher.compute_ff_tokens()
         matcher.consume_tokens(forced)
         return matcher, forced
+
+
+def few_tokens(masks: np.ndarray, counts: np.ndarray, most: int) -> list[list[int] | None]:
+    """The tokens of each mask that allows at most so many; None for the others.
+
+    masks: uint32 [n, words]. counts: int64 [n]; tokens that they allow.
+    """
+    found: list[list[int] | None] = [None] * len(masks)
+    rows = np.flatnonzero(counts <= most)
+    if not len(rows):
+        return found
+    of_row, words = np.nonzero(masks[rows] != 0)
+    bits = masks[rows[of_row], words][:, np.newaxis] >> np.arange(32, dtype=np.uint32) & 1
+    which, bit = np.nonzero(bits)
+    tokens = (words[which] * 32 + bit).tolist()
+    start = 0
+    for row, count in zip(rows.tolist(), counts[rows].tolist(), strict=True):
+        found[row] = tokens[start : start + count]
+        start += count
+    return found

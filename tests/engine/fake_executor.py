@@ -20,6 +20,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from jpaged.api.structured_outputs import FEW_TOKENS
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import (
     NO_TOKEN,
@@ -70,6 +71,14 @@ def allowed_token(token: int, mask: np.ndarray) -> int:
         return token
     allowed = [t for t in range(VOCAB_SIZE) if mask[t // 32] >> (t % 32) & 1]
     return allowed[token % len(allowed)]
+
+
+def mask_of(tokens: np.ndarray) -> np.ndarray:
+    """The mask that allows these tokens alone."""
+    assert 0 < len(tokens) <= FEW_TOKENS
+    bits = np.zeros((32 * len(ANY),), np.bool_)
+    bits[tokens] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def reference_tokens(prompt: Sequence[int], seed: int, max_len: int, stop_token_ids: Sequence[int] = ()) -> list[int]:
@@ -176,7 +185,7 @@ class FakeExecutor:
         assert len(plan.mask_slots) == len(set(plan.mask_slots.tolist())) == len(plan.masks)
         for slot, mask, token in zip(plan.mask_slots.tolist(), plan.masks, plan.mask_tokens.tolist(), strict=True):
             assert self._slots[slot].start.sampling.structured_outputs is not None
-            self._slots[slot].mask = mask.copy()
+            self._slots[slot].mask = mask_of(mask) if mask.dtype == np.int32 else mask.copy()
             if token != NO_TOKEN:
                 self._go_back(self._slots[slot], token)
         for slot in plan.unmasked_slots.tolist():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jpaged.api.errors import InvalidParameterError, JPagedError
+from jpaged.api.structured_outputs import FEW_TOKENS
 from jpaged.api.structured_outputs import StructuredOutputsParams as Structured
 from jpaged.assets import demo_model_path
 from jpaged.text import grammar_compiler, grammars
@@ -46,6 +47,22 @@ def check(given):
     return GrammarCheck(lambda: given, VOCAB_SIZE)
 
 
+def masks_of(compiler, *guides) -> list[np.ndarray]:
+    """Masks, whether tokens are listed or not."""
+    masks = []
+    for made in compiler.make_masks(guides, [None] * len(guides)):
+        mask = made
+        if made.dtype == np.int32:
+            assert len(made) <= FEW_TOKENS
+            bits = np.zeros((32 * compiler.num_words,), np.bool_)
+            bits[made] = True
+            mask = np.packbits(bits, bitorder="little").view(np.uint32)
+        else:
+            assert len(allowed(made)) > FEW_TOKENS
+        masks.append(mask)
+    return masks
+
+
 def allowed(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
@@ -56,7 +73,7 @@ def advance(compiler, guides, tokens, masks):
     places = compiler.advance(guides, tokens, [False] * n, [False] * n)
     fine = [i for i in range(n) if not places[i].failure]
     assert all(places[i].needs_mask for i in fine)
-    for i, made in zip(fine, compiler.make_masks([guides[i] for i in fine], [None] * len(fine)), strict=True):
+    for i, made in zip(fine, masks_of(compiler, *(guides[i] for i in fine)), strict=True):
         masks[i] = made
     return [place.failure or place.forced for place in places]
 
@@ -64,7 +81,7 @@ def advance(compiler, guides, tokens, masks):
 def resume(compiler, guide, tokens, mask):
     place = compiler.resume(guide, tokens)
     if not place.failure:
-        mask[:] = compiler.make_masks([guide], [None])[0]
+        mask[:] = masks_of(compiler, guide)[0]
     return place.failure or place.forced
 
 
@@ -256,14 +273,14 @@ def test_a_guess_is_refused_where_its_token_is_not_in_the_mask_and_nowhere_else(
     for params in some_constraints():
         grammar = compiler.compile(params).result()
         masked, guide = grammar.begin(ignore_eos), grammar.begin(ignore_eos, True)
-        (mask,) = compiler.make_masks([masked], [None])
+        (mask,) = masks_of(compiler, masked)
         for _ in range(30):
             may = allowed(mask)
             others = np.setdiff1d(np.arange(VOCAB_SIZE), may)
             for wrong in {EOS, *rng.choice(others, 2).tolist()} - set(may):
                 (place,) = compiler.advance([guide], [wrong], [True], [wrong == EOS])
                 assert place.is_refused
-                assert (compiler.make_masks([guide], [None])[0] == mask).all()
+                assert (masks_of(compiler, guide)[0] == mask).all()
                 num_refused += 1
             token = EOS if EOS in may and rng.random() < 0.3 else int(rng.choice(may))
             (place,) = compiler.advance([guide], [token], [True], [token == EOS])
@@ -275,7 +292,7 @@ def test_a_guess_is_refused_where_its_token_is_not_in_the_mask_and_nowhere_else(
             (expected,) = compiler.advance([masked], [token], [False], [False])
             assert (place.forced, expected.needs_mask) == (expected.forced, True)
             num_unneeded += not place.needs_mask
-            (mask,) = compiler.make_masks([masked], [None])
+            (mask,) = masks_of(compiler, masked)
     assert min(num_refused, num_allowed, num_unneeded) > 30
     assert compiler._process is process
 
@@ -292,23 +309,24 @@ def test_a_guide_guesses_where_most_tokens_are_allowed_and_while_its_guesses_hol
     compiler.advance([guide], [*tokenizer.encode("a", add_special_tokens=False)[-1:]], [False], [False])
     assert then("b", True) == "guess"
     assert then("!", True) == "refused"
-    compiler.make_masks([guide], [None])
+    masks_of(compiler, guide)
     few = [then("b", False) for _ in range(20)]  # a token at random is rarely one of letters alone
     assert few.count("mask") > 10
     assert "refused" not in few
     then("1", False)
-    compiler.make_masks([guide], [None])
+    masks_of(compiler, guide)
     assert [then("?", False), then("?", True), then("?", True)] == ["guess"] * 3
 
 
-def test_an_equal_mask_is_the_array_of_before(compiler, tokenizer):
+@pytest.mark.parametrize("expression", ["[ab]+", "(?s:.*)"])
+def test_an_equal_mask_is_the_array_of_before(compiler, tokenizer, expression):
     (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
-    guide = compiler.compile(Structured(regex="[ab]+")).result().begin(False)
+    guide = compiler.compile(Structured(regex=expression)).result().begin(False)
     compiler.advance([guide], [a], [False], [False])
     (first,) = compiler.make_masks([guide], [None])
     compiler.advance([guide], [a], [False], [False])
     assert compiler.make_masks([guide], [first])[0] is first
-    assert compiler.make_masks([guide], [~first])[0] is not first
+    assert compiler.make_masks([guide], [first + 1])[0] is not first
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
@@ -321,7 +339,7 @@ def test_where_the_process_has_died_a_guess_is_checked_in_another(given, tokeniz
     (place,) = compiler.advance([guide], [a if is_allowed else z], [True], [False])
     assert (place.is_refused, place.failure) == (not is_allowed, "")
     os.kill(compiler._process.pid, signal.SIGKILL)
-    (mask,) = compiler.make_masks([guide], [None])
+    (mask,) = masks_of(compiler, guide)
     ab = {token for token in allowed(mask) if tokenizer.token_text(token) in ("a", "b", "aa", "ab", "ba", "bb")}
     assert set(allowed(mask)) == ab
     assert ({len(tokenizer.token_text(token)) for token in ab} == {1}) == is_allowed

@@ -80,7 +80,7 @@ class _Held(NamedTuple):
 class _Sequence:
     """One constrained sequence.
 
-    forced: tokens that must come next. mask: uint32 [words]; what may come after them; `_ANY`: its rows guess.
+    forced: tokens that must come next. mask: what may come after them, as of `StepPlan.masks`; `_ANY`: its rows guess.
     skips: whether forced tokens may be appended without being sampled.
     unreported: appended tokens that its caller has not been told of.
     failure: why the grammar cannot be followed further.
@@ -447,8 +447,7 @@ class ConstrainedRows(DependentRows):
         if not place.needs_mask:
             sequence.mask = _ANY
             self._in_making.discard(slot)
-            if held is None or held.code == FinishCode.RUNNING:
-                self._come.append(slot)
+            self._come.append(slot)
 
     def _append_forced(self, slot: int, sequence: _Sequence, request: Request) -> bool:
         """Appends what is forced and fits the slot's last block. The sequence's last token is always sampled, so that
@@ -474,6 +473,5 @@ class ConstrainedRows(DependentRows):
     def _set_mask(self, slot: int, sequence: _Sequence) -> None:
         mask = sequence.mask
         if sequence.forced:
-            mask = np.zeros((self._grammars.num_words,), np.uint32)
-            mask[sequence.forced[0] // 32] = np.uint32(1 << sequence.forced[0] % 32)
+            mask = np.array([sequence.forced[0]], np.int32)
         self._masks[slot] = mask

@@ -74,9 +74,9 @@ class Grammars(Protocol):
     def make_masks(self, guides: Sequence[Any], before: Sequence[np.ndarray | None]) -> Sequence["np.ndarray | str"]:
         """What may follow where guides stand.
 
-        before: uint32 [words] each, or None; an array that is returned where the mask is equal.
+        before: masks as this returns them, or None; the same array is returned where the mask is equal.
 
-        Returns: for each guide its mask, uint32 [words], or why it cannot go on.
+        Returns: for each guide a mask as `StepPlan.masks` has them, or why it cannot go on.
         """
         ...
 

@@ -5,6 +5,7 @@ init_full          makes the full sampling state, when some request first asks f
 start_full         writes a slot's row of it
 known_tokens       counts the tokens that a slot starts with
 set_masks[N]       what slots may sample from now on; some of them lose the token that they sampled last
+set_few[N]         the same, where few tokens may be sampled
 unmask             slots that may sample any token from now on
 move_beams[N]      slots go on from other slots, with the tokens that a search chose
 """
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, UInt
 
+from jpaged.api.structured_outputs import FEW_TOKENS
 from jpaged.engine.interface import NO_TOKEN
 from jpaged.executor.sampling import records as sampling_records
 from jpaged.executor.sampling import state as sampling_state
@@ -175,6 +177,39 @@ class SetMasks(StepProgram):
 
 
 @dataclass(frozen=True)
+class SetFew(StepProgram):
+    """As `SetMasks`, for slots that may sample few tokens from now on; these are listed."""
+
+    rows: int
+
+    kind = "set_few"
+    writes = ("masks", "state")
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        return map(cls, setup.config.mask_buckets)
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        return PackedLayout(
+            slots=Field((self.rows,), setup.config.null_slot),
+            tokens=Field((self.rows,), NO_TOKEN),
+            allowed=Field((self.rows, FEW_TOKENS), NO_TOKEN),
+        )
+
+    def body(
+        self, setup: Setup, *, masks: UInt[Array, "slots words"], state: SlotState, packed: Int[Array, " n"]
+    ) -> tuple[dict[str, object], None]:
+        host = self.layout(setup).unpack(packed)
+        slots, allowed, words = host["slots"], host["allowed"], masks.shape[1]
+        word = jnp.where(allowed == NO_TOKEN, words, allowed // 32)  # beyond the last one: dropped
+        bit = jnp.left_shift(jnp.uint32(1), (allowed % 32).astype(jnp.uint32))
+        rows = jnp.zeros((self.rows, words), jnp.uint32)
+        rows = rows.at[jnp.arange(self.rows)[:, None], word].add(bit, mode="drop")
+        state = go_back(state, slots, host["tokens"])
+        return {"masks": sampling_state.set_masks(masks, slots, rows), "state": state}, None
+
+
+@dataclass(frozen=True)
 class Unmask(SingleProgram):
     """Lets slots sample any token."""
 
@@ -192,4 +227,4 @@ class Unmask(SingleProgram):
         return {"masks": sampling_state.set_masks(masks, slots, rows)}, None
 
 
-KINDS = (Update, InitFull, StartFull, KnownTokens, MoveBeams, SetMasks, Unmask)
+KINDS = (Update, InitFull, StartFull, KnownTokens, MoveBeams, SetMasks, SetFew, Unmask)

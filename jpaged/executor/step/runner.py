@@ -1,7 +1,8 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
-    plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N] .., unmask] --> [scatter] --> [copy_blocks[N]]
-                          (`copy_states[N]` after beams, and after forks, of recurrent layers)
+    plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N] ..] --> [scatter] --> [copy_blocks[N]]
+                          (`copy_states[N]` after beams, and after forks, of recurrent layers; `set_few[N]` and
+                          `unmask` with the masks)
                                             |
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ..., pool[T]] --'
@@ -38,6 +39,7 @@ from jpaged.executor.step.changes import (
     InitFull,
     KnownTokens,
     MoveBeams,
+    SetFew,
     SetMasks,
     StartFull,
     Unmask,
@@ -124,7 +126,7 @@ class Runner:
         if len(plan.beams):
             self._move_beams(plan.beams)
         if len(plan.mask_slots):
-            self._set_masks(plan.mask_slots, plan.masks, plan.mask_tokens)
+            self._set_masks(plan)
         if len(plan.unmasked_slots):
             buffer, host = self._packed(_UNMASK)
             host["slots"][: len(plan.unmasked_slots)] = plan.unmasked_slots
@@ -341,18 +343,22 @@ class Runner:
             host["pairs"][: len(some)] = some
             self._run(program, packed=buffer)
 
-    def _set_masks(self, slots: np.ndarray, masks: Sequence[np.ndarray], tokens: np.ndarray) -> None:
+    def _set_masks(self, plan: StepPlan) -> None:
         """In calls of at most the largest size: a mask takes as many bits as the vocabulary has tokens."""
-        sizes = self._config.mask_buckets
-        for first in range(0, len(slots), sizes[-1]):
-            some = slots[first : first + sizes[-1]]
-            program = SetMasks(bucket_for(len(some), sizes))
-            buffer, host = self._packed(program)
-            host["slots"][: len(some)] = some
-            host["tokens"][: len(some)] = tokens[first : first + len(some)]
-            for row, mask in enumerate(masks[first : first + len(some)]):
-                host["masks"][row] = mask.view(np.int32)
-            self._run(program, packed=buffer)
+        are_few = np.array([mask.dtype == np.int32 for mask in plan.masks])
+        for kind, chosen in ((SetFew, np.flatnonzero(are_few)), (SetMasks, np.flatnonzero(~are_few))):
+            sizes = self._config.mask_buckets
+            for first in range(0, len(chosen), sizes[-1]):
+                some = chosen[first : first + sizes[-1]]
+                program = kind(bucket_for(len(some), sizes))
+                buffer, host = self._packed(program)
+                host["slots"][: len(some)] = plan.mask_slots[some]
+                host["tokens"][: len(some)] = plan.mask_tokens[some]
+                field = host["allowed" if kind is SetFew else "masks"]
+                for row, which in enumerate(some.tolist()):
+                    mask = plan.masks[which]
+                    field[row, : len(mask)] = mask.view(np.int32)
+                self._run(program, packed=buffer)
 
     def _copy_blocks(self, copies: np.ndarray) -> None:
         """In calls of at most the largest size, since each cache group may have a copy for each slot."""
