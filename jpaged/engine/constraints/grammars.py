@@ -13,6 +13,10 @@ last sampled one:
     forced                   "na me":
     next step           {    "na me":   one chunk; the token after it is sampled under the mask for that place
 
+Only what fits the sequence's last block is appended at once. For the rest, as for sequences whose every token must be
+sampled (log-probabilities and penalties are by token), the mask has one bit. So a sequence's tokens do not depend on
+how they came about.
+
 **Guesses.** A row without truncation, log-probabilities or penalties may run without its mask: it samples among all
 tokens. The token's noise depends on its seed and position alone, so if the token is allowed, it is the one that the
 mask would have led to. The grammar is asked only whether it is: that takes microseconds, where a mask takes up to
@@ -26,10 +30,6 @@ milliseconds. Until it has said so the token is held back: nobody has seen it, a
 A slot that lost its last token computes the token before it again, into the place where that stands already. Layers
 with recurrent states cannot go back, so models with them do not guess. `jpaged/text/guides.py` decides where a guess is
 worth it.
-
-Only what fits the sequence's last block is appended at once. For the rest, as for sequences whose every token must be
-sampled (log-probabilities and penalties are by token), the mask has one bit. So a sequence's tokens do not depend on
-how they came about.
 
 Where all constrained rows are ready at once they are planned in two halves: while one half's step runs, the masks of
 the other half are made.
