@@ -15,6 +15,7 @@ import pytest
 
 from jpaged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from jpaged.engine.constraints.grammars import ConstrainedRows
 from jpaged.executor.start.startup import most_sequences
 from jpaged.models import ModelConfig
 from jpaged.training import token_logprobs
@@ -47,6 +48,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> LLMEngine:
     return LLMEngine(EngineArgs(model=str(directory), **ARGS))
+
+
+def test_constrained_rows_do_not_guess_since_states_cannot_go_back_by_a_token(engine: LLMEngine):
+    (constrained,) = [k for k in engine._core.scheduler._dependents._kinds.values() if isinstance(k, ConstrainedRows)]
+    assert not constrained._guesses
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:

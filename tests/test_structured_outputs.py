@@ -11,6 +11,7 @@ import pytest
 from jpaged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged import StructuredOutputsParams as Structured
 from jpaged.api.errors import InvalidParameterError
+from jpaged.engine.constraints.grammars import ConstrainedRows
 from tests.support.random_schemas import random_schema
 from tests.tiny_models import DEMO_ENGINE
 
@@ -47,6 +48,40 @@ def answers(llm, params) -> list:
 
 def check_json(text: str, schema: dict) -> None:
     jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+def mixed_requests() -> list[SamplingParams]:
+    rng = np.random.default_rng(5)
+    params = []
+    for i in range(24):
+        extra = ({}, {"n": 2}, {"ignore_eos": True}, {"stop_token_ids": list(range(300, 1200, 7))[:8]}, {"top_k": 9})
+        params.append(
+            sampling(
+                Structured(json=random_schema(rng) if i % 3 else SCHEMA, disable_any_whitespace=i % 2 == 0),
+                temperature=(0.0, 1.0, ANYTHING)[i % 3] if i % 5 != 1 else 1.0,
+                max_tokens=int(rng.integers(1, 60)),
+                seed=i,
+                **extra[i % 5],
+            )
+        )
+    return params
+
+
+def test_what_is_guessed_and_checked_afterwards_is_what_masks_would_have_led_to(llm, monkeypatch):
+    def found():
+        outputs = llm.generate([PROMPT] * 24, mixed_requests(), use_tqdm=False)
+        return [(one.token_ids, one.finish_reason, one.stop_reason) for output in outputs for one in output.outputs]
+
+    before = llm.get_metrics()
+    guessed = found()
+    after = llm.get_metrics()
+    num_guesses = after.num_guesses - before.num_guesses
+    num_kept = after.num_kept_guesses - before.num_kept_guesses
+    assert num_kept > 20
+    assert num_guesses - num_kept > 20
+    monkeypatch.setattr(ConstrainedRows, "_may_guess", lambda self, request: False)
+    assert found() == guessed
+    assert llm.get_metrics().num_guesses == after.num_guesses
 
 
 def test_answers_validate_against_random_schemas_at_every_temperature(llm):

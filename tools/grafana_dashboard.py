@@ -150,6 +150,12 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
                 [(rate("engine_steps_total"), "steps"), (rate("shared_prefix_steps_total"), "with a shared prefix")],
             ),
             ("Tokens a step", "short", "Of prompts computed, and new ones.", [mean("iteration_tokens_total")]),
+            (
+                "Guesses of constrained requests",
+                "ops",
+                "Tokens sampled before their masks were made, a second, and those of them that the constraint allowed.",
+                [(rate("constrained_guesses_total"), "guesses"), (rate("constrained_guesses_kept_total"), "allowed")],
+            ),
         ],
     ),
     (

@@ -16,6 +16,10 @@ MAX_GRAMMAR_DEPTH = 64
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
+FEW_TOKENS = 64
+"""Where a constraint allows no more tokens than these, they are listed instead of masked."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """A constraint on an answer's text. Exactly one of the first six is given.

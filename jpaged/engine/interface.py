@@ -134,11 +134,6 @@ def no_rows() -> np.ndarray:
     return np.zeros((0,), np.int32)
 
 
-def no_masks() -> np.ndarray:
-    """The masks of no rows."""
-    return np.zeros((0, 0), np.uint32)
-
-
 def _no_pairs() -> np.ndarray:
     return np.zeros((0, 2), np.int32)
 
@@ -166,9 +161,13 @@ class StepPlan:
     table_updates: int32 [u, 4]; (slot, group, index, block id): block-table entries that running sequences get at
         their end, or in place of a shared block. Blocks that a group gives back are not among them: no later query
         reads them, and steps run in order.
-    mask_slots, masks: int32 [m], uint32 [m, ceil(vocabulary / 32)]; the tokens that these slots may sample from now on:
-        bit v % 32 of word v // 32 is set for token v. Only slots whose `SamplingParams` have structured_outputs, and
-        these only when their masks have changed.
+    mask_slots, masks: int32 [m]; m arrays; the tokens that these slots may sample from now on. Either uint32
+        [ceil(vocabulary / 32)]: bit v % 32 of word v // 32 is set for token v; or int32 [n], n at most FEW_TOKENS:
+        these tokens. Only slots whose `SamplingParams` have structured_outputs, and these only when their masks have
+        changed.
+    mask_tokens: int32 [m]; for each of them NO_TOKEN, or: the token that it sampled last does not count. It goes back
+        to where it was before, with this token as its last, and runs whatever had ended it.
+    unmasked_slots: int32 [u]; slots that may sample any token from now on, though they have structured_outputs.
     decode_slots: int32 [d]; slots that compute their last token and sample the next.
     num_sharing, shared_len: the first `num_sharing` of them begin with the same `shared_len` computed tokens, full
         blocks of the first one's table in the first group without a window, which an executor may read once for all.
@@ -190,7 +189,9 @@ class StepPlan:
     copies: np.ndarray = field(default_factory=_no_pairs)
     table_updates: np.ndarray = field(default_factory=_no_table_updates)
     mask_slots: np.ndarray = field(default_factory=no_rows)
-    masks: np.ndarray = field(default_factory=no_masks)
+    masks: tuple[np.ndarray, ...] = ()
+    mask_tokens: np.ndarray = field(default_factory=no_rows)
+    unmasked_slots: np.ndarray = field(default_factory=no_rows)
     decode_slots: np.ndarray = field(default_factory=no_rows)
     num_sharing: int = 0
     shared_len: int = 0

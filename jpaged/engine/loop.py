@@ -115,7 +115,9 @@ class EngineCore:
         while plan is NoPlan.BLOCKED and not self._in_flight[0][1].is_ready() and self.scheduler.wait_for_news():
             if self.scheduler.has_news:
                 plan = self.scheduler.schedule(self._num_queued)
-        failed = self.scheduler.take_failed()
+                if self.scheduler.has_updates:
+                    break
+        updates = self.scheduler.take_updates()
         if isinstance(plan, StepPlan):
             if self.observer is not None:
                 self.observer.planned(plan)
@@ -123,10 +125,10 @@ class EngineCore:
             was_late = bool(self._in_flight) and self._in_flight[-1][1].is_ready()
             self._in_flight.append((plan, handle))
             self._pace.dispatched(plan, was_late)
-            if failed or not self._has_enough(just_in_time):
-                return failed
-        elif failed or plan is NoPlan.WAITING:
-            return failed
+            if updates or not self._has_enough(just_in_time):
+                return updates
+        elif updates or plan is NoPlan.WAITING:
+            return updates
         elif plan is NoPlan.IDLE:
             if self.has_unfinished():
                 raise EngineDeadError(f"{self.scheduler.num_unfinished} requests are left, but none can run.")
@@ -178,6 +180,8 @@ class EngineCore:
         """Reads all that is in flight; the next `step` returns what it brought."""
         while self._in_flight:
             self._settled += self._read_oldest()
+        self.scheduler.settle()
+        self._settled += self.scheduler.take_updates()
 
     def take_new_weights(self, in_flight: InFlight) -> None:
         """As `Scheduler.take_new_weights`, once all that is in flight has been read: its tokens are of the old weights.
@@ -191,10 +195,10 @@ class EngineCore:
         self.scheduler.close()
 
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs, or has failed and `step` has yet to say so. Steps that outlived their
+        """Whether any request waits or runs, or `step` has yet to say how one has ended. Steps that outlived their
         requests may still be in flight.
         """
-        return self.scheduler.num_unfinished > 0 or self.scheduler.has_failed or bool(self._settled)
+        return self.scheduler.num_unfinished > 0 or self.scheduler.has_updates or bool(self._settled)
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and occupancy."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jpaged.engine.interface import Chunk, HostCopy, SlotStart, no_masks, no_rows
+from jpaged.engine.interface import Chunk, HostCopy, SlotStart
 from jpaged.engine.sequences.request import Request
 
 NO_BLOCKS = np.zeros((0,), np.int32)
@@ -18,7 +18,7 @@ class PlanInProgress:
     kinds: numbers of the kinds of dependent rows (`constraints/dependent_rows.py`) that have rows in it.
     beams: (slot, parent slot, token) each; for `StepPlan.beams`.
     table_updates: int32 [u, 4] each, as `StepPlan.table_updates`.
-    mask_slots, masks: int32 [m], uint32 [m, words]; as `StepPlan` has them.
+    mask_slots, masks, mask_tokens, unmasked_slots: for those of `StepPlan`.
     copies: (block, block) each; besides those that decode rows need.
     """
 
@@ -31,8 +31,10 @@ class PlanInProgress:
     copies: list[tuple[int, int]] = field(default_factory=list)
     table_updates: list[np.ndarray] = field(default_factory=list)
     beams: list[tuple[int, int, int]] = field(default_factory=list)
-    mask_slots: np.ndarray = field(default_factory=no_rows)
-    masks: np.ndarray = field(default_factory=no_masks)
+    mask_slots: list[int] = field(default_factory=list)
+    masks: list[np.ndarray] = field(default_factory=list)
+    mask_tokens: list[int] = field(default_factory=list)
+    unmasked_slots: list[int] = field(default_factory=list)
 
 
 def slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int) -> SlotStart:

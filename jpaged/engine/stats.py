@@ -22,6 +22,8 @@ class Counters:
     prompt_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
+    num_guesses: int = 0
+    num_kept_guesses: int = 0
 
     def count_step(self, num_tokens: int, num_prefilled: int) -> None:
         """The host has read a step that computed so many tokens of prompts and returned so many new ones."""
@@ -50,6 +52,8 @@ class EngineStats:
         have there.
     num_swapped_out, num_swapped_in: totals, in blocks of preempted sequences.
     prefilled_tokens: tokens that steps computed without sampling each: of prompts, and of sequences computed again.
+    num_guesses, num_kept_guesses: tokens of constrained sequences that were sampled before their masks were made, and
+        those of them that the constraint allowed.
     step_tokens: num_steps by the tokens that each prefilled and returned: those within each of `STEP_TOKENS_BOUNDS`,
         and above them.
     tokens_held, token_slots: tokens in the referenced blocks (a shared one counts once), and what they could hold.
@@ -79,6 +83,8 @@ class EngineStats:
     tokens_held: int
     token_slots: int
     num_shared_prefix_steps: int
+    num_guesses: int
+    num_kept_guesses: int
     step_tokens: tuple[int, ...]
 
     @property

@@ -113,7 +113,7 @@ class LLMEngine(RequestIntake):
         )
         threads = max(1, usable_cores() - 1)
         self._grammars = GrammarCompiler(self._grammar_tokenizer(directory), model.vocab_size, threads)
-        kinds = (Searches, partial(ConstrainedRows, grammars=self._grammars))
+        kinds = (Searches, partial(ConstrainedRows, grammars=self._grammars, guesses=not scheduler_config.keeps_states))
         scheduler = Scheduler(scheduler_config, args.seed, kinds=kinds, memory=self.startup.runner)
         self._core = EngineCore(scheduler, self.startup.leader or self.startup.runner)
         self.max_model_len = scheduler_config.max_model_len

@@ -27,6 +27,16 @@ _ENGINE_METRICS = {  # by field of EngineStats
         "Prompt tokens found there that were in host memory.",
     ),
     "num_steps": ("engine_steps", "counter", "Steps of the engine."),
+    "num_guesses": (
+        "constrained_guesses",
+        "counter",
+        "Tokens of constrained requests that were sampled before their masks were made.",
+    ),
+    "num_kept_guesses": (
+        "constrained_guesses_kept",
+        "counter",
+        "Those of them that the constraint allowed.",
+    ),
     "num_shared_prefix_steps": (
         "shared_prefix_steps",
         "counter",

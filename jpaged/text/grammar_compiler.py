@@ -1,7 +1,8 @@
 """An engine's side of the process that follows grammars (`grammar_process.py`).
 
     StructuredOutputsParams --compile--> CompiledGrammar --begin--> guide    cached by content
-    guides, tokens --advance--> masks of what may follow, tokens that must   on all cores
+    guides, tokens --advance--> tokens that must follow, and who needs a mask
+    guides --make_masks--> masks of what may follow                          on all cores
 
 The process starts with the first constraint, or with `prepare`. If it dies, another one is started, and the sequences
 are moved past their tokens there. What ends that one, too, while it takes up a sequence, fails that sequence.
@@ -29,7 +30,19 @@ from jpaged.api.errors import InvalidParameterError, JPagedError
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_process
 from jpaged.text.frames import read_frame, write_frame
-from jpaged.text.grammar_process import MASK_ROWS, Changes, Compile, Compiled, Follow, Followed, Resume, Start
+from jpaged.text.grammar_process import (
+    MASK_ROWS,
+    Changes,
+    Compile,
+    Compiled,
+    Follow,
+    Followed,
+    Made,
+    MakeMasks,
+    Place,
+    Resume,
+    Start,
+)
 from jpaged.text.grammars import LARGE_VOCABULARY, GrammarTokenizer
 from jpaged.text.helper_process import start_helper
 
@@ -37,7 +50,7 @@ _MOST_COMPILED = 256
 _COMPILER_THREADS = 4
 _REVIVING_THREADS = 2
 """The one that makes masks, and the engine's."""
-_ENDED = "the process that follows grammars has ended"
+_ENDED = Place(failure="the process that follows grammars has ended")
 
 
 class _Process:
@@ -77,16 +90,29 @@ class _Process:
             return None
         return msgspec.msgpack.decode(frame, type=answer)
 
-    def follow(self, guides: "Sequence[_Guide]", token_ids: Sequence[int], masks: np.ndarray) -> list[list[int] | str]:
-        """Moves at most MASK_ROWS guides past a token; as `GrammarCompiler.advance`."""
-        return self._ask_for_masks(
-            Follow(self._changes(guides), [guide.number for guide in guides], list(token_ids)), masks
-        )
+    def follow(
+        self, guides: "Sequence[_Guide]", token_ids: list[int], guessed: list[bool], last: list[bool]
+    ) -> list[Place]:
+        """Moves guides past a token; as `GrammarCompiler.advance`."""
+        message = Follow(self._changes(guides), [guide.number for guide in guides], token_ids, guessed, last)
+        answer: Followed | None = self.ask(self._follower, message, Followed)
+        return [_ENDED] * len(guides) if answer is None else answer.places
 
-    def resume(self, guide: "_Guide", token_ids: Sequence[int], mask: np.ndarray) -> list[int] | str:
-        """Moves a guide past many tokens; as `GrammarCompiler.resume`."""
-        message = Resume(self._changes([guide]), guide.number, list(token_ids))
-        return self._ask_for_masks(message, mask[np.newaxis])[0]
+    def resume(self, guide: "_Guide", token_ids: Sequence[int], guessed: bool) -> Place:
+        """Moves a guide past many tokens; as `GrammarCompiler.resume`. guessed: whether the last one may not follow."""
+        message = Resume(self._changes([guide]), guide.number, list(token_ids), guessed)
+        answer: Followed | None = self.ask(self._follower, message, Followed)
+        return _ENDED if answer is None else answer.places[0]
+
+    def make_masks(
+        self, guides: "Sequence[_Guide]", before: Sequence[np.ndarray | None]
+    ) -> "list[np.ndarray | str] | None":
+        """As `GrammarCompiler.make_masks`, of at most MASK_ROWS guides. None if the process has ended."""
+        message = MakeMasks(self._changes(guides), [guide.number for guide in guides])
+        answer: Made | None = self.ask(self._follower, message, Made)
+        if answer is None:
+            return None
+        return [_made(*one) for one in zip(answer.masks, before, self._masks, strict=False)]
 
     def _changes(self, guides: "Sequence[_Guide]") -> Changes:
         forgotten = take_all(self.forgotten)  # first, so that guides of these are among the ended
@@ -94,15 +120,10 @@ class _Process:
         for guide in begun:
             guide.is_begun = True
         return Changes(
-            [(guide.number, guide.grammar.number, guide.ends_late) for guide in begun], take_all(self.ended), forgotten
+            [(guide.number, guide.grammar.number, guide.ends_late, guide.guesses) for guide in begun],
+            take_all(self.ended),
+            forgotten,
         )
-
-    def _ask_for_masks(self, message: Follow | Resume, masks: np.ndarray) -> list[list[int] | str]:
-        answer: Followed | None = self.ask(self._follower, message, Followed)
-        if answer is None:
-            return [_ENDED] * len(masks)
-        masks[:] = self._masks[: len(masks)]
-        return answer.forced
 
 
 class CompiledGrammar:
@@ -124,24 +145,25 @@ class CompiledGrammar:
         self.forced, self.mask, self.params = tuple(forced), mask, params
         self.successor: CompiledGrammar | None = None
 
-    def begin(self, ignore_eos: bool) -> "_Guide":
-        """A guide for a new sequence, behind the forced tokens."""
-        return _Guide(self, ignore_eos)
+    def begin(self, ignore_eos: bool, guesses: bool = False) -> "_Guide":
+        """A guide for a new sequence, behind the forced tokens. guesses: whether it may do without masks."""
+        return _Guide(self, ignore_eos, guesses)
 
     def __del__(self) -> None:
         self.process.forgotten.append(self.number)
 
 
 class _Guide:
-    """Where a sequence stands. ends_late: the end of sequence is allowed only where nothing else is.
+    """Where a sequence stands. ends_late: the end of sequence is allowed only where nothing else is. guesses: it may do
+    without masks.
 
     is_begun: whether the process knows it. followed: its tokens so far, those included that must come next.
     """
 
-    __slots__ = ("ends_late", "followed", "grammar", "is_begun", "number")
+    __slots__ = ("ends_late", "followed", "grammar", "guesses", "is_begun", "number")
 
-    def __init__(self, grammar: CompiledGrammar, ends_late: bool) -> None:
-        self.ends_late = ends_late
+    def __init__(self, grammar: CompiledGrammar, ends_late: bool, guesses: bool) -> None:
+        self.ends_late, self.guesses = ends_late, guesses
         self.followed = array("i")
         self.begin(grammar)
 
@@ -209,33 +231,48 @@ class GrammarCompiler:
         return future
 
     def advance(
-        self, guides: Sequence[_Guide], token_ids: Sequence[int], masks: np.ndarray
-    ) -> list[tuple[int, ...] | str]:
+        self, guides: Sequence[_Guide], token_ids: Sequence[int], guessed: Sequence[bool], last: Sequence[bool]
+    ) -> list[Place]:
         """Moves each guide past a token, and past what this forces.
 
-        masks: uint32 [n, words]; what may follow is written here.
-        Returns: for each guide the forced tokens, or why it cannot go on.
+        guessed: of which tokens it is to be said first whether they may follow. last: which of those end their
+        sequences.
+
+        Returns: where each guide stands.
         """
-        forced: list[list[int] | str] = [_ENDED] * len(guides)
+        places = [_ENDED] * len(guides)
         process = self._process
         alive = [i for i, guide in enumerate(guides) if process is guide.grammar.process and process.is_alive]
-        with self._follow_lock:
-            for begin in range(0, len(alive), MASK_ROWS):
-                part = alive[begin : begin + MASK_ROWS]
-                made = np.empty((len(part), self.num_words), np.uint32)
-                assert process is not None
-                found = process.follow([guides[i] for i in part], [token_ids[i] for i in part], made)
-                masks[part] = made
-                for i, one in zip(part, found, strict=True):
-                    forced[i] = one
-        return [
-            self._followed(guide, [token], mask, one)
-            for guide, token, mask, one in zip(guides, token_ids, masks, forced, strict=True)
-        ]
+        if alive:
+            assert process is not None
+            with self._follow_lock:
+                found = process.follow(
+                    [guides[i] for i in alive],
+                    [token_ids[i] for i in alive],
+                    [guessed[i] for i in alive],
+                    [last[i] for i in alive],
+                )
+            for i, place in zip(alive, found, strict=True):
+                places[i] = place
+        every = zip(guides, token_ids, places, guessed, strict=True)
+        return [self._followed(guide, [token], place, is_guess) for guide, token, place, is_guess in every]
 
-    def resume(self, guide: _Guide, token_ids: Sequence[int], mask: np.ndarray) -> tuple[int, ...] | str:
-        """Moves a guide past many tokens at once, of which some were forced; as `advance`. mask: uint32 [words]."""
-        return self._followed(guide, token_ids, mask, self._resume(guide, token_ids, mask))
+    def resume(self, guide: _Guide, token_ids: Sequence[int]) -> Place:
+        """Moves a guide past many tokens at once, of which some were forced; as `advance`."""
+        return self._followed(guide, token_ids, self._resume(guide, token_ids, False), False)
+
+    def make_masks(self, guides: Sequence[_Guide], before: Sequence[np.ndarray | None]) -> "list[np.ndarray | str]":
+        """What may follow where guides stand.
+
+        before: masks as this returns them, or None; the same array is returned where the mask is equal.
+
+        Returns: for each guide its mask, uint32 [words]; or the tokens that it allows, int32 [n], if these are at most
+            FEW_TOKENS; or why it cannot go on.
+        """
+        made: list[np.ndarray | str] = []
+        for begin in range(0, len(guides), MASK_ROWS):
+            made += self._make_masks(guides[begin : begin + MASK_ROWS], before[begin : begin + MASK_ROWS])
+        return made
 
     def close(self) -> None:
         """Ends the process."""
@@ -245,31 +282,54 @@ class GrammarCompiler:
                 self._process.end()
                 self._process.is_alive = False
 
-    def _resume(self, guide: _Guide, token_ids: Sequence[int], mask: np.ndarray) -> list[int] | str:
+    def _make_masks(
+        self, guides: Sequence[_Guide], before: Sequence[np.ndarray | None]
+    ) -> "Sequence[np.ndarray | str]":
+        """As `make_masks`, of at most MASK_ROWS guides; once more, one by one, if a process ends meanwhile."""
+        process = self._process
+        if process is not None and process.is_alive and all(guide.grammar.process is process for guide in guides):
+            with self._follow_lock:
+                made = process.make_masks(guides, before)
+            if made is not None:
+                return made
+        return [self._make_mask(guide) for guide in guides]
+
+    def _make_mask(self, guide: _Guide) -> "np.ndarray | str":
+        """The mask of a guide, which takes up its tokens in another process if its own has ended."""
+        for _ in range(2):
+            process = guide.grammar.process
+            if process is self._process and process.is_alive:
+                with self._follow_lock:
+                    made = process.make_masks([guide], [None])
+                if made is not None:
+                    return made[0]
+            place = self._followed(guide, (), _ENDED, False)
+            if place.failure:
+                return place.failure
+        return _ENDED.failure
+
+    def _resume(self, guide: _Guide, token_ids: Sequence[int], guessed: bool) -> Place:
         process = guide.grammar.process
         if process is not self._process or not process.is_alive:
             return _ENDED
         with self._follow_lock:
-            return process.resume(guide, token_ids, mask)
+            return process.resume(guide, token_ids, guessed)
 
-    def _followed(
-        self, guide: _Guide, token_ids: Sequence[int], mask: np.ndarray, forced: list[int] | str
-    ) -> tuple[int, ...] | str:
+    def _followed(self, guide: _Guide, token_ids: Sequence[int], place: Place, guessed: bool) -> Place:
         """Notes that a guide has been moved past tokens; moves it in another process if its own has ended.
 
-        forced, and what is returned: what must follow, or why it cannot go on.
+        place, and what is returned: where it stands.
         """
-        if forced is _ENDED and not self._is_closed:
+        if place is _ENDED and not self._is_closed:
             try:
                 guide.begin(self._alive(guide.grammar))
             except JPagedError as error:
-                return str(error)
-            forced = self._resume(guide, [*guide.followed, *token_ids], mask)
-        if isinstance(forced, str):
-            return forced
-        guide.followed.extend(token_ids)
-        guide.followed.extend(forced)
-        return tuple(forced)
+                return Place(failure=str(error))
+            place = self._resume(guide, [*guide.followed, *token_ids], guessed)
+        if not place.failure and not place.is_refused:
+            guide.followed.extend(token_ids)
+            guide.followed.extend(place.forced)
+        return place
 
     def _alive(self, grammar: CompiledGrammar) -> CompiledGrammar:
         """A grammar in the process that runs. Raises JPagedError if it cannot be compiled there."""
@@ -309,7 +369,7 @@ class GrammarCompiler:
             if answer is not None:
                 break
         if answer is None:
-            raise JPagedError(f"structured_outputs.{params.kind} cannot be compiled: {_ENDED}.")
+            raise JPagedError(f"structured_outputs.{params.kind} cannot be compiled: {_ENDED.failure}.")
         if answer.error:
             raise (InvalidParameterError if answer.is_refused else JPagedError)(answer.error)
         return CompiledGrammar(process, number, answer.forced, np.frombuffer(answer.mask, np.uint32), params)
@@ -333,6 +393,17 @@ class GrammarCompiler:
     def _try_to_start(self) -> None:
         with suppress(Exception):  # the first constraint is told
             self._started()
+
+
+def _made(made: list[int] | str | None, before: np.ndarray | None, shared: np.ndarray) -> np.ndarray | str:
+    """A mask as `GrammarCompiler.make_masks` returns it. made: as of `Made`. shared: its row of the shared memory."""
+    if isinstance(made, str):
+        return made
+    if made is None:
+        return before if before is not None and np.array_equal(before, shared) else shared.copy()
+    if before is not None and before.dtype == np.int32 and before.tolist() == made:
+        return before
+    return np.array(made, np.int32)
 
 
 def take_all(numbers: deque[int]) -> list[int]:

@@ -20,6 +20,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from jpaged.api.structured_outputs import FEW_TOKENS
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import (
     NO_TOKEN,
@@ -36,6 +37,8 @@ from jpaged.engine.interface import (
 
 VOCAB_SIZE = 97
 TOP_K = 20
+ANY = np.full((-(-VOCAB_SIZE // 32),), 0xFFFFFFFF, np.uint32)
+"""The mask that allows all."""
 _MASK = 2**62 - 1
 
 
@@ -61,9 +64,21 @@ def top_tokens(last_fingerprint: int, n: int) -> list[int]:
 
 
 def allowed_token(token: int, mask: np.ndarray) -> int:
-    """The token that the fake model samples where it would sample `token`, but may only what the mask allows."""
+    """The token that the fake model samples where it would sample `token`, but may only what the mask allows: the same
+    if it may, as the most likely of all is the most likely of some.
+    """
+    if mask[token // 32] >> (token % 32) & 1:
+        return token
     allowed = [t for t in range(VOCAB_SIZE) if mask[t // 32] >> (t % 32) & 1]
     return allowed[token % len(allowed)]
+
+
+def mask_of(tokens: np.ndarray) -> np.ndarray:
+    """The mask that allows these tokens alone."""
+    assert 0 < len(tokens) <= FEW_TOKENS
+    bits = np.zeros((32 * len(ANY),), np.bool_)
+    bits[tokens] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def reference_tokens(prompt: Sequence[int], seed: int, max_len: int, stop_token_ids: Sequence[int] = ()) -> list[int]:
@@ -168,9 +183,15 @@ class FakeExecutor:
         for start in plan.starts:
             self._start(start)
         assert len(plan.mask_slots) == len(set(plan.mask_slots.tolist())) == len(plan.masks)
-        for slot, mask in zip(plan.mask_slots.tolist(), plan.masks, strict=True):
+        for slot, mask, token in zip(plan.mask_slots.tolist(), plan.masks, plan.mask_tokens.tolist(), strict=True):
             assert self._slots[slot].start.sampling.structured_outputs is not None
-            self._slots[slot].mask = mask.copy()
+            self._slots[slot].mask = mask_of(mask) if mask.dtype == np.int32 else mask.copy()
+            if token != NO_TOKEN:
+                self._go_back(self._slots[slot], token)
+        for slot in plan.unmasked_slots.tolist():
+            assert needed_variant(self._slots[slot].start) == SamplingVariant.MASKED
+            assert not self._slots[slot].start.sampling.truncates
+            self._slots[slot].mask = ANY
         for back in plan.swap_ins:
             held = self._host[back.chunk] if back.keep else self._host.pop(back.chunk)
             wanted = np.flatnonzero(back.block_ids != NULL_BLOCK)
@@ -196,6 +217,17 @@ class FakeExecutor:
                     self._states[chunk.slot] = self._states[plan.chunks[i - 1].slot]
         self._check_shared_prefix(plan)
         return self._sample(plan)
+
+    def _go_back(self, state: _Slot, token: int) -> None:
+        """The token that was sampled last does not count: `token` is the last one again, and not computed yet."""
+        assert not self.config.keeps_states
+        assert state.num_computed == len(state.tokens) - 1
+        assert state.mask is not None
+        state.tokens.pop()
+        state.prints.pop()
+        assert state.tokens[-1] == token
+        state.num_computed -= 1
+        state.active = True
 
     def _check_sizes(self, plan: StepPlan) -> None:
         rows = plan.decode_slots.tolist() + [chunk.slot for chunk in plan.chunks]

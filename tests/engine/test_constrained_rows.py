@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from jpaged.engine.constraints.grammars import LEAST_HALVED, ConstrainedRows
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import CacheGroup
 from tests.engine.fake_executor import VOCAB_SIZE, allowed_token, fingerprint, next_token
-from tests.engine.helpers import Engine, assert_complete, assert_found, make_request, make_search
+from tests.engine.helpers import Engine, assert_complete, assert_found, make_request, make_search, name_of
+from tests.engine.helpers import expected_tokens as expected_ordinary
 
 WORDS = -(-VOCAB_SIZE // 32)
 CONSTRAINT = StructuredOutputsParams(regex="made up")
@@ -43,8 +45,8 @@ def mask_after(state: int) -> np.ndarray:
 
 
 class MadeUpGuide:
-    def __init__(self, state: int) -> None:
-        self.state = state
+    def __init__(self, state: int, guesses: bool = False) -> None:
+        self.state, self.guesses = state, guesses
 
     def advance(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
@@ -60,18 +62,29 @@ class MadeUpGrammar:
         self._start.advance(self.forced)
         self.mask = mask_after(self._start.state)
 
-    def begin(self, ignore_eos: bool) -> MadeUpGuide:
-        return MadeUpGuide(self._start.state)
+    def begin(self, ignore_eos: bool, guesses: bool = False) -> MadeUpGuide:
+        return MadeUpGuide(self._start.state, guesses)
+
+
+class Place(NamedTuple):
+    forced: tuple[int, ...] = ()
+    needs_mask: bool = True
+    is_refused: bool = False
+    failure: str = ""
 
 
 class MadeUpGrammars:
-    """delay_s: of masks. may_compile: set when compilations may end. fails_after: guides fail at its multiples."""
+    """delay_s: of masks and checks. share: of the places where rows that may guess do so; two in three guesses are
+    refused. may_compile: set when compilations may end. fails_after: guides fail at its multiples.
+    """
 
     num_words = WORDS
 
-    def __init__(self, delay_s: float = 0.0, fails_after: int | None = None) -> None:
+    def __init__(self, delay_s: float = 0.0, fails_after: int | None = None, share: float = 0.0) -> None:
         self.delay_s = delay_s
         self.fails_after = fails_after
+        self.share = share
+        self.num_allowed = self.num_refused = 0
         self.may_compile = threading.Event()
         self.may_compile.set()
         self.failure: Exception | None = None
@@ -80,17 +93,17 @@ class MadeUpGrammars:
     def close(self):
         pass
 
-    def resume(self, guide, token_ids, mask):
+    def resume(self, guide, token_ids):
         forced: list[int] = []
         for token in token_ids:
             if forced:
                 assert token == forced.pop(0)
             else:
-                (found,) = self.advance([guide], [token], [mask])
-                if isinstance(found, str):
-                    return found
-                forced = list(found)
-        return tuple(forced)
+                place = self._place(guide, token)
+                if place.failure:
+                    return place
+                forced = list(place.forced)
+        return place._replace(forced=tuple(forced))
 
     def compile(self, params):
         future: Future = Future()
@@ -105,18 +118,37 @@ class MadeUpGrammars:
         threading.Thread(target=work, daemon=True).start()
         return future
 
-    def advance(self, guides, token_ids, masks):
+    def advance(self, guides, token_ids, guessed, last):
         time.sleep(self.delay_s)
-        found = []
-        for guide, token, mask in zip(guides, token_ids, masks, strict=True):
-            guide.advance([token])
-            forced = forced_after(guide.state)
-            guide.advance(forced)
-            mask[:] = mask_after(guide.state)
-            is_over = self.fails_after is not None and guide.state % self.fails_after == 0
-            found.append("the grammar is at its end" if is_over else forced)
-            self.num_masks += 1
-        return found
+        return [self._answer(*one) for one in zip(guides, token_ids, guessed, last, strict=True)]
+
+    def make_masks(self, guides, before):
+        time.sleep(self.delay_s)
+        self.num_masks += len(guides)
+        masks = [mask_after(guide.state) for guide in guides]
+        listed = [np.flatnonzero(np.unpackbits(m.view(np.uint8), bitorder="little")).astype(np.int32) for m in masks]
+        return [mask if guide.state % 2 else few for guide, mask, few in zip(guides, masks, listed, strict=True)]
+
+    def _answer(self, guide, token, is_guess, is_last):
+        if is_guess:
+            assert guide.guesses
+            allowed = mask_after(guide.state)[token // 32] >> (token % 32) & 1
+            self.num_allowed += int(allowed)
+            self.num_refused += not allowed
+            if not allowed:
+                return Place(is_refused=True)
+        else:
+            assert not is_last
+        return Place(needs_mask=False) if is_last else self._place(guide, token)
+
+    def _place(self, guide, token):
+        guide.advance([token])
+        forced = forced_after(guide.state)
+        guide.advance(forced)
+        if self.fails_after is not None and guide.state % self.fails_after == 0:
+            return Place(failure="the grammar is at its end")
+        needs_mask = not guide.guesses or (guide.state >> 30) % 1000 >= 1000 * self.share
+        return Place(forced, needs_mask)
 
 
 def expected_tokens(request) -> list[int]:
@@ -147,7 +179,7 @@ def constrained(name: str, prompt: int, max_tokens: int = 30, **sampling):
 
 
 def engine_of(grammars: MadeUpGrammars, **changes) -> Engine:
-    kinds = (Searches, partial(ConstrainedRows, grammars=grammars))
+    kinds = (Searches, partial(ConstrainedRows, grammars=grammars, guesses=grammars.share > 0))
     return Engine(kinds=kinds, **({"num_blocks": 256, "max_model_len": 128, "max_num_batched_tokens": 160} | changes))
 
 
@@ -159,9 +191,10 @@ def assert_constrained(*requests) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
-@pytest.mark.parametrize("delay_s", [0.0, 0.003])
-def test_rows_run_under_the_masks_of_their_own_tokens_among_others(delay_s, depth):
-    engine = engine_of(MadeUpGrammars(delay_s), pipeline_depth=depth)
+@pytest.mark.parametrize(("delay_s", "share"), [(0.0, 0), (0.003, 0), (0.0, 1), (0.003, 0.6)])
+def test_rows_run_under_the_masks_of_their_own_tokens_among_others(delay_s, share, depth):
+    grammars = MadeUpGrammars(delay_s, share=share)
+    engine = engine_of(grammars, pipeline_depth=depth)
     stops = [{"stop_token_ids": [(7 * i) % 97, (11 * i + 3) % 97]} if i % 2 else {} for i in range(6)]
     requests = [constrained(f"constrained {i}", 3 + i, 20 + 3 * i, **stops[i]) for i in range(6)]
     ordinary = [make_request(f"ordinary {i}", 3 + i, 25) for i in range(2)]
@@ -170,6 +203,108 @@ def test_rows_run_under_the_masks_of_their_own_tokens_among_others(delay_s, dept
     assert_constrained(*requests)
     assert_complete(*ordinary)
     assert [engine.reported[request.request_id] for request in requests] == [r.output_token_ids for r in requests]
+    assert engine.core.stats().generated_tokens == sum(len(r.output_token_ids) for r in (*requests, *ordinary))
+    assert (min(grammars.num_allowed, grammars.num_refused) > 3) == (share > 0)
+    stats = engine.core.stats()
+    assert stats.num_kept_guesses == grammars.num_allowed
+    assert stats.num_guesses == grammars.num_allowed + grammars.num_refused
+    engine.assert_idle()
+
+
+def test_what_was_guessed_is_told_only_when_it_is_known_to_be_allowed():
+    class Slow(MadeUpGrammars):
+        def advance(self, guides, token_ids, guessed, last):
+            self.asked.set()
+            self.may_answer.wait()
+            return super().advance(guides, token_ids, guessed, last)
+
+        asked, may_answer = threading.Event(), threading.Event()
+
+    grammars = Slow(share=1)
+    engine = engine_of(grammars)
+    request = constrained("constrained", 5, 12)
+    engine.add(request)
+    kind = engine.core.scheduler._dependents._kinds[2]
+    grammars.may_answer.set()
+    while not engine.executor.plans or not len(engine.executor.plans[-1].unmasked_slots):
+        engine.step()
+    grammars.may_answer.clear()
+    told = list(engine.reported.get("constrained", ()))
+    while not kind._held:
+        engine.step()
+    assert engine.reported.get("constrained", []) == told == request.output_token_ids
+    assert engine.core.stats().generated_tokens == len(told)
+    threading.Timer(0.05, grammars.may_answer.set).start()
+    engine.core.pause()  # waits for what is to be known of the guess
+    assert not kind._held
+    engine.core.resume()
+    engine.run(20_000)
+    assert_constrained(request)
+    assert engine.reported["constrained"] == request.output_token_ids
+
+
+@pytest.mark.parametrize("wants", [{"logprobs": 2}, {"top_k": 5, "temperature": 1.0}, {"frequency_penalty": 0.5}])
+def test_rows_that_truncate_or_need_every_tokens_distribution_do_not_guess(wants):
+    grammars = MadeUpGrammars(share=1)
+    engine = engine_of(grammars)
+    request = constrained("constrained", 5, 30, **wants)
+    engine.add(request)
+    engine.run(20_000)
+    assert_constrained(request)
+    assert grammars.num_allowed == grammars.num_refused == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_while_guesses_are_refused(seed):
+    rng = np.random.default_rng(seed)
+    grammars = MadeUpGrammars(delay_s=0.0005, share=float(rng.choice([0.5, 0.9, 1.0])))
+    engine = engine_of(
+        grammars,
+        pipeline_depth=int(rng.integers(0, 4)),
+        block_size=int(rng.choice([2, 4, 16])),
+        num_blocks=int(rng.choice([40, 90])),
+        num_swap_chunks=int(rng.choice([0, 8])),
+        preemption_mode=str(rng.choice(["auto", "recompute", "swap"])),
+        max_num_seqs=12,
+        watermark=0.0,
+        max_model_len=64,
+    )
+    prompts = [rng.integers(0, 97, int(rng.integers(1, 9))).tolist() for _ in range(6)]
+    requests, gone = [], set()
+    for step in range(50_000):
+        if step < 400 and rng.random() < 0.1 and len(requests) - len(gone) < 14:
+            stops = rng.integers(0, 97, int(rng.integers(0, 3))).tolist()
+            name, prompt = f"r{len(requests)}", prompts[rng.integers(len(prompts))]
+            max_tokens = int(rng.integers(1, 40))
+            params = {"n": int(rng.integers(1, 4)), "temperature": 1.0, "stop_token_ids": stops}
+            make = constrained if rng.random() < 0.8 else make_request
+            requests.append(make(name, prompt, max_tokens, **params))
+            engine.add(requests[-1])
+        engine.step()
+        open_ones = [request for request in requests if not request.group.finished]
+        if step >= 400 and not open_ones:
+            break
+        if open_ones and rng.random() < 0.02:
+            request = open_ones[rng.integers(len(open_ones))]
+            engine.core.abort([request.request_id])
+            gone.add(request.request_id)
+        if open_ones and rng.random() < 0.02:
+            request = open_ones[rng.integers(len(open_ones))]
+            if request.group.running():
+                engine.preempt(request, str(rng.choice(["swap", "recompute"])))
+        if rng.random() < 0.02:
+            engine.core.take_new_weights("recompute" if rng.random() < 0.5 else "continue")
+    engine.run(20_000)
+    for request in requests:
+        for member in request.group.members:
+            expected = expected_tokens if request.sampling.structured_outputs else expected_ordinary
+            if request.request_id in gone:
+                output = member.output_token_ids
+                assert output == expected(member)[: len(output)]
+            else:
+                assert member.output_token_ids == expected(member)
+                assert engine.reported[name_of(member)] == member.output_token_ids
+    assert grammars.num_refused > 0
     engine.assert_idle()
 
 
@@ -200,9 +335,12 @@ def test_where_every_token_must_be_sampled_forced_ones_are(wants):
 
 def test_only_masks_that_changed_are_sent():
     class Alike(MadeUpGrammars):
-        def advance(self, guides, token_ids, masks):
-            masks[:] = MadeUpGrammar().mask
-            return [() for _ in guides]
+        def advance(self, guides, token_ids, guessed, last):
+            return [Place() for _ in guides]
+
+        def make_masks(self, guides, before):
+            mask = MadeUpGrammar().mask
+            return [old if old is not None and np.array_equal(old, mask) else mask for old in before]
 
     engine = engine_of(Alike())
     engine.add(constrained("constrained", 5, 30))
@@ -259,7 +397,7 @@ def test_an_engine_that_is_let_go_takes_its_thread_along_though_compiled_grammar
     grammars.may_compile.set()
     engine.run()
     kind = engine.core.scheduler._dependents._kinds[2]
-    thread, rows = kind._maker, weakref.ref(kind)
+    thread, rows = kind._maker._thread, weakref.ref(kind)
     del engine, kind
     gc.collect()
     assert rows() is None
@@ -282,10 +420,11 @@ def test_ordinary_rows_run_in_every_step_while_masks_are_made():
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_constrained_rows_are_preempted_and_come_back_with_their_grammars(mode, depth):
+@pytest.mark.parametrize("share", [0, 1, 0.6])
+def test_constrained_rows_are_preempted_and_come_back_with_their_grammars(share, mode, depth):
     rng = np.random.default_rng(depth)
     engine = engine_of(
-        MadeUpGrammars(delay_s=0.001),
+        MadeUpGrammars(delay_s=0.001, share=share),
         pipeline_depth=depth,
         num_blocks=40,
         num_swap_chunks=8,
@@ -293,7 +432,10 @@ def test_constrained_rows_are_preempted_and_come_back_with_their_grammars(mode, 
         watermark=0.0,
         max_model_len=64,
     )
-    requests = [constrained(f"constrained {i}", 3 + i, 40, n=1 + i % 3, temperature=1.0) for i in range(9)]
+    requests = [
+        constrained(f"constrained {i}", 3 + i, 40, n=1 + i % 3, temperature=1.0, stop_token_ids=[i, 5 * i + 40])
+        for i in range(9)
+    ]
     searches = [make_search(f"search {i}", 3 + i, 2, 9) for i in range(3)]
     engine.add(*requests, *searches)
     for _ in range(50_000):
@@ -318,17 +460,19 @@ def test_forced_tokens_fit_a_step_whose_budget_is_one_token_a_row():
     assert_constrained(*requests)
 
 
-def test_groups_with_windows_have_room_for_forced_tokens():
+@pytest.mark.parametrize("share", [0, 1])
+def test_groups_with_windows_have_room_for_forced_tokens(share):
     groups = (CacheGroup(window=6), CacheGroup())
-    engine = engine_of(MadeUpGrammars(), cache_groups=groups, num_blocks=128, max_model_len=64)
+    engine = engine_of(MadeUpGrammars(share=share), cache_groups=groups, num_blocks=128, max_model_len=64)
     requests = [constrained(f"constrained {i}", 3 + i, 40) for i in range(4)]
     engine.add(*requests)
     engine.run(20_000)
     assert_constrained(*requests)
 
 
-def test_an_aborted_row_whose_mask_is_in_the_making_leaves_nothing_behind():
-    engine = engine_of(MadeUpGrammars(delay_s=0.01), pipeline_depth=2)
+@pytest.mark.parametrize("share", [0, 1])
+def test_an_aborted_row_whose_mask_is_in_the_making_leaves_nothing_behind(share):
+    engine = engine_of(MadeUpGrammars(delay_s=0.01, share=share), pipeline_depth=2)
     requests = [constrained(f"constrained {i}", 4, 40) for i in range(3)]
     engine.add(*requests)
     for _ in range(8):
@@ -411,8 +555,9 @@ def test_a_failure_ends_the_sequences_that_had_not_ended_in_another_engine(gener
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_grammar_that_cannot_be_followed_ends_its_sequence_with_what_there_is(depth):
-    engine = engine_of(MadeUpGrammars(fails_after=7), pipeline_depth=depth)
+@pytest.mark.parametrize("share", [0, 1])
+def test_a_grammar_that_cannot_be_followed_ends_its_sequence_with_what_there_is(share, depth):
+    engine = engine_of(MadeUpGrammars(fails_after=7, share=share), pipeline_depth=depth)
     requests = [constrained(f"constrained {i}", 4 + i, 60) for i in range(4)]
     engine.add(*requests)
     engine.run(20_000)
@@ -424,12 +569,13 @@ def test_a_grammar_that_cannot_be_followed_ends_its_sequence_with_what_there_is(
 
 
 @pytest.mark.parametrize("num_known", [1, 2, 3, 7, 19])
-def test_a_request_goes_on_in_another_engine_under_the_masks_of_all_its_tokens(num_known):
+@pytest.mark.parametrize("share", [0, 1])
+def test_a_request_goes_on_in_another_engine_under_the_masks_of_all_its_tokens(share, num_known):
     whole = constrained("a", 5, 30, seed=3)
     engine = engine_of(MadeUpGrammars())
     engine.add(whole)
     engine.run()
-    engine = engine_of(MadeUpGrammars())
+    engine = engine_of(MadeUpGrammars(share=share))
     resumed = constrained("a", 5, 30, seed=3)
     engine.core.add_request(resumed, [whole.output_token_ids[:num_known]])
     engine.run()

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from jpaged.api.errors import InvalidParameterError, JPagedError
+from jpaged.api.structured_outputs import FEW_TOKENS
 from jpaged.api.structured_outputs import StructuredOutputsParams as Structured
 from jpaged.assets import demo_model_path
 from jpaged.text import grammar_compiler, grammars
 from jpaged.text.grammar_compiler import GrammarCompiler
 from jpaged.text.grammars import GrammarCheck, GrammarTokenizer
 from jpaged.text.tokenizer import Tokenizer
+from tests.support.random_schemas import random_schema
 
 VOCAB_SIZE, EOS = 2816, 2
 COMPACT = {"disable_any_whitespace": True}
@@ -45,15 +47,49 @@ def check(given):
     return GrammarCheck(lambda: given, VOCAB_SIZE)
 
 
+def masks_of(compiler, *guides) -> list[np.ndarray]:
+    """Masks, whether tokens are listed or not."""
+    masks = []
+    for made in compiler.make_masks(guides, [None] * len(guides)):
+        mask = made
+        if made.dtype == np.int32:
+            assert len(made) <= FEW_TOKENS
+            bits = np.zeros((32 * compiler.num_words,), np.bool_)
+            bits[made] = True
+            mask = np.packbits(bits, bitorder="little").view(np.uint32)
+        else:
+            assert len(allowed(made)) > FEW_TOKENS
+        masks.append(mask)
+    return masks
+
+
 def allowed(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def advance(compiler, guides, tokens, masks):
+    """Moves guides past tokens that were sampled under masks. Returns what is forced, or why they cannot go on."""
+    n = len(guides)
+    places = compiler.advance(guides, tokens, [False] * n, [False] * n)
+    fine = [i for i in range(n) if not places[i].failure]
+    assert all(places[i].needs_mask for i in fine)
+    for i, made in zip(fine, masks_of(compiler, *(guides[i] for i in fine)), strict=True):
+        masks[i] = made
+    return [place.failure or place.forced for place in places]
+
+
+def resume(compiler, guide, tokens, mask):
+    place = compiler.resume(guide, tokens)
+    if not place.failure:
+        mask[:] = masks_of(compiler, guide)[0]
+    return place.failure or place.forced
 
 
 def follow(compiler, params, tokens, ignore_eos=False):
     """What is forced and allowed after each of these tokens, one after the other."""
     guide = compiler.compile(params).result().begin(ignore_eos)
     mask = np.zeros((1, compiler.num_words), np.uint32)
-    return [(compiler.advance([guide], [token], mask)[0], allowed(mask[0])) for token in tokens]
+    return [(advance(compiler, [guide], [token], mask)[0], allowed(mask[0])) for token in tokens]
 
 
 def test_a_tokenizer_is_read_without_transformers_where_its_file_says_all(tokenizer, given, tmp_path):
@@ -90,7 +126,7 @@ def test_a_token_that_is_not_allowed_is_an_error_of_that_sequence_alone(compiler
     grammar = compiler.compile(Structured(regex="[ab]{9}")).result()
     (a,), (z,) = (tokenizer.encode(text, add_special_tokens=False)[-1:] for text in ("a", "z"))
     guides, masks = [grammar.begin(False) for _ in range(3)], np.zeros((3, compiler.num_words), np.uint32)
-    first, wrong, last = compiler.advance(guides, [a, z, a], masks)
+    first, wrong, last = advance(compiler, guides, [a, z, a], masks)
     assert first == last == ()
     assert isinstance(wrong, str)
     assert allowed(masks[0]) == allowed(masks[2])
@@ -193,7 +229,7 @@ def test_sequences_of_one_grammar_are_followed_in_lanes_and_get_the_masks_of_one
     guides = [grammar.begin(False) for _ in range(300)]  # more than the shared memory has rows
     for token, may in zip(tokens, alone, strict=True):
         masks = np.zeros((len(guides), compiler.num_words), np.uint32)
-        assert compiler.advance(guides, [token] * len(guides), masks) == [()] * len(guides)
+        assert advance(compiler, guides, [token] * len(guides), masks) == [()] * len(guides)
         assert (masks == masks[0]).all()
         assert allowed(masks[0]) == may
         del guides[::3]  # these have ended
@@ -206,17 +242,108 @@ def test_a_guide_that_is_moved_past_many_tokens_at_once_stands_where_one_that_to
     one, mask, tokens = grammar.begin(False), np.array([grammar.mask]), []
     while EOS not in allowed(mask[0]):
         tokens.append(allowed(mask[0])[0])
-        (forced,) = compiler.advance([one], tokens[-1:], mask)
+        (forced,) = advance(compiler, [one], tokens[-1:], mask)
         tokens += forced
         assert not set(forced) & {EOS}
         at_once = np.zeros_like(mask[0])
-        assert compiler.resume(grammar.begin(False), tokens, at_once) == ()
+        assert resume(compiler, grammar.begin(False), tokens, at_once) == ()
         assert (at_once == mask[0]).all()
         if forced:
-            assert compiler.resume(grammar.begin(False), tokens[:-1], at_once) == (tokens[-1],)
+            assert resume(compiler, grammar.begin(False), tokens[:-1], at_once) == (tokens[-1],)
             assert (at_once == mask[0]).all()
     assert json.loads(tokenizer.decode([*grammar.forced, *tokens])) == {"name": "fox", "paws": False}
-    assert isinstance(compiler.resume(grammar.begin(False), [EOS, EOS], mask[0]), str)
+    assert isinstance(resume(compiler, grammar.begin(False), [EOS, EOS], mask[0]), str)
+
+
+def some_constraints() -> list[Structured]:
+    rng = np.random.default_rng(7)
+    lark = 'start: "a" (INT | "(" start ")")*\nINT: /[0-9]+/'
+    plain = [Structured(regex=r"(foo|bar)+[0-9]{2,5}(é|☃)*"), Structured(choice=["fox", "foxes"])]
+    schemas = [Structured(json=random_schema(rng), disable_any_whitespace=bool(i % 2)) for i in range(8)]
+    return [*plain, Structured(json_object=True), Structured(grammar=lark), *schemas]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_guess_is_refused_where_its_token_is_not_in_the_mask_and_nowhere_else(compiler, ignore_eos):
+    """Two guides go the same way: one has all its masks made, the other says of each token whether it may follow."""
+    rng = np.random.default_rng(3)
+    num_refused = num_allowed = num_unneeded = 0
+    compiler.compile(Structured(regex="a")).result()
+    process = compiler._process
+    for params in some_constraints():
+        grammar = compiler.compile(params).result()
+        masked, guide = grammar.begin(ignore_eos), grammar.begin(ignore_eos, True)
+        (mask,) = masks_of(compiler, masked)
+        for _ in range(30):
+            may = allowed(mask)
+            others = np.setdiff1d(np.arange(VOCAB_SIZE), may)
+            for wrong in {EOS, *rng.choice(others, 2).tolist()} - set(may):
+                (place,) = compiler.advance([guide], [wrong], [True], [wrong == EOS])
+                assert place.is_refused
+                assert (masks_of(compiler, guide)[0] == mask).all()
+                num_refused += 1
+            token = EOS if EOS in may and rng.random() < 0.3 else int(rng.choice(may))
+            (place,) = compiler.advance([guide], [token], [True], [token == EOS])
+            assert (place.is_refused, place.failure) == (False, "")
+            num_allowed += 1
+            if token == EOS:
+                assert not place.needs_mask
+                break
+            (expected,) = compiler.advance([masked], [token], [False], [False])
+            assert (place.forced, expected.needs_mask) == (expected.forced, True)
+            num_unneeded += not place.needs_mask
+            (mask,) = masks_of(compiler, masked)
+    assert min(num_refused, num_allowed, num_unneeded) > 30
+    assert compiler._process is process
+
+
+def test_a_guide_guesses_where_most_tokens_are_allowed_and_while_its_guesses_hold(compiler, tokenizer):
+    grammar = compiler.compile(Structured(regex="a[a-z]*1[^!]*!")).result()
+    token_of = {text: tokenizer.encode(text, add_special_tokens=False)[-1] for text in ("b", "1", "?", "!")}
+    guide = grammar.begin(False, True)
+
+    def then(text, guessed):
+        (place,) = compiler.advance([guide], [token_of[text]], [guessed], [False])
+        return "refused" if place.is_refused else "mask" if place.needs_mask else "guess"
+
+    compiler.advance([guide], [*tokenizer.encode("a", add_special_tokens=False)[-1:]], [False], [False])
+    assert then("b", True) == "guess"
+    assert then("!", True) == "refused"
+    masks_of(compiler, guide)
+    few = [then("b", False) for _ in range(20)]  # a token at random is rarely one of letters alone
+    assert few.count("mask") > 10
+    assert "refused" not in few
+    then("1", False)
+    masks_of(compiler, guide)
+    assert [then("?", False), then("?", True), then("?", True)] == ["guess"] * 3
+
+
+@pytest.mark.parametrize("expression", ["[ab]+", "(?s:.*)"])
+def test_an_equal_mask_is_the_array_of_before(compiler, tokenizer, expression):
+    (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    guide = compiler.compile(Structured(regex=expression)).result().begin(False)
+    compiler.advance([guide], [a], [False], [False])
+    (first,) = compiler.make_masks([guide], [None])
+    compiler.advance([guide], [a], [False], [False])
+    assert compiler.make_masks([guide], [first])[0] is first
+    assert compiler.make_masks([guide], [first + 1])[0] is not first
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_where_the_process_has_died_a_guess_is_checked_in_another(given, tokenizer, is_allowed):
+    (a,), (z,) = (tokenizer.encode(text, add_special_tokens=False)[-1:] for text in ("a", "z"))
+    compiler = GrammarCompiler(lambda: given, VOCAB_SIZE)
+    guide = compiler.compile(Structured(regex="[ab]{3}")).result().begin(False, True)
+    compiler.advance([guide], [a], [True], [False])
+    os.kill(compiler._process.pid, signal.SIGKILL)
+    (place,) = compiler.advance([guide], [a if is_allowed else z], [True], [False])
+    assert (place.is_refused, place.failure) == (not is_allowed, "")
+    os.kill(compiler._process.pid, signal.SIGKILL)
+    (mask,) = masks_of(compiler, guide)
+    ab = {token for token in allowed(mask) if tokenizer.token_text(token) in ("a", "b", "aa", "ab", "ba", "bb")}
+    assert set(allowed(mask)) == ab
+    assert ({len(tokenizer.token_text(token)) for token in ab} == {1}) == is_allowed
+    compiler.close()
 
 
 def test_where_the_process_has_died_sequences_go_on_in_another(given, tokenizer):
@@ -236,13 +363,13 @@ def test_where_the_process_has_died_sequences_go_on_in_another(given, tokenizer)
                 continue
             if len(found) in kill_before:
                 os.kill(compiler._process.pid, signal.SIGKILL)
-            answers = compiler.advance(guides, [token] * 2, masks)
+            answers = advance(compiler, guides, [token] * 2, masks)
             assert answers[0] == answers[1]
             assert (masks[0] == masks[1]).all()
             forced = deque(answers[0])
             found.append((answers[0], allowed(masks[0])))
         late = np.zeros((compiler.num_words,), np.uint32)
-        return found, compiler.resume(grammar.begin(False), text[len(grammar.forced) :], late), allowed(late)
+        return found, resume(compiler, grammar.begin(False), text[len(grammar.forced) :], late), allowed(late)
 
     calm = seen(())
     assert len(calm[0]) > 2
@@ -257,18 +384,18 @@ def test_a_sequence_that_ends_each_process_fails_by_name(given, tokenizer, monke
     (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
     compiler = GrammarCompiler(lambda: given, VOCAB_SIZE)
     guide, masks = compiler.compile(Structured(regex="[ab]+")).result().begin(False), np.zeros((1, 88), np.uint32)
-    resume = grammar_compiler._Process.resume
+    resume_there = grammar_compiler._Process.resume
 
     def resume_and_die(self, *arguments):
         os.kill(self.pid, signal.SIGKILL)
-        return resume(self, *arguments)
+        return resume_there(self, *arguments)
 
     monkeypatch.setattr(grammar_compiler._Process, "resume", resume_and_die)
     os.kill(compiler._process.pid, signal.SIGKILL)
-    assert compiler.advance([guide], [a], masks) == ["the process that follows grammars has ended"]
+    assert advance(compiler, [guide], [a], masks) == ["the process that follows grammars has ended"]
     monkeypatch.undo()
     another = compiler.compile(Structured(regex="[ab]+")).result().begin(False)
-    assert compiler.advance([another], [a], masks) == [()]
+    assert advance(compiler, [another], [a], masks) == [()]
     compiler.close()
 
 

@@ -17,6 +17,7 @@ A kind of dependent rows is a subclass of `DependentRows`; a scheduler makes one
     take         hand the new tokens to whatever makes the masks; return the rows, whose tokens are then stored,
                  reported and tested for their end like everybody's. Do not call `made_ready` before the mask is there:
                  half of the rows may be planned while the masks of the other half are being made
+    collect      if `take` has held tokens back until something was known of them: those that count
     prepare      call `made_ready` for slots whose mask has come; return sequences that know further tokens already
     wait         the engine has nothing else to do: wait for a mask
     contribute   put the masks of the planned rows into the plan. That needs a field of PlanInProgress and StepPlan, as
@@ -60,11 +61,25 @@ class Taken(NamedTuple):
         has dealt with the others.
     ended: sequences that are over.
     before: known tokens, by slot, that are to be reported before those of this result.
+    num_held: tokens of the other rows that `collect` may bring later.
     """
 
     rows: np.ndarray
     ended: list[Ended]
     before: dict[int, list[int]] = {}  # noqa: RUF012  # never written to
+    num_held: int = 0
+
+
+class Confirmed(NamedTuple):
+    """Tokens that a kind has held back and that now count: of distinct slots, int64 [n], int32 [n].
+
+    codes: uint8 [n]; the `FinishCode` that came with each. before: as of `Taken`.
+    """
+
+    slots: np.ndarray
+    token_ids: np.ndarray
+    codes: np.ndarray
+    before: dict[int, list[int]]
 
 
 class DependentRows(ABC):
@@ -110,12 +125,24 @@ class DependentRows(ABC):
         for slot in slots:
             self._slots.begin_waiting(slot, self.number)
 
+    def leaves(self, request: Request) -> None:  # noqa: B027  # most kinds hold nothing back
+        """A sequence is about to be preempted. What was held back of it is not counted as computed any more."""
+
     def left(self, request: Request) -> None:
         """A sequence has ended, or lost its slot. It still has its slot's number here."""
         self._is_ready[request.slot] = False
 
     def forgotten(self, group: Group) -> None:  # noqa: B027  # most kinds keep nothing
         """All sequences of a request of this kind have ended."""
+
+    def collect(self) -> Confirmed | None:
+        """Takes in what was made elsewhere; called before `prepare`. Returns tokens that `take` has held back, which
+        are now stored, reported and tested for their end, before `prepare` is called.
+        """
+        return None
+
+    def settle(self) -> None:  # noqa: B027  # most kinds hold nothing back
+        """Waits until `collect` brings all tokens that were held back and count."""
 
     def prepare(self, num_queued: int | None) -> list[Request]:
         """A plan is about to be made. Returns sequences of this kind that have come to know tokens without sampling
@@ -139,7 +166,7 @@ class DependentRows(ABC):
 
     @property
     def has_news(self) -> bool:
-        """Whether `prepare` or `may_queue` would find what they did not find before."""
+        """Whether `collect`, `prepare` or `may_queue` would find what they did not find before."""
         return False
 
     @property
@@ -229,6 +256,16 @@ class Dependents:
         kind = self._kind_of.get(request.request_id)
         return kind is None or kind.may_queue(request)
 
+    def collect(self) -> list[Confirmed]:
+        """As `DependentRows.collect`."""
+        found = [kind.collect() for kind in self._kinds.values()] if self._kind_of else []
+        return [one for one in found if one is not None]
+
+    def settle(self) -> None:
+        """As `DependentRows.settle`."""
+        for kind in self._kinds.values() if self._kind_of else ():
+            kind.settle()
+
     def prepare(self, num_queued: int | None) -> list[Request]:
         """As `DependentRows.prepare`."""
         return [request for kind in self._kinds.values() for request in kind.prepare(num_queued)]
@@ -298,12 +335,14 @@ class Dependents:
         kind_of_row = self._slots.kind[slots[rows]]
         ordinary, ended = [rows[~np.isin(kind_of_row, list(awaited))]], []
         before: dict[int, list[int]] = {}
+        num_held = 0
         for number in sorted(awaited):
             taken = self._kinds[number].take(step_id, slots, rows[kind_of_row == number], result)
             ordinary.append(taken.rows)
             ended += taken.ended
             before |= taken.before
-        return Taken(np.concatenate(ordinary), ended, before)
+            num_held += taken.num_held
+        return Taken(np.concatenate(ordinary), ended, before, num_held)
 
     def wait(self) -> bool:
         """As `DependentRows.wait`, of the first kind that will have rows."""

@@ -1,6 +1,7 @@
 """Rows whose next token a grammar constrains: a kind of rows that wait for their last result.
 
     take          tokens -> maker      the host's cores make the masks, while other rows' steps run
+    collect       guesses are checked  those that hold are stored and reported
     prepare       masks have come      rows are ready; what the grammar forces is appended, and computed as a chunk
     contribute    masks that changed -> plan
 
@@ -16,25 +17,36 @@ Only what fits the sequence's last block is appended at once. For the rest, as f
 sampled (log-probabilities and penalties are by token), the mask has one bit. So a sequence's tokens do not depend on
 how they came about.
 
+**Guesses.** A row without truncation, log-probabilities or penalties may run without its mask: it samples among all
+tokens. The token's noise depends on its seed and position alone, so if the token is allowed, it is the one that the
+mask would have led to. The grammar is asked only whether it is: that takes microseconds, where a mask takes up to
+milliseconds. Until it has said so the token is held back: nobody has seen it, and it may be dropped.
+
+    step i        {"name": "Ada ?      sampled among all tokens; held back
+    allowed                            it is stored and reported, and ends the sequence if it was to
+    refused                            the slot goes back by a token, with the mask for this place:
+    step i + n    {"name": "Ada L      the same position again
+
+A slot that lost its last token computes the token before it again, into the place where that stands already. Layers
+with recurrent states cannot go back, so models with them do not guess. `jpaged/text/guides.py` decides where a guess is
+worth it.
+
 Where all constrained rows are ready at once they are planned in two halves: while one half's step runs, the masks of
 the other half are made.
 """
 
-import queue
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.engine.constraints.dependent_rows import DependentRows, Ended, Taken
-from jpaged.engine.interface import FinishCode, SamplingVariant, StepResult
+from jpaged.engine.constraints.dependent_rows import Confirmed, DependentRows, Ended, Taken
+from jpaged.engine.constraints.mask_maker import Followed, Grammar, Grammars, Job, MaskMaker, MasksMade, Place
+from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.plan_in_progress import PlanInProgress
 from jpaged.engine.sequences.group import SequenceGroup
@@ -53,71 +65,22 @@ _WAIT_S = 0.0005
 """The longest wait for a mask or a grammar before the engine looks for new requests."""
 
 
-class Grammar(Protocol):
-    """A compiled constraint: first come its forced tokens, then one that its mask, uint32 [words], allows."""
-
-    forced: tuple[int, ...]
-    mask: np.ndarray
-
-    def begin(self, ignore_eos: bool) -> Any:
-        """The guide of a new sequence: it stands behind the forced tokens. ignore_eos: as in `SamplingParams`."""
-        ...
+_ANY = np.zeros((0,), np.uint32)
+"""Stands for the mask of a row that guesses: all tokens."""
 
 
-class Grammars(Protocol):
-    """Compiles constraints and follows them; `jpaged.text.grammar_compiler` implements it.
+class _Held(NamedTuple):
+    """A token that was guessed, until it is known to be allowed. code: the `FinishCode` that came with it."""
 
-    num_words: uint32 words of a mask.
-    """
-
-    num_words: int
-
-    def compile(self, params: StructuredOutputsParams) -> "Future[Any]":
-        """Compiles in a thread, unless it is known already. The future brings a Grammar, or raises JPagedError."""
-        ...
-
-    def advance(
-        self, guides: Sequence[Any], token_ids: Sequence[int], masks: np.ndarray
-    ) -> "Sequence[tuple[int, ...] | str]":
-        """Moves each guide past a token, and past what this forces. No two calls at a time have a guide in common.
-
-        masks: uint32 [n, words]; what may follow is written here.
-        Returns: for each guide the forced tokens, or why it cannot go on.
-        """
-        ...
-
-    def resume(self, guide: Any, token_ids: Sequence[int], mask: np.ndarray) -> "tuple[int, ...] | str":
-        """Moves a guide past many tokens at once, forced ones included. mask: uint32 [words]; as of `advance`.
-
-        Returns: the tokens that must follow these, or why the guide cannot go on.
-        """
-        ...
-
-    def close(self) -> None:
-        """Nothing will be asked for any more."""
-        ...
-
-
-class _Job(NamedTuple):
-    slots: list[int]
-    guides: list[Any]
-    token_ids: list[int]
-    before: list[np.ndarray]  # the last mask of each
-
-
-class _Made(NamedTuple):
-    """forced: as `Grammars.advance` returns it. masks: uint32 [words] each; the array of before where it is equal."""
-
-    slots: list[int]
-    forced: "Sequence[tuple[int, ...] | str]"
-    masks: list[np.ndarray]
+    token: int
+    code: int
 
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
     """One constrained sequence.
 
-    forced: tokens that must come next. mask: uint32 [words]; what may come after them.
+    forced: tokens that must come next. mask: what may come after them, as of `StepPlan.masks`; `_ANY`: its rows guess.
     skips: whether forced tokens may be appended without being sampled.
     unreported: appended tokens that its caller has not been told of.
     failure: why the grammar cannot be followed further.
@@ -134,13 +97,17 @@ class _Sequence:
 class ConstrainedRows(DependentRows):
     """Keeps the masks of constrained sequences and appends what their grammars force.
 
-    grammars: compiles constraints and follows them.
+    grammars: compiles constraints and follows them. guesses: whether rows may run without their masks; not where layers
+    keep states of sequences.
     """
 
-    def __init__(self, number: int, slots: Slots, blocks: BlockManager, grammars: Grammars) -> None:
+    def __init__(
+        self, number: int, slots: Slots, blocks: BlockManager, grammars: Grammars, guesses: bool = False
+    ) -> None:
         super().__init__(number, slots, blocks)
         num_slots = len(slots.requests)
-        self._grammars = grammars
+        self._grammars, self._guesses = grammars, guesses
+        self._maker = MaskMaker(grammars)
         self._compiling: dict[str, Future[Grammar]] = {}
         self._compiled: dict[str, Grammar] = {}
         self._sequences: dict[Request, _Sequence] = {}
@@ -148,16 +115,15 @@ class ConstrainedRows(DependentRows):
         self._masks: list[np.ndarray | None] = [None] * num_slots  # what each slot's next token must keep to
         self._sent: list[np.ndarray | None] = [None] * num_slots  # what the device has
         self._is_catching_up = np.zeros((num_slots,), np.bool_)  # forced tokens are being computed
-        self._in_making: set[int] = set()
+        self._in_making: set[int] = set()  # slots of whose sequences the maker has something to say yet
+        self._held: dict[int, _Held] = {}  # guesses that it has, by slot
+        self._confirmed: dict[int, _Held] = {}  # those that are allowed, but not stored yet
+        self._refused: set[int] = set()  # slots that have lost their last token, of which the device knows nothing yet
         self._come: list[int] = []  # slots whose masks have come, but which are not ready yet
         self._planned = np.zeros((0,), np.int64)
         self._has_failed = False
         self._keeps_back = False  # rows that are ready wait for others
         self._waits_since: float | None = None  # when the first of them became ready
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[_Made | BaseException] = queue.SimpleQueue()
-        self._news = threading.Event()
-        self._maker: threading.Thread | None = None
 
     def group_of(self, request: Request) -> SequenceGroup | None:
         """The group of a request with structured_outputs, which begin to be compiled."""
@@ -166,7 +132,7 @@ class ConstrainedRows(DependentRows):
             return None
         future = self._grammars.compile(constraint)
         self._compiling[request.request_id] = future
-        news = self._news  # what has compiled keeps the future, which must not keep this object
+        news = self._maker.news  # what has compiled keeps the future, which must not keep this object
         future.add_done_callback(lambda _: news.set())
         return SequenceGroup.form(request)
 
@@ -194,7 +160,7 @@ class ConstrainedRows(DependentRows):
             if sequence is None:
                 grammar, sampling = self._compiled[member.request_id], member.sampling
                 sequence = _Sequence(
-                    grammar.begin(sampling.ignore_eos),
+                    grammar.begin(sampling.ignore_eos, self._may_guess(member)),
                     deque(grammar.forced),
                     grammar.mask,
                     skips=member.variant < SamplingVariant.FULL,
@@ -205,6 +171,10 @@ class ConstrainedRows(DependentRows):
             self._has_failed |= bool(sequence.failure)
             self._set_mask(member.slot, sequence)
 
+    def _may_guess(self, request: Request) -> bool:
+        """Whether the most likely of all tokens, if it is allowed, is the one that is sampled of those allowed."""
+        return self._guesses and request.variant <= SamplingVariant.SAMPLING
+
     def _follow(self, sequence: _Sequence, token_ids: Sequence[int]) -> None:
         """Moves a new sequence past tokens that it has generated in another engine."""
         tokens = deque(token_ids)
@@ -212,26 +182,48 @@ class ConstrainedRows(DependentRows):
             sequence.forced.popleft()
             tokens.popleft()
         if tokens:
-            mask = np.zeros((self._grammars.num_words,), np.uint32)
-            forced = self._grammars.resume(sequence.guide, tuple(tokens), mask)
-            if isinstance(forced, str):
-                sequence.failure, self._has_failed = forced, True
-            else:
-                sequence.forced, sequence.mask = deque(forced), mask
+            place = self._grammars.resume(sequence.guide, tuple(tokens))
+            sequence.forced.extend(place.forced)
+            self._fail(sequence, place.failure)
+            if not place.failure:
+                made = self._grammars.make_masks([sequence.guide], [None]) if place.needs_mask else [_ANY]
+                self._set_made(sequence, made[0])
+
+    def _set_made(self, sequence: _Sequence, made: np.ndarray | str) -> None:
+        """Takes a mask, or why there is none."""
+        if isinstance(made, str):
+            self._fail(sequence, made)
+        else:
+            sequence.mask = made
+
+    def _fail(self, sequence: _Sequence, failure: str) -> None:
+        sequence.failure, self._has_failed = failure, self._has_failed or bool(failure)
 
     def begins(self, group: Group, slots: Sequence[int]) -> None:
         """All that is known of these slots is computed, forced tokens included."""
         super().begins(group, slots)
         self._is_catching_up[slots] = False
 
+    def leaves(self, request: Request) -> None:
+        """Waits for what is in the making. A guess that is allowed, but was not stored, is a token that must come
+        next: it is sampled again.
+        """
+        slot, sequence = request.slot, self._by_slot[request.slot]
+        while slot in self._in_making:
+            self._take_made(self._maker.take())
+        held = self._confirmed.pop(slot, None)
+        if held is not None and sequence is not None:
+            sequence.forced.appendleft(held.token)
+            self._slots.take_back(slot)
+
     def left(self, request: Request) -> None:
         """A sequence has ended, or lost its slot: what it needs to go on in another is kept."""
         super().left(request)
+        self.leaves(request)
         slot = request.slot
-        while slot in self._in_making:
-            self._take_made(self._results.get())
         if slot in self._come:
             self._come.remove(slot)
+        self._refused.discard(slot)
         self._by_slot[slot] = None
         self._is_catching_up[slot] = False
         self._masks[slot] = self._sent[slot] = None
@@ -248,9 +240,33 @@ class ConstrainedRows(DependentRows):
         """A token for each row, but for those whose forced tokens are in the queue of chunks."""
         return int(np.count_nonzero((self._slots.kind == self.number) & ~self._is_catching_up))
 
+    def collect(self) -> Confirmed | None:
+        """Takes in what has come from the maker. Returns the guesses that are allowed."""
+        self._maker.news.clear()
+        while self._maker.has_result:
+            self._take_made(self._maker.take())
+        if not self._confirmed:
+            return None
+        confirmed, self._confirmed = self._confirmed, {}
+        before: dict[int, list[int]] = {}
+        for slot in confirmed:
+            sequence = self._by_slot[slot]
+            if sequence is not None and sequence.unreported:
+                before[slot], sequence.unreported = sequence.unreported, []
+        tokens, codes = zip(*confirmed.values(), strict=True)
+        return Confirmed(
+            np.array(list(confirmed), np.int64), np.array(tokens, np.int32), np.array(codes, np.uint8), before
+        )
+
+    def settle(self) -> None:
+        """Waits until no guess is to be checked."""
+        while self._held:
+            self._take_made(self._maker.take())
+
     def prepare(self, num_queued: int | None) -> list[Request]:
-        """Takes in the masks that have come; returns the sequences whose forced tokens are to be computed."""
-        self._collect()
+        """Rows whose masks have come, or who guess, are ready. Returns the sequences whose forced tokens are to be
+        computed.
+        """
         self._keeps_back = self._gains_company(num_queued)
         if self._keeps_back:
             return []
@@ -306,44 +322,63 @@ class ConstrainedRows(DependentRows):
         """Adds the masks that the device does not have yet, of the rows that sample in this plan."""
         rows, self._planned = self._planned, self._planned[:0]
         chunks = [c.slot for c in plan.chunks if c.samples and self._by_slot[c.slot] is not None]
-        changed: dict[int, np.ndarray] = {}
+        changed: list[int] = []
         for slot in (*rows.tolist(), *chunks):
             mask = self._masks[slot]
-            if mask is not None and mask is not self._sent[slot]:
-                changed[slot] = self._sent[slot] = mask
-        if changed:
-            plan.mask_slots, plan.masks = np.array(list(changed), np.int32), np.stack(list(changed.values()))
+            if mask is None or mask is self._sent[slot]:
+                continue
+            self._sent[slot] = mask
+            if mask is _ANY:
+                plan.unmasked_slots.append(slot)
+            else:
+                changed.append(slot)
+                plan.masks.append(mask)
+                plan.mask_tokens.append(self._token_to_go_back_to(slot))
+        plan.mask_slots += changed
+
+    def _token_to_go_back_to(self, slot: int) -> int:
+        """The token that is its last again, of a slot whose guess was refused; NO_TOKEN for others."""
+        if slot not in self._refused:
+            return NO_TOKEN
+        self._refused.remove(slot)
+        return int(self._slots.known(slot)[-1])
 
     def variant(self, others: SamplingVariant) -> SamplingVariant:
         """A program that applies masks."""
         return SamplingVariant.FULL if others == SamplingVariant.BEAM else max(others, SamplingVariant.MASKED)
 
     def take(self, step_id: int, slots: np.ndarray, rows: np.ndarray, result: StepResult) -> Taken:
-        """Hands the tokens of sequences that go on to the maker."""
+        """Hands the tokens of sequences that go on to the maker, and those that were guessed, which are held back."""
         before: dict[int, list[int]] = {}
-        job = _Job([], [], [], [])
-        running = result.finish_codes[rows] == FinishCode.RUNNING
-        tokens = result.token_ids[rows, 0]
-        for slot, goes_on, token in zip(slots[rows].tolist(), running.tolist(), tokens.tolist(), strict=True):
+        job = Job([], [], [], [], [], [])
+        is_told = np.ones((len(rows),), np.bool_)
+        codes, tokens = result.finish_codes[rows].tolist(), result.token_ids[rows, 0].tolist()
+        for i, (slot, code, token) in enumerate(zip(slots[rows].tolist(), codes, tokens, strict=True)):
             sequence = self._by_slot[slot]
             assert sequence is not None
-            if sequence.unreported:
-                before[slot], sequence.unreported = sequence.unreported, []
-            if not goes_on:
-                continue
-            if sequence.forced:
-                sequence.forced.popleft()
-                self._come.append(slot)
+            is_guess, goes_on = self._sent[slot] is _ANY, code == FinishCode.RUNNING
+            if is_guess:
+                is_told[i] = False
+                self._held[slot] = _Held(token, code)
             else:
-                job.slots.append(slot)
-                job.guides.append(sequence.guide)
-                job.token_ids.append(token)
-                job.before.append(sequence.mask)
+                if sequence.unreported:
+                    before[slot], sequence.unreported = sequence.unreported, []
+                if not goes_on:
+                    continue
+                if sequence.forced:
+                    sequence.forced.popleft()
+                    self._come.append(slot)
+                    continue
+            job.slots.append(slot)
+            job.guides.append(sequence.guide)
+            job.token_ids.append(token)
+            job.guessed.append(is_guess)
+            job.last.append(not goes_on)
+            job.before.append(None if is_guess else sequence.mask)
         if job.slots:
             self._in_making.update(job.slots)
-            self._start_maker()
-            self._jobs.put(job)
-        return Taken(rows, [], before)
+            self._maker.put(job)
+        return Taken(rows[is_told], [], before, num_held=len(rows) - int(np.count_nonzero(is_told)))
 
     def failed(self) -> list[tuple[Ended, list[int]]]:
         """Sequences whose grammars could not be followed further, since the last call."""
@@ -360,48 +395,58 @@ class ConstrainedRows(DependentRows):
 
     @property
     def has_news(self) -> bool:
-        """Whether `prepare` or `may_queue` would find something."""
-        return self._news.is_set() or (bool(self._come) and not self._keeps_back)
+        """Whether `collect`, `prepare` or `may_queue` would find something."""
+        return self._maker.news.is_set() or bool(self._confirmed) or (bool(self._come) and not self._keeps_back)
 
     @property
     def awaits(self) -> bool:
-        """Whether masks are in the making."""
+        """Whether masks are in the making, or guesses are checked."""
         return bool(self._in_making)
 
     def wait(self) -> bool:
         """Waits a moment for masks and grammars in the making."""
-        if (self._come and not self._keeps_back) or self._has_failed:
+        if (self._come and not self._keeps_back) or self._has_failed or self._confirmed:
             return True
         if not self._in_making and not self._compiling:
             return False
-        self._news.wait(_WAIT_S)
+        self._maker.news.wait(_WAIT_S)
         return True
 
     def close(self) -> None:
         """Ends the thread that makes masks, and what it asks for them."""
-        if self._maker is not None:
-            self._jobs.put(None)
-            self._maker = None
+        self._maker.close()
         self._grammars.close()
 
-    def _collect(self) -> None:
-        self._news.clear()
-        while not self._results.empty():
-            self._take_made(self._results.get())
-
-    def _take_made(self, made: "_Made | BaseException") -> None:
-        if isinstance(made, BaseException):
-            raise made
-        for slot, forced, mask in zip(made.slots, made.forced, made.masks, strict=True):
+    def _take_made(self, made: Followed | MasksMade) -> None:
+        if isinstance(made, Followed):
+            for slot, place in zip(made.slots, made.places, strict=True):
+                self._take_place(slot, place)
+            return
+        for slot, mask in zip(made.slots, made.masks, strict=True):
             self._in_making.discard(slot)
             sequence = self._by_slot[slot]
-            if sequence is None:
-                continue
-            if isinstance(forced, str):
-                sequence.failure, self._has_failed = forced, True
-                continue
-            sequence.forced.extend(forced)
-            sequence.mask = mask
+            if sequence is not None:
+                self._set_made(sequence, mask)
+                self._come.append(slot)
+
+    def _take_place(self, slot: int, place: Place) -> None:
+        """Takes in where a slot's guide stands. Its mask may be in the making yet."""
+        held, sequence = self._held.pop(slot, None), self._by_slot[slot]
+        assert sequence is not None  # who leaves a slot waits for what is in the making
+        if place.failure:
+            self._in_making.discard(slot)
+            self._fail(sequence, place.failure)
+            return
+        if place.is_refused:
+            self._slots.take_back(slot)
+            self._refused.add(slot)
+            return
+        sequence.forced.extend(place.forced)
+        if held is not None:
+            self._confirmed[slot] = held
+        if not place.needs_mask:
+            sequence.mask = _ANY
+            self._in_making.discard(slot)
             self._come.append(slot)
 
     def _append_forced(self, slot: int, sequence: _Sequence, request: Request) -> bool:
@@ -428,35 +473,5 @@ class ConstrainedRows(DependentRows):
     def _set_mask(self, slot: int, sequence: _Sequence) -> None:
         mask = sequence.mask
         if sequence.forced:
-            mask = np.zeros_like(mask)
-            mask[sequence.forced[0] // 32] = np.uint32(1 << sequence.forced[0] % 32)
+            mask = np.array([sequence.forced[0]], np.int32)
         self._masks[slot] = mask
-
-    def _start_maker(self) -> None:
-        """The thread knows nothing of this object, so that it ends with it."""
-        if self._maker is None:
-            arguments = (self._grammars, self._jobs, self._results, self._news)
-            self._maker = threading.Thread(target=_make, args=arguments, name="jpaged-masks", daemon=True)
-            self._maker.start()
-            weakref.finalize(self, self._jobs.put, None)
-
-
-def _make(
-    grammars: Grammars,
-    jobs: "queue.SimpleQueue[_Job | None]",
-    results: "queue.SimpleQueue[_Made | BaseException]",
-    news: threading.Event,
-) -> None:
-    """In a thread: makes masks in the order in which they are asked for, until there is no job but None."""
-    while (job := jobs.get()) is not None:
-        masks = np.empty((len(job.slots), grammars.num_words), np.uint32)
-        try:
-            forced = grammars.advance(job.guides, job.token_ids, masks)
-            kept = [
-                before if np.array_equal(before, mask) else mask.copy()
-                for before, mask in zip(job.before, masks, strict=True)
-            ]
-            results.put(_Made(job.slots, forced, kept))
-        except BaseException as error:  # raised again where the results are read
-            results.put(error)
-        news.set()

@@ -30,6 +30,8 @@ class Inspection(SchedulerPart):
             num_not_finite=counters.num_not_finite,
             num_steps=counters.num_steps,
             num_shared_prefix_steps=counters.num_shared_prefix_steps,
+            num_guesses=counters.num_guesses,
+            num_kept_guesses=counters.num_kept_guesses,
             step_tokens=tuple(counters.step_tokens),
             num_preemptions=counters.num_preemptions,
             num_swap_preemptions=counters.num_swap_preemptions,

@@ -45,6 +45,10 @@ class Preemption(SchedulerPart):
         so, their blocks hold what they count as computed, and there is room; or with their tokens only.
         """
         group = members[0].group
+        for request in members:
+            kind = self._dependents.of(request)
+            if kind is not None:
+                kind.leaves(request)
         stores = mode == "swap" or (mode == "auto" and len(members) > 1)
         if stores and group.can_be_stored and not self._config.keeps_states:
             started = [member for member in members if self._slots.holds_tokens(member.slot)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.engine.constraints.dependent_rows import Ended
+from jpaged.engine.constraints.dependent_rows import Confirmed, Ended
 from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, Logprobs, StepPlan, StepResult
 from jpaged.engine.scheduler.preemption import Preemption
 from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
@@ -58,12 +58,21 @@ class Results(SchedulerPart):
             left = self._slots.start_step[rows_slots[rows]] <= plan.step_id
             rows, counts = rows[left], None if counts is None else counts[left]
         if self._dependents.awaits(plan.step_id):
-            rows, ended, before = self._dependents.take(plan.step_id, rows_slots, rows, result)
+            rows, ended, before, num_held = self._dependents.take(plan.step_id, rows_slots, rows, result)
             updates += [self.end(one) for one in ended]
-            self._counters.generated_tokens += sum(map(len, before.values()))
+            self._counters.generated_tokens += sum(map(len, before.values())) - num_held
+            self._counters.num_guesses += num_held
         if counts is not None:
             counts = np.count_nonzero(result.token_ids[rows] != NO_TOKEN, axis=1)
         return updates + self._take_tokens(result, rows_slots, rows, counts, now, before or {})
+
+    def take_confirmed(self, confirmed: Confirmed) -> list[RequestUpdate]:
+        """Takes in tokens that a kind of rows has held back; returns updates as `take` does."""
+        slots, token_ids, codes, before = confirmed
+        self._counters.num_kept_guesses += len(slots)
+        self._counters.generated_tokens += len(slots) + sum(map(len, before.values()))
+        result = StepResult(token_ids[:, np.newaxis], codes)
+        return self._take_tokens(result, slots, np.arange(len(slots)), None, time.monotonic(), before)
 
     def _sampled_rows(
         self, plan: StepPlan, result: StepResult

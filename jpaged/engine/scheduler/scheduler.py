@@ -81,7 +81,7 @@ class Scheduler:
         self._blocks = BlockManager(self.pool, self.slots, self.elastic)
         self._dependents = Dependents(kinds, self.slots, self._blocks)
         self._on_hold: list[Request] = []  # they need something before they may wait for slots
-        self._failed: list[RequestUpdate] = []
+        self._updates: list[RequestUpdate] = []  # that no result of a step has brought
         state = SchedulerState(
             config, self.pool, self.slots, self._blocks, self.swap_space, self._waiting, self._dependents, Counters()
         )
@@ -151,24 +151,36 @@ class Scheduler:
         if self._on_hold:
             self._release()
         if self._dependents:
+            self._take_confirmed()
             is_due = bool(self._tenants.prefilling) or bool(len(self.slots.decodable()))
             self._tenants.prefilling[:0] = self._dependents.prepare(None if is_due else num_queued())
             for ended, unreported in self._dependents.failed():
                 update = self._results.end(ended)
-                self._failed.append(
+                self._updates.append(
                     update._replace(new_token_ids=unreported) if update.request.reports_each_token else update
                 )
         return self._planner.plan()
 
     @property
-    def has_failed(self) -> bool:
-        """Whether `take_failed` would return any."""
-        return bool(self._failed)
+    def has_updates(self) -> bool:
+        """Whether `take_updates` would return any."""
+        return bool(self._updates)
 
-    def take_failed(self) -> list[RequestUpdate]:
-        """Sequences that ended by themselves since the last call, because they cannot go on."""
-        failed, self._failed = self._failed, []
-        return failed
+    def take_updates(self) -> list[RequestUpdate]:
+        """What came to be known since the last call without a step's result: tokens that were held back until then, and
+        sequences that ended because they cannot go on.
+        """
+        updates, self._updates = self._updates, []
+        return updates
+
+    def settle(self) -> None:
+        """Waits until it is known of all tokens that were read whether they count."""
+        self._dependents.settle()
+        self._take_confirmed()
+
+    def _take_confirmed(self) -> None:
+        for confirmed in self._dependents.collect():
+            self._updates += self._results.take_confirmed(confirmed)
 
     @property
     def has_news(self) -> bool:
@@ -203,7 +215,7 @@ class Scheduler:
                     self._waiting.count_out()
                 for member in [member for member in request.group.members if not member.finished]:
                     self._tenants.end(member, "abort", str(error))
-                    self._failed.append(RequestUpdate(member, []))
+                    self._updates.append(RequestUpdate(member, []))
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Takes in what a step found. Plans come back in the order in which they were made.
@@ -223,9 +235,10 @@ class Scheduler:
 
         Returns: the request (its first sequence), or None if there is none unfinished of this id.
         """
+        if self._updates:
+            self._updates = [update for update in self._updates if update.request.request_id != request_id]
         group = self._tenants.groups.get(request_id)
         if group is None:
-            self._failed = [update for update in self._failed if update.request.request_id != request_id]
             return None
         self._tenants.end_all(group, "abort")
         return group.leader
@@ -242,6 +255,8 @@ class Scheduler:
         if group is None or group.members[index].finished:
             return None
         request = group.members[index]
+        if self._updates:
+            self._updates = [update for update in self._updates if update.request is not request]
         if request.status == RequestStatus.RUNNING:
             self._tenants.give_up(request)
         elif request.swap is not None:

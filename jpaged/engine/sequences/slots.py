@@ -216,6 +216,12 @@ class Slots:
         """How many tokens each of these slots computes in a step that brings `num_tokens` a row: int32 [r]."""
         return np.minimum(self.end[rows] - self.num_computed[rows], num_tokens)
 
+    def take_back(self, slot: int) -> None:
+        """The slot's last sampled token, of which the host has not learned, is none: the one before it is computed
+        again.
+        """
+        self.num_computed[slot] -= 1
+
     def compute_up_to(self, slot: int, stop: int) -> None:
         """The slot's tokens up to stop-1 are computed once the step being planned has run."""
         self.num_computed[slot] = stop

@@ -4,7 +4,9 @@ update             ends, starts and block-table entries
 init_full          makes the full sampling state, when some request first asks for something kept there
 start_full         writes a slot's row of it
 known_tokens       counts the tokens that a slot starts with
-set_masks[N]       what slots may sample from now on
+set_masks[N]       what slots may sample from now on; some of them lose the token that they sampled last
+set_few[N]         the same, where few tokens may be sampled
+unmask             slots that may sample any token from now on
 move_beams[N]      slots go on from other slots, with the tokens that a search chose
 """
 
@@ -16,13 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, UInt
 
+from jpaged.api.structured_outputs import FEW_TOKENS
 from jpaged.engine.interface import NO_TOKEN
 from jpaged.executor.sampling import records as sampling_records
 from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.step.bodies import table_updates
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, SingleProgram, StepProgram
-from jpaged.executor.step.state import SlotState, append_blocks, end_slots, start_slots
+from jpaged.executor.step.state import SlotState, append_blocks, end_slots, go_back, start_slots
 
 STARTS_PER_UPDATE = 32
 TABLE_UPDATES_PER_UPDATE = 1024
@@ -141,12 +144,16 @@ class MoveBeams(StepProgram):
 
 @dataclass(frozen=True)
 class SetMasks(StepProgram):
-    """Writes masks: what some slots may sample from now on."""
+    """Writes masks: what some slots may sample from now on.
+
+    A slot with a token here goes back by one: that token is its last again. It is computed once more, to the same place
+    and with the same outcome. What had ended the slot, if anything did, was the token that it has lost.
+    """
 
     rows: int
 
     kind = "set_masks"
-    writes = ("masks",)
+    writes = ("masks", "state")
 
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
@@ -154,14 +161,70 @@ class SetMasks(StepProgram):
 
     def layout(self, setup: Setup) -> PackedLayout:
         words = sampling_records.mask_words(setup.model.vocab_size)
-        return PackedLayout(slots=Field((self.rows,), setup.config.null_slot), masks=Field((self.rows, words), 0))
+        return PackedLayout(
+            slots=Field((self.rows,), setup.config.null_slot),
+            tokens=Field((self.rows,), NO_TOKEN),
+            masks=Field((self.rows, words), 0),
+        )
+
+    def body(
+        self, setup: Setup, *, masks: UInt[Array, "slots words"], state: SlotState, packed: Int[Array, " n"]
+    ) -> tuple[dict[str, object], None]:
+        host = self.layout(setup).unpack(packed)
+        slots, rows = host["slots"], lax.bitcast_convert_type(host["masks"], jnp.uint32)
+        state = go_back(state, slots, host["tokens"])
+        return {"masks": sampling_state.set_masks(masks, slots, rows), "state": state}, None
+
+
+@dataclass(frozen=True)
+class SetFew(StepProgram):
+    """As `SetMasks`, for slots that may sample few tokens from now on; these are listed."""
+
+    rows: int
+
+    kind = "set_few"
+    writes = ("masks", "state")
+
+    @classmethod
+    def programs(cls, setup: Setup) -> Iterable[Self]:
+        return map(cls, setup.config.mask_buckets)
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        return PackedLayout(
+            slots=Field((self.rows,), setup.config.null_slot),
+            tokens=Field((self.rows,), NO_TOKEN),
+            allowed=Field((self.rows, FEW_TOKENS), NO_TOKEN),
+        )
+
+    def body(
+        self, setup: Setup, *, masks: UInt[Array, "slots words"], state: SlotState, packed: Int[Array, " n"]
+    ) -> tuple[dict[str, object], None]:
+        host = self.layout(setup).unpack(packed)
+        slots, allowed, words = host["slots"], host["allowed"], masks.shape[1]
+        word = jnp.where(allowed == NO_TOKEN, words, allowed // 32)  # beyond the last one: dropped
+        bit = jnp.left_shift(jnp.uint32(1), (allowed % 32).astype(jnp.uint32))
+        rows = jnp.zeros((self.rows, words), jnp.uint32)
+        rows = rows.at[jnp.arange(self.rows)[:, None], word].add(bit, mode="drop")
+        state = go_back(state, slots, host["tokens"])
+        return {"masks": sampling_state.set_masks(masks, slots, rows), "state": state}, None
+
+
+@dataclass(frozen=True)
+class Unmask(SingleProgram):
+    """Lets slots sample any token."""
+
+    kind = "unmask"
+    writes = ("masks",)
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        return PackedLayout(slots=Field((setup.config.max_num_seqs,), setup.config.null_slot))
 
     def body(
         self, setup: Setup, *, masks: UInt[Array, "slots words"], packed: Int[Array, " n"]
     ) -> tuple[dict[str, object], None]:
-        host = self.layout(setup).unpack(packed)
-        rows = lax.bitcast_convert_type(host["masks"], jnp.uint32)
-        return {"masks": sampling_state.set_masks(masks, host["slots"], rows)}, None
+        slots = self.layout(setup).unpack(packed)["slots"]
+        rows = jnp.full((slots.shape[0], masks.shape[1]), 0xFFFFFFFF, jnp.uint32)
+        return {"masks": sampling_state.set_masks(masks, slots, rows)}, None
 
 
-KINDS = (Update, InitFull, StartFull, KnownTokens, MoveBeams, SetMasks)
+KINDS = (Update, InitFull, StartFull, KnownTokens, MoveBeams, SetMasks, SetFew, Unmask)

@@ -1,7 +1,8 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
     plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N] ..] --> [scatter] --> [copy_blocks[N]]
-                          (`copy_states[N]` after beams, and after forks, of recurrent layers)
+                          (`copy_states[N]` after beams, and after forks, of recurrent layers; `set_few[N]` and
+                          `unmask` with the masks)
                                             |
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ..., pool[T]] --'
@@ -38,8 +39,10 @@ from jpaged.executor.step.changes import (
     InitFull,
     KnownTokens,
     MoveBeams,
+    SetFew,
     SetMasks,
     StartFull,
+    Unmask,
     Update,
 )
 from jpaged.executor.step.compiled import CompiledProgram
@@ -56,7 +59,7 @@ it waits for its peers: two that come to the devices in different orders, from e
 wait for each other for ever."""
 
 _UPDATE, _INIT_FULL, _START_FULL, _KNOWN_TOKENS = Update(), InitFull(), StartFull(), KnownTokens()
-_GATHER, _SCATTER = GatherBlocks(), ScatterBlocks()
+_GATHER, _SCATTER, _UNMASK = GatherBlocks(), ScatterBlocks(), Unmask()
 
 
 class Runner:
@@ -123,7 +126,11 @@ class Runner:
         if len(plan.beams):
             self._move_beams(plan.beams)
         if len(plan.mask_slots):
-            self._set_masks(plan.mask_slots, plan.masks)
+            self._set_masks(plan)
+        if len(plan.unmasked_slots):
+            buffer, host = self._packed(_UNMASK)
+            host["slots"][: len(plan.unmasked_slots)] = plan.unmasked_slots
+            self._run(_UNMASK, packed=buffer)
         for back in plan.swap_ins:
             self._swap_in(back)
         if len(plan.copies):
@@ -336,16 +343,22 @@ class Runner:
             host["pairs"][: len(some)] = some
             self._run(program, packed=buffer)
 
-    def _set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
+    def _set_masks(self, plan: StepPlan) -> None:
         """In calls of at most the largest size: a mask takes as many bits as the vocabulary has tokens."""
-        sizes = self._config.mask_buckets
-        for first in range(0, len(slots), sizes[-1]):
-            some = slots[first : first + sizes[-1]]
-            program = SetMasks(bucket_for(len(some), sizes))
-            buffer, host = self._packed(program)
-            host["slots"][: len(some)] = some
-            host["masks"][: len(some)] = masks[first : first + len(some)].view(np.int32)
-            self._run(program, packed=buffer)
+        are_few = np.array([mask.dtype == np.int32 for mask in plan.masks])
+        for kind, chosen in ((SetFew, np.flatnonzero(are_few)), (SetMasks, np.flatnonzero(~are_few))):
+            sizes = self._config.mask_buckets
+            for first in range(0, len(chosen), sizes[-1]):
+                some = chosen[first : first + sizes[-1]]
+                program = kind(bucket_for(len(some), sizes))
+                buffer, host = self._packed(program)
+                host["slots"][: len(some)] = plan.mask_slots[some]
+                host["tokens"][: len(some)] = plan.mask_tokens[some]
+                field = host["allowed" if kind is SetFew else "masks"]
+                for row, which in enumerate(some.tolist()):
+                    mask = plan.masks[which]
+                    field[row, : len(mask)] = mask.view(np.int32)
+                self._run(program, packed=buffer)
 
     def _copy_blocks(self, copies: np.ndarray) -> None:
         """In calls of at most the largest size, since each cache group may have a copy for each slot."""

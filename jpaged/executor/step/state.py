@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jpaged.engine.interface import NO_TOKEN
 from jpaged.executor.cache.paged import PagedCache
 
 
@@ -61,3 +62,15 @@ def start_slots(
 def end_slots(state: SlotState, slots: Int[Array, " n"]) -> SlotState:
     """Slots stop because the host says so."""
     return state._replace(active=state.active.at[slots].set(False))
+
+
+def go_back(state: SlotState, slots: Int[Array, " n"], tokens: Int[Array, " n"]) -> SlotState:
+    """Slots lose the token that they sampled last, and run: `tokens` are their last ones again. NO_TOKEN: leave a slot
+    as it is.
+    """
+    goes_back = tokens != NO_TOKEN
+    return state._replace(
+        last_token=state.last_token.at[slots].set(jnp.where(goes_back, tokens, state.last_token[slots])),
+        seq_len=state.seq_len.at[slots].add(-goes_back.astype(jnp.int32)),
+        active=state.active.at[slots].set(state.active[slots] | goes_back),
+    )

@@ -13,6 +13,7 @@ import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, HostCopy, SamplingVariant, SlotStart, StepPlan
 from jpaged.executor.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
 from jpaged.executor.config import ExecutorConfig
@@ -187,6 +188,48 @@ def test_a_stop_token_ends_the_slot_on_the_device(model, weights, runner):
     tokens = [int(r.token_ids[0, 0]) for r in results if r.token_ids[0, 0] != NO_TOKEN]
     assert tokens == expected[: expected.index(stop) + 1]
     assert [int(r.finish_codes[0]) for r in results].count(FinishCode.STOP) == 1
+
+
+@pytest.mark.parametrize("form", ["few", "whole"])
+def test_a_slot_whose_guess_was_refused_samples_again_as_if_it_had_had_its_mask(setup, weights, programs, form):
+    """What it guessed had ended it; the slot beside it goes on unmoved, and guesses afterwards."""
+    prompts = [np.arange(3, 9, dtype=np.int32), np.arange(20, 25, dtype=np.int32)]
+    sampling = replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="unused"))
+    few = np.array([5, 31, 32, 63, VOCAB_SIZE - 1], np.int32)
+    mask = np.zeros((32 * -(-VOCAB_SIZE // 32),), np.bool_)
+    mask[few] = True
+    allowed = {"few": few, "whole": np.packbits(mask, bitorder="little").view(np.uint32)}[form]
+
+    def run(runner, step, masked, slots, chunks, starts=(), **more):
+        tokens = np.array([more.pop("back", NO_TOKEN)] * len(masked), np.int32)
+        fields = {"mask_slots": np.array(masked, np.int32), "masks": (allowed,) * len(masked), "mask_tokens": tokens}
+        decode_slots = np.array(slots, np.int32)
+        made = StepPlan(
+            step, SamplingVariant.MASKED, starts=starts, chunks=chunks, decode_slots=decode_slots, **fields, **more
+        )
+        result = runner.execute(made).result()
+        return result.token_ids[:, 0].tolist(), result.finish_codes.tolist()
+
+    def begun(stop, masked):
+        runner = runner_without_tokens(setup, weights, programs)
+        starts = tuple(
+            start_of(slot, prompt, [4 * slot + 1, 4 * slot + 2], sampling=sampling, stop_token_ids=(stop,))
+            for slot, prompt in enumerate(prompts)
+        )
+        chunks = tuple(Chunk(slot, 0, prompt, samples=True) for slot, prompt in enumerate(prompts))
+        unmasked = np.array([slot for slot in (0, 1) if slot not in masked], np.int32)
+        return runner, run(runner, 0, masked, [], chunks, starts, unmasked_slots=unmasked)
+
+    runner, ((guess, beside), _) = begun(-2, [])
+    expected_runner, (expected, _) = begun(-2, [0])
+    assert expected[0] in few
+    assert (expected[1], guess in few) == (beside, False)
+    runner, (_, codes) = begun(guess, [])
+    assert codes[0] == FinishCode.STOP
+    again, codes = run(runner, 1, [0], [0], (), back=int(prompts[0][-1]))
+    assert (again, codes) == ([expected[0]], [FinishCode.RUNNING])
+    then = run(runner, 2, [], [0, 1], (), unmasked_slots=np.array([0], np.int32))
+    assert then == run(expected_runner, 1, [], [0, 1], (), unmasked_slots=np.array([0], np.int32))
 
 
 def test_more_changes_than_one_buffer_holds_are_all_applied(model, weights, programs, runner):
