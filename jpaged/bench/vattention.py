@@ -3,8 +3,9 @@
 Parts, all of them by default (`--part` names some):
 
     mapping     pages mapped and unmapped a second, by how many at a time, and the growth of 1,000 sequences at once
-    attention   decode attention over one layer's keys and values: cuDNN over contiguous addresses, our kernel over the
-                same by a table that counts up, and over shuffled blocks (`--rows` sequences of `--context` tokens each)
+    attention   attention over one layer's keys and values: cuDNN over contiguous addresses (decode, and a chunk of a
+                quarter of the context at its end), our kernels over the same by a table that counts up, and over
+                shuffled blocks (`--rows` sequences of `--context` tokens each)
     calls       the driver's calls for 1,000 tokens of a ShareGPT-like load, by the scheduler and no device
     waste       the share of pages' memory that holds no token, by page layout and length, beside blocks of 16 tokens
     steps       decode steps of an engine in each layout: mean, median and 99th percentile, with pages mapped in the
@@ -44,7 +45,7 @@ from jpaged.executor.cache.virtual.pages import PageManager
 from jpaged.executor.start.memory import reserve_device_memory
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.models import ModelConfig
-from jpaged.pallas_kernels import decode_attention
+from jpaged.pallas_kernels import Addresses, contiguous_attention, decode_attention, ragged_attention
 
 PARTS = ("mapping", "calls", "attention", "waste", "steps", "turns")
 LAYOUTS = ("paged", "sliced", "per-layer")
@@ -145,7 +146,7 @@ def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
     lens = jnp.full((rows,), context, jnp.int32)
     q = jax.random.normal(jax.random.key(0), (rows, heads, head_dim), dtype)
 
-    def timed(call: Callable[..., jax.Array], *arrays: jax.Array) -> float:
+    def timed(call: Callable[..., jax.Array], *arrays: jax.Array, q: jax.Array = q) -> float:
         @jax.jit
         def program(q: jax.Array, *arrays: jax.Array) -> jax.Array:
             for _ in range(calls):
@@ -175,12 +176,39 @@ def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
     def figure(what: str, seconds: float) -> None:
         figures.append({"what": what, "rows": rows, "context": context, "us": 1e6 * seconds} | _rate(kv_bytes, seconds))
 
+    name, backend = ("cuDNN", "cudnn") if on_gpu else ("XLA", "xla")
     whole = [jax.random.normal(jax.random.key(i), (rows, length, kv_heads, head_dim), dtype) for i in range(2)]
-    figure("cuDNN, contiguous" if on_gpu else "XLA, contiguous", timed(contiguous, *whole))
+    figure(f"{name}, contiguous", timed(contiguous, *whole))
+    stretches = jnp.asarray(np.random.default_rng(0).permutation(rows).astype(np.int32))
+    flat = [x.reshape(rows * length, kv_heads, head_dim) for x in whole]
+    op = partial(
+        contiguous_attention,
+        stretches=stretches,
+        kv_lens=lens,
+        addresses=Addresses(rows, 1, length, length),
+        backend=backend,
+    )
+    figure(f"{name}, contiguous, slots in any order (the engine's call)", timed(op, *flat))
     del whole
+    chunk = max(1, context // 4)
+    starts, queries = jnp.array([0, chunk], jnp.int32), jax.random.normal(jax.random.key(2), (chunk, heads, head_dim))
+    last = {"query_starts": starts, "kv_lens": lens[:1]}
+    flops = 4 * heads * head_dim * chunk * (context - (chunk - 1) / 2)
+    of_chunk = partial(op, stretches=stretches[:1], **last, num_decodes=jnp.int32(0))
+
+    def chunk_figure(what: str, seconds: float) -> None:
+        sizes = {"what": what, "rows": 1, "context": context, "chunk": chunk, "us": 1e6 * seconds}
+        figures.append(sizes | {"tflop_per_s": flops / seconds / 1e12})
+
+    chunk_figure(f"{name}, contiguous, a chunk", timed(of_chunk, *flat, q=queries.astype(dtype)))
+    del flat
     pool = jax.random.normal(key, (num_blocks, 2, kv_heads, block_size, head_dim), dtype)
     counting = jnp.arange(num_blocks, dtype=jnp.int32).reshape(rows, width)
     figure("our kernel, a table that counts up", timed(ours, pool, counting))
+    by_table = partial(_chunk_by_table, **last)
+    chunk_figure(
+        "our kernel, a chunk, a table that counts up", timed(by_table, pool, counting[:1], q=queries.astype(dtype))
+    )
     for size in (64, 128):  # the same addresses, cut into larger blocks
         if length % size == 0:
             larger = pool.reshape(rows * length // size, 2, kv_heads, size, head_dim)
@@ -198,6 +226,14 @@ def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
 
 def _by_table(q: jax.Array, pool: jax.Array, table: jax.Array, kv_lens: jax.Array) -> jax.Array:
     out = decode_attention(q, pool, table, kv_lens)
+    assert isinstance(out, jax.Array)
+    return out
+
+
+def _chunk_by_table(
+    q: jax.Array, pool: jax.Array, table: jax.Array, kv_lens: jax.Array, query_starts: jax.Array
+) -> jax.Array:
+    out = ragged_attention(q, pool, table, kv_lens, query_starts)
     assert isinstance(out, jax.Array)
     return out
 
