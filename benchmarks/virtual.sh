@@ -5,19 +5,44 @@
 #     OUT=benchmarks/results bash benchmarks/virtual.sh STEP...
 #
 #     step          GPUs  expected   what
+#     open          1     8 min      attention, steps, growth, sharing, mapping and figure18, in BUDGET_S seconds (480)
+#     attention     1     40 s       decode and a chunk of one layer: cuDNN over contiguous addresses, our kernels
+#     steps         1     100 s      8B, decode steps: mean and p99: paged; virtual, pages mapped ahead and in the step
+#     growth        1     110 s      8B, the same of 1,000 sequences of equal lengths, which grow together
+#     sharing       1     100 s      8B, two engines on one card: its memory while one needs what the other does not
+#     mapping       1     30 s       pages mapped and unmapped a second
+#     figure18      1     150 s      8B, the PagedAttention paper's Figure 18: block sizes 16, 32, 64 and 128
 #     calls         0     1 min      the driver's calls for 1,000 tokens, by the scheduler alone
-#     mapping       1     1 min      pages mapped and unmapped a second
 #     sharegpt      1     3 min      8B, ShareGPT-like: paged, virtual
 #     long          1     4 min      8B, decode-16k and prefill-16k: paged, virtual
-#     steps         1     5 min      8B, decode steps: paged, virtual, with pages mapped ahead and in the step
-#     growth        1     3 min      8B, decode steps of 1,000 sequences of equal lengths, which grow together
 #     tp2           2     4 min      8B, TP 2, ShareGPT-like and decode-16k: paged, virtual
 #
+# Expected times of `open` and its steps are estimates: none has run as it stands. What a step has measured is in its
+# file when its time ends. BUDGET_S, if set, is for all steps together; those for which no time is left are not run.
+# SMALL=1 runs them with the embedded model and small numbers, on a CPU, too: whether they run to their end.
 # A virtual run says how many pages were in the way of a step, and how long steps waited for pages. Compare the
 # throughputs with `python benchmarks/compare.py $OUT/virtual-sharegpt-paged.json $OUT/virtual-sharegpt-virtual.json`.
 set -uo pipefail
 source "$(dirname "$0")/steps.bash"
 SIZES=(--model llama-3.1-8b --load-format dummy --max-model-len 17000)
+# Engines of few sizes of programs, which start soon. FEW is followed by the number of slots, which ends the sizes.
+FEW=(--max-num-batched-tokens 8192 --token-buckets 1024,8192)
+STEPS=(--rows 64 --context 512)
+GROWTH=(--rows 1000 --context 496 --steps 128)
+SHARED=(--rows 64 --context 2048 --steps 128 --kv-idle-release-s 1)
+ATTENTION=(--rows 64 --context 4096)
+PROMPTS=(--num-prompts 100)
+SLOTS=(72 1024)
+if [[ -n ${SMALL:-} ]]; then
+    SIZES=(--max-model-len 256)
+    FEW=(--max-num-batched-tokens 64 --token-buckets 64)
+    STEPS=(--rows 4 --context 32 --steps 32)
+    GROWTH=(--rows 12 --context 30 --steps 32)
+    SHARED=(--rows 4 --context 96 --steps 32 --kv-idle-release-s 0.2)
+    ATTENTION=(--rows 2 --context 64)
+    PROMPTS=(--num-prompts 4 --rate 40 --num-gpu-blocks 256)
+    SLOTS=(6 16)
+fi
 
 beside() { # NAME LIMIT_S OPTIONS...
     local name=$1 limit=$2 layout
@@ -34,21 +59,50 @@ vattention() { # NAME LIMIT_S OPTIONS...
     step "$name" "$limit" "$PYTHON" -m jpaged bench vattention --json "$OUT/virtual-$name$SUFFIX" "$@"
 }
 
+figure18() {
+    local model=(--model llama-3.1-8b --load-format dummy)
+    if [[ -n ${SMALL:-} ]]; then
+        model=(--model "$("$PYTHON" -c 'from jpaged.assets import demo_model_path; print(demo_model_path())')"
+            --max-model-len 256)
+    fi
+    # --quick and --duration are of the simulation, which runs first, on the host.
+    step figure18 200 "$PYTHON" -m jpaged bench memory --figure 18 --quick --duration 10 "${model[@]}" --few-programs \
+        "${PROMPTS[@]}" --json "$OUT/virtual-figure18$SUFFIX"
+}
+
+named=()
 for name in "$@"; do
+    if [[ $name == open ]]; then
+        BUDGET_S=${BUDGET_S:-480}
+        named+=(attention steps growth sharing mapping figure18)
+    else
+        named+=("$name")
+    fi
+done
+for name in "${named[@]}"; do
+    few=("${FEW[@]}" --max-num-seqs "${SLOTS[0]}" --decode-buckets "${SLOTS[0]}")
     case $name in
         calls)
             JAX_PLATFORMS=cpu vattention "$name" 200 --part calls --model llama-3.1-8b ;;
         mapping)
-            vattention "$name" 150 --part mapping ;;
+            vattention "$name" 100 --part mapping ;;
+        attention)
+            vattention "$name" 110 --part attention "${ATTENTION[@]}" ;;
         sharegpt)
             beside "$name" 200 --workload sharegpt ;;
         long)
             beside "$name" 240 --workload decode-16k --workload prefill-16k ;;
         steps)
-            vattention "$name" 400 --part steps "${SIZES[@]}" --layout paged --layout sliced --rows 64 --context 512 ;;
+            vattention "$name" 150 --part steps "${SIZES[@]}" "${few[@]}" "${STEPS[@]}" \
+                --layout sliced --layout paged ;;
         growth)
-            vattention "$name" 400 --part steps "${SIZES[@]}" --layout paged --layout sliced --rows 1000 \
-                --context 496 ;;
+            few=("${FEW[@]}" --max-num-seqs "${SLOTS[1]}" --decode-buckets "${SLOTS[1]}")
+            vattention "$name" 150 --part steps "${SIZES[@]}" "${few[@]}" "${GROWTH[@]}" --skip-sleep \
+                --layout sliced --layout paged ;;
+        sharing)
+            vattention "$name" 150 --part sharing "${SIZES[@]}" "${few[@]}" "${SHARED[@]}" ;;
+        figure18)
+            figure18 ;;
         tp2)
             beside "$name" 240 --tensor-parallel-size 2 --gpu-memory-utilization 0.85 \
                 --workload sharegpt --workload decode-16k ;;

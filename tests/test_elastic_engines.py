@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged import EngineArgs, LLMEngine, PoolingParams, RequestOutputKind, SamplingParams
 from jpaged.api.errors import InvalidParameterError
 from jpaged.executor.cache.virtual.memfd import Memory
-from tests.parallel.tensor_parallel_runs import ARGS, NUM_TOKENS, greedy_programs_only, prompts, run
+from jpaged.executor.step.blocks import GatherBlocks, ScatterBlocks
+from tests.parallel.tensor_parallel_runs import ARGS, NUM_TOKENS, prompts, run
+from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import tiny_model, write_tiny_model
 
 IDLE_S = 0.05
@@ -18,7 +20,7 @@ def engines(tmp_path_factory) -> Iterator[tuple[LLMEngine, LLMEngine]]:
     """On a device that has room for most of what one of them may have."""
     directory = write_tiny_model(tiny_model("qwen3-layer-types"), tmp_path_factory.mktemp("model"), use_torch=False)
     options = {name: getattr(ARGS, name) for name in ARGS.__dataclass_fields__} | {"model": str(directory)}
-    with greedy_programs_only():
+    with greedy_programs(GatherBlocks, ScatterBlocks):
         args = EngineArgs(**options | {"kv_cache_layout": "virtual", "kv_idle_release_s": IDLE_S, "block_size": 1})
         both = LLMEngine(args), LLMEngine(args)
     drivers = [engine.startup.runner.memory._ranges[0].driver for engine in both]
@@ -62,6 +64,20 @@ def test_idle_memory_of_one_engine_serves_the_other_and_comes_back(engines):
         assert rest_until_small(engine) == kept
         engine.core.check_integrity()
         engine.startup.runner.memory.mapper.check_integrity()
+
+
+def test_steps_that_bring_nothing_but_embeddings_count_as_read(engines):
+    """Or pages that go back while an engine is busy with them would wait for a step that brings a token."""
+    engine = engines[0]
+    mapper = engine.startup.runner.memory.mapper
+    first = mapper.num_steps
+    for i in range(20):
+        engine.add_request(str(i), list(range(3 + i, 23 + i)), PoolingParams())
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert mapper.num_steps - first >= 12  # of 32 tokens
+    assert mapper._newest_read == mapper.num_steps - 1
+    rest_until_small(engine)
 
 
 def test_both_serve_at_once_when_memory_is_short(engines):

@@ -104,7 +104,8 @@ class EngineArgs(SchedulingOptions):
         decode_buckets, token_buckets: ascending sizes that programs are compiled for.
         seed: of sampling, for requests without one, and of random weights.
         kernel_backend: implementation of attention and cache writes: "hopper" (Mosaic kernels for Hopper, also called
-            "mosaic"), "triton" (GPUs since Ampere), "xla" (anywhere), or one registered by
+            "mosaic"), "triton" (GPUs since Ampere), "cudnn" (GPUs since Hopper, for the virtual layout with per-layer
+            pages; attention alone), "xla" (anywhere), or one registered by
             `jpaged.pallas_kernels.register_backend` in the process that starts the engine; by default the kernels where
             the device and the model's shapes allow. With "xla" MLPs and sampling have no kernels either; otherwise
             the backend's are taken where it has them and shapes allow, that of MLPs in steps of many rows.

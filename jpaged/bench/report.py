@@ -28,18 +28,28 @@ _SOURCES = Path(jpaged.__file__).parents[1]
 
 
 def write_report(
-    path: Path, benchmark: str, settings: dict[str, Any], results: Any, *, devices: dict[str, Any] | None = None
+    path: Path,
+    benchmark: str,
+    settings: dict[str, Any],
+    results: Any,
+    *,
+    devices: dict[str, Any] | None = None,
+    says_so: bool = True,
 ) -> None:
     """Writes a benchmark's figures with its settings and the `environment`.
 
     devices: the environment's entries about devices, for a benchmark whose devices belong to another process; None
         asks JAX, which opens them.
+    says_so: whether to print where; not for a report that more is to come to.
     """
     environment_ = environment(devices)
     report = {"benchmark": benchmark, "environment": environment_, "settings": settings, "results": results}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    print(f"written to {path}")
+    part = path.with_suffix(path.suffix + ".part")  # whoever ends the process leaves a whole file
+    part.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    part.replace(path)
+    if says_so:
+        print(f"written to {path}")
 
 
 def environment(devices: dict[str, Any] | None = None) -> dict[str, Any]:

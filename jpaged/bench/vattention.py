@@ -3,15 +3,20 @@
 Parts, all of them by default (`--part` names some):
 
     mapping     pages mapped and unmapped a second, by how many at a time, and the growth of 1,000 sequences at once
-    attention   decode attention over one layer's keys and values: cuDNN over contiguous addresses, our kernel over the
-                same by a table that counts up, and over shuffled blocks (`--rows` sequences of `--context` tokens each)
+    attention   attention over one layer's keys and values: cuDNN over contiguous addresses (decode, and a chunk of a
+                quarter of the context at its end), our kernels over the same by a table that counts up, and over
+                shuffled blocks (`--rows` sequences of `--context` tokens each)
     calls       the driver's calls for 1,000 tokens of a ShareGPT-like load, by the scheduler and no device
     waste       the share of pages' memory that holds no token, by page layout and length, beside blocks of 16 tokens
     steps       decode steps of an engine in each layout: mean, median and 99th percentile, with pages mapped in the
-                step and ahead of it; whether greedy tokens are the paged layout's; what sleeping and waking takes
+                step, ahead of it by the thread, and before all steps; whether greedy tokens are the first layout's;
+                what sleeping and waking takes
     turns       two engines on one device, each with most of its memory: one sleeps while the other serves
+    sharing     two engines on one device, of which each uses what the other does not need, over time (`sharing.py`)
 
-Each engine of `steps` and `turns` runs in a process of its own: one gives memory back to the device only when it ends.
+Each engine runs in a process of its own: one gives memory back to the device only when it ends. With `--json` the file
+is written anew after each figure, so what was measured by then is kept if the time ends. A part that fails says so and
+leaves the others to run; the exit status is then 1.
 """
 
 import argparse
@@ -20,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,10 +35,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.api.config import EngineArgs
-from jpaged.api.sampling_params import SamplingParams
 from jpaged.assets import demo_model_path
+from jpaged.bench import sharing
 from jpaged.bench.arguments import bench_parser, check_least
 from jpaged.bench.engine_options import add_engine_options, engine_options
+from jpaged.bench.engine_processes import EngineProcess, decode, engine_argv, free_gb, obey
 from jpaged.bench.mapping_calls import count_calls
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import WORKLOADS, make_requests
@@ -44,12 +50,14 @@ from jpaged.executor.cache.virtual.pages import PageManager
 from jpaged.executor.start.memory import reserve_device_memory
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.models import ModelConfig
-from jpaged.pallas_kernels import decode_attention
+from jpaged.pallas_kernels import Addresses, contiguous_attention, decode_attention, ragged_attention
 
-PARTS = ("mapping", "calls", "attention", "waste", "steps", "turns")
+PARTS = ("mapping", "calls", "attention", "waste", "steps", "turns", "sharing")
 LAYOUTS = ("paged", "sliced", "per-layer")
 PAGE_BYTES = 2 * 2**20
 _ROUNDS = 5
+_WARM_TOKENS = 128
+"""More than the sequences have that run before an engine's steps are timed: the first steps of a process are slow."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,8 +68,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rows", type=int, default=64, help="sequences of `attention` and `steps`")
     result.add_argument("--context", type=int, default=1024, help="tokens of each")
     result.add_argument("--steps", type=int, default=256, help="decode steps that are timed, mapping each way")
+    result.add_argument("--skip-sleep", action="store_true", help="`steps` without sleeping and waking")
+    result.add_argument("--kv-idle-release-s", type=float, metavar="S", help="of the engines (default: 1 in `sharing`)")
     result.add_argument("--of-one-layout", action="store_true", help=argparse.SUPPRESS)  # a process of `steps`
-    result.add_argument("--takes-turns", action="store_true", help=argparse.SUPPRESS)  # a process of `turns`
+    result.add_argument("--obeys", action="store_true", help=argparse.SUPPRESS)  # a process of `turns` and `sharing`
     return result
 
 
@@ -69,28 +79,36 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_least(args, rows=1, context=1, steps=16)
     if args.of_one_layout:
-        args.json.write_text(json.dumps(measure_engine(args)))
+        for found in measure_engine(args):
+            args.json.write_text(json.dumps(found))
         return 0
-    if args.takes_turns:
-        take_turns(args)
+    if args.obeys:
+        obey(args)
         return 0
     reserve_device_memory(args.gpu_memory_utilization, at_once=False)
-    of_part: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    of_part: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
         "mapping": measure_mapping,
         "attention": partial(measure_attention, args.rows, args.context),
         "calls": partial(measure_calls, args),
         "waste": partial(waste, args),
         "steps": partial(measure_engines, args),
         "turns": partial(measure_turns, args),
+        "sharing": partial(sharing.measure, parser(), args),
     }
-    figures = []
+    figures: list[dict[str, Any]] = []
     for part in args.part or PARTS:
-        for figure in of_part[part]():
-            print(f"{part}: " + ", ".join(f"{key} {_shown(value)}" for key, value in figure.items()), flush=True)
-            figures.append({"part": part} | figure)
+        try:
+            for figure in of_part[part]():
+                print(f"{part}: " + ", ".join(f"{key} {_shown(value)}" for key, value in figure.items()), flush=True)
+                figures.append({"part": part} | figure)
+                if args.json:
+                    write_report(args.json, "vattention", vars(args), figures, says_so=False)
+        except Exception as error:  # the other parts may run
+            print(f"{part}: failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            figures.append({"part": part, "failed": f"{type(error).__name__}: {error}"})
     if args.json:
         write_report(args.json, "vattention", vars(args), figures)
-    return 0
+    return int(any("failed" in figure for figure in figures))
 
 
 def _shown(value: Any) -> str:
@@ -145,7 +163,7 @@ def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
     lens = jnp.full((rows,), context, jnp.int32)
     q = jax.random.normal(jax.random.key(0), (rows, heads, head_dim), dtype)
 
-    def timed(call: Callable[..., jax.Array], *arrays: jax.Array) -> float:
+    def timed(call: Callable[..., jax.Array], *arrays: jax.Array, q: jax.Array = q) -> float:
         @jax.jit
         def program(q: jax.Array, *arrays: jax.Array) -> jax.Array:
             for _ in range(calls):
@@ -175,12 +193,39 @@ def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
     def figure(what: str, seconds: float) -> None:
         figures.append({"what": what, "rows": rows, "context": context, "us": 1e6 * seconds} | _rate(kv_bytes, seconds))
 
+    name, backend = ("cuDNN", "cudnn") if on_gpu else ("XLA", "xla")
     whole = [jax.random.normal(jax.random.key(i), (rows, length, kv_heads, head_dim), dtype) for i in range(2)]
-    figure("cuDNN, contiguous" if on_gpu else "XLA, contiguous", timed(contiguous, *whole))
+    figure(f"{name}, contiguous", timed(contiguous, *whole))
+    stretches = jnp.asarray(np.random.default_rng(0).permutation(rows).astype(np.int32))
+    flat = [x.reshape(rows * length, kv_heads, head_dim) for x in whole]
+    op = partial(
+        contiguous_attention,
+        stretches=stretches,
+        kv_lens=lens,
+        addresses=Addresses(rows, 1, length, length),
+        backend=backend,
+    )
+    figure(f"{name}, contiguous, slots in any order (the engine's call)", timed(op, *flat))
     del whole
+    chunk = max(1, context // 4)
+    starts, queries = jnp.array([0, chunk], jnp.int32), jax.random.normal(jax.random.key(2), (chunk, heads, head_dim))
+    last = {"query_starts": starts, "kv_lens": lens[:1]}
+    flops = 4 * heads * head_dim * chunk * (context - (chunk - 1) / 2)
+    of_chunk = partial(op, stretches=stretches[:1], **last, num_decodes=jnp.int32(0))
+
+    def chunk_figure(what: str, seconds: float) -> None:
+        sizes = {"what": what, "rows": 1, "context": context, "chunk": chunk, "us": 1e6 * seconds}
+        figures.append(sizes | {"tflop_per_s": flops / seconds / 1e12})
+
+    chunk_figure(f"{name}, contiguous, a chunk", timed(of_chunk, *flat, q=queries.astype(dtype)))
+    del flat
     pool = jax.random.normal(key, (num_blocks, 2, kv_heads, block_size, head_dim), dtype)
     counting = jnp.arange(num_blocks, dtype=jnp.int32).reshape(rows, width)
     figure("our kernel, a table that counts up", timed(ours, pool, counting))
+    by_table = partial(_chunk_by_table, **last)
+    chunk_figure(
+        "our kernel, a chunk, a table that counts up", timed(by_table, pool, counting[:1], q=queries.astype(dtype))
+    )
     for size in (64, 128):  # the same addresses, cut into larger blocks
         if length % size == 0:
             larger = pool.reshape(rows * length // size, 2, kv_heads, size, head_dim)
@@ -198,6 +243,14 @@ def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
 
 def _by_table(q: jax.Array, pool: jax.Array, table: jax.Array, kv_lens: jax.Array) -> jax.Array:
     out = decode_attention(q, pool, table, kv_lens)
+    assert isinstance(out, jax.Array)
+    return out
+
+
+def _chunk_by_table(
+    q: jax.Array, pool: jax.Array, table: jax.Array, kv_lens: jax.Array, query_starts: jax.Array
+) -> jax.Array:
+    out = ragged_attention(q, pool, table, kv_lens, query_starts)
     assert isinstance(out, jax.Array)
     return out
 
@@ -257,59 +310,47 @@ def waste(args: argparse.Namespace) -> list[dict[str, Any]]:
     return figures
 
 
-def measure_engines(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """`measure_engine` of each layout, and whether their greedy tokens are the first one's."""
-    figures: list[dict[str, Any]] = []
+def measure_engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """`measure_engine` of each layout, and whether their greedy tokens are the first one's. An engine that fails leaves
+    what it had measured, and the others."""
     tokens: dict[str, list[list[int]]] = {}
     for layout in args.layout or LAYOUTS:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "figures.json"
-            argv = [sys.executable, "-m", "jpaged", "bench", "vattention", *_engine_argv(args, layout)]
-            subprocess.run([*argv, "--of-one-layout", "--json", str(file)], check=True)
-            found = json.loads(file.read_text())
-        tokens[layout] = found.pop("tokens")
+            argv = [*engine_argv(parser(), args, layout), "--of-one-layout", "--json", str(file)]
+            status = subprocess.run(argv, check=False).returncode
+            found = json.loads(file.read_text()) if file.exists() else {"steps": [], "memory": {}, "tokens": []}
+        yield from ({"layout": layout} | figure for figure in found["steps"])
+        if status:
+            yield {"layout": layout, "failed": f"the engine ended with exit code {status}; what it said is above"}
+            continue
+        tokens[layout] = found["tokens"]
         first = tokens[next(iter(tokens))]
         same = sum(a == b for a, b in zip(tokens[layout], first, strict=True))
-        figures += [{"layout": layout} | figure for figure in found["steps"]]
-        figures.append({"layout": layout, "sequences_as_first": f"{same} of {len(first)}"} | found["memory"])
-    return figures
+        yield {"layout": layout, "sequences_as_first": f"{same} of {len(first)}"} | found["memory"]
 
 
-def _engine_argv(args: argparse.Namespace, layout: str) -> list[str]:
-    argv = []
-    of_layout = {"kv_cache_layout": "paged" if layout == "paged" else "virtual"}
-    if layout != "paged":
-        of_layout["virtual_page_layout"] = layout
-    known = {action.dest for action in parser()._actions} - {
-        "part",
-        "layout",
-        "json",
-        "of_one_layout",
-        "takes_turns",
-        "help",
-    }
-    for name, value in (vars(args) | of_layout).items():
-        if name not in known or value is None or value is False:
-            continue
-        flag = "--" + name.replace("_", "-")
-        argv += (
-            [flag] if value is True else [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-        )
-    return argv
-
-
-def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
-    """Decode steps of `rows` sequences in one layout, by the clock, and the tokens that they bring."""
+def measure_engine(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Decode steps of `rows` sequences in one layout, by the clock, and the tokens that they bring: all that is known,
+    whenever there is more."""
     begun = time.perf_counter()
     engine = LLMEngine(EngineArgs(**engine_options(args)))
     figures: dict[str, Any] = {"steps": [], "memory": {"startup_s": time.perf_counter() - begun}}
     memory = engine.startup.runner.memory
     mapper = None if memory is None else memory.mapper
-    for mapping in ("never",) if mapper is None else ("in the step", "ahead"):
+    if args.context >= _WARM_TOKENS:  # below which the timed steps need no page
+        decode(engine, args.rows, 1, 16)
+    # Pages stay where sequences had them, and the scheduler foresees only what it never gave a slot: the thread's run
+    # comes first, where none are mapped.
+    for mapping in ("never",) if mapper is None else ("ahead", "done before", "in the step"):
         if mapper is not None:
-            mapper.maps_ahead = mapping == "ahead"
+            mapper.maps_ahead = mapping != "in the step"
+            if mapping == "in the step":
+                jax.block_until_ready(engine.startup.runner.pools)
+                mapper.empty_places()
             mapped, seconds = mapper.counts.num_mapped, mapper.counts.seconds
-        times, tokens = _decode(engine, args.rows, args.context, args.steps)
+            in_steps, waited_s = mapper.num_in_steps, mapper.waited_s
+        times, tokens = decode(engine, args.rows, args.context, args.steps)
         figure: dict[str, Any] = {
             "mapping": mapping,
             "mean_ms": 1e3 * float(np.mean(times)),
@@ -318,9 +359,14 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
         }
         if mapper is not None:
             figure |= {"pages": mapper.counts.num_mapped - mapped, "mapping_s": mapper.counts.seconds - seconds}
+            figure |= {"pages_in_steps": mapper.num_in_steps - in_steps, "waited_s": mapper.waited_s - waited_s}
         figures["steps"].append(figure)
         figures["tokens"] = tokens
+        yield figures
     figures["memory"] |= {"pool_gb": engine.startup.memory.pool / 1e9, "free_gb": free_gb()}
+    yield figures
+    if args.skip_sleep:
+        return
     begun = time.perf_counter()
     engine.sleep()
     slept = time.perf_counter()
@@ -328,93 +374,31 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
     waking = time.perf_counter()
     engine.wake_up()
     woken = time.perf_counter()
-    _, tokens = _decode(engine, args.rows, args.context, 16)
+    _, tokens = decode(engine, args.rows, args.context, 16)
     figures["memory"] |= {
         "sleep_s": slept - begun,
         "free_gb_asleep": asleep_gb,
         "wake_s": woken - waking,
         "same_after_wake": tokens == [of_row[: len(tokens[0])] for of_row in figures["tokens"]],
     }
-    return figures
+    yield figures
 
 
-def free_gb() -> float | None:
-    """Memory of the GPU that no process has; None on a CPU."""
-    device = jax.devices()[0]
-    return GpuRanges(device).free_bytes() / 1e9 if device.platform == "gpu" else None
-
-
-def measure_turns(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_turns(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Two engines: the first serves and sleeps, the second starts, serves and sleeps, the first wakes up and serves."""
-    argv = [sys.executable, "-m", "jpaged", "bench", "vattention", *_engine_argv(args, "sliced"), "--takes-turns"]
-    engines: list[subprocess.Popen[str]] = []
-    figures = []
-    for turn, number in enumerate((0, 1, 0, 1)):
-        if number == len(engines):
-            engines.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        told, said = engines[number].stdin, engines[number].stdout
-        assert told is not None
-        assert said is not None
-        told.write("serve\n")
-        told.flush()
-        answer = next((line for line in said if line.startswith("{")), None)
-        if answer is None:
-            raise RuntimeError(f"Engine {number} ended in turn {turn}.")
-        figures.append({"turn": turn, "engine": number} | json.loads(answer))
-    for engine in engines:
-        engine.communicate()
-    return figures
-
-
-def take_turns(args: argparse.Namespace) -> None:
-    """An engine of `measure_turns`: serves for each line that it is told, and sleeps."""
-    engine: LLMEngine | None = None
-    for _ in sys.stdin:
-        begun = time.perf_counter()
-        if engine is None:
-            engine = LLMEngine(EngineArgs(**engine_options(args)))
-        else:
-            engine.wake_up()
-        awake = time.perf_counter()
-        _, tokens = _decode(engine, args.rows, args.context, args.steps)
-        free_awake = free_gb()
-        asleep = time.perf_counter()
-        engine.sleep()
-        figure = {
-            "start_or_wake_s": awake - begun,
-            "sleep_s": time.perf_counter() - asleep,
-            "pages": engine.startup.num_blocks,
-            "free_gb_awake": free_awake,
-            "free_gb_asleep": free_gb(),
-            "tokens_sum": int(np.sum([sum(of_row) for of_row in tokens])),
-        }
-        print(json.dumps(figure), flush=True)
-
-
-def _decode(engine: LLMEngine, rows: int, context: int, steps: int) -> tuple[list[float], list[list[int]]]:
-    """Seconds of each decode step, and all sequences' tokens."""
-    rng, size = np.random.default_rng(0), engine.startup.model.config.vocab_size
-    params = SamplingParams(temperature=0, max_tokens=steps + 64, ignore_eos=True, detokenize=False)
-    engine.reset_prefix_cache()
-    tokens: dict[str, Sequence[int]] = {}
-    decoding: set[str] = set()
-
-    def step() -> None:
-        for output in engine.step():
-            decoding.add(output.request_id)
-            tokens[output.request_id] = output.outputs[0].token_ids
-
-    for i in range(rows):
-        engine.add_request(str(i), {"prompt_token_ids": rng.integers(0, size, context).tolist()}, params)
-    while len(decoding) < rows:
-        step()
-    for _ in range(8):
-        step()
-    times = []
-    for _ in range(steps):
-        begun = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - begun)
-    while engine.has_unfinished_requests():
-        step()
-    return times, [list(tokens[str(i)]) for i in range(rows)]
+    argv = [*engine_argv(parser(), args, "sliced"), "--obeys"]
+    with EngineProcess("A", argv) as first, EngineProcess("B", argv) as second:
+        for turn, engine in enumerate((first, second, first, second)):
+            woken = engine.ask("wake") if turn > 1 else {}
+            served = engine.ask("serve")
+            asleep = engine.ask("sleep")
+            yield {
+                "turn": turn,
+                "engine": engine.name,
+                "start_or_wake_s": woken.get("s", served.get("start_s")),
+                "sleep_s": asleep["s"],
+                "tokens_sum": served["tokens_sum"],
+                "kv_gb_awake": served["kv_gb"],
+                "free_gb_awake": served["free_gb"],
+                "free_gb_asleep": asleep["free_gb"],
+            }

@@ -38,6 +38,8 @@ class ExecutorConfig:
     kv_scales: of each layer, what keys and what values are divided by before they are rounded to e4m3; None where they
         are kept in the model's dtype.
     geometry: of the virtual layout's arrays, whose pages are the blocks; None for the paged layout.
+    contiguous_backend: which implementation of `contiguous_attention`, where the virtual layout's keys and values are
+        kept for it; kernel_backend is then None.
     """
 
     max_num_seqs: int
@@ -53,6 +55,7 @@ class ExecutorConfig:
     batch_invariant: bool = False
     kv_scales: tuple[tuple[float, float], ...] | None = None
     geometry: Geometry | None = None
+    contiguous_backend: str | None = None
 
     @property
     def null_slot(self) -> int:

@@ -7,6 +7,7 @@
     "hopper"  <op>/hopper.py     Pallas Mosaic GPU kernels, chosen on compute capability 9.x; JAX >= 0.11
     "triton"  <op>/triton.py     Triton kernels, chosen on `TRITON_CAPABILITIES`, and on 9.x for quantized weights and
                                  keys and values, for which there are no Mosaic kernels; jax-triton, Python 3.12
+    "cudnn"   <op>/cudnn.py      cuDNN's attention, for contiguous keys and values; only where it is forced
     "xla"     <op>/reference.py  plain XLA: every op, any device, any arguments
 
 Without a forced backend an op takes the first one that is chosen on the device (by `runs_on`, or by the op's `also`),
@@ -135,6 +136,28 @@ def _not_hopper(device: Device) -> str | None:
     return f"its kernels run on GPUs of compute capability 9.x (Hopper), this is {device}"
 
 
+def _nowhere(device: Device) -> bool:
+    return False
+
+
+@cache
+def _cudnn_missing() -> str | None:
+    """Why this JAX cannot call cuDNN's attention; None if it can."""
+    try:
+        from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention  # noqa: F401
+    except ImportError as error:
+        return (
+            f"this JAX ({jax.__version__}) does not have its call of cuDNN's attention where 0.10 and 0.11 do: {error}"
+        )
+    return None
+
+
+def _not_for_cudnn(device: Device) -> str | None:
+    if device.platform == "gpu" and device.capability is not None and device.capability >= (8, 0):
+        return None
+    return f"cuDNN's attention runs on NVIDIA GPUs of compute capability 8.0 (Ampere) or newer, this is {device}"
+
+
 def _runs_triton(device: Device) -> bool:
     return device.capability in TRITON_CAPABILITIES
 
@@ -152,6 +175,7 @@ def _not_for_triton(device: Device) -> str | None:
 _BACKENDS = [
     Backend("hopper", is_hopper, _mosaic_missing, _not_hopper, file="hopper"),
     Backend("triton", _runs_triton, _triton_missing, _not_for_triton, file="triton"),
+    Backend("cudnn", _nowhere, _cudnn_missing, _not_for_cudnn, file="cudnn"),
     Backend(REFERENCE, _always, file="reference"),
 ]
 """In order of preference."""
@@ -224,6 +248,14 @@ class Op:
         if (reason := found.missing()) is not None:
             return reason
         return self._implementation(found).unsupported(*arguments) if self._has(found) else "there is no such kernel"
+
+    def may_have(self, backend: str) -> bool:
+        """Whether a backend has an implementation of the op, or a file that may have one.
+
+        Raises:
+            ValueError: there is no such backend.
+        """
+        return self._may_have(_backend(canonical(backend)))
 
     def _may_have(self, backend: Backend) -> bool:
         """Whether there is an implementation, or a file that may have one; imports nothing of the backend's."""

@@ -27,6 +27,7 @@ from jpaged.bench.workloads import TRACES
 from jpaged.engine.interface import StepPlan
 from jpaged.engine.sequences.request import Request
 from tests.bench import small_engine
+from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import MAX_LENGTH
 
 OPT_13B = SETUPS["opt-13b"]
@@ -428,6 +429,25 @@ def test_wrong_options_are_refused_by_name(arguments, named, capsys):
         main(arguments)
     assert cli.main(["bench", "memory", *arguments]) == cli.EXIT_USAGE
     assert named in capsys.readouterr().err
+
+
+@small_engine.GROUP
+def test_each_block_size_is_served_on_the_device_and_what_was_measured_is_kept_if_a_later_one_fails(
+    tmp_path, monkeypatch
+):
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "decode_buckets": (8,), "token_buckets": (64,)}
+    monkeypatch.setattr(device, "_FEW_PROGRAMS", sizes)
+    monkeypatch.setattr(device, "_BLOCK_SIZES", (16, 32, 48))
+    report = tmp_path / "memory.json"
+    arguments = ["--figure", "18", "--quick", "--duration", "1", "--model", str(small_engine.write_model(tmp_path))]
+    arguments += ["--num-prompts", "4", "--rate", "40", "--max-model-len", str(MAX_LENGTH), "--few-programs"]
+    with greedy_programs(), pytest.raises(InvalidParameterError, match="block_size must be a power of two"):
+        main([*arguments, "--num-gpu-blocks", "64", "--json", str(report)])
+    rows = [row for row in json.loads(report.read_text())["results"] if row["figure"] == "18, device"]
+    assert [(row["dataset"], row["block_size"]) for row in rows] == [
+        (dataset, size) for size in (16, 32) for dataset in ("sharegpt", "alpaca")
+    ]
+    assert all(row["output_tokens_per_s"] > 0 and row["programs"] == "few" for row in rows)
 
 
 @small_engine.GROUP

@@ -80,7 +80,7 @@ def attend(head_dim: int = 16, **options: Any) -> None:
 
 
 def test_a_backend_from_outside_is_chosen_on_its_devices_for_what_it_supports(toy: Toy) -> None:
-    assert registry.backends() == ("hopper", "triton", "toy", "xla")
+    assert registry.backends() == ("hopper", "triton", "cudnn", "toy", "xla")
     attend()
     assert toy.calls == 0
     toy.devices.append(devices.default_device())
@@ -134,14 +134,14 @@ def test_a_backend_that_cannot_be_built_here_is_passed_over_and_says_why() -> No
 
 def test_a_backend_may_be_preferred_to_the_package_s_own() -> None:
     registry.register_backend("first", runs_on=lambda device: True, before="mosaic")
-    assert registry.backends() == ("first", "hopper", "triton", "xla")
+    assert registry.backends() == ("first", "hopper", "triton", "cudnn", "xla")
     registry.unregister_backend("first")
-    assert registry.backends() == ("hopper", "triton", "xla")
+    assert registry.backends() == ("hopper", "triton", "cudnn", "xla")
 
 
 def test_an_unregistered_backend_leaves_nothing(toy: Toy) -> None:
     registry.unregister_backend("toy")
-    with pytest.raises(ValueError, match="backend must be None or one of hopper, triton, xla, got 'toy'"):
+    with pytest.raises(ValueError, match="backend must be None or one of hopper, triton, cudnn, xla, got 'toy'"):
         attend(backend="toy")
     registry.register_backend("toy", runs_on=lambda device: True)
     attend()
@@ -201,7 +201,8 @@ def test_an_engine_takes_a_backend_from_outside(toy: Toy, tmp_path: Path, monkey
     assert asked == [()] * 4
     registry.unregister_backend("toy")
     with pytest.raises(
-        InvalidParameterError, match="kernel_backend must be None or one of 'hopper', 'triton', 'xla', got 'toy'"
+        InvalidParameterError,
+        match="kernel_backend must be None or one of 'hopper', 'triton', 'cudnn', 'xla', got 'toy'",
     ):
         LLM(**options, kernel_backend="toy")
     assert startup._kept_on() == startup.KEPT_PLATFORMS

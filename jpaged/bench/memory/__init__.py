@@ -12,7 +12,7 @@ systems compared with) and `sharing.py` (beams). docs/paper.md shows the results
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -55,6 +55,11 @@ def parser() -> argparse.ArgumentParser:
     device.add_argument(
         "--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help='"dummy" makes random weights'
     )
+    device.add_argument(
+        "--few-programs",
+        action="store_true",
+        help="256 sequences at most, and few sizes of programs: engines start sooner, and steps are padded more",
+    )
     device.add_argument("--num-prompts", type=int, default=400, help="requests of each run")
     device.add_argument("--tokens", type=int, default=1024, help="of the sequence that figure 19 swaps")
     device.add_argument("--max-model-len", type=int, default=2048, help="longest request, in tokens")
@@ -82,15 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=args.seed,
         jobs=args.jobs,
     )
-    rows = _trace_rows(args, options) if args.trace else _figure_rows(args, options)
+
+    def keep(rows: dict[str, list[Row]], says_so: bool = False) -> None:
+        """Writes what is there, so that it is kept if the time ends."""
+        if args.json:
+            from jpaged.bench.report import write_report  # imports jax, which the simulation does not
+
+            flat = [{"figure": figure, **row} for figure, of_figure in rows.items() for row in of_figure]
+            write_report(args.json, "memory", vars(args), flat, says_so=says_so)
+
+    rows = _trace_rows(args, options) if args.trace else _figure_rows(args, options, keep)
     if args.plots:
         for file in plots.draw(rows, args.plots):
             print(f"drawn to {file}")
-    if args.json:
-        from jpaged.bench.report import write_report  # imports jax, which the simulation does not
-
-        flat = [{"figure": figure, **row} for figure, of_figure in rows.items() for row in of_figure]
-        write_report(args.json, "memory", vars(args), flat)
+    keep(rows, says_so=True)
     return 0
 
 
@@ -102,10 +112,15 @@ def _trace_rows(args: argparse.Namespace, options: Options) -> dict[str, list[Ro
     return rows
 
 
-def _figure_rows(args: argparse.Namespace, options: Options) -> dict[str, list[Row]]:
+def _figure_rows(
+    args: argparse.Namespace, options: Options, keep: Callable[[dict[str, list[Row]]], None]
+) -> dict[str, list[Row]]:
+    """keep: is given all rows so far whenever a device has measured one."""
     chosen = list(dict.fromkeys(args.figure or ["all"]))
     if "all" in chosen:
         chosen = list(FIGURES) + (["19"] if args.model else [])
+    if chosen == ["18"] and args.few_programs and not args.model:
+        raise InvalidParameterError("--few-programs is for figure 18 on a device: name a model with --model.")
     if "19" in chosen and not args.model:
         raise InvalidParameterError("--figure 19 is measured on a device: name a model with --model.")
     rows: dict[str, list[Row]] = {}
@@ -115,7 +130,9 @@ def _figure_rows(args: argparse.Namespace, options: Options) -> dict[str, list[R
         if figure in _ON_DEVICE and args.model:
             from jpaged.bench.memory import device  # imports jax
 
-            rows |= device.measure(figure, args)
+            for measured in device.measure(figure, args):
+                rows |= measured
+                keep(rows)
         wanted = [name for name in rows if name == figure or name.startswith(f"{figure}, ")]
         for name in wanted:
             _print_table(f"figure {name}", rows[name])

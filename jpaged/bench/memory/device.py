@@ -11,7 +11,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,18 +28,27 @@ _BLOCK_SIZES = (16, 32, 64, 128)
 _SWAP_BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _DEFAULT_RATES = {"sharegpt": 10.0, "alpaca": 40.0}
 _REPEATS = 7
+_FEW_PROGRAMS: dict[str, Any] = {
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 2048,
+    "decode_buckets": (32, 256),
+    "token_buckets": (512, 2048),
+}
 
 
-def measure(figure: str, args: argparse.Namespace) -> dict[str, list[Row]]:
-    """Runs a figure's measurement with the command line's model."""
+def measure(figure: str, args: argparse.Namespace) -> Iterator[dict[str, list[Row]]]:
+    """Runs a figure's measurement with the command line's model: all rows so far, whenever there are more."""
     if figure == "18":
-        return {"18, device": block_sizes(args)}
-    return {"19": swap_against_recompute(args)}
+        rows: list[Row] = []
+        for row in block_sizes(args):
+            rows.append(row)
+            yield {"18, device": rows}
+    else:
+        yield {"19": swap_against_recompute(args)}
 
 
-def block_sizes(args: argparse.Namespace) -> list[Row]:
+def block_sizes(args: argparse.Namespace) -> Iterator[Row]:
     """Normalized latency and tokens/s of the engine at each block size, for both data sets."""
-    rows = []
     for block_size in _BLOCK_SIZES:
         engine = _engine(args, block_size)
         for dataset, usual in _DEFAULT_RATES.items():
@@ -48,19 +57,18 @@ def block_sizes(args: argparse.Namespace) -> list[Row]:
                 trace = draw_trace(dataset, rate, seconds, args.seed, args.lengths, engine.max_model_len)
                 _serve(engine, trace[: min(64, len(trace))])  # the first steps of a process are slow
                 latency_s, seconds = _serve(engine, trace)
-                rows.append(
-                    {
-                        "dataset": dataset,
-                        "block_size": block_size,
-                        "rate": rate,
-                        "latency_s_per_token": latency_s,
-                        "output_tokens_per_s": sum(r.output_len for r in trace) / seconds,
-                        "preemptions": engine.get_metrics().num_preemptions,
-                    }
-                )
+                yield {
+                    "dataset": dataset,
+                    "block_size": block_size,
+                    "rate": rate,
+                    "latency_s_per_token": latency_s,
+                    "output_tokens_per_s": sum(r.output_len for r in trace) / seconds,
+                    "preemptions": engine.get_metrics().num_preemptions,
+                    "programs": "few" if args.few_programs else "all",
+                }
+        engine.close()  # or the next one finds the device full
         del engine
         gc.collect()
-    return rows
 
 
 def _engine(args: argparse.Namespace, block_size: int) -> LLMEngine:
@@ -74,6 +82,7 @@ def _engine(args: argparse.Namespace, block_size: int) -> LLMEngine:
             num_gpu_blocks_override=max(2, blocks * 16 // block_size) if blocks else None,
             skip_tokenizer_init=True,
             seed=args.seed,
+            **(_FEW_PROGRAMS if args.few_programs else {}),
         )
     )
 

@@ -17,6 +17,7 @@ from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.step.program import Setup
 from jpaged.models import Model, ModelConfig
 from jpaged.models.row_tiles import check_rows_are_apart
+from jpaged.pallas_kernels.contiguous_attention.api import is_for_contiguous
 
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
@@ -79,6 +80,7 @@ def executor_config(
     ):
         if buckets[-1] != last:
             raise InvalidParameterError(f"{name} must end with {what}={last}, got {buckets}.")
+    contiguous_backend = asks_for_contiguous(args)
     if args.shared_prefix_attention and None not in model.layer_windows:
         raise InvalidParameterError(
             "shared_prefix_attention=True is of no use to this model, all of whose layers have a sliding window; leave "
@@ -91,11 +93,36 @@ def executor_config(
         num_blocks=args.num_gpu_blocks_override or NOMINAL_BLOCKS,
         decode_buckets=decode_buckets,
         token_buckets=token_buckets,
-        kernel_backend=args.kernel_backend,
+        kernel_backend=None if contiguous_backend else args.kernel_backend,
+        contiguous_backend=contiguous_backend,
         shared_prefix_attention=args.shared_prefix_attention,
         logprobs_mode=args.logprobs_mode,
         batch_invariant=args.batch_invariant,
     )
+
+
+def asks_for_contiguous(args: EngineArgs) -> str | None:
+    """The kernel backend that is asked for, if its attention is for contiguous keys and values; None if it is not.
+
+    Raises:
+        InvalidParameterError: it is, and another option cannot go with it.
+    """
+    backend = args.kernel_backend
+    if backend is None or not is_for_contiguous(backend):
+        return None
+    layout = args.kv_cache_layout if args.kv_cache_layout == "paged" else args.virtual_page_layout
+    if layout != "per-layer":
+        raise InvalidParameterError(
+            f"kernel_backend={backend!r} knows no block tables, and attends to the virtual layout with pages of one"
+            f" layer alone, got {layout!r}; give kv_cache_layout='virtual' and virtual_page_layout='per-layer', or"
+            " leave kernel_backend out."
+        )
+    if args.shared_prefix_attention:
+        raise InvalidParameterError(
+            f"kernel_backend={backend!r} cannot go with shared_prefix_attention=True: it reads each sequence by itself;"
+            " leave one of them out."
+        )
+    return backend
 
 
 def cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, device: jax.Device) -> ExecutorConfig:
@@ -113,18 +140,26 @@ def cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, devic
             " kv_cache_layout='paged'."
         )
     is_cpu = device.platform == "cpu"
+    layer, is_contiguous = cache.spec[0], config.contiguous_backend is not None
+    block_size = 1 if is_contiguous else args.block_size
     geometry = Geometry.fit(
         args.virtual_page_layout,
         cache.grouping.num_arrays,
-        args.block_size,
-        kernel_block_bytes(cache.spec[0], args.block_size),
+        block_size,
+        kernel_block_bytes(layer, block_size) // (2 if is_contiguous else 1),
         MemfdDriver.granularity if is_cpu else CudaDriver(int(device.local_hardware_id or 0)).granularity,
         spare_bytes=CpuRanges.spare_bytes if is_cpu else 0,
     )
     geometry = replace(geometry, least_bytes=LEAST_ADOPTED if is_cpu else 0)
-    longest = geometry.longest(config.num_blocks, len(cache.groups) * config.max_num_seqs)
-    length = config.max_model_len if args.max_model_len is not None else min(config.max_model_len, longest)
-    return replace(config, geometry=geometry, block_size=geometry.page_tokens, max_model_len=length)
+    if is_contiguous:  # whose offsets count elements
+        geometry = replace(geometry, most_tokens=geometry.most_tokens // (layer.kv_heads * layer.head_dim))
+    config = replace(config, geometry=geometry, block_size=geometry.page_tokens)
+    if args.max_model_len is not None:
+        return config
+    cut = Setup.of(shard, config).cache
+    assert isinstance(cut, VirtualCache)
+    longest = geometry.longest(config.num_blocks, cut.num_stretches)
+    return replace(config, max_model_len=min(config.max_model_len, longest))
 
 
 def fit_to_pool(shard: Model, nominal: ExecutorConfig, num_blocks: int, asked: int | None) -> Setup:

@@ -154,7 +154,7 @@ def _start_on(
     limit = min((one for one in limits if one is not None), default=None)
     refuse_for_hybrids(args, model_config)
     config = executor_config(args, model_config, limit, most_sequences(shard, limit))
-    rows = 0 if args.batch_invariant else one_shot_rows(args.one_shot_rows, args.kernel_backend, shard, mesh)
+    rows = 0 if args.batch_invariant else one_shot_rows(args.one_shot_rows, config.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
     if args.kv_cache_dtype == "fp8":
         keeps = [state is None for state in model_config.layer_states]
@@ -174,7 +174,7 @@ def _start_on(
         with _timed(seconds, "plan memory"):
             loading = loader.submit(load_weights, progress)
             nominal = Compiler(Setup.of(shard, config), mesh, threads=threads, helpers=helpers, kept_on=kept_on)
-            with _refusals_of(config.kernel_backend):
+            with _refusals_of(args.kernel_backend):
                 if limit is not None:
                     nominal.call_helpers()
                     nominal.submit_largest()
@@ -186,7 +186,7 @@ def _start_on(
         with _timed(seconds, "compile"):
             compiler = Compiler(setup, mesh, threads=threads, helpers=helpers, kept_on=kept_on)
             heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
-            with _refusals_of(config.kernel_backend):
+            with _refusals_of(args.kernel_backend):
                 compiler.submit_pool_programs()
                 if not heads_are_ready:
                     compiler.submit_other_programs()

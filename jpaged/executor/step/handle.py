@@ -18,7 +18,12 @@ class DispatchedStep:
     target_scores: scores of the chunks' targets, one behind the other, and whose they are: (row, count) each.
     pooled: sums of hidden states by row, and the rows that have one.
     when_read: called with the sampled tokens and codes on the device, once the host has them.
+
+    Attributes:
+        when_run: called once the host has read what the step brings, if anything, so that all of it has run.
     """
+
+    when_run: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -38,9 +43,11 @@ class DispatchedStep:
         self._prompt_scores = prompt_scores
         self._target_scores = target_scores
         self._pooled = pooled
+        self._brings_arrays = False
         arrays = (sampled, prompt_scores and prompt_scores[0], target_scores and target_scores[0], pooled and pooled[0])
         for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
+            self._brings_arrays = True
 
     def is_ready(self) -> bool:
         if self._tokens_and_codes is not None:
@@ -61,7 +68,7 @@ class DispatchedStep:
         if self._prompt_scores is not None:
             scores, scored_rows = self._prompt_scores
             prompt_logprobs = {row: _host_logprobs(scores, np.s_[start:end]) for row, start, end in scored_rows}
-        return StepResult(
+        result = StepResult(
             tokens[:, None],
             codes.astype(np.uint8),
             logprobs,
@@ -70,6 +77,9 @@ class DispatchedStep:
             self._read_shared_prefix,
             self._host_pooled(),
         )
+        if self._brings_arrays and self.when_run is not None:
+            self.when_run()
+        return result
 
     def _read(self, tokens_and_codes: jax.Array) -> np.ndarray:
         """A copy of them, which stands when a later step's are written over those on the device."""

@@ -36,6 +36,7 @@ from jpaged.engine.interface import SamplingVariant
 from jpaged.executor.cache.paged import PagedCache
 from jpaged.executor.cache.spec import cache_spec, token_layers
 from jpaged.executor.cache.states import StateSlots
+from jpaged.executor.cache.virtual.contiguous import ContiguousCache
 from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import WHOLE, Specs
@@ -63,6 +64,8 @@ class Setup:
     @staticmethod
     def of(model: Model, config: ExecutorConfig) -> "Setup":
         layout = PagedCache if config.geometry is None else VirtualCache
+        if config.geometry is not None and config.contiguous_backend is not None:
+            layout = ContiguousCache
         spec = cache_spec(model, config.kv_scales)
         return Setup(model, config, layout(token_layers(spec), config), StateSlots(spec, config))
 

@@ -110,15 +110,15 @@ class Runner:
         """
         self._check(plan)
         if self.memory is None:
-            return self._dispatch_plan(plan, self._keep_tokens)
+            return self._dispatch_plan(plan)
         mapper = self.memory.mapper
         mapper.prepare(plan, self._wait)
-        step = self._dispatch_plan(plan, partial(self._keep_tokens, step=mapper.num_steps))
+        step = self._dispatch_plan(plan)
+        step.when_run = partial(mapper.has_run, mapper.num_steps)
         mapper.dispatched(plan)
         return step
 
-    def _dispatch_plan(self, plan: StepPlan, when_read: Callable[[jax.Array], None]) -> DispatchedStep:
-        """when_read: as of `DispatchedStep`."""
+    def _dispatch_plan(self, plan: StepPlan) -> DispatchedStep:
         for out in plan.swap_outs:
             self._swap_out(out)
         if len(plan.ends) or plan.starts:
@@ -137,7 +137,7 @@ class Runner:
             self._copy_blocks(plan.copies)
         if not plan.num_rows:
             return DispatchedStep(0, None)
-        return self._run_mixed(plan, when_read) if plan.chunks else self._run_decode(plan, when_read)
+        return self._run_mixed(plan) if plan.chunks else self._run_decode(plan)
 
     def close(self) -> None:
         """Frees all that it holds on the device, and in host memory for it. The second time it does nothing."""
@@ -381,7 +381,7 @@ class Runner:
         host["block_ids"][: len(copy.block_ids)] = copy.block_ids
         self._run(_SCATTER, staging=staging, packed=buffer)
 
-    def _run_decode(self, plan: StepPlan, when_read: Callable[[jax.Array], None]) -> DispatchedStep:
+    def _run_decode(self, plan: StepPlan) -> DispatchedStep:
         """A step of decode rows alone."""
         slots, config = plan.decode_slots, self._config
         shared = config.shared_prefix_bucket(len(slots), plan.num_sharing, plan.shared_len)
@@ -393,9 +393,9 @@ class Runner:
         self._fill_table_updates(host["table_updates"], plan.table_updates)
         hidden, rows = self._run(program, packed=buffer)
         sampled = self._run_sample(hidden, rows, plan.variant)
-        return DispatchedStep(len(slots), sampled, read_shared_prefix=shared is not None, when_read=when_read)
+        return DispatchedStep(len(slots), sampled, read_shared_prefix=shared is not None, when_read=self._keep_tokens)
 
-    def _run_mixed(self, plan: StepPlan, when_read: Callable[[jax.Array], None]) -> DispatchedStep:
+    def _run_mixed(self, plan: StepPlan) -> DispatchedStep:
         """A step with chunks of prompts."""
         chunks, num_decodes = plan.chunks, len(plan.decode_slots)
         num_tokens = num_decodes + sum(max(1, len(chunk.token_ids)) for chunk in chunks)  # no more rows than tokens
@@ -421,7 +421,7 @@ class Runner:
         sampled = None
         if num_decodes or any(chunk.samples for chunk in chunks):
             sampled = self._run_sample(hidden, rows, plan.variant)
-        return DispatchedStep(plan.num_rows, sampled, prompt_scores, target_scores, pooled, when_read=when_read)
+        return DispatchedStep(plan.num_rows, sampled, prompt_scores, target_scores, pooled, when_read=self._keep_tokens)
 
     def _fill_table_updates(self, field: np.ndarray, updates: np.ndarray) -> None:
         """Writes what a step's own buffer can carry; any surplus goes ahead through `update`."""
@@ -449,10 +449,7 @@ class Runner:
         """
         return self._tokens_read[rows].pop() if self._tokens_read[rows] else np.zeros((2, rows), np.int32)
 
-    def _keep_tokens(self, tokens_and_codes: jax.Array, step: int | None = None) -> None:
-        """step: its number, for the virtual layout."""
-        if self.memory is not None and step is not None:
-            self.memory.mapper.has_run(step)
+    def _keep_tokens(self, tokens_and_codes: jax.Array) -> None:
         if self.closed:  # a step that outlived it is read
             tokens_and_codes.delete()
             return

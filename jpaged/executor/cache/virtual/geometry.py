@@ -32,6 +32,7 @@ class Geometry:
     blocks_of_layer: kernels' blocks of a layer in a page.
     stride: kernels' blocks from one page to the next; there may be some to spare.
     least_bytes: of an array.
+    most_tokens: of all layers of an array together, homes of pages included.
     """
 
     page_layout: str
@@ -40,6 +41,7 @@ class Geometry:
     blocks_of_layer: int
     stride: int
     least_bytes: int = 0
+    most_tokens: int = 2**31 - 1
 
     @property
     def page_tokens(self) -> int:
@@ -71,10 +73,8 @@ class Geometry:
         return Geometry(page_layout, layers, block_size, blocks, blocks * layers)
 
     def longest(self, num_pages: int, num_tables: int) -> int:
-        """Tokens of the longest sequence for which so many block tables have addresses: kernels count tokens in 32
-        bits.
-        """
-        return max(0, (2**31 - 1) // (self.stride * self.block_size) - num_pages) // num_tables * self.page_tokens
+        """Tokens of the longest sequence for which so many block tables have addresses."""
+        return max(0, self.most_tokens // (self.stride * self.block_size) - num_pages) // num_tables * self.page_tokens
 
     def check_length(self, num_pages: int, num_tables: int, max_model_len: int) -> None:
         """Raises InvalidParameterError if there are no addresses for sequences of so many tokens."""

@@ -34,6 +34,11 @@ class VirtualCache(PagedCache):
         return self.config.geometry
 
     @property
+    def first_place(self) -> int:
+        """The first place's number, counted from the first page's home on."""
+        return self.config.num_blocks
+
+    @property
     def num_places(self) -> int:
         """Addresses for a page: one for each cache group, slot and index of a block table."""
         return self.num_tables * self.config.max_blocks_per_seq
@@ -45,11 +50,16 @@ class VirtualCache(PagedCache):
 
     def longest_sequence(self) -> int:
         """As `PagedCache.longest_sequence`, as far as there are addresses."""
-        return min(super().longest_sequence(), self.geometry.longest(self.config.num_blocks, self.num_tables))
+        return min(super().longest_sequence(), self.geometry.longest(self.config.num_blocks, self.num_stretches))
 
     def check_length(self, max_model_len: int) -> None:
         """Raises InvalidParameterError if there are no addresses for sequences of so many tokens."""
-        self.geometry.check_length(self.config.num_blocks, self.num_tables, max_model_len)
+        self.geometry.check_length(self.config.num_blocks, self.num_stretches, max_model_len)
+
+    @property
+    def num_stretches(self) -> int:
+        """The most addresses besides the homes' that an array has, in longest sequences."""
+        return self.num_tables
 
     @property
     def page_bytes(self) -> int:
@@ -60,7 +70,7 @@ class VirtualCache(PagedCache):
     def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         geometry, layer = self.geometry, self.spec[0]
         block = layer.block(geometry.block_size)
-        num_blocks = (self.config.num_blocks + self.num_places) * geometry.stride
+        num_blocks = (self.first_place + self.num_places) * geometry.stride
         num_blocks = max(num_blocks, -(-geometry.least_bytes // kernel_block_bytes(layer, geometry.block_size)))
         num_arrays = self.grouping.num_arrays // geometry.layers
         return (jax.ShapeDtypeStruct((num_blocks, *block), layer.dtype),) * num_arrays
@@ -85,7 +95,7 @@ class VirtualCache(PagedCache):
         config = self.config
         first = jnp.arange(len(self.groups)) * config.max_num_seqs + slots[:, None]
         places = first[..., None] * config.max_blocks_per_seq + jnp.arange(config.max_blocks_per_seq)
-        return jnp.where(tables[slots] != NULL_BLOCK, config.num_blocks + places.astype(jnp.int32), NULL_BLOCK)
+        return jnp.where(tables[slots] != NULL_BLOCK, self.first_place + places.astype(jnp.int32), NULL_BLOCK)
 
     def decode_layers(
         self,

@@ -48,7 +48,7 @@ class VirtualMemory:
             arrays = [ranges.array(pool.shape, np.dtype(pool.dtype)) for pool in cache.pools]
             shards.append([array for array, _ in arrays])
             located += [(ranges.driver, base) for _, base in arrays]
-        self._manager = PageManager(located, cache.page_bytes, config.num_blocks, cache.num_places)
+        self._manager = PageManager(located, cache.page_bytes, cache.first_place, cache.num_places)
         self._manager.back(np.array([NULL_BLOCK]))
         self.pools = tuple(mesh.joined(parts, cache.pools_spec) for parts in zip(*shards, strict=True))
         tables = (len(cache.groups), config.max_num_seqs, config.max_blocks_per_seq)

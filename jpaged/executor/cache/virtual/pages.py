@@ -55,7 +55,7 @@ class PageManager:
     Args:
         arrays: each array of each device: its driver, and where it begins. A page is as many pieces of memory.
         page_bytes: of a page in one array, a multiple of the drivers' granularity.
-        num_pages, num_places: of addresses; see `geometry.py`.
+        num_pages, num_places: of addresses; see `geometry.py`. The last pages may never be used.
     """
 
     def __init__(self, arrays: Sequence[tuple[Driver, int]], page_bytes: int, num_pages: int, num_places: int) -> None:

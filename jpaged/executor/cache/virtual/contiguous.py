@@ -1,0 +1,205 @@
+"""The virtual layout for attention kernels that know no block tables: keys and values contiguous, in arrays apart.
+
+    two arrays a layer, one of keys, one of values, each [tokens, 1, kv_heads, 1, head_dim]:
+
+    [ homes of the pages, padded to whole stretches | slot 0's stretch | slot 1's | ... ]
+
+A page of the device holds keys, or values, of one layer: 1,024 tokens of an 8B model, so that a sequence's first token
+takes a page of each of 64 arrays. A kernel gets an array as it is, [stretches, longest sequence, kv_heads, head_dim],
+and a length for each stretch; the homes are stretches of length 0. So no array is ever sliced, which would copy it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jpaged.api.errors import UnsupportedModelError
+from jpaged.engine.interface import NULL_BLOCK
+from jpaged.executor.cache.groups import Place
+from jpaged.executor.cache.paged import Layers, Pools
+from jpaged.executor.cache.virtual.layout import VirtualCache
+from jpaged.models import row_tiles
+from jpaged.pallas_kernels import (
+    Addresses,
+    contiguous_attention,
+    copy_blocks,
+    gather_blocks,
+    scatter_blocks,
+    split_qkv,
+    write_kv,
+)
+
+_MOVES = "xla"
+"""Who writes tokens and moves pages: plain XLA, in place. Its own kernels are made for blocks of several tokens."""
+
+
+@dataclass(frozen=True)
+class ContiguousCache(VirtualCache):
+    """`VirtualCache` whose attention is `contiguous_attention`, by `config.contiguous_backend`. `geometry` is that of
+    keys alone; a kernel's block is one token.
+
+    Raises:
+        UnsupportedModelError: the model's layers have windows, or keep latents.
+    """
+
+    def __post_init__(self) -> None:
+        windows = {layer.window for layer in self.spec}
+        if windows != {None} or self.spec[0].value_dim is not None:
+            what = "latents" if windows == {None} else "sliding windows"
+            raise UnsupportedModelError(
+                f"kernel_backend={self.config.contiguous_backend!r} does not serve models with {what}; leave it out."
+            )
+
+    @property
+    def addresses(self) -> Addresses:
+        """How an array is cut: whole stretches of homes, then one for each slot."""
+        pages, stride = self.config.max_blocks_per_seq, self.geometry.stride
+        return Addresses(self.first_place // pages + self.num_tables, pages, self.geometry.page_tokens, stride)
+
+    @property
+    def first_place(self) -> int:
+        pages = self.config.max_blocks_per_seq
+        return -(-self.config.num_blocks // pages) * pages
+
+    @property
+    def num_stretches(self) -> int:
+        return self.num_tables + 1  # the homes' padding is shorter than one
+
+    @property
+    def page_bytes(self) -> int:
+        layer = self.spec[0]
+        return self.geometry.stride * layer.kv_heads * layer.head_dim * layer.dtype.itemsize
+
+    @property
+    def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Keys and values of each layer in turn."""
+        layer = self.spec[0]
+        token_bytes = self.page_bytes // self.geometry.stride
+        tokens = max(self.addresses.num_entries, -(-self.geometry.least_bytes // token_bytes))
+        array = jax.ShapeDtypeStruct((tokens, 1, layer.kv_heads, 1, layer.head_dim), layer.dtype)
+        return (array,) * (2 * self.grouping.num_arrays)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.page_bytes * 2 * self.grouping.num_arrays
+
+    def _layers(
+        self,
+        pools: Pools,
+        tables: Int[Array, "rows groups blocks"],
+        written: tuple[Array, Int[Array, " tokens"], Int[Array, " tokens"], Bool[Array, " tokens"]],
+        kv_lens: Int[Array, " rows"],
+        mixed: tuple[Array, Array] | None,
+        shared: tuple[Array, Array] | None,
+    ) -> Layers:
+        assert shared is None
+        addresses = self.addresses
+        first = tables[:, 0, 0]  # the place of the first page, from which on the others follow
+        attention = ContiguousAttention(
+            (pools[0], pools[1]),
+            self._mapping(Place(0, 0), *written),
+            first // addresses.pages,
+            jnp.where(first == NULL_BLOCK, 0, kv_lens),
+            mixed,
+            addresses,
+            self.config.contiguous_backend,
+        )
+        of_layers = [attention] * len(self.spec)
+        return _Pairs(pools, of_layers, [place.array for place in self.grouping.places])
+
+    def _mapping(
+        self,
+        place: Place,
+        tables: Int[Array, "rows groups blocks"],
+        rows: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        valid: Bool[Array, " tokens"],
+    ) -> Int[Array, " tokens"]:
+        size, stride = self.geometry.page_tokens, self.geometry.stride
+        pages = tables[rows, place.group, positions // size]
+        spread = jnp.arange(rows.shape[0], dtype=jnp.int32) % size
+        return jnp.where(valid, pages * stride + positions % size, NULL_BLOCK * stride + spread)
+
+    def copy(self, pools: Pools, source: Int[Array, " n"], target: Int[Array, " n"]) -> Pools:
+        return copy_blocks(pools, self._whole(source), self._whole(target), backend=_MOVES)
+
+    def gather(self, pools: Pools, block_ids: Int[Array, " chunk"]) -> jax.Array:
+        return gather_blocks(pools, self._whole(block_ids), backend=_MOVES)
+
+    def scatter(self, pools: Pools, staging: jax.Array, block_ids: Int[Array, " chunk"]) -> Pools:
+        return scatter_blocks(pools, staging, self._whole(block_ids), backend=_MOVES)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class ContiguousAttention:
+    """The `attend` of one layer, as `PagedAttention`, over an array of keys and one of values.
+
+    pool: both. stretches: of each row. kv_lens: of the rows, 0 for those without pages.
+    mixed: (query_starts, num_decodes) where rows have several queries.
+
+    Raises, when called:
+        ValueError: the layer's attention has something that this has not; it is named.
+    """
+
+    pool: tuple[Float[Array, "tokens 1 kv_heads 1 head_dim"], Float[Array, "tokens 1 kv_heads 1 head_dim"]]
+    mapping: Int[Array, " tokens"]
+    stretches: Int[Array, " rows"]
+    kv_lens: Int[Array, " rows"]
+    mixed: tuple[Int[Array, " rows+1"], Int[Array, ""]] | None
+    addresses: Addresses = field(metadata={"static": True})
+    backend: str | None = field(metadata={"static": True})
+
+    def __call__(
+        self,
+        qkv: Float[Array, "tokens kv_heads slots head_dim"],
+        *,
+        rotation: tuple[Array, Array] | None,
+        norms: tuple[Array, Array] | None,
+        norm_eps: float,
+        scale: float | None = None,
+        **features: Any,
+    ) -> jax.Array:
+        for name, value in features.items():
+            if value is not None:
+                raise ValueError(f"contiguous attention has no {name}; leave kernel_backend out to serve this model")
+        q, *kv = split_qkv(qkv, rotation=rotation, norms=norms, norm_eps=norm_eps)
+        keys, values = (
+            write_kv(array, new, None, self.mapping, backend=_MOVES) for array, new in zip(self.pool, kv, strict=True)
+        )
+        self.pool = keys, values
+        starts, num_decodes = (None, None) if self.mixed is None else self.mixed
+        tokens, _, kv_heads, _, head_dim = keys.shape
+        return contiguous_attention(
+            q,
+            keys.reshape(tokens, kv_heads, head_dim),
+            values.reshape(tokens, kv_heads, head_dim),
+            self.stretches,
+            self.kv_lens,
+            self.addresses,
+            query_starts=starts,
+            num_decodes=num_decodes,
+            scale=scale,
+            backend=self.backend,
+        )
+
+    def attend_rows(self, asked: row_tiles.Attention) -> jax.Array:
+        raise ValueError("contiguous attention is not batch-invariant; leave kernel_backend out")
+
+
+class _Pairs(Layers):
+    """`Layers` whose arrays are pairs, of keys and values."""
+
+    def __init__(self, pools: Pools, of_layers: Sequence[ContiguousAttention], arrays: Sequence[int]) -> None:
+        pairs: Any = tuple(zip(pools[::2], pools[1::2], strict=True))
+        alike: Any = of_layers
+        super().__init__(pairs, alike, arrays)
+
+    @property
+    def pools(self) -> Pools:
+        pairs: Any = self._pools
+        return tuple(array for pair in pairs for array in pair)

@@ -1,0 +1,1 @@
+"""The op `contiguous_attention`: see `api.py`."""

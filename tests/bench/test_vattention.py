@@ -1,0 +1,140 @@
+"""`jpaged bench vattention`: what its processes are told and answer, and what is kept when one fails."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jpaged.api.errors import EngineDeadError
+from jpaged.bench import sharing, vattention
+from jpaged.bench.engine_processes import EngineProcess, engine_argv, obey
+from tests.bench import small_engine
+from tests.support.greedy_programs import greedy_programs
+
+SIZES = ["--rows", "4", "--context", "24", "--steps", "16"]
+
+
+@small_engine.GROUP
+def test_an_engine_process_grows_gives_back_sleeps_and_wakes_as_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*small_engine.options(tmp_path), *SIZES, "--kv-cache-layout", "virtual", "--kv-idle-release-s", "0.01"]
+    args = vattention.parser().parse_args([*options, "--block-size", "1"])
+    said = "rest 0\nserve\nrest 0.2\nsleep\nwake\nserve\nserve 2\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    with greedy_programs():
+        obey(args)
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    started, served, rested, asleep, awake, again, two = answers
+    assert started["start_s"] > 0
+    assert started["kv_gb"] < served["kv_gb"] <= served["kv_gb_at_most"]
+    assert rested["kv_gb"] == awake["kv_gb"] == started["kv_gb"]
+    assert asleep["kv_gb"] < rested["kv_gb"]
+    assert again["tokens_sum"] == served["tokens_sum"]
+    assert (again["rows"], two["rows"]) == (4, 2)
+
+
+class Told:
+    """An `EngineProcess` that ends at the command `ends_at`, counted over all of them."""
+
+    ends_at = 99
+    commands: list[tuple[str, str]]
+    argv: list[str]
+
+    def __init__(self, name: str, argv: list[str]) -> None:
+        self.name, Told.argv = name, argv
+
+    def __enter__(self) -> "Told":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, command: str) -> dict[str, Any]:
+        if len(Told.commands) == Told.ends_at:
+            raise EngineDeadError(f"Engine {self.name} ended.")
+        Told.commands.append((self.name, command))
+        served = {"tokens_sum": 7} if command == "serve" else {}
+        return {"s": 0.5, "kv_gb": 1.0} | served
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    Told.commands, Told.ends_at = [], 99
+    monkeypatch.setattr(sharing, "EngineProcess", Told)
+
+
+@pytest.mark.usefixtures("told")
+def test_one_engine_serves_while_the_other_rests_or_sleeps_and_both_start_small(tmp_path: Path) -> None:
+    report = tmp_path / "sharing.json"
+    assert vattention.main(["--part", "sharing", "--kv-idle-release-s", "3", "--json", str(report)]) == 0
+    assert [f"{name} {command}" for name, command in Told.commands] == [
+        *("A rest 0", "B rest 0", "A serve", "A rest 5.0", "B serve"),
+        *("A sleep", "B serve", "B rest 5.0", "A wake", "A serve"),
+    ]
+    asked = vattention.parser().parse_args(Told.argv[5:])
+    assert (asked.kv_cache_layout, asked.virtual_page_layout, asked.kv_idle_release_s) == ("virtual", "sliced", 3.0)
+    assert asked.obeys
+    written = json.loads(report.read_text())
+    assert {"commit", "host", "driver", "jax", "device"} <= written["environment"].keys()
+    assert [row["phase"] for row in written["results"]][:3] == ["A starts", "B starts", "A busy"]
+    assert [row["same_tokens"] for row in written["results"] if "same_tokens" in row] == [True, True, True, True]
+
+
+@pytest.mark.usefixtures("told")
+def test_what_was_measured_before_a_part_failed_is_kept_and_the_next_part_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Told.ends_at = 3
+    report = tmp_path / "sharing.json"
+    assert vattention.main(["--part", "sharing", "--part", "waste", "--json", str(report)]) == 1
+    assert "sharing: failed: EngineDeadError: Engine A ended." in capsys.readouterr().err
+    rows = json.loads(report.read_text())["results"]
+    assert [row.get("phase") or row.get("failed") for row in rows if row["part"] == "sharing"] == [
+        *("A starts", "B starts", "A busy"),
+        "EngineDeadError: Engine A ended.",
+    ]
+    assert [row for row in rows if row["part"] == "waste"]
+
+
+def test_a_process_that_ends_is_named_with_what_it_was_told() -> None:
+    import sys
+
+    with (
+        EngineProcess("B", [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)"]) as engine,
+        pytest.raises(EngineDeadError, match="Engine B ended at 'serve' with exit code 3"),
+    ):
+        engine.ask("serve")
+
+
+def test_an_engine_gets_the_options_that_are_its_own() -> None:
+    parser = vattention.parser()
+    args = parser.parse_args(["--part", "steps", "--json", "x.json", "--decode-buckets", "4,8", "--skip-sleep"])
+    argv = engine_argv(parser, args, "per-layer")
+    assert argv[argv.index("--decode-buckets") + 1] == "4,8"
+    assert "--skip-sleep" in argv
+    assert not {"--part", "--json"} & set(argv)
+    assert engine_argv(parser, args, "paged")[argv.index("--kv-cache-layout") + 1] == "paged"
+
+
+@pytest.mark.parametrize(("status", "written"), [(1, True), (1, False), (0, True)])
+def test_a_layout_s_engine_that_fails_leaves_its_steps_and_the_other_layouts(
+    monkeypatch: pytest.MonkeyPatch, status: int, written: bool
+) -> None:
+    def ran(argv: list[str], check: bool) -> Any:
+        layout = argv[argv.index("--kv-cache-layout") + 1]
+        if layout == "paged" or written:
+            found = {"steps": [{"mean_ms": 1.0}], "memory": {"startup_s": 2.0}, "tokens": [[1], [2]]}
+            Path(argv[argv.index("--json") + 1]).write_text(json.dumps(found))
+        return type("Done", (), {"returncode": 0 if layout == "paged" else status})
+
+    monkeypatch.setattr(vattention.subprocess, "run", ran)
+    args = vattention.parser().parse_args(["--layout", "paged", "--layout", "sliced"])
+    rows = [row for row in vattention.measure_engines(args) if row["layout"] == "sliced"]
+    assert ("mean_ms" in rows[0]) == written
+    if status:
+        assert "exit code 1" in rows[-1]["failed"]
+    else:
+        assert rows[-1]["sequences_as_first"] == "2 of 2"
