@@ -23,11 +23,13 @@ UNSPLIT |= {
     "mpt-30b-style",
     "gpt-oss-120b-style",
     "glm4.5-air-style",
+    "granite4-experts",
+    "granite-moe",
 }
 UNSPLIT |= {"deepseek-v2", "kimi-k2-style", "moonlight-style"}
 """Models that are split over devices as another of their family is, and run on one alone."""
 
-SPARSE = {"gpt-oss-20b-style", "deepseek-v3"}
+SPARSE = {"gpt-oss-20b-style", "deepseek-v3", "granite-moe-shared"}
 """Models whose experts are split over devices in both ways."""
 
 HYBRID = {"qwen3-next", "qwen3-next-some-layers", "qwen3.5", "qwen3.5-moe"}
