@@ -38,6 +38,7 @@ class ExecutorConfig:
     kv_scales: of each layer, what keys and what values are divided by before they are rounded to e4m3; None where they
         are kept in the model's dtype.
     geometry: of the virtual layout's arrays, whose pages are the blocks; None for the paged layout.
+    expert_load: bodies count the tokens of each expert (`step/expert_load.py`).
     """
 
     max_num_seqs: int
@@ -53,6 +54,7 @@ class ExecutorConfig:
     batch_invariant: bool = False
     kv_scales: tuple[tuple[float, float], ...] | None = None
     geometry: Geometry | None = None
+    expert_load: bool = False
 
     @property
     def null_slot(self) -> int:

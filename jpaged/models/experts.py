@@ -30,6 +30,7 @@ from jpaged.models.config_reader import ConfigReader
 from jpaged.models.layers import GatedMLP
 from jpaged.models.linear import PartialSum, PlainLinear
 from jpaged.models.parameters import Constant, Normal, parameter
+from jpaged.models.residual import ExpertCounts
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
@@ -375,16 +376,25 @@ class SparseMLP(nnx.Module):
         self.shared = GatedMLP(shared, config.activation, dtype, rngs) if config.shared_size else None
         self.shared_gate = PlainLinear((hidden,), (1,), hidden**-0.5, dtype, rngs) if config.shared_gate else None
 
-    def __call__(self, x: jax.Array, backend: str | None = "xla", live: jax.Array | None = None) -> PartialSum:
+    def __call__(
+        self,
+        x: jax.Array,
+        backend: str | None = "xla",
+        live: jax.Array | None = None,
+        counts: ExpertCounts | None = None,
+    ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
         backend: of `pallas_kernels.gated_grouped_product` and its companions; gradients need "xla".
         live: bool [T], see `residual.Kernels`; for other tokens no expert is read, and the routed experts give zeros.
+        counts: counts the tokens of each expert.
         """
         experts, weights = self.router(x)
-        experts = experts - self.collectives.first(self.held_experts)
         if live is not None:
             experts = jnp.where(live[:, None], experts, -1)
+        if counts is not None:
+            counts.count(experts)
+        experts = experts - self.collectives.first(self.held_experts)
         total = PartialSum(self.experts(x, experts, weights, backend))
         if self.shared is None:
             return total

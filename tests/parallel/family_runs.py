@@ -64,9 +64,10 @@ def tokens_by_path(*names: str) -> dict[str, dict[str, Any]]:
 def _tokens_by_path(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(tiny_model(name), directory, use_torch=False)
-        args = replace(ARGS, model=directory)
+        args = replace(ARGS, model=directory, expert_load=name in SPARSE)
         engine = LLMEngine(args)
         found: dict[str, Any] = {"chunked": _run(engine)}  # 131 tokens of prompts in steps of 32
+        found["load"] = _load(engine)
         found["prefix hits"] = _run(engine)
         found["hits"] = engine.get_metrics().prefix_cache_hits
         found["preempted"] = []
@@ -83,9 +84,12 @@ def _tokens_by_path(name: str) -> dict[str, Any]:
             found["small chunks"] = _run(LLMEngine(replace(args, max_num_batched_tokens=7), engine.startup))
         for degree in () if name in UNSPLIT else (2, 4):
             split = replace(args, tensor_parallel_size=degree)
-            found[f"tensor parallel {degree}"] = _run(LLMEngine(split))
+            engine = LLMEngine(split)
+            found[f"tensor parallel {degree}"] = _run(engine)
             if name in SPARSE:
-                found[f"expert parallel {degree}"] = _run(LLMEngine(replace(split, enable_expert_parallel=True)))
+                whole = LLMEngine(replace(split, enable_expert_parallel=True))
+                found[f"expert parallel {degree}"] = _run(whole)
+                found[f"loads {degree}"] = [_load(engine), _load(whole)]
         return found
 
 
@@ -98,6 +102,12 @@ def _run(engine: LLMEngine) -> list[list[int]]:
         engine.add_request(str(i), prompt, sampling)
     outputs = {output.request_id: output for output in _finish(engine)}
     return [list(outputs[str(i)].outputs[0].token_ids) for i in range(NUM_REQUESTS)]
+
+
+def _load(engine: LLMEngine) -> Any:
+    """Tokens by layer and expert, where they are counted."""
+    load = engine.get_metrics().expert_load
+    return None if load is None else load.tokens
 
 
 def _samples(engine: LLMEngine) -> list[list[int]]:
