@@ -19,7 +19,7 @@ def run(monkeypatch, tmp_path):
 
     def run(seconds, *options, raises=None):
         names = ("decode one", "decode two", "prefill")
-        monkeypatch.setattr(kernels, "cases", lambda _: (kernels.Case(n, "us", None, lambda n=n: n) for n in names))
+        monkeypatch.setattr(kernels, "cases", lambda _, __: (kernels.Case(n, "us", None, lambda n=n: n) for n in names))
         monkeypatch.setattr(kernels, "measure", lambda build, repeats: ([seconds(build())] * 3, 1.0))
         if raises is None:
             assert kernels.main(["--json", str(path), *options]) == 0
