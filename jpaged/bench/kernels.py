@@ -339,8 +339,12 @@ def sparse_case(tokens: int, e: Experts, backend: str | None) -> tuple[Callable[
 
     @jax.jit
     def program(x: jax.Array, gate_up: jax.Array, down: jax.Array, router: list[jax.Array]) -> jax.Array:
+        tokens = x
         for gate in router:
-            logits = jnp.einsum("th,he->te", x, gate, preferred_element_type=jnp.float32) * e.hidden**-0.5
+            # Of the tokens that it began with: without norms in between, those of later calls are nearly zero, and
+            # would all pick the same experts. The barrier keeps the order.
+            read, x = lax.optimization_barrier((tokens, x))
+            logits = jnp.einsum("th,he->te", read, gate, preferred_element_type=jnp.float32) * e.hidden**-0.5
             if e.zipf:
                 logits = routing.skewed(logits)
             x = mix(x, gate_up, down, *route(logits, routing), activation="silu", backend=backend) * 2
