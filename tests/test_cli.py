@@ -145,8 +145,8 @@ class TestTheCommandItself:
             "enable_prefix_caching": False, "load_format": "dummy", "tokenizer": "t", "seed": 5, "verbose": False,
             "swap_space": 0.5, "preemption_mode": "swap",
         }  # fmt: skip
-        _, _, _, llm = run("generate", "x", "--host-prefix-cache")
-        assert llm.options == {"verbose": False, "max_num_seqs": 1, "host_prefix_cache": True}
+        _, _, _, llm = run("generate", "x", "--host-prefix-cache", "--expert-load")
+        assert llm.options == {"verbose": False, "max_num_seqs": 1, "host_prefix_cache": True, "expert_load": True}
 
     def test_sampling_options_replace_the_models_defaults(self, run):
         _, _, _, llm = run("generate", "x", "--seed", "5")

@@ -59,7 +59,9 @@ def test_tokens_and_scores_by_every_path_are_those_of_transformers(
     for degree in () if case.name in UNSPLIT else (2, 4):
         assert found[f"tensor parallel {degree}"] == tokens
         assert found.get(f"expert parallel {degree}", tokens) == tokens
-    assert (case.name in SPARSE) == ("expert parallel 2" in found)
+    assert (case.name in SPARSE) == ("expert parallel 2" in found) == (found["load"] is not None)
+    for degree in (2, 4) if case.name in SPARSE else ():
+        assert found[f"loads {degree}"] == [found["load"]] * 2, "every device counts all tokens"
 
     if case.name in HYBRID:
         assert found["small chunks"] == tokens

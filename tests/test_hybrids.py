@@ -3,6 +3,7 @@
 Their tokens by every path of the engine are in `test_families.py`.
 """
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -132,6 +133,13 @@ def test_the_memory_table_counts_states(engine: LLMEngine) -> None:
     assert engine.startup.setup.states.slot_bytes == state.num_bytes(4) == matrices + history
     assert engine.startup.memory.state > 4 * (matrices + history)
     assert "4 sequences" in engine.startup.table("tiny")
+
+
+def test_the_table_tells_how_fast_the_checkpoint_was_read(engine: LLMEngine, directory: Path) -> None:
+    found = re.search(r"weights .*; ([\d.]+) MiB read in [\d.]+ s, [\d.]+ GB/s\n", engine.startup.table("tiny"))
+    assert found
+    size = (directory / "model.safetensors").stat().st_size / 2**20
+    assert float(found[1]) == pytest.approx(size, abs=0.1)  # but for the header
 
 
 def test_as_many_sequences_run_by_default_as_have_their_states_in_half_of_what_weights_leave() -> None:

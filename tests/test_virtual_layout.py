@@ -7,6 +7,7 @@ import pytest
 
 from jpaged import LLM, EngineArgs, LLMEngine, SamplingParams
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
+from jpaged.executor.start.weights import CheckpointReader
 from tests import test_generation, test_pressure
 from tests.support.greedy_programs import greedy_programs
 from tests.test_generation import assert_greedy, mixed_prompts, run
@@ -156,13 +157,13 @@ def test_an_engine_that_slept_goes_on_as_before(model, layout, level):
 
 @pytest.mark.xdist_group("virtual under pressure")
 def test_an_engine_for_whose_weights_there_is_no_room_sleeps_on(model, monkeypatch):
-    def no_room():
+    def no_room(_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
     with greedy_programs(), LLM(model, **PRESSURE, num_gpu_blocks_override=512) as llm:
         assert llm.sleep(2)
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.startup, "load_weights", no_room)
+            patch.setattr(CheckpointReader, "__call__", no_room)
             with pytest.raises(OutOfMemoryError, match=r"no room for the weights of .* and the KV pool of"):
                 llm.wake_up()
         assert llm.engine.is_asleep

@@ -223,6 +223,11 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
         name = name.replace("lm_head", "embed_out")
     if case.family == "gpt_oss":  # whose checkpoints hold all experts in one
         return draw(case, name, shape)
+    if case.family == "granite":  # likewise, under other names
+        names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+        names |= {"router.weight": "router.layer.weight"}
+        block, _, part = name.partition(".block_sparse_moe.")
+        return draw(case, f"{block}.block_sparse_moe.{names[part]}" if part else name, shape)
     prefix, _, part = name.rpartition(".experts.")
     if case.config["model_type"] == "mixtral":
         prefix, name = prefix.replace(".mlp", ".block_sparse_moe"), name.replace(".mlp.gate", ".block_sparse_moe.gate")
@@ -337,6 +342,8 @@ def models_of_blocks() -> list[TinyModel]:
         "layer_types": ["attention", "attention"],
         "tie_word_embeddings": True,
     }
+    granite_moe = multipliers | {"intermediate_size": 40, "tie_word_embeddings": True}
+    granite_experts = {"num_local_experts": 8, "num_experts_per_tok": 3}
     glm = {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}
     glm["pad_token_id"] = 0
     cohere = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "num_key_value_heads": 2, "pad_token_id": 0}
@@ -435,6 +442,22 @@ def models_of_blocks() -> list[TinyModel]:
             **window,
         ),
         _of("granite", "granite", "GraniteForCausalLM", tie_word_embeddings=True, attention_bias=True, **multipliers),
+        _of("granite-moe", "granite", "GraniteMoeForCausalLM", **granite_moe, **granite_experts),
+        _of(
+            "granite-moe-shared",
+            "granite",
+            "GraniteMoeSharedForCausalLM",
+            shared_intermediate_size=48,
+            **granite_moe,
+            **granite_experts,
+        ),
+        _of(
+            "granite4-experts",
+            "granite",
+            "GraniteMoeHybridForCausalLM",
+            position_embedding_type="nope",
+            **dense_hybrid | {"intermediate_size": 40, "shared_intermediate_size": 48} | granite_experts,
+        ),
         _of("granite4-rope", "granite", "GraniteMoeHybridForCausalLM", position_embedding_type="rope", **dense_hybrid),
         _of("granite4-nope", "granite", "GraniteMoeHybridForCausalLM", position_embedding_type="nope", **dense_hybrid),
         _of(

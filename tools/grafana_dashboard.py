@@ -159,6 +159,29 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
         ],
     ),
     (
+        "Experts, with --expert-load",
+        [
+            (
+                "Tokens of experts",
+                "short",
+                "Tokens a second that went to experts, each once for each of its experts, in all layers.",
+                [(rate("expert_tokens_total"), "tokens")],
+            ),
+            (
+                "Imbalance",
+                "short",
+                "Tokens of a layer's busiest expert over those of its mean one, in the last minutes.",
+                [gauge("expert_load_imbalance", "worst layer", "max"), gauge("expert_load_imbalance", "mean", "avg")],
+            ),
+            (
+                "Experts without tokens",
+                "short",
+                "Experts that no token has gone to since the engine's start, in all layers.",
+                [gauge("experts_unused", "experts")],
+            ),
+        ],
+    ),
+    (
         "Failures",
         [
             (

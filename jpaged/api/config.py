@@ -127,6 +127,8 @@ class EngineArgs(SchedulingOptions):
             prompts are cut into chunks, and whatever comes from the prefix cache, from swap or from computing again.
             Each row is computed in a tile of fixed size (`docs/reinforcement_learning.md` says what that costs and what
             it cannot go with). Another tensor_parallel_size, device or version may give other bits.
+        expert_load: count the tokens of each expert of a mixture (`EngineStats.expert_load`, `/metrics`) on the device,
+            in the steps that compute them.
         load_format: "safetensors" or "orbax" checkpoint, or "auto" for what is there; "dummy" makes random weights from
             its config.json.
         quantization: "fp8" rounds the weights of a checkpoint that is not quantized to FP8 while they are read
@@ -172,6 +174,7 @@ class EngineArgs(SchedulingOptions):
     process_id: int | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
     batch_invariant: bool = False
+    expert_load: bool = False
     load_format: LoadFormat = "auto"
     quantization: Quantization | None = None
     reranker: RerankerName | None = field(default=None, metadata=_FREE)
@@ -249,6 +252,7 @@ class EngineArgs(SchedulingOptions):
         _check_fraction("gpu_memory_utilization", self.gpu_memory_utilization, one_allowed=True)
         _check_swap_space(self.swap_space)
         check_bool("batch_invariant", self.batch_invariant)
+        check_bool("expert_load", self.expert_load)
         if self.batch_invariant:
             self._check_batch_invariant()
         check_bool("skip_tokenizer_init", self.skip_tokenizer_init)
@@ -271,6 +275,7 @@ class EngineArgs(SchedulingOptions):
         for name, is_given, why in (
             ("shared_prefix_attention", self.shared_prefix_attention, "it adds up in another order with who shares"),
             ("kv_cache_layout", self.kv_cache_layout == "virtual", "kernels' steps depend on its pages"),
+            ("expert_load", self.expert_load, "its steps do not count"),
             ("one_shot_rows", self.one_shot_rows, "steps of other sizes sum in another order"),
             ("kv_cache_dtype", self.kv_cache_dtype == "fp8", "its attention reads the model's own type alone"),
             (

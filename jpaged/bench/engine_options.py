@@ -4,8 +4,10 @@ import argparse
 from typing import Any, get_args
 
 from jpaged.api.config import DType, EngineArgs, KVCacheDType, KVCacheLayout, Quantization, VirtualPageLayout
+from jpaged.api.errors import InvalidParameterError
+from jpaged.assets import demo_model_path
 from jpaged.bench.arguments import add_kernel_backend_option
-from jpaged.bench.models import CONFIGS, model_directory
+from jpaged.bench.models import CONFIGS, model_directory, skewed_model_directory
 from jpaged.llm import LLM
 from jpaged.processes.replicas import ReplicatedEngine
 
@@ -18,6 +20,9 @@ GPU_MEMORY_UTILIZATION = "fraction of the device's memory to use"
 PIPELINE_DEPTH = "steps dispatched before the first one's tokens are read"
 TENSOR_PARALLEL_SIZE = "devices to split the model over"
 """Help texts that several benchmarks share."""
+
+_MOST_SKEW = 4.0
+"""Beyond it the first experts have nearly all tokens."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +50,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_kernel_backend_option(parser)
     add_layout_options(parser)
     add_sharding_options(parser)
+    add_expert_options(parser)
     parser.add_argument("--data-parallel-size", type=int, default=1, help="replicas, each on devices of its own")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")
 
@@ -65,6 +71,18 @@ def add_load_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help='"dummy" makes random weights'
     )
+
+
+def add_expert_options(parser: argparse.ArgumentParser) -> None:
+    """Of mixtures of experts."""
+    parser.add_argument(
+        "--expert-skew",
+        type=float,
+        metavar="Z",
+        help="have routers of random weights pick experts as often as their rank to the power of -Z (Zipf), instead of"
+        " all alike",
+    )
+    parser.add_argument("--expert-load", action="store_true", help="count the tokens of each expert, and report them")
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
@@ -95,10 +113,25 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of the options that are fields of `EngineArgs`, for an engine without a tokenizer."""
+    """Those of the options that are fields of `EngineArgs`, for an engine without a tokenizer.
+
+    Raises:
+        InvalidParameterError: a skew for a model without experts, or with a checkpoint.
+    """
     names = EngineArgs.__dataclass_fields__.keys() & vars(args).keys()
     options = {name: getattr(args, name) for name in names}
-    return options | {"model": args.model and model_directory(args.model), "skip_tokenizer_init": True}
+    return options | {"model": _directory(args), "skip_tokenizer_init": True}
+
+
+def _directory(args: argparse.Namespace) -> str | None:
+    skew: float | None = getattr(args, "expert_skew", None)
+    if skew is None:
+        return model_directory(args.model) if args.model else None
+    if not 0 < skew <= _MOST_SKEW:
+        raise InvalidParameterError(f"--expert-skew must be above 0 and at most {_MOST_SKEW}, got {skew:g}.")
+    if args.load_format != "dummy":
+        raise InvalidParameterError("--expert-skew is of random routers; add --load-format dummy.")
+    return skewed_model_directory(args.model or str(demo_model_path()), skew)
 
 
 def make_llm(args: argparse.Namespace) -> LLM:

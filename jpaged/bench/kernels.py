@@ -335,12 +335,18 @@ def sparse_case(tokens: int, e: Experts, backend: str | None) -> tuple[Callable[
     down = _random(1, (e.experts, e.inner, e.hidden), jnp.bfloat16) * e.inner**-0.5
     router = [_random(3 + i, (e.hidden, e.experts), jnp.bfloat16) for i in range(_DRAWS)]
     x = _random(2, (tokens, e.hidden), jnp.bfloat16)
-    routing = Routing(per_token=e.per_token)
+    routing = Routing(per_token=e.per_token, zipf=e.zipf)
 
     @jax.jit
     def program(x: jax.Array, gate_up: jax.Array, down: jax.Array, router: list[jax.Array]) -> jax.Array:
+        tokens = x
         for gate in router:
-            logits = jnp.einsum("th,he->te", x, gate, preferred_element_type=jnp.float32) * e.hidden**-0.5
+            # Of the tokens that it began with: without norms in between, those of later calls are nearly zero, and
+            # would all pick the same experts. The barrier keeps the order.
+            read, x = lax.optimization_barrier((tokens, x))
+            logits = jnp.einsum("th,he->te", read, gate, preferred_element_type=jnp.float32) * e.hidden**-0.5
+            if e.zipf:
+                logits = routing.skewed(logits)
             x = mix(x, gate_up, down, *route(logits, routing), activation="silu", backend=backend) * 2
         return x
 
@@ -435,8 +441,8 @@ def _cudnn_case(batch: int, length: int, s: Setting) -> tuple[Callable[..., Any]
     return program, (q, k), 4, 2.0 * batch * length * (length + 1) * s.heads * s.head_dim
 
 
-def cases(backend: str | None) -> Iterator[Case]:
-    """Every case; those of the card itself have no aim."""
+def cases(backend: str | None, zipf: float = 1.0) -> Iterator[Case]:
+    """Every case; those of the card itself have no aim. zipf: of the experts of the skewed cases."""
     yield Case("card: read", "GB/s", None, _read_case)
     yield Case("card: copy", "GB/s", None, _card_copy_case)
     yield Case("card: kernel of 128 numbers", "us", None, _launch_case)
@@ -525,21 +531,21 @@ def cases(backend: str | None) -> Iterator[Case]:
             yield Case(name, unit, None, partial(rope_case, tokens, *shape, backend))
     yield Case("block copy, 256 blocks x 32 layers", "GB/s", None, partial(copy_case, 256, 32, backend))
 
-    for zipf in (0.0, 1.0):
-        experts = Experts(zipf=zipf)
+    for skew in (0.0, zipf):
+        experts, skewed = Experts(zipf=skew), f", Zipf {skew:g}" if skew else ""
         for tokens in (1, 8, 32, 256, 1024, 8192):
             floors = experts.floors_us(tokens)
-            skew = ", Zipf" if zipf else ""
-            name = f"experts, {tokens:,} tokens{skew} (bytes {floors[0]:.0f} us, products {floors[1]:.0f} us)"
+            name = f"experts, {tokens:,} tokens{skewed} (bytes {floors[0]:.0f} us, products {floors[1]:.0f} us)"
             yield Case(name, "us", round(max(floors) / 0.85, 1), partial(experts_case, tokens, experts, backend))
+        for tokens in (1, 32, 256, 8192):
+            name = f"sparse layer, {tokens:,} tokens{skewed}"
+            yield Case(name, "us", None, partial(sparse_case, tokens, experts, backend))
     for layer, (width, depth) in _PRODUCTS.items():
         for rows in (1, 8, 32, 256, 8192):
             for form in _BITS:
                 floor = product_floor_us(form, rows, width, depth)
                 name = f"product {form}, {layer}, {rows:,} rows (floor {floor:.1f} us)"
                 yield Case(name, "us", None, partial(product_case, form, rows, width, depth, backend))
-    for tokens in (1, 32, 256, 8192):
-        yield Case(f"sparse layer, {tokens:,} tokens", "us", None, partial(sparse_case, tokens, Experts(), backend))
 
     for batch, aim in ((1000, 600), (256, 160), (32, 40), (1, 25)):
         for name, top_k, top_p in (
@@ -598,6 +604,13 @@ def main(argv: list[str] | None = None) -> int:
         "device)",
     )
     parser.add_argument(
+        "--expert-skew",
+        type=float,
+        default=1.0,
+        metavar="Z",
+        help="of the experts' skewed cases: an expert is as popular as its rank to the power of -Z (default: 1)",
+    )
+    parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
@@ -611,13 +624,16 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--{error}")
     if len(set(backends)) < len(backends):
         parser.error(f"--backend {' --backend '.join(options.backend)}: one of them is named twice")
+    if not options.expert_skew > 0:
+        parser.error(f"--expert-skew must be above 0, got {options.expert_skew:g}")
     device = jax.devices()[0]
     if device.platform != "gpu":
         print(f"jpaged bench kernels needs a GPU; JAX sees only {device.platform}", file=sys.stderr)
         return 1
     only = options.only
     chosen = [
-        [case for case in cases(backend) if not only or any(text in case.name for text in only)] for backend in backends
+        [case for case in cases(backend, options.expert_skew) if not only or any(text in case.name for text in only)]
+        for backend in backends
     ]
     if not chosen[0]:
         parser.error(f"--only {' --only '.join(only)}: no case has that in its name")
@@ -634,7 +650,12 @@ def main(argv: list[str] | None = None) -> int:
         if rows:
             path = options.json or Path("benchmarks/results/kernels.json")
             backend: Any = backends[0] if len(backends) == 1 else backends
-            settings = {"backend": backend, "only": only, "complete": len(rows) == len(chosen[0])}
+            settings = {
+                "backend": backend,
+                "only": only,
+                "expert_skew": options.expert_skew,
+                "complete": len(rows) == len(chosen[0]),
+            }
             write_report(path, "kernels", settings, rows)
     return 0
 

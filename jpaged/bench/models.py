@@ -5,6 +5,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jpaged.host.hub import resolve
+from jpaged.models import ModelConfig
+from jpaged.models.config import ROUTER_SKEW
+from jpaged.models.config_reader import read_json
+
 _LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -120,6 +125,66 @@ _DEEPSEEK_V2_LITE = {
     "torch_dtype": "bfloat16",
 }
 
+_GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "eos_token_id": 200002,
+    "torch_dtype": "bfloat16",
+}
+"""Without its quantization_config: experts are served as bfloat16."""
+
+_GEMMA_3_12B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 3840,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "intermediate_size": 15360,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+"""The text part."""
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA_3_1
     | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
@@ -145,6 +210,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248320}
     | {"hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 4, "intermediate_size": 12288},
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
+    "gpt-oss-20b": _GPT_OSS_20B,
+    "gemma-3-12b": _GEMMA_3_12B,
     "opt-125m": _OPT
     | {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072}
     | {"word_embed_proj_dim": 768},
@@ -157,8 +224,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def model_directory(name: str) -> str:
     """A directory with the config.json of a model named here; any other name is returned as it is."""
-    if name not in CONFIGS:
-        return name
+    return _written(name, CONFIGS[name]) if name in CONFIGS else name
+
+
+def skewed_model_directory(name: str, zipf: float) -> str:
+    """A directory with the config.json of a model, named here or by a directory or hub id, whose random routers pick
+    experts as popular as their rank to the power of -zipf (`Routing.zipf`).
+
+    Raises:
+        InvalidParameterError: the model has no experts.
+        ModelNotFoundError: there is no such model.
+    """
+    config = CONFIGS[name] if name in CONFIGS else read_json(resolve(name, load_format="dummy") / "config.json")
+    skewed = {**config, ROUTER_SKEW: zipf}
+    ModelConfig.from_dict(skewed)  # or refuses it
+    return _written(Path(name).name, skewed)
+
+
+def _written(name: str, config: dict[str, Any]) -> str:
     directory = Path(tempfile.mkdtemp(prefix=f"jpaged-{name}-"))
-    (directory / "config.json").write_text(json.dumps(CONFIGS[name], indent=2))
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
     return str(directory)

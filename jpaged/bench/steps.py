@@ -2,7 +2,8 @@
 
 Each batch size gets as many requests of one context length. Once all of them decode, steps are timed through the whole
 engine (scheduler, dispatch, reading tokens), and then recorded by JAX's profiler. The floor is the bytes that a step
-must read (weights and the KV cache of its tokens) over the card's read bandwidth.
+must move over the card's read bandwidth: weights, of experts those that its tokens touch; keys and values or latents
+within the window of each layer; states of recurrent layers.
 
     wall     time of a step, by the clock, steps following one another as they do when serving
     busy     time in which the device ran a kernel, of a step recorded by the profiler
@@ -38,6 +39,7 @@ from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.engine_options import (
     BLOCK_SIZE,
     PIPELINE_DEPTH,
+    add_expert_options,
     add_layout_options,
     add_model_options,
     add_sampling_options,
@@ -46,6 +48,8 @@ from jpaged.bench.engine_options import (
 )
 from jpaged.bench.replayed_steps import run_again
 from jpaged.bench.report import write_report
+from jpaged.bench.routing import experts_touched
+from jpaged.executor.cache.spec import StateCache, cache_spec, kernel_block_bytes
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.models import SparseConfig
 
@@ -75,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add_kernel_backend_option(result)
     add_layout_options(result)
     add_sharding_options(result)
+    add_expert_options(result)
     result.add_argument(
         "--read-gb-per-s", type=float, default=4424.0, help="the card's read bandwidth in GB/s, for the floor"
     )
@@ -183,21 +188,29 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
 
 
 def step_bytes(engine: LLMEngine, batch: int, context: int) -> int:
-    """Bytes that all devices together have to read in a decode step: the weights once, without an untied embedding, and
-    its tokens' K and V. Of a mixture of experts as many as so many tokens need that are routed evenly.
+    """Bytes that all devices together have to move in a decode step of `batch` rows, each behind `context` tokens:
+
+    - the weights once, without an untied embedding, of which rows are looked up; of a mixture of experts those that so
+      many tokens are expected to have (`experts_touched`);
+    - of each layer what it keeps of a row's tokens: keys and values, or latents, of those within its window;
+    - of recurrent layers the states, which are read and written.
     """
     model = engine.startup.model
     config, itemsize = model.config, np.dtype(model.dtype).itemsize
     weights = float(model.num_bytes)
     if not config.tie_word_embeddings:
         weights -= itemsize * config.vocab_size * config.hidden_size
-    if isinstance(config, SparseConfig):
+    if isinstance(config, SparseConfig) and config.num_experts:
         experts = sum(
             math.prod(array.shape) * array.dtype.itemsize
             for name, array in zip(model.parameter_names, model.abstract_weights, strict=True)
             if ".experts." in name
         )
-        weights -= experts * (1 - config.routing.per_token / config.num_experts) ** batch
-    arrays = 2 if config.value_dim is None else 1  # of keys, and of values where they are kept apart
-    cache = arrays * config.num_layers * config.num_kv_heads * config.head_dim * context
-    return round(weights + itemsize * batch * cache)
+        weights -= experts * (1 - experts_touched(config.routing, config.num_experts, batch) / config.num_experts)
+    row = 0
+    for layer in cache_spec(model, engine.startup.config.kv_scales):
+        if isinstance(layer, StateCache):
+            row += 2 * layer.state.num_bytes(layer.dtype.itemsize)
+        else:
+            row += kernel_block_bytes(layer, context if layer.window is None else min(context, layer.window))
+    return round(weights + batch * row)

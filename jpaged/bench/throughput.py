@@ -16,7 +16,7 @@ instead of CUDA graphs.
 import argparse
 import statistics
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -175,6 +175,8 @@ def measure(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: in
             if len(output.outputs[0].token_ids) != request.output_len:
                 raise RuntimeError(f"asked for {request.output_len} tokens, got {len(output.outputs[0].token_ids)}.")
     generated = sum(request.output_len for request in requests)
+    stats = llm.get_metrics()
+    load = stats.expert_load
     return {
         "num_prompts": len(requests),
         "input_tokens": sum(map(len, prompts)),
@@ -182,7 +184,8 @@ def measure(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: in
         "seconds": seconds,
         "kv_utilization": utilization,
         "output_tokens_per_s": generated / statistics.median(seconds) if seconds else None,
-        "metrics": asdict(llm.get_metrics()),
+        "metrics": asdict(replace(stats, expert_load=None)),
+        "expert_load": load and {"imbalance": load.imbalance, "num_unused": load.num_unused},
         "mapping": {name: value - before[name] for name, value in mapping_so_far(llm).items()},
     }
 
@@ -249,6 +252,12 @@ def _row(figure: dict) -> str:
             f"; of {mapping['num_mapped']:,} pages mapped {mapping['num_in_steps']:,} were in the way of a step, steps "
             f"waited {mapping['waited_s']:.2f} s for pages"
             if (mapping := figure.get("mapping"))
+            else ""
+        )
+        + (
+            f"; by layer the busiest expert had {min(load['imbalance']):.2f} to {max(load['imbalance']):.2f} times the"
+            " tokens of the mean one"
+            if (load := figure.get("expert_load"))
             else ""
         )
         + (f"; profiled, the device was idle for {idle:.1%} of the time" if idle is not None else "")

@@ -163,6 +163,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="split a mixture of experts by experts over the devices of --tensor-parallel-size",
     )
     group.add_argument(
+        "--expert-load",
+        action="store_const",
+        const=True,
+        help="count the tokens of each expert of a mixture, for /metrics and get_metrics",
+    )
+    group.add_argument(
         "--kernel-backend",
         metavar="NAME",
         help='attention, cache and MLP kernels: "hopper" (or "mosaic"), "triton" or "xla" (default: by device)',

@@ -4,6 +4,8 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
+from jpaged.engine.expert_load import ExpertLoad
+
 STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets that steps are counted in. The last bucket counts steps above the largest bound."""
 
@@ -56,6 +58,7 @@ class EngineStats:
         those of them that the constraint allowed.
     step_tokens: num_steps by the tokens that each prefilled and returned: those within each of `STEP_TOKENS_BOUNDS`,
         and above them.
+    expert_load: tokens by expert, with `EngineArgs.expert_load`; None without.
     tokens_held, token_slots: tokens in the referenced blocks (a shared one counts once), and what they could hold.
     """
 
@@ -86,6 +89,7 @@ class EngineStats:
     num_guesses: int
     num_kept_guesses: int
     step_tokens: tuple[int, ...]
+    expert_load: ExpertLoad | None = None
 
     @property
     def kv_cache_usage(self) -> float:
@@ -101,6 +105,7 @@ class EngineStats:
     def total(cls, stats: "Iterable[EngineStats]") -> "EngineStats":
         """The sum over several engines."""
         every = list(stats)
-        names = [one.name for one in fields(cls) if one.name != "step_tokens"]
+        names = [one.name for one in fields(cls) if one.name not in ("step_tokens", "expert_load")]
         sums = {name: sum(getattr(one, name) for one in every) for name in names}
-        return cls(**sums, step_tokens=tuple(map(sum, zip(*(one.step_tokens for one in every), strict=True))))
+        step_tokens = tuple(map(sum, zip(*(one.step_tokens for one in every), strict=True)))
+        return cls(**sums, step_tokens=step_tokens, expert_load=ExpertLoad.total(one.expert_load for one in every))

@@ -40,6 +40,7 @@ class ExecutorConfig:
     geometry: of the virtual layout's arrays, whose pages are the blocks; None for the paged layout.
     contiguous_backend: which implementation of `contiguous_attention`, where the virtual layout's keys and values are
         kept for it; kernel_backend is then None.
+    expert_load: bodies count the tokens of each expert (`step/expert_load.py`).
     """
 
     max_num_seqs: int
@@ -56,6 +57,7 @@ class ExecutorConfig:
     kv_scales: tuple[tuple[float, float], ...] | None = None
     geometry: Geometry | None = None
     contiguous_backend: str | None = None
+    expert_load: bool = False
 
     @property
     def null_slot(self) -> int:

@@ -7,6 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from jpaged.executor.distributed import Cluster, LeadingRunner, lead
 from jpaged.executor.start.shapes import refuse_for_hybrids
 from jpaged.executor.start.started import Startup
 from jpaged.executor.start.startup import start, with_known_backend
+from jpaged.executor.step.expert_load import ExpertLoadReader
 from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.frontend.generation_config import get_default_sampling_params
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
@@ -116,6 +118,8 @@ class LLMEngine(RequestIntake):
         kinds = (Searches, partial(ConstrainedRows, grammars=self._grammars, guesses=not scheduler_config.keeps_states))
         scheduler = Scheduler(scheduler_config, args.seed, kinds=kinds, memory=self.startup.runner)
         self._core = EngineCore(scheduler, self.startup.leader or self.startup.runner)
+        counts = self.startup.runner.copy_expert_tokens if args.expert_load else None
+        self._expert_load = None if counts is None else ExpertLoadReader(self.startup.model.config, counts)
         self.max_model_len = scheduler_config.max_model_len
         self.vocab_size = model.vocab_size
         self._inputs = InputProcessor(
@@ -205,10 +209,17 @@ class LLMEngine(RequestIntake):
         """The current limits of a request. Pinned prefixes lower them."""
         return self._core.scheduler.limits
 
-    def get_metrics(self) -> EngineStats:
-        """Counters and occupancy, now."""
+    def get_metrics(self, *, expert_load: bool = True) -> EngineStats:
+        """Counters and occupancy, now. While requests run, `EngineStats.expert_load` lags by a call: it has what the
+        call before asked the device for.
+
+        expert_load: read that, too, where the engine counts it.
+        """
         self._check_open()
-        return self._core.stats()
+        stats = self._core.stats()
+        if self._expert_load is None or not expert_load or self._failure is not None:
+            return stats
+        return replace(stats, expert_load=self._expert_load.read(wait=not self._core.has_unfinished()))
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, pinned ones included. Returns False, and does nothing, while requests run, those

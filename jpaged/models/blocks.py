@@ -131,7 +131,7 @@ class SequentialBlock(nnx.Module):
         self._add(stream, given, self.after_attention)
         read = stream.value() if self.mlp_norm is None else stream.normed(self.mlp_norm)
         given = (
-            self.mlp(read, stream.backend, stream.live)
+            self.mlp(read, stream.backend, stream.live, stream.counts)
             if isinstance(self.mlp, SparseMLP)
             else self.mlp(read, stream.backend)
         )

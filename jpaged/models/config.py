@@ -21,6 +21,10 @@ _INNER_UNIT = 8
 """Inner columns that have to be padded become a multiple of this: 16 bytes, which matrix products want aligned."""
 
 
+ROUTER_SKEW = "jpaged_router_skew"
+"""An entry of ours in the config.json of benchmarks with random weights: `ModelConfig.with_router_skew`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What every family's configuration has; a family's own class, derived from this one, adds what only it needs.
@@ -120,6 +124,8 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     f"config.json: mixtures of experts ({feature}) are not supported for {architecture}."
                 )
+        if skew := config.get(ROUTER_SKEW):
+            read = read.with_router_skew(float(skew))
         if scheme is None:
             return read
         if read.num_experts and not scheme.dequantizes:
@@ -163,6 +169,16 @@ class ModelConfig:
         """The config.json of a checkpoint whose weights are saved in this type, which is never a quantized one."""
         kept = {name: value for name, value in self.source.items() if name not in ("dtype", "quantization_config")}
         return kept | {"architectures": [self.architecture], "torch_dtype": dtype}
+
+    def with_router_skew(self, zipf: float) -> Self:
+        """The same model, whose random routers pick experts as often as their rank to the power of -zipf says.
+
+        Raises:
+            InvalidParameterError: it has no experts.
+        """
+        raise InvalidParameterError(
+            f"--expert-skew {zipf:g} is for mixtures of experts, and {self.architecture} is none; leave it out."
+        )
 
     def shard(self, shards: int) -> Self:
         """The configuration that one of `shards` equal shards computes; this one for one.

@@ -19,6 +19,7 @@ from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
@@ -30,6 +31,7 @@ from jpaged.models.config_reader import ConfigReader
 from jpaged.models.layers import GatedMLP
 from jpaged.models.linear import PartialSum, PlainLinear
 from jpaged.models.parameters import Constant, Normal, parameter
+from jpaged.models.residual import ExpertCounts
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
@@ -52,6 +54,8 @@ class Routing:
     groups, kept_groups: experts are in this many equal groups, and a token's come from the best of these alone. One
         group: no such limit.
     group_best: a group is as good as so many of its best experts together.
+    zipf: for measurements with random weights, whose routers pick all experts alike: an expert is then as popular
+        as its rank to the power of minus `zipf` (`skewed`). 0 for a model's own router.
     """
 
     per_token: int
@@ -62,6 +66,18 @@ class Routing:
     groups: int = 1
     kept_groups: int = 1
     group_best: int = 2
+    zipf: float = 0.0
+
+    def skewed(self, logits: jax.Array) -> jax.Array:
+        """Logits [T, E] of a router whose experts are as popular as `zipf` says, of standard normal ones.
+
+        With Gumbel's distribution in place of the normal one, and minus zipf times the logarithm of its rank added, an
+        expert is the best one that often exactly, and the next ones likewise without those before (Plackett-Luce).
+        Ranks are drawn, the same for all layers.
+        """
+        ranks = np.random.default_rng(0).permutation(logits.shape[1]) + 1
+        gumbel = -jnp.log(-jax.scipy.special.log_ndtr(logits))
+        return gumbel - self.zipf * np.log(ranks).astype(np.float32)
 
     def check(self, num_experts: int) -> None:
         """Raises CheckpointError where a token is to have more experts than there are, or groups are not equal ones."""
@@ -136,6 +152,12 @@ class SparseConfig(ModelConfig):
         """Experts that a shard has, or columns of."""
         return self.num_experts // self.expert_shards
 
+    def with_router_skew(self, zipf: float) -> Self:
+        """As `ModelConfig.with_router_skew`."""
+        if not self.num_experts:
+            return super().with_router_skew(zipf)
+        return replace(self, routing=replace(self.routing, zipf=zipf))
+
     def shard(self, shards: int) -> Self:
         """As `ModelConfig.shard`.
 
@@ -183,6 +205,8 @@ class Router(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[T, hidden] -> experts int32 [T, k] and weights float32 [T, k], the best first."""
         logits = self.gate(x, jnp.dtype(jnp.float32))
+        if self.routing.zipf:
+            logits = self.routing.skewed(logits)
         return route(logits, self.routing, None if self.correction is None else self.correction[...])
 
 
@@ -375,16 +399,25 @@ class SparseMLP(nnx.Module):
         self.shared = GatedMLP(shared, config.activation, dtype, rngs) if config.shared_size else None
         self.shared_gate = PlainLinear((hidden,), (1,), hidden**-0.5, dtype, rngs) if config.shared_gate else None
 
-    def __call__(self, x: jax.Array, backend: str | None = "xla", live: jax.Array | None = None) -> PartialSum:
+    def __call__(
+        self,
+        x: jax.Array,
+        backend: str | None = "xla",
+        live: jax.Array | None = None,
+        counts: ExpertCounts | None = None,
+    ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
         backend: of `pallas_kernels.gated_grouped_product` and its companions; gradients need "xla".
         live: bool [T], see `residual.Kernels`; for other tokens no expert is read, and the routed experts give zeros.
+        counts: counts the tokens of each expert.
         """
         experts, weights = self.router(x)
-        experts = experts - self.collectives.first(self.held_experts)
         if live is not None:
             experts = jnp.where(live[:, None], experts, -1)
+        if counts is not None:
+            counts.count(experts)
+        experts = experts - self.collectives.first(self.held_experts)
         total = PartialSum(self.experts(x, experts, weights, backend))
         if self.shared is None:
             return total

@@ -33,6 +33,8 @@ def run_layers(layers: Iterable[nnx.Module], stream: Stream, shared: tuple, atte
             stream.become(after)
         else:
             layer(stream, *shared, attend)
+        if stream.counts is not None:
+            stream.counts.end_layer()
 
 
 @partial(jax.jit, static_argnums=0)

@@ -10,13 +10,54 @@ all-reduce of the compiler's, and on one device there is nothing to sum.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from jpaged.api.errors import UnsupportedModelError
 from jpaged.models.collectives import Collectives, Exchange
 from jpaged.models.linear import PartialSum
 from jpaged.models.norms import Norm
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("of_layer",), meta_fields=("num_experts",))
+@dataclass
+class ExpertCounts:
+    """Counts the tokens that a forward pass gives each expert of each layer.
+
+    of_layer: int32 [E], of the layer that runs; None where it has no experts.
+    ended: those of the layers before it. Only the object that a forward pass is given has them: within a layer that is
+        traced by itself there is another one.
+    """
+
+    num_experts: int
+    of_layer: jax.Array | None = None
+    ended: list[jax.Array] = field(default_factory=list, init=False)
+
+    def count(self, experts: jax.Array) -> None:
+        """experts: int32 [T, k], of all shards; others than 0 .. E - 1 count for nothing."""
+        numbers = jnp.arange(self.num_experts, dtype=experts.dtype)
+        self.of_layer = jnp.sum(experts.reshape(-1, 1) == numbers, axis=0, dtype=jnp.int32)
+
+    def end_layer(self) -> None:
+        """What comes next is another layer's."""
+        if self.of_layer is not None:
+            self.ended.append(self.of_layer)
+        self.of_layer = None
+
+    def by_layer(self, layers: int) -> jax.Array:
+        """int32 [layers, E], of so many layers with experts.
+
+        Raises:
+            UnsupportedModelError: there were not as many.
+        """
+        if len(self.ended) != layers:
+            raise UnsupportedModelError(
+                f"expert_load=True: {len(self.ended)} of {layers} layers with experts counted their tokens; the model's"
+                " blocks must give `stream.counts` to `SparseMLP`, or leave the option out."
+            )
+        return jnp.stack(self.ended)
 
 
 @dataclass(frozen=True)
@@ -27,11 +68,13 @@ class Kernels:
     backend: of products that have kernels (`Linear.gated`): "xla", through which gradients pass, or None to pick by
         device and shapes.
     live: bool [T], False for tokens that are padding, on which nothing need be spent; None where all count.
+    counts: of the tokens of each expert; None where nobody asks.
     """
 
     exchange: Exchange | None = None
     backend: str | None = "xla"
     live: jax.Array | None = None
+    counts: ExpertCounts | None = None
 
 
 PLAIN_XLA = Kernels()
@@ -44,7 +87,7 @@ class Stream:
 
     x: [T, hidden], without what is `pending`.
     pending: a sum that has still to be added.
-    exchange, backend, live: see `Kernels`; no exchange where it has no room for as many rows.
+    exchange, backend, live, counts: see `Kernels`; no exchange where it has no room for as many rows.
     """
 
     x: jax.Array
@@ -53,6 +96,7 @@ class Stream:
     collectives: Collectives = field(metadata={"static": True})
     backend: str | None = field(metadata={"static": True})
     live: jax.Array | None = None
+    counts: ExpertCounts | None = None
 
     def add(self, part: PartialSum) -> None:
         """Adds the sum of all shards' terms, and the bias once."""
@@ -105,6 +149,8 @@ class Stream:
         self.x, self.pending = other.x, other.pending
         if self.exchange is not None and other.exchange is not None:
             self.exchange.become(other.exchange)
+        if self.counts is not None and other.counts is not None:
+            self.counts.of_layer = other.counts.of_layer
 
 
 def begin_stream(
@@ -116,9 +162,9 @@ def begin_stream(
     kernels: its exchange is taken if it has room for as many rows.
     positions: [T, hidden], where embeddings of positions are added.
     """
-    exchange, backend, live = kernels.exchange, kernels.backend, kernels.live
+    exchange, rest = kernels.exchange, (collectives, kernels.backend, kernels.live, kernels.counts)
     if exchange is None or not exchange.takes(rows):
         x = collectives.all_reduce(rows)
-        return Stream(x if positions is None else x + positions, None, None, collectives, backend, live)
+        return Stream(x if positions is None else x + positions, None, None, *rest)
     x = jnp.zeros_like(rows) if positions is None else positions
-    return Stream(x, PartialSum(rows), exchange, collectives, backend, live)
+    return Stream(x, PartialSum(rows), exchange, *rest)

@@ -79,8 +79,8 @@ def load_sharded(
 ) -> Weights:
     """`checkpoint.load` straight into shards: each device receives its part of each tensor and nothing else.
 
-    The host holds one tensor at a time, of a safetensors checkpoint. In a mesh of several processes each reads the
-    files and fills its own devices.
+    The host holds one tensor at a time of a safetensors checkpoint, or some rows of a large one. In a mesh of several
+    processes each reads the files and fills its own devices.
 
     model, shard: the whole, and `shard_of` it.
     seed: of random weights (load_format "dummy"), which are those that one device would draw.
@@ -106,6 +106,7 @@ def load_sharded(
             if i not in shards:
                 shards[i] = _zeros(shard.abstract_weights[i], mesh)
             shards[i] = _place(piece, tensor, shard.shard_axes[i], shards[i], mesh)
+            del tensor  # before the next one is read
             bar.update(read)
     return tuple(
         jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards[i]) for i, leaf in enumerate(stored)

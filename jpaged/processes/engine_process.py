@@ -176,7 +176,7 @@ class EngineProcess:
         if isinstance(question, wire.GetStats):
             return wire.Stats(engine.get_metrics())
         if isinstance(question, wire.GetPool):
-            return wire.Pool(engine.get_metrics(), self._pool_view())
+            return wire.Pool(engine.get_metrics(expert_load=False), self._pool_view())
         if isinstance(question, wire.CheckIntegrity):
             engine.core.check_integrity()
             return wire.Intact()

@@ -4,10 +4,11 @@ Counters and histograms of requests are `AsyncLLMEngine.metrics`; what is true o
 its `EngineStats`. The label `engine` is the replica's number.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from jpaged.engine.expert_load import ExpertLoad
 from jpaged.engine.stats import STEP_TOKENS_BOUNDS, EngineStats
 from jpaged.processes.request_metrics import COUNTERS, HISTOGRAMS, RequestMetrics
 
@@ -43,6 +44,19 @@ _ENGINE_METRICS = {  # by field of EngineStats
         "Steps that read a prefix once for all who share it.",
     ),
 }
+
+
+_EXPERT_METRICS: tuple[tuple[str, str, str, Callable[[ExpertLoad], Sequence[float]]], ...] = (
+    ("expert_tokens", "counter", "Tokens, each once for each of its experts.", lambda load: [*map(sum, load.tokens)]),
+    (
+        "expert_load_imbalance",
+        "gauge",
+        "Tokens of the busiest expert over those of the mean one, lately.",
+        lambda load: load.imbalance,
+    ),
+    ("experts_unused", "gauge", "Experts that no token has gone to.", lambda load: load.num_unused),
+)
+"""By layer, with `expert_load`: of a layer three series, however many experts it has."""
 
 
 def exposition(
@@ -87,6 +101,18 @@ def exposition(
     for replica, one in stats.items():
         of_steps, tokens = one.step_tokens, one.prefilled_tokens + one.generated_tokens
         lines += _histogram_lines(f"{prefix}:{name}", labels[replica], STEP_TOKENS_BOUNDS, of_steps, tokens)
+    loads = {replica: one.expert_load for replica, one in stats.items() if one.expert_load is not None}
+    for name, kind, what, values in _EXPERT_METRICS if loads else ():
+        add(
+            name,
+            kind,
+            what,
+            [
+                (f'{labels[replica]},layer="{layer}"', value)
+                for replica, load in loads.items()
+                for layer, value in zip(load.layers, values(load), strict=True)
+            ],
+        )
     infos = []
     for replica, one in stats.items():
         config = {**(cache_config or {}), "num_gpu_blocks": one.num_blocks}

@@ -146,7 +146,7 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),
         ("mpt", {"no_bias": False}, "no_bias"),
-        ("granite4-rope", {"num_local_experts": 32}, "num_local_experts"),
+        ("granite4-experts", {"layer_types": None}, "mamba"),
         ("granite4-rope", {"layer_types": ["mamba", "attention"]}, "mamba"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ("glm4", {"hidden_act": "xielu"}, "xielu"),
@@ -427,6 +427,32 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         8_170_848_256,
     ),
+    **{
+        f"granite-3.1-{name}": (
+            {
+                "architectures": ["GraniteMoeForCausalLM"],
+                "vocab_size": 49155,
+                "hidden_size": hidden_size,
+                "intermediate_size": 512,
+                "num_hidden_layers": num_layers,
+                "num_attention_heads": hidden_size // 64,
+                "num_key_value_heads": 8,
+                "num_local_experts": num_experts,
+                "num_experts_per_tok": 8,
+                "tie_word_embeddings": True,
+                "max_position_embeddings": 131072,
+                "attention_multiplier": 0.015625,
+                "embedding_multiplier": 12.0,
+                "logits_scaling": 6.0,
+                "residual_multiplier": 0.22,
+            },
+            parameters,
+        )
+        for name, hidden_size, num_layers, num_experts, parameters in (
+            ("1b-a400m", 1024, 24, 32, 1_334_628_352),
+            ("3b-a800m", 1536, 32, 40, 3_298_793_472),
+        )
+    },
     "smollm3": (
         {
             "architectures": ["SmolLM3ForCausalLM"],

@@ -3,10 +3,12 @@
 import tempfile
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged.models.loading import checkpoint
 from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
@@ -23,15 +25,20 @@ UNSPLIT |= {
     "mpt-30b-style",
     "gpt-oss-120b-style",
     "glm4.5-air-style",
+    "granite4-experts",
+    "granite-moe",
 }
 UNSPLIT |= {"deepseek-v2", "kimi-k2-style", "moonlight-style"}
 """Models that are split over devices as another of their family is, and run on one alone."""
 
-SPARSE = {"gpt-oss-20b-style", "deepseek-v3"}
+SPARSE = {"gpt-oss-20b-style", "deepseek-v3", "granite-moe-shared"}
 """Models whose experts are split over devices in both ways."""
 
 HYBRID = {"qwen3-next", "qwen3-next-some-layers", "qwen3.5", "qwen3.5-moe"}
 """Models with recurrent layers, which have no prefix cache. They run with smaller chunks, too."""
+
+MOST_BYTES = 8192
+"""Larger tensors are read in runs of their rows: half of a square matrix, some of the experts of a layer."""
 
 ARGS = EngineArgs(
     dtype="float32",
@@ -55,16 +62,17 @@ def prompts() -> list[list[int]]:
 
 def tokens_by_path(*names: str) -> dict[str, dict[str, Any]]:
     """For each model the greedy tokens of the prompts by each path, what shows that the path was taken, and scores."""
-    with greedy_programs():
+    with greedy_programs(), mock.patch.object(checkpoint, "MOST_BYTES", MOST_BYTES):
         return {name: _tokens_by_path(name) for name in names}
 
 
 def _tokens_by_path(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(tiny_model(name), directory, use_torch=False)
-        args = replace(ARGS, model=directory)
+        args = replace(ARGS, model=directory, expert_load=name in SPARSE)
         engine = LLMEngine(args)
         found: dict[str, Any] = {"chunked": _run(engine)}  # 131 tokens of prompts in steps of 32
+        found["load"] = _load(engine)
         found["prefix hits"] = _run(engine)
         found["hits"] = engine.get_metrics().prefix_cache_hits
         found["preempted"] = []
@@ -81,9 +89,12 @@ def _tokens_by_path(name: str) -> dict[str, Any]:
             found["small chunks"] = _run(LLMEngine(replace(args, max_num_batched_tokens=7), engine.startup))
         for degree in () if name in UNSPLIT else (2, 4):
             split = replace(args, tensor_parallel_size=degree)
-            found[f"tensor parallel {degree}"] = _run(LLMEngine(split))
+            engine = LLMEngine(split)
+            found[f"tensor parallel {degree}"] = _run(engine)
             if name in SPARSE:
-                found[f"expert parallel {degree}"] = _run(LLMEngine(replace(split, enable_expert_parallel=True)))
+                whole = LLMEngine(replace(split, enable_expert_parallel=True))
+                found[f"expert parallel {degree}"] = _run(whole)
+                found[f"loads {degree}"] = [_load(engine), _load(whole)]
         return found
 
 
@@ -96,6 +107,12 @@ def _run(engine: LLMEngine) -> list[list[int]]:
         engine.add_request(str(i), prompt, sampling)
     outputs = {output.request_id: output for output in _finish(engine)}
     return [list(outputs[str(i)].outputs[0].token_ids) for i in range(NUM_REQUESTS)]
+
+
+def _load(engine: LLMEngine) -> Any:
+    """Tokens by layer and expert, where they are counted."""
+    load = engine.get_metrics().expert_load
+    return None if load is None else load.tokens
 
 
 def _samples(engine: LLMEngine) -> list[list[int]]:

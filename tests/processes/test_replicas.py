@@ -108,7 +108,7 @@ class EchoEngine:
 
     def get_metrics(self) -> EngineStats:
         counts = {field.name: self.num_answered for field in fields(EngineStats)}
-        return EngineStats(**counts | {"step_tokens": (self.num_answered,)})
+        return EngineStats(**counts | {"step_tokens": (self.num_answered,), "expert_load": None})
 
     def reset_prefix_cache(self) -> bool:
         self.num_blocks = 2000

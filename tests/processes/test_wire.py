@@ -1,5 +1,7 @@
 """Messages between processes: what is sent arrives, in whatever pieces, and what is no message is refused."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
@@ -8,8 +10,22 @@ from jpaged.api.errors import EngineDeadError, JPagedError, error_of
 from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats, TargetScores
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.api.structured_outputs import StructuredOutputsParams
+from jpaged.engine.expert_load import ExpertLoad
 from jpaged.engine.sequences.request import Request
-from jpaged.processes.wire import Abort, Add, Finish, FrameReader, FromEngine, Output, Outputs, ToEngine, frame
+from jpaged.engine.stats import EngineStats
+from jpaged.processes.wire import (
+    Abort,
+    Add,
+    Answer,
+    Finish,
+    FrameReader,
+    FromEngine,
+    Output,
+    Outputs,
+    Stats,
+    ToEngine,
+    frame,
+)
 
 
 def sent(message, kind):
@@ -57,6 +73,14 @@ def test_an_output_arrives_with_the_prompt_that_its_client_kept():
     found.scores.logprobs[0] = 0  # it is the caller's own
     found.scores = output.scores
     assert found == output
+
+
+def test_statistics_arrive_with_the_tokens_of_each_expert():
+    load = ExpertLoad((1, 3), ((4, 2**40), (0, 0)), ((4, 1), (0, 0)))
+    stats = EngineStats(
+        **{field.name: 1 for field in fields(EngineStats)} | {"step_tokens": (1, 2), "expert_load": load}
+    )
+    assert sent(Answer(7, Stats(stats)), FromEngine).value.stats == stats
 
 
 def test_messages_arrive_whatever_pieces_their_bytes_come_in():

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jpaged.engine.expert_load import ExpertLoad
 from jpaged.engine.stats import STEP_TOKENS_BOUNDS, EngineStats
 from jpaged.processes.request_metrics import NUM_COLUMNS, RequestMetrics
 from jpaged.serving.metrics import exposition
@@ -24,7 +25,8 @@ def exposed(prefix):
     """Names and labels of every sample in /metrics."""
     cells = np.zeros((1, 1, NUM_COLUMNS))
     counts = {field.name: i for i, field in enumerate(fields(EngineStats), start=1)}
-    stats = EngineStats(**counts | {"step_tokens": (1,) * (1 + len(STEP_TOKENS_BOUNDS))})
+    load = ExpertLoad((0,), ((1, 2),), ((1, 2),))
+    stats = EngineStats(**counts | {"step_tokens": (1,) * (1 + len(STEP_TOKENS_BOUNDS)), "expert_load": load})
     text = exposition(RequestMetrics(cells, 0), prefix, "model", {0: stats})
     samples = re.findall(rf"^{prefix}:{NAME}{{(.*)}} ", text, re.MULTILINE)
     assert len(samples) > 100

@@ -10,12 +10,13 @@ from jpaged.executor.step.blocks import CopyBlocks
 from jpaged.executor.step.bodies import Decode, Mixed
 from jpaged.executor.step.changes import Update
 from jpaged.executor.step.copy_states import CopyStates
+from jpaged.executor.step.expert_load import ReadExpertTokens
 from jpaged.executor.step.heads import Pool, Sample, Score
 from jpaged.executor.step.kinds import step_programs
 from jpaged.executor.step.program import StepProgram
 from jpaged.executor.step.runner import Runner
 
-_KINDS = (Update, Mixed, Decode, CopyBlocks, CopyStates, Score, Pool)
+_KINDS = (Update, Mixed, Decode, CopyBlocks, CopyStates, ReadExpertTokens, Score, Pool)
 
 
 @contextmanager

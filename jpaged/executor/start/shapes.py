@@ -14,6 +14,7 @@ from jpaged.executor.cache.virtual.geometry import Geometry
 from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.executor.cache.virtual.memfd import LEAST_ADOPTED, MemfdDriver
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.step.expert_load import sparse_layers
 from jpaged.executor.step.program import Setup
 from jpaged.models import Model, ModelConfig
 from jpaged.models.row_tiles import check_rows_are_apart
@@ -65,6 +66,12 @@ def executor_config(
         raise InvalidParameterError(
             f"kv_cache_dtype='fp8' is not supported for {model.architecture}, which keeps latents; leave it out."
         )
+    if args.expert_load:
+        sparse_layers(model)  # or refuses it
+        if jax.process_count() > 1:
+            raise InvalidParameterError(
+                f"expert_load=True is for a model within one process, got {jax.process_count()} of them; leave it out."
+            )
     on_cpu, large = limit is None, (limit or 0) > 64 * 2**30
     max_num_seqs = args.max_num_seqs or min(64 if on_cpu else 1024 if large else 256, most_seqs or 1024)
     budget = args.max_num_batched_tokens or (512 if on_cpu else 8192)
@@ -98,6 +105,7 @@ def executor_config(
         shared_prefix_attention=args.shared_prefix_attention,
         logprobs_mode=args.logprobs_mode,
         batch_invariant=args.batch_invariant,
+        expert_load=args.expert_load,
     )
 
 

@@ -1,6 +1,6 @@
 """A runner that is ready, and what is known of it: what an engine, `sleep` and weights that change need."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import ReferenceType
@@ -15,12 +15,12 @@ from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start.memory import MemoryPlan
 from jpaged.executor.start.shapes import needed_pages
-from jpaged.executor.start.weights import zero_weights
+from jpaged.executor.start.weights import CheckpointReader, zero_weights
 from jpaged.executor.step.compiled import Origin
 from jpaged.executor.step.held import empty_pools, empty_states
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
-from jpaged.models import Model, Weights
+from jpaged.models import Model
 from jpaged.models.loading.live import Update, WeightsForm, WeightUpdater
 from jpaged.pallas_kernels import registry
 
@@ -38,7 +38,8 @@ class Startup:
 
     setup: what its programs were made for.
     memory: of each device. seconds: by phase; loading and compiling overlap. origins: how many programs of each.
-    mesh: what it runs on. load_weights: reads the checkpoint again. updater: knows the places of weights by name.
+    mesh: what it runs on. load_weights: reads the checkpoint, again if need be.
+    updater: knows the places of weights by name.
     has_given_weights: it has weights that somebody gave, and that no checkpoint holds.
     leader: what runs plans here and in all other processes, where there are several.
     user: the engine whose keys and values the pool holds: the last one that ran on it.
@@ -53,7 +54,7 @@ class Startup:
     origins: Mapping[Origin, int]
     device: str
     mesh: DeviceMesh
-    load_weights: Callable[[], Weights]
+    load_weights: CheckpointReader
     updater: WeightUpdater
     seconds: dict[str, float] = field(default_factory=dict)
     leader: Leader | None = None
@@ -205,7 +206,7 @@ class Startup:
             ),
             ("device", self.device),
             ("kernels", self.args.kernel_backend or registry.preferred_here()),
-            ("weights", f"{_size(self.memory.weights)} in {_types(self.model)}"),
+            ("weights", f"{_size(self.memory.weights)} in {_types(self.model)}{self._reading}"),
             ("KV pool", f"{_size(self.memory.pool)}{in_fp8}: {self.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
             *self._states_row(),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
@@ -216,6 +217,12 @@ class Startup:
             rows.insert(-1, ("all-reduce", f"one-shot in steps of up to {self.config.one_shot_rows} rows"))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows)
+
+    @property
+    def _reading(self) -> str:
+        """How fast the checkpoint was read, in words; "" where nothing was."""
+        size, seconds = self.load_weights.num_bytes, self.load_weights.seconds
+        return f"; {_size(size)} read in {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s" if size else ""
 
     def _states_row(self) -> list[tuple[str, str]]:
         if not self.setup.states:

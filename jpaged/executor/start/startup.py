@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -49,7 +49,7 @@ from jpaged.executor.start.shapes import (
     refuse_for_hybrids,
 )
 from jpaged.executor.start.started import Startup, whence
-from jpaged.executor.start.weights import fill_weights, read_weights
+from jpaged.executor.start.weights import CheckpointReader, fill_weights
 from jpaged.executor.start.worker_threads import WorkerThreads
 from jpaged.executor.step.compiled import CompiledProgram
 from jpaged.executor.step.held import initial_held
@@ -58,7 +58,7 @@ from jpaged.executor.step.runner import Runner
 from jpaged.host.cores import usable_cores
 from jpaged.host.garbage import set_objects_apart
 from jpaged.host.interrupt import KeptInterrupt
-from jpaged.models import Model, ModelConfig, build
+from jpaged.models import Model, ModelConfig, Weights, build
 from jpaged.models.experts import split_by_experts
 from jpaged.models.loading.kv_scales import read_kv_scales
 from jpaged.models.loading.live import WeightUpdater
@@ -145,7 +145,8 @@ def _start_on(
     model = build(model_config, "float32" if args.dtype == "auto" and device.platform == "cpu" else args.dtype)
     shard = mesh.shard_of(model)
     updater = WeightUpdater(model, shard, mesh.mesh if mesh.size > 1 else None)
-    load_weights = partial(read_weights, mesh, model, shard, directory, args)
+    reader = CheckpointReader(mesh, model, shard, directory, args)
+    load_weights: Callable[[bool], Weights] = reader
     if given is not None:
         update = updater.match(given)
         load_weights = partial(fill_weights, mesh, shard, updater, update)
@@ -204,7 +205,6 @@ def _start_on(
     kind = device.device_kind if mesh.size == 1 else f"{mesh.size} x {device.device_kind}, tensor parallel"
     _log_costs(programs.values())
     origins = Counter(program.origin for program in programs.values())
-    load_again = partial(read_weights, mesh, model, shard, directory, args, False)
     has_given = given is not None
     return Startup(
         args,
@@ -215,7 +215,7 @@ def _start_on(
         origins,
         kind,
         mesh,
-        load_again,
+        reader,
         updater,
         seconds,
         has_given_weights=has_given,

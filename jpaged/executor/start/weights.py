@@ -1,5 +1,7 @@
 """Where an engine's weights come from: a checkpoint, or arrays that the caller has."""
 
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -7,18 +9,41 @@ import jax
 from jpaged.api.config import EngineArgs
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.models import Model, Weights, load
+from jpaged.models.loading import checkpoint
 from jpaged.models.loading.live import Update, WeightUpdater
 from jpaged.models.sharding import load_sharded
 
 
-def read_weights(
-    mesh: DeviceMesh, model: Model, shard: Model, directory: Path, args: EngineArgs, progress: bool
-) -> Weights:
-    """The weights of a checkpoint on the mesh."""
-    if mesh.size == 1:
-        device = mesh.devices[0]
-        return load(model, directory, args.load_format, device=device, seed=args.seed, progress=progress)
-    return load_sharded(model, shard, mesh.mesh, directory, args.load_format, seed=args.seed, progress=progress)
+@dataclass
+class CheckpointReader:
+    """Reads the weights of a checkpoint onto a mesh; a call does.
+
+    seconds: that the last call took, programs being compiled beside it. num_bytes: of the tensors in its files; 0 for
+        random weights and Orbax checkpoints.
+    """
+
+    mesh: DeviceMesh
+    model: Model
+    shard: Model
+    directory: Path
+    args: EngineArgs
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+    def __call__(self, progress: bool = False) -> Weights:
+        begun = time.perf_counter()
+        weights = jax.block_until_ready(self._read(progress))
+        self.seconds = time.perf_counter() - begun
+        of = self.args.load_format
+        if of != "dummy" and not checkpoint.is_orbax(of, self.directory):
+            self.num_bytes = sum(tensor.num_bytes for tensor in checkpoint.find_tensors(self.directory).values())
+        return weights
+
+    def _read(self, progress: bool) -> Weights:
+        of, seed, mesh = self.args.load_format, self.args.seed, self.mesh
+        if mesh.size == 1:
+            return load(self.model, self.directory, of, device=mesh.devices[0], seed=seed, progress=progress)
+        return load_sharded(self.model, self.shard, mesh.mesh, self.directory, of, seed=seed, progress=progress)
 
 
 def zero_weights(shard: Model, mesh: DeviceMesh) -> Weights:
@@ -27,6 +52,6 @@ def zero_weights(shard: Model, mesh: DeviceMesh) -> Weights:
 
 
 def fill_weights(mesh: DeviceMesh, shard: Model, updater: WeightUpdater, update: Update, progress: bool) -> Weights:
-    """Weights that the caller has given. progress: as of `read_weights`; there is none to show."""
+    """Weights that the caller has given. progress: as of `CheckpointReader`; there is none to show."""
     with mesh.as_default():
         return jax.block_until_ready(updater.apply(zero_weights(shard, mesh), update))

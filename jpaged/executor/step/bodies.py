@@ -18,11 +18,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jpaged.engine.interface import NULL_BLOCK
 from jpaged.executor.cache.paged import Layers, Pools
 from jpaged.executor.cache.states import StateRows, States
+from jpaged.executor.step.expert_load import add_counts
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, StepProgram
 from jpaged.executor.step.state import SlotState, append_blocks
 from jpaged.models.collectives import Exchange, ExchangeState
-from jpaged.models.residual import Kernels
+from jpaged.models.residual import ExpertCounts, Kernels
 from jpaged.models.row_tiles import forward_in_row_tiles
 
 
@@ -75,6 +76,7 @@ class _Body(StepProgram):
     def updates(self, setup: Setup) -> tuple[str, ...]:
         is_one_shot = self.product_rows(setup) <= setup.config.one_shot_rows
         more = (("recurrent",) if setup.states else ()) + (("exchange",) if is_one_shot else ())
+        more += ("expert_tokens",) if setup.config.expert_load else ()
         return ("pools", "state", *more)
 
     def layout(self, setup: Setup) -> PackedLayout:
@@ -94,6 +96,7 @@ class _Body(StepProgram):
         packed: Int[Array, " n"],
         recurrent: States | None = None,
         exchange: ExchangeState | None = None,
+        expert_tokens: Array | None = None,
     ) -> tuple[dict[str, object], tuple[Any, ...]]:
         host = self.layout(setup).unpack(packed)
         state = state._replace(block_tables=append_blocks(state.block_tables, host["table_updates"]))
@@ -106,13 +109,18 @@ class _Body(StepProgram):
             hidden = forward_in_row_tiles(model, weights, *rows, of.layers.attend_rows, backend)
             return {"pools": of.layers.pools, "state": of.state}, of.result(hidden)
         sums = None if exchange is None else Exchange.begin(exchange, model.collectives, config.kernel_backend)
-        kernels = Kernels(sums, config.optional_backend, of.live)
+        counts = None if expert_tokens is None else ExpertCounts(model.config.num_experts)
+        kernels = Kernels(sums, config.optional_backend, of.live, counts)
         hybrid = None if recurrent is None else setup.states.beside(of.layers, recurrent, of.rows())
         hidden = model.forward(weights, of.tokens, of.positions, of.layers if hybrid is None else hybrid, kernels)
         updated: dict[str, object] = {"pools": of.layers.pools, "state": of.state}
         if hybrid is not None:
             updated["recurrent"] = hybrid.states
-        return updated if sums is None else updated | {"exchange": sums.state}, of.result(hidden)
+        if sums is not None:
+            updated["exchange"] = sums.state
+        if counts is not None and expert_tokens is not None:
+            updated["expert_tokens"] = add_counts(expert_tokens, counts.by_layer(expert_tokens.shape[1]))
+        return updated, of.result(hidden)
 
 
 @dataclass(frozen=True)

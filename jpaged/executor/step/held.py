@@ -5,7 +5,7 @@
     sampling  sampling parameters by slot                    full      penalties, masks and counts by slot; there when
     masks     what constrained slots may sample              recurrent states of sequences (`cache/states.py`), if any
     exchange  of the one-shot all-reduce; there only where             some request asks for them
-              some body sums by it
+              some body sums by it                           expert_tokens  (`expert_load.py`); only if asked for
 
 A program that changes any of it has it donated, and it lives in place for ever.
 """
@@ -15,11 +15,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jpaged.executor.cache.paged import Pools
 from jpaged.executor.cache.states import LayerState, States
 from jpaged.executor.mesh import EXCHANGE, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.sampling import state as sampling_state
+from jpaged.executor.step.expert_load import counts_shape
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.state import initial_slot_state
 from jpaged.models.collectives import ExchangeState
@@ -72,6 +74,8 @@ def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
         state = initial_all_reduce_state(mesh.size, config.one_shot_rows, model.config.hidden_size, model.dtype)
         shapes = jax.tree.map(lambda leaf: mesh.split(leaf, EXCHANGE), ExchangeState(*state))
         held["exchange"] = HeldShapes(shapes, EXCHANGE)
+    if config.expert_load:
+        held["expert_tokens"] = HeldShapes(counts_shape(model.config), WHOLE)
     return held
 
 
@@ -91,6 +95,9 @@ def initial_held(setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array], p
     }
     if setup.states:
         held["recurrent"] = empty_states(setup, mesh)
+    if "expert_tokens" in shapes:
+        counts = shapes["expert_tokens"].shapes
+        held["expert_tokens"] = mesh.whole(jnp.zeros(counts.shape, counts.dtype))
     if "exchange" in shapes:
         inbox, generations = shapes["exchange"].shapes
         # On all devices before any program runs: peers write to it as soon as theirs do.

@@ -1,9 +1,16 @@
 """Every kind of program that a step may need."""
 
-from jpaged.executor.step import blocks, bodies, changes, copy_states, heads
+from jpaged.executor.step import blocks, bodies, changes, copy_states, expert_load, heads
 from jpaged.executor.step.program import Setup, StepProgram
 
-KINDS: tuple[type[StepProgram], ...] = (*bodies.KINDS, *heads.KINDS, *changes.KINDS, *blocks.KINDS, *copy_states.KINDS)
+KINDS: tuple[type[StepProgram], ...] = (
+    *bodies.KINDS,
+    *heads.KINDS,
+    *changes.KINDS,
+    *blocks.KINDS,
+    *copy_states.KINDS,
+    *expert_load.KINDS,
+)
 
 
 def step_programs(setup: Setup) -> list[StepProgram]:

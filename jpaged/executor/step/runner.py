@@ -47,6 +47,7 @@ from jpaged.executor.step.changes import (
 )
 from jpaged.executor.step.compiled import CompiledProgram
 from jpaged.executor.step.copy_states import CopyStates
+from jpaged.executor.step.expert_load import ReadExpertTokens
 from jpaged.executor.step.handle import DispatchedStep
 from jpaged.executor.step.heads import Pool, PromptLogprobs, Sample, SampleResult, Score, WidenRows, WidenTokens
 from jpaged.executor.step.held import Held
@@ -202,6 +203,11 @@ class Runner:
         """The weights, as of the last update; None while `sleep` has given them back."""
         weights: Weights | None = self._held.get("weights")
         return weights
+
+    def copy_expert_tokens(self) -> jax.Array:
+        """`expert_tokens` as of the last step dispatched; of a runner with `expert_load`."""
+        counts: jax.Array = self._run(ReadExpertTokens())
+        return counts
 
     def has_memory(self, num_blocks: int) -> np.ndarray:
         """As `BlockMemory.has_memory`."""

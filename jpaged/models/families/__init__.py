@@ -10,7 +10,7 @@ from jpaged.models.families.gpt2 import GPT2Family
 from jpaged.models.families.gpt_neox import GPTNeoXFamily
 from jpaged.models.families.gpt_oss import GptOssFamily
 from jpaged.models.families.gptj import GPTJFamily
-from jpaged.models.families.granite import GRANITE, GRANITE_HYBRID
+from jpaged.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from jpaged.models.families.llama import LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3
 from jpaged.models.families.mpt import MptFamily
 from jpaged.models.families.olmo import OLMO2, OLMO3
@@ -47,7 +47,12 @@ _PHI = About(
 _OLMO2 = About("OLMo 2", "1B, 7B, 13B, 32B", "norms after, not before; norms over all queries and over all keys")
 _OLMO3 = About("OLMo 3", "7B, 32B", "as OLMo 2; windows in three layers of four; YaRN in the others")
 _GRANITE = About("Granite 3", "3.0 to 3.3: 2B, 8B", "multipliers of embeddings, scores, residuals and logits")
-_GRANITE4 = About("Granite 4, dense", "4.0: Micro, 350M, 1B", "as Granite 3; joined gate, up; RoPE or none")
+_GRANITE_MOE = About("Granite 3 MoE", "3.0, 3.1: 1B-A400M, 3B-A800M", "as Granite 3; experts, one shared or none")
+_GRANITE4 = About(
+    "Granite 4",
+    "4.0: Micro, 350M, 1B; not those with Mamba-2 layers (H)",
+    "as Granite 3; joined gate, up; RoPE or none; experts, of which one is shared",
+)
 _SMOLLM3 = About("SmolLM3", "3B", "no RoPE in every fourth layer; tied head")
 _GLM = About(
     "GLM-4, 2024", "glm-4-9b-hf, GLM-Edge", "RoPE on half of a head, interleaved; biases of q, k, v; joined gate, up"
@@ -133,6 +138,8 @@ register("Phi3ForCausalLM", Phi3Family(), _PHI)
 register("Olmo2ForCausalLM", OLMO2, _OLMO2)
 register("Olmo3ForCausalLM", OLMO3, _OLMO3)
 register("GraniteForCausalLM", GRANITE, _GRANITE)
+register("GraniteMoeForCausalLM", GRANITE_MOE, _GRANITE_MOE)
+register("GraniteMoeSharedForCausalLM", GRANITE_MOE_SHARED, _GRANITE_MOE)
 register("GraniteMoeHybridForCausalLM", GRANITE_HYBRID, _GRANITE4)
 register("SmolLM3ForCausalLM", SmolLM3Family(), _SMOLLM3)
 register("GlmForCausalLM", GLM, _GLM)

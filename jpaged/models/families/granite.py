@@ -1,10 +1,17 @@
-"""Granite 3 and the dense models of Granite 4 (IBM): Llama's layers with multipliers of embeddings, scores, residuals
-and logits. Granite 4's checkpoints are those of a hybrid with experts, of which the dense ones have neither part; their
-layers may have no RoPE."""
+"""Granite 3 and 4 (IBM): Llama's layers with multipliers of embeddings, scores, residuals and logits.
+
+    GraniteForCausalLM            an MLP in each layer
+    GraniteMoeForCausalLM         experts in each layer, chosen by a softmax over the best logits
+    GraniteMoeSharedForCausalLM   and a shared expert, or none
+    GraniteMoeHybridForCausalLM   Granite 4: an MLP, or experts and a shared one; RoPE or none. Without Mamba-2 layers
+
+Checkpoints have one tensor for all experts of a layer.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +20,7 @@ from jpaged.api.errors import UnsupportedModelError, shown
 from jpaged.models.blocks import Decoder, DecoderConfig, Scales, SequentialBlock, decoder_fields
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
+from jpaged.models.experts import Routing, SparseConfig, SparseMLP
 from jpaged.models.layers import Attention, GatedMLP
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
@@ -20,11 +28,10 @@ from jpaged.models.norms import RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteConfig(DecoderConfig):
+class GraniteConfig(DecoderConfig, SparseConfig):
     """attention_scale: multiplies the product of query and key. residual_scale: what layers add to the stream.
     scales: of embeddings and logits.
     attention_bias, mlp_bias: which products have biases.
-    joined_mlp: gate and up are one tensor (Granite 4).
     """
 
     attention_scale: float
@@ -32,28 +39,42 @@ class GraniteConfig(DecoderConfig):
     scales: Scales
     attention_bias: bool
     mlp_bias: bool
-    joined_mlp: bool
 
 
 @dataclass(frozen=True)
 class GraniteFamily:
-    """One of the architectures. is_hybrid: Granite 4."""
+    """One of the architectures. kind: what follows attention, see above."""
 
     model_type: str
-    is_hybrid: bool
+    kind: Literal["dense", "experts", "shared", "hybrid"]
 
     base_prefix = "model."
     derived_tensors = r"rotary_emb\.inv_freq$"
 
     def read_config(self, read: ConfigReader) -> GraniteConfig:
-        if self.is_hybrid:
-            read = _dense_part(read)
+        num_experts = 0 if self.kind == "dense" else _num_experts(read)
+        shared_size = 0
+        if self.kind == "hybrid":
+            _refuse_recurrent_layers(read)
+            shared_size = read.integer("shared_intermediate_size", 1024)
+            if not num_experts:
+                read = read.with_entries(intermediate_size=shared_size)
+        elif self.kind == "shared" and read.config.get("shared_intermediate_size"):
+            shared_size = read.integer("shared_intermediate_size")
         fields = decoder_fields(read)
-        if self.is_hybrid and read.config.get("position_embedding_type") != "rope":
+        if self.kind == "hybrid" and read.config.get("position_embedding_type") != "rope":
             fields |= {"ropes": (), "layer_ropes": (None,) * fields["num_layers"]}
         logits_scaling = read.optional_number("logits_scaling")
+        routing = Routing(per_token=read.integer("num_experts_per_tok", 2) if num_experts else 1)
+        if num_experts:
+            routing.check(num_experts)
         return GraniteConfig(
             **fields,
+            num_experts=num_experts,
+            routing=routing,
+            expert_size=fields["intermediate_size"] if num_experts else 0,
+            shared_size=shared_size if num_experts else 0,
+            dense_layers=(not num_experts,) * fields["num_layers"],
             attention_scale=read.number("attention_multiplier", 1.0),
             residual_scale=read.number("residual_multiplier", 1.0),
             scales=Scales(
@@ -61,12 +82,16 @@ class GraniteFamily:
                 logits=1.0 if logits_scaling is None else 1 / logits_scaling,
             ),
             attention_bias=read.flag("attention_bias", False),
-            mlp_bias=False if self.is_hybrid else read.flag("mlp_bias", False),
-            joined_mlp=self.is_hybrid,
+            mlp_bias=self.kind == "dense" and read.flag("mlp_bias", False),
         )
 
     def module(self, config: GraniteConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
         norm = partial(RMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
+
+        def mlp() -> SparseMLP | GatedMLP:
+            if config.num_experts:
+                return SparseMLP(config, dtype, rngs, collectives)
+            return GatedMLP(config, config.activation, dtype, rngs, bias=config.mlp_bias)
 
         def block(layer: int) -> SequentialBlock:
             return SequentialBlock(
@@ -79,7 +104,7 @@ class GraniteFamily:
                     qkv_bias=config.attention_bias,
                     output_bias=config.attention_bias,
                 ),
-                GatedMLP(config, config.activation, dtype, rngs, bias=config.mlp_bias),
+                mlp(),
                 attention_norm=norm(),
                 mlp_norm=norm(),
                 rope=config.layer_ropes[layer],
@@ -89,42 +114,57 @@ class GraniteFamily:
         return Decoder(config, block, norm, dtype, rngs, collectives, scales=config.scales)
 
     def tensors(self, config: GraniteConfig) -> Iterator[Piece | TiedTensor]:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.attention_bias
+        hidden, bias = config.hidden_size, config.attention_bias
         yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
         for i in range(config.num_layers):
             theirs, ours = f"model.layers.{i}", f"layers.{i}"
-            attention, mlp = f"{ours}.attention", f"{ours}.mlp"
+            attention = f"{ours}.attention"
             yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
             yield from pieces.separate_qkv(f"{theirs}.self_attn", attention, config, bias=bias)
             yield from pieces.output_projection(f"{theirs}.self_attn.o_proj", attention, config, bias=bias)
             yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
-            if config.joined_mlp:
-                yield pieces.joined_gate_up(f"{theirs}.shared_mlp.input_linear.weight", mlp, config)
-                down = f"{theirs}.shared_mlp.output_linear"
-            else:
-                yield from pieces.gate_and_up(f"{theirs}.mlp", mlp, config, bias=config.mlp_bias)
-                down = f"{theirs}.mlp.down_proj"
-            yield from pieces.linear(down, f"{mlp}.down", inner, hidden, bias=config.mlp_bias)
+            yield from self._mlp(theirs, f"{ours}.mlp", config)
         yield pieces.norm("model.norm", "norm", hidden)
         yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
 
+    def _mlp(self, theirs: str, ours: str, config: GraniteConfig) -> Iterator[Piece]:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        if self.kind == "dense":
+            yield from pieces.gate_and_up(f"{theirs}.mlp", ours, config, bias=config.mlp_bias)
+            yield from pieces.linear(f"{theirs}.mlp.down_proj", f"{ours}.down", inner, hidden, bias=config.mlp_bias)
+        elif not config.num_experts:
+            yield from _shared(f"{theirs}.shared_mlp", ours, hidden, inner)
+        else:
+            sparse, count, size = f"{theirs}.block_sparse_moe", config.num_experts, config.expert_size
+            yield pieces.transposed(f"{sparse}.router.layer.weight", f"{ours}.router.gate", hidden, count)
+            both, one = (count, 2 * size, hidden), (count, hidden, size)
+            split, axes = (count, 2, size, hidden), (0, 3, 1, 2)
+            yield Piece(f"{sparse}.input_linear.weight", both, f"{ours}.experts.gate_up", split, axes)
+            yield Piece(f"{sparse}.output_linear.weight", one, f"{ours}.experts.down", one, (0, 2, 1))
+            if config.shared_size:
+                yield from _shared(f"{theirs}.shared_mlp", f"{ours}.shared", hidden, config.shared_size)
 
-def _dense_part(read: ConfigReader) -> ConfigReader:
-    """The entries under the names that dense models use.
 
-    Raises:
-        UnsupportedModelError: there are experts or recurrent layers.
-    """
-    config = read.config
-    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
-    if config.get("num_local_experts", 8):
-        raise UnsupportedModelError(
-            f"config.json: num_local_experts={shown(config.get('num_local_experts', 8))} is not supported, only 0."
-        )
+def _shared(theirs: str, ours: str, hidden: int, inner: int) -> Iterator[Piece]:
+    """What checkpoints call a shared MLP, whose gate and up are one tensor, into a `GatedMLP`."""
+    split = (2, inner, hidden)
+    yield Piece(f"{theirs}.input_linear.weight", (2 * inner, hidden), f"{ours}.gate_up", split, (2, 0, 1))
+    yield pieces.transposed(f"{theirs}.output_linear.weight", f"{ours}.down", inner, hidden)
+
+
+def _num_experts(read: ConfigReader) -> int:
+    """0 is a number of experts here."""
+    return 0 if read.config.get("num_local_experts") == 0 else read.integer("num_local_experts", 8)
+
+
+def _refuse_recurrent_layers(read: ConfigReader) -> None:
+    """Raises UnsupportedModelError: there are Mamba-2 layers, which config.json's default is."""
+    kinds = read.config.get("layer_types") or read.config.get("layers_block_type") or ["mamba"]
     if not isinstance(kinds, list | tuple) or any(kind not in ("attention", "full_attention") for kind in kinds):
         raise UnsupportedModelError(f"config.json: layer_types {shown(kinds)} are not supported, only attention.")
-    return read.with_entries(intermediate_size=config.get("shared_intermediate_size", 1024))
 
 
-GRANITE = GraniteFamily("granite", False)
-GRANITE_HYBRID = GraniteFamily("granitemoehybrid", True)
+GRANITE = GraniteFamily("granite", "dense")
+GRANITE_MOE = GraniteFamily("granitemoe", "experts")
+GRANITE_MOE_SHARED = GraniteFamily("granitemoeshared", "shared")
+GRANITE_HYBRID = GraniteFamily("granitemoehybrid", "hybrid")

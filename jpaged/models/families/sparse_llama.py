@@ -61,7 +61,7 @@ class SparseLlamaBlock(nnx.Module):
         stream.add(self.attention(normed, attend, (cos, sin), norms, stream.backend))
         x = stream.normed(self.mlp_norm)
         if isinstance(self.mlp, SparseMLP):
-            stream.add(self.mlp(x, stream.backend, stream.live))
+            stream.add(self.mlp(x, stream.backend, stream.live, stream.counts))
         else:
             stream.add(self.mlp(x, stream.backend))
 

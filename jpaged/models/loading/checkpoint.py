@@ -1,7 +1,8 @@
 """Checkpoints in the Hugging Face layout: into device arrays, and back.
 
-Loading streams: a tensor is read, sent to the device, written there into its fused parameter (donated, so in
-place) and forgotten. The host holds one tensor at a time, the device the weights and one tensor.
+Loading streams: a tensor, or a run of rows of a large one (`runs.py`), is read, sent to the device, written there into
+its fused parameter (donated, so in place) and forgotten. The host holds one of them at a time, the device the weights
+and one of them.
 """
 
 import json
@@ -21,6 +22,7 @@ from jpaged.models.loading import orbax_checkpoint, safetensors_file
 from jpaged.models.loading.mxfp4 import join_packed
 from jpaged.models.loading.pieces import Piece
 from jpaged.models.loading.quantized import QuantizedLayers, Tensors, expected_tensors
+from jpaged.models.loading.runs import MOST_BYTES, runs
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model, Weights, resolve_dtype
 from jpaged.models.quantization.scheme import Stored
@@ -75,7 +77,9 @@ def read_each(
     model: Model, stored: Mapping[int, Tensors], device: jax.Device | None
 ) -> Iterator[tuple[Piece, Any, int]]:
     """Each piece of the parameters, what it is of (a numpy or JAX array), and the bytes that were read for it: none
-    where the pieces before it are of the same tensors.
+    where the pieces before it are of the same tensors. Of a large tensor a piece comes in runs of its rows.
+
+    Nothing is held here when the next one is read, so that nothing is held at all if the caller has let go.
 
     stored: as `match` returns it. device: where weights are quantized.
 
@@ -87,12 +91,21 @@ def read_each(
     layers = QuantizedLayers(model, device)
     for index, tensors in stored.items():
         piece, read = model.pieces[index], 0
-        if tensors != held:
+        cut = runs(piece, tensors[piece.tensor], MOST_BYTES) if layers.are_plain(piece) else []
+        if tensors != held or cut:
+            held, arrays = {}, {}
+        for run in cut:
+            rows = tensors[piece.tensor].rows(run.first, run.count)
+            yield run.piece, rows.read(), rows.num_bytes
+        if cut:
+            continue
+        if not held:
             read, held = sum(tensor.num_bytes for tensor in tensors.values()), tensors
             arrays = layers.arrays(piece, tensors) or {"": tensors[piece.tensor].read()}
         for part, array in layers.pieces(piece, arrays):
             yield part, array, read
             read = 0
+            del array
 
 
 KV_SCALE = re.compile(r"\blayers\.(?P<layer>\d+)\.(?:\w+\.)*(?P<kind>[kv])_scale$")
@@ -290,6 +303,7 @@ def _stream(
             leaf = model.abstract_weights[i]
             target = jnp.zeros(leaf.shape, leaf.dtype, device=device)
         weights[i] = piece.place(target, tensor, device).block_until_ready()
+        del tensor  # before the next one is read
         done += read
         progress(done, total)
     return tuple(weight for weight in weights if weight is not None)

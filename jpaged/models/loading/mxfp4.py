@@ -12,8 +12,9 @@ its range), as in transformers. A scale of 255 makes all 32 numbers NaN.
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +43,11 @@ class PackedTensor(StoredTensor):
     def read(self) -> np.ndarray:
         blocks, scales = self.blocks.read_bytes(), self.scales.read_bytes()
         return dequantize(blocks, scales)
+
+    def rows(self, first: int, count: int) -> Self:
+        blocks, scales = self.blocks.rows(first, count), self.scales.rows(first, count)
+        shape, total = (count, *self.shape[1:]), blocks.num_bytes + scales.num_bytes
+        return replace(self, shape=shape, offset=blocks.offset, num_bytes=total, blocks=blocks, scales=scales)
 
 
 def join_packed(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

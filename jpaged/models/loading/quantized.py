@@ -46,6 +46,12 @@ class QuantizedLayers:
         self._model, self._device = model, device
         self._orders: dict[str, np.ndarray] = {}
 
+    def are_plain(self, piece: Piece) -> bool:
+        """Whether a piece is of a stored tensor as it stands."""
+        return self._model.config.quantization is None or not (
+            piece.parameter in self._model.quantized or piece.parameter in self._model.dequantized
+        )
+
     def arrays(self, piece: Piece, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
         """What the layer's tensors become: see `Scheme.arrays`; {} where they are not quantized.
 
@@ -54,7 +60,7 @@ class QuantizedLayers:
         """
         layout, scheme = self._model.quantized.get(piece.parameter), self._model.config.quantization
         plain = piece.parameter in self._model.dequantized
-        if scheme is None or (layout is None and not plain):
+        if scheme is None or self.are_plain(piece):
             return {}
         if layout is None:
             layer = StoredLayer(piece.tensor.removesuffix(".weight"), *piece.shape)

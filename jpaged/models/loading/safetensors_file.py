@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,9 +70,20 @@ class StoredTensor:
             f" {', '.join(supported)}. What is quantized must be named in config.json's quantization_config."
         )
 
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of what `read` gives."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def read(self) -> np.ndarray:
         """The tensor in a new array. Raises CheckpointError when the file has become shorter."""
         return self._read_as(self.dtype)
+
+    def rows(self, first: int, count: int) -> Self:
+        """So many entries of the first axis, as a tensor of their own."""
+        each = self.num_bytes // self.shape[0]
+        shape = (count, *self.shape[1:])
+        return replace(self, shape=shape, offset=self.offset + first * each, num_bytes=count * each)
 
     def read_bytes(self) -> np.ndarray:
         """The tensor, of a type of one byte, as uint8. Raises as `read`."""

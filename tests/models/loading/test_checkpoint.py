@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged import models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, JPagedError, UnsupportedModelError
-from jpaged.models.loading.safetensors_file import read_header, write
+from jpaged.models.loading import checkpoint
+from jpaged.models.loading.safetensors_file import StoredTensor, read_header, write
 from tests.tiny_models import draw, tiny_model, write_tiny_model
 
 INDEX = "model.safetensors.index.json"
@@ -247,6 +249,54 @@ def test_loading_holds_the_weights_and_no_more_than_two_tensors(tmp_path: Path) 
     largest = 2 * max(np.prod(shape) for shape in layout.values())
     assert num_bytes > 3e8
     assert peak - before - num_bytes < 2 * largest + 200e6
+
+
+CUT = ("gpt2", "phi3-window", "falcon-40b-style", "granite-moe-shared", "qwen3.5", "deepseek-v2-lite")
+"""Layouts: transposed, joined, grouped, experts in one tensor, gated, latents; and tied heads."""
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_large_tensors_are_read_in_runs_of_rows_and_land_where_whole_ones_do(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_tiny_model(tiny_model(name), tmp_path, use_torch=False)
+    whole = load(directory)
+    most, sizes, read = 8192, [], StoredTensor.read
+
+    def noting(tensor: StoredTensor) -> np.ndarray:
+        sizes.append(tensor.num_bytes)
+        return read(tensor)
+
+    monkeypatch.setattr(checkpoint, "MOST_BYTES", most)
+    monkeypatch.setattr(StoredTensor, "read", noting)
+    told: list[int] = []
+    model = models.build(models.ModelConfig.from_directory(directory))
+    cut = models.load(model, directory, progress=lambda done, total: told.extend((done, total)))
+    assert same(whole, cut)
+    assert told[-2] == told[-1] == sum(sizes)
+    assert len(sizes) > len({piece.tensor for piece in model.pieces})
+    if name == "phi3-window":  # no part lies scattered in its tensor, as DeepSeek's do, and no row is larger
+        assert max(sizes) <= most
+
+
+def test_the_host_holds_a_few_runs_of_a_tensor_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what numpy allocates: two, or three where JAX lets go of one late. The weights on a CPU are no part of it."""
+    config = tiny_model("granite-moe").config | {"num_local_experts": 64, "hidden_size": 256, "intermediate_size": 128}
+    model = models.build(models.ModelConfig.from_dict(config), "bfloat16")
+    layout = {piece.tensor: piece.shape for piece in model.pieces}
+    zeros = (np.zeros(shape, jnp.bfloat16) for shape in layout.values())
+    write(tmp_path / SINGLE, layout, np.dtype(jnp.bfloat16), zeros)
+    largest, most = 64 * 256 * 256 * 2, 1 << 20
+    monkeypatch.setattr(checkpoint, "MOST_BYTES", most)
+    models.load(model, tmp_path)  # compiles
+    tracemalloc.start()
+    try:
+        models.load(model, tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert largest == 8 * most
+    assert most <= peak < 4 * most
 
 
 # What is wrong with a checkpoint, and the words that the error must hold.

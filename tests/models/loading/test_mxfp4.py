@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jpaged import models
 from jpaged.api.errors import CheckpointError, UnsupportedModelError
@@ -33,6 +34,21 @@ def every_number() -> tuple[np.ndarray, np.ndarray]:
 
 def bits(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values).view(np.uint16)
+
+
+def test_rows_of_a_packed_tensor_are_those_of_the_whole(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {
+        "x_blocks": rng.integers(0, 256, (6, 10, 2, 16), np.uint8),
+        "x_scales": rng.integers(100, 140, (6, 10, 2), np.uint8),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    packed = checkpoint.find_tensors(tmp_path)["x"]
+    rows = packed.rows(2, 3)
+    np.testing.assert_array_equal(bits(rows.read()), bits(packed.read())[2:5])
+    assert rows.shape == (3, 64, 10)
+    assert 2 * rows.num_bytes == packed.num_bytes
+    assert packed.array_bytes == 6 * 64 * 10 * 2
 
 
 def test_every_number_at_every_scale_is_exact() -> None:
