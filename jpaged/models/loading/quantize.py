@@ -20,7 +20,7 @@ from jpaged.models.loading import orbax_checkpoint, safetensors_file
 from jpaged.models.loading.checkpoint import INDEX_NAME, SINGLE_NAME, find_tensors, full_names, match
 from jpaged.models.loading.safetensors_file import NewTensor, StoredTensor
 from jpaged.models.model import Model, build
-from jpaged.models.quantization.layers import StoredLayer, is_transposed, stored_layer
+from jpaged.models.quantization.layers import StoredLayer, is_fused, is_transposed, stored_layer
 from jpaged.models.quantization.recipes import RECIPES, Recipe
 
 _SHARD_BYTES = 5_000_000_000
@@ -55,7 +55,7 @@ def quantize_checkpoint(
     Raises:
         InvalidParameterError: the scheme does not exist, shard_bytes is below 1, or something is in `out` already.
         ModelNotFoundError: there is no such model.
-        UnsupportedModelError: it is quantized, a mixture of experts, has recurrent layers, stores its weights
+        UnsupportedModelError: it is quantized, has recurrent layers or all experts in one tensor, stores its weights
             transposed (GPT-2), or has layers whose sizes the scheme cannot store.
         CheckpointError: a tensor is missing, damaged or not finite.
         OutputError: `out` cannot be written, for want of space for example.
@@ -81,11 +81,6 @@ class _Plan:
         source = read_json(directory / "config.json")
         _check_plain(directory, source)
         plain = ModelConfig.from_directory(directory)
-        if plain.num_experts:
-            raise UnsupportedModelError(
-                f"{plain.architecture}: mixtures of experts cannot be quantized here; use a checkpoint that is in FP8"
-                " blocks or MXFP4 already, or serve this one as it is."
-            )
         # Online, those layers are quantized that are to be here.
         model = build(ModelConfig.from_directory(directory, quantization="fp8"))
         self._stored = find_tensors(directory)
@@ -123,6 +118,11 @@ class _Plan:
             if piece.tensor in left_out:
                 continue
             layout, stored = model.quantized[piece.parameter], self._names[piece.tensor]
+            if is_fused(piece, layout):
+                raise UnsupportedModelError(
+                    f"{stored} has all experts of a layer in one tensor, and such cannot be quantized here; serve the"
+                    ' checkpoint with quantization="fp8" instead.'
+                )
             if is_transposed(piece, layout):
                 raise UnsupportedModelError(
                     f"{stored} is stored transposed by a {model.config.architecture}, whose checkpoints cannot be"
