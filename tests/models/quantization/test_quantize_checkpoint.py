@@ -172,7 +172,7 @@ def test_models_and_schemes_that_cannot_be_quantized_are_named(plain: Path, tmp_
     quantize_checkpoint(plain, tmp_path / "done", "fp8")
     refused = [
         (tmp_path / "done", "fp8", "quantized already"),
-        (plain, "int4", "layers.0.*160 inputs.*multiples of 8 and of 128; choose 'fp8'"),
+        (plain, "int4", "layers.0.*160 inputs.*multiples of 8 and of 128; choose a smaller group_size, or 'fp8'"),
         (write_tiny_model(tiny_model("gpt2"), tmp_path / "gpt2", use_torch=False), "fp8", "stored transposed"),
         (
             write_tiny_model(tiny_model("gpt-oss-20b-style"), tmp_path / "moe", use_torch=False),
