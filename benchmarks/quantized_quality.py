@@ -7,6 +7,7 @@ The model that is not quantized writes texts at temperature 1, and both models r
 
     perplexity     of the texts; the model that wrote them is beaten by chance alone
     agreement      tokens at which both models find the same one likeliest
+    divergence     of the quantized model's distributions from the other's (Kullback-Leibler), in nats a token
 
 The first line of output is what was run, the last one JSON.
 """
@@ -55,33 +56,36 @@ def main() -> None:
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     texts = [(prompt, list(output.outputs[0].token_ids)) for prompt, output in zip(prompts, outputs, strict=True)]
 
-    found = [read(directory, asked, texts, length) for directory, asked in ((plain, None), (other, args.quantization))]
-    (bytes_plain, losses, best), (bytes_other, other_losses, other_best) = found
+    both = load(plain, None), load(other, args.quantization)
+    read = [compared(both, prompt, tokens, length) for prompt, tokens in texts]
+    losses, other_losses, agrees, divergence = (np.concatenate(arrays) for arrays in zip(*read, strict=True))
     result = {
         "tokens": int(losses.size),
         "perplexity_bfloat16": float(np.exp(losses.mean())),
         "perplexity_quantized": float(np.exp(other_losses.mean())),
-        "agreement": float(np.mean(best == other_best)),
-        "bytes_bfloat16": bytes_plain,
-        "bytes_quantized": bytes_other,
+        "agreement": float(agrees.mean()),
+        "divergence": float(divergence.mean()),
+        "bytes_bfloat16": both[0][0].num_bytes,
+        "bytes_quantized": both[1][0].num_bytes,
     }
     print(f"{plain.name}: bfloat16 and {args.quantization or other.name} on {jax.devices()[0].device_kind}")
     print(json.dumps(result))
 
 
-def read(directory: Path, quantization: str | None, texts: list[Any], length: int) -> tuple[int, Any, Any]:
-    """Bytes of the weights; and of each text's tokens the loss, and which one would have been likeliest."""
+def load(directory: Path, quantization: str | None) -> tuple[models.Model, models.Weights]:
     model = models.build(models.ModelConfig.from_directory(directory, quantization=quantization), "bfloat16")
-    weights = models.load(model, directory)
-    losses, best = [], []
-    for prompt, tokens in texts:
-        padded = np.zeros(length, np.int32)
-        padded[: len(prompt) + len(tokens)] = prompt + tokens
-        places = np.arange(len(prompt) - 1, len(prompt) + len(tokens) - 1)
-        found = np.asarray(log_probabilities(model, weights, padded))[places]
-        losses.append(-found[np.arange(len(tokens)), tokens])
-        best.append(found.argmax(axis=1))
-    return model.num_bytes, np.concatenate(losses), np.concatenate(best)
+    return model, models.load(model, directory)
+
+
+def compared(both: Any, prompt: list[int], tokens: list[int], length: int) -> tuple[Any, Any, Any, Any]:
+    """Of each of a text's tokens: both models' losses, whether they find the same one likeliest, and the divergence."""
+    padded = np.zeros(length, np.int32)
+    padded[: len(prompt) + len(tokens)] = prompt + tokens
+    places = np.arange(len(prompt) - 1, len(prompt) + len(tokens) - 1)
+    ours, theirs = (np.asarray(log_probabilities(model, weights, padded))[places] for model, weights in both)
+    at = np.arange(len(tokens)), tokens
+    divergence = np.sum(np.exp(ours) * (ours - theirs), axis=1)
+    return -ours[at], -theirs[at], ours.argmax(axis=1) == theirs.argmax(axis=1), divergence
 
 
 if __name__ == "__main__":

@@ -179,8 +179,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quantization",
         choices=get_args(Quantization),
-        help='"fp8" rounds weights to FP8 while they are read; the others are what quantized checkpoints say of'
-        " themselves (default: as the checkpoint is)",
+        help='"fp8" rounds weights to FP8 while they are read; "none" reads experts in MXFP4 as bfloat16; the others'
+        " are what quantized checkpoints say of themselves (default: as the checkpoint is)",
     )
     group.add_argument(
         "--reranker",

@@ -15,22 +15,33 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "quantize",
         help="write a checkpoint in FP8 or in 4 bits",
         description="Write a checkpoint whose attention and MLP weights are quantized, in compressed-tensors'\n"
-        "safetensors layout, one tensor at a time on the CPU. OUT is then a model like any other\n(--model OUT).",
+        "safetensors layout, one tensor at a time. OUT is then a model like any other\n(--model OUT).",
         epilog=dedent("""\
             schemes:
               fp8        8-bit weights, a scale for each output; activations by token
               fp8-block  8-bit weights, a scale for each 128 x 128; activations by 128 inputs
-              int4       4-bit weights rounded to the nearest, a scale for each 128 inputs;
-                         activations as they are
+              int4       4-bit weights, a scale for each 128 inputs, activations as they are; rounded
+                         to the nearest, or by GPTQ to suit the texts of --calibration, which JAX
+                         runs on its devices, layer by layer
 
-            example:
+            examples:
               jpaged quantize meta-llama/Llama-3.1-8B-Instruct llama-fp8 --scheme fp8
-              jpaged serve --model llama-fp8"""),
+              jpaged serve --model llama-fp8
+              jpaged quantize meta-llama/Llama-3.1-8B-Instruct llama-int4 --scheme int4 --calibration texts.jsonl"""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="DIR_OR_ID", help="a directory in Hugging Face layout or a hub id")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write; must not exist, or be empty")
     parser.add_argument("--scheme", choices=SCHEMES, required=True, help="see below")
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        type=Path,
+        help='for int4: a text a line, or .jsonl with "text", "prompt" or "messages"',
+    )
+    parser.add_argument(
+        "--group-size", type=int, metavar="N", help="for int4: inputs that share a scale, 32, 64 or 128 (default: 128)"
+    )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the hub")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
     add_debug_option(parser)
@@ -41,5 +52,12 @@ def run(args: argparse.Namespace) -> int:
     from jpaged.models import quantize_checkpoint
 
     progress = not args.quiet and sys.stderr.isatty()
-    quantize_checkpoint(args.model, args.out, args.scheme, revision=args.revision, progress=progress)
+    texts = None
+    if args.calibration is not None:
+        from jpaged.cli.calibration import read_texts
+        from jpaged.text.tokenizer import Tokenizer
+
+        texts = read_texts(args.calibration, Tokenizer.load(args.model, args.revision))
+    options = {"group_size": args.group_size, "calibration": texts, "revision": args.revision}
+    quantize_checkpoint(args.model, args.out, args.scheme, progress=progress, **options)
     return 0

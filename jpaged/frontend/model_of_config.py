@@ -12,8 +12,11 @@ from jpaged.models import ModelConfig
 
 def options_of(config: Any) -> dict[str, Any]:
     """The options of an engine that follow from a configuration and that its config.json does not say."""
-    scheme = config.quantization if isinstance(config, ModelConfig) else None
-    return {"quantization": scheme.name} if scheme is not None and scheme.online else {}
+    if not isinstance(config, ModelConfig):
+        return {}
+    if config.quantization is None:
+        return {"quantization": "none"} if config.source.get("quantization_config") else {}
+    return {"quantization": config.quantization.name} if config.quantization.online else {}
 
 
 def as_directory(config: Any) -> TemporaryDirectory[str]:

@@ -114,8 +114,7 @@ class ModelConfig:
         """
         architecture = architecture_of(config)
         family = family_of(architecture)
-        stored = {name: value for name, value in config.items() if not _is_dequantized(name, value, family)}
-        scheme = find_scheme(stored, quantization)
+        scheme = None if _is_dequantized(config, quantization, family) else find_scheme(config, quantization)
         read = family.read_config(ConfigReader(architecture, config, max_model_len))
         if not isinstance(read, ModelConfig):
             raise TypeError(f"The family of {architecture} read a {type(read).__name__}, which is no ModelConfig.")
@@ -128,11 +127,6 @@ class ModelConfig:
             read = read.with_router_skew(float(skew))
         if scheme is None:
             return read
-        if read.num_experts and not scheme.dequantizes:
-            raise UnsupportedModelError(
-                f"{architecture}: mixtures of experts are not supported in {scheme.name}; use the checkpoint that is"
-                " not quantized, and leave quantization out."
-            )
         if read.is_hybrid:
             raise UnsupportedModelError(
                 f"{architecture}: models with recurrent layers are not supported in {scheme.name}; use the checkpoint"
@@ -226,10 +220,22 @@ def inner_columns(inner: int, shards: int) -> int:
     return _INNER_UNIT * -(-inner // (shards * _INNER_UNIT)) if inner % shards else inner // shards
 
 
-def _is_dequantized(feature: str, value: Any, family: Any) -> bool:
-    """Whether an entry of config.json describes what loading the family's checkpoints undoes."""
-    method = value.get("quant_method") if isinstance(value, Mapping) else None
-    return feature == "quantization_config" and method in getattr(family, "quantizations", ())
+def _is_dequantized(config: Mapping[str, Any], quantization: str | None, family: Any) -> bool:
+    """Whether loading is to make plain numbers of the checkpoint's quantized weights.
+
+    Raises:
+        InvalidParameterError: it is, and cannot.
+    """
+    if quantization != "none":
+        return False
+    entry = config.get("quantization_config")
+    method = entry.get("quant_method") if isinstance(entry, Mapping) else None
+    if method is None or method in getattr(family, "quantizations", ()):
+        return True
+    raise InvalidParameterError(
+        f"quantization='none' makes plain numbers of weights in MXFP4, and this checkpoint is in {method!r}; leave"
+        " quantization out."
+    )
 
 
 def _restore(architecture: str, module: str, name: str, values: dict[str, Any]) -> ModelConfig:

@@ -21,18 +21,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from jpaged.api.errors import CheckpointError, InvalidParameterError
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig, inner_columns
 from jpaged.models.config_reader import ConfigReader
+from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct, PlainProduct
 from jpaged.models.layers import GatedMLP
 from jpaged.models.linear import PartialSum, PlainLinear
-from jpaged.models.parameters import Constant, Normal, parameter
+from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import ExpertCounts
-from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
+from jpaged.pallas_kernels import sort_by_expert
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
 _FEW_COMPARISONS = 1 << 23
@@ -291,9 +291,9 @@ class GroupedExperts(nnx.Module):
         experts, hidden, inner = config.held_experts, config.hidden_size, config.expert_size
         whole = config.expert_parallel
         std = (inner * 2 * config.num_layers) ** -0.5
-        shape = (experts, hidden, 2, inner)
-        self.gate_up = parameter(rngs, Normal(hidden**-0.5), shape, dtype, 0 if whole else 3)
-        self.down = parameter(rngs, Normal(std), (experts, inner, hidden), dtype, 0 if whole else 1)
+        axes = (0, 0) if whole else (3, 1)
+        self.gate_up = GroupedLinear(experts, (hidden,), (2, inner), hidden**-0.5, dtype, rngs, shard_axis=axes[0])
+        self.down = GroupedLinear(experts, (inner,), (hidden,), std, dtype, rngs, shard_axis=axes[1])
         self.activation: str | ClampedSwiGLU = config.clamped or config.activation
         zero, biased = Constant(0.0), config.expert_bias
         both = (experts, 2, inner)
@@ -310,14 +310,22 @@ class GroupedExperts(nnx.Module):
         backend: of the grouped products; gradients need "xla".
         Returns [T, hidden].
         """
-        operands = promote_dtype((x, self.gate_up[...], self.down[...]))  # as in `Linear.gated`
         biases = None
         if self.gate_up_bias is not None and self.down_bias is not None:
             down_bias = self.down_bias[...]
             if self.bias_of_first is not None and self.bias_of_first.size > 1:
                 down_bias = jnp.where(self.bias_of_first.index() == 0, down_bias, 0)
             biases = self.gate_up_bias[...], down_bias
-        return mix(*operands, experts, weights, activation=self.activation, backend=backend, biases=biases)
+        return _mix(
+            x,
+            (self.gate_up.product(), self.down.product()),
+            self.gate_up.layout.experts,
+            experts,
+            weights,
+            activation=self.activation,
+            backend=backend,
+            biases=biases,
+        )
 
 
 def mix(
@@ -333,23 +341,47 @@ def mix(
 ) -> jax.Array:
     """The experts' MLPs as grouped products; the arguments are those of `GroupedExperts`.
 
-    biases: of gate_up and down.
+    gate_up: [E, hidden, 2, inner]. down: [E, inner, hidden]. biases: of both.
     """
-    (tokens, each), num_experts = experts.shape, gate_up.shape[0]
+    return _mix(
+        x,
+        (PlainProduct(gate_up), PlainProduct(down)),
+        gate_up.shape[0],
+        experts,
+        weights,
+        activation=activation,
+        backend=backend,
+        biases=biases,
+    )
+
+
+def _mix(
+    x: jax.Array,
+    products: tuple[GroupedProduct, GroupedProduct],
+    num_experts: int,
+    experts: jax.Array,
+    weights: jax.Array,
+    *,
+    activation: str | ClampedSwiGLU,
+    backend: str | None,
+    biases: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    (tokens, each), (gate_up, down) = experts.shape, products
+    x = x.astype(down.promoted(gate_up.promoted(x.dtype)))
     if isinstance(activation, ClampedSwiGLU) or biases is not None:
         bias = None if biases is None else biases[0]
-        gated = partial(_gated_apart, bias=bias, activation=activation, backend=backend)
+        gated = partial(_gated_apart, gate_up, bias=bias, activation=activation, backend=backend)
     else:
-        gated = partial(gated_grouped_product, activation=activation, backend=backend)
-    weighted = partial(weighted_grouped_product, backend=backend)
+        gated = partial(gate_up.gated, activation=activation, backend=backend)
+    weighted = partial(down.weighted, backend=backend)
     if experts.size <= min(_FEW_ROWS, num_experts // 2):
         groups = experts.reshape(-1)
-        inner = gated(jnp.repeat(x, each, axis=0), gate_up, None, groups=groups)
-        rows = weighted(inner, down, None, weights.reshape(-1), groups=groups).reshape(tokens, each, -1)
+        inner = gated(jnp.repeat(x, each, axis=0), None, groups=groups)
+        rows = weighted(inner, None, weights.reshape(-1), groups=groups).reshape(tokens, each, -1)
     else:
         assignments, places, sizes = sort_by_expert(experts, num_experts)
-        inner = gated(x[assignments // each], gate_up, sizes)
-        rows = weighted(inner, down, sizes, weights.reshape(-1)[assignments])[places]
+        inner = gated(x[assignments // each], sizes)
+        rows = weighted(inner, sizes, weights.reshape(-1)[assignments])[places]
     here = (experts >= 0) & (experts < num_experts)
     found = rows.astype(jnp.float32)
     if biases is not None:
@@ -359,8 +391,8 @@ def mix(
 
 
 def _gated_apart(
+    gate_up: GroupedProduct,
     x: jax.Array,
-    w: jax.Array,
     group_sizes: jax.Array | None,
     *,
     groups: jax.Array | None = None,
@@ -368,21 +400,19 @@ def _gated_apart(
     activation: str | ClampedSwiGLU,
     backend: str | None,
 ) -> jax.Array:
-    """`gated_grouped_product` with what its kernels lack: a bias [E, 2, I], or a clamped activation.
+    """`GroupedProduct.gated` with what its kernels lack: a bias [E, 2, I], or a clamped activation.
 
     The product is a kernel of its own, and the rest an elementwise one of XLA's, in float32: gate and up [A, 2, I] go
     to memory, in x's type, and back.
     """
-    experts, depth, _, columns = w.shape
-    flat, alone = w.reshape(experts, depth, 2 * columns), jnp.ones(x.shape[:1], jnp.float32)
-    both = weighted_grouped_product(x, flat, group_sizes, alone, groups=groups, backend=backend)
-    both = both.reshape(-1, 2, columns).astype(jnp.promote_types(x.dtype, jnp.float32))
+    both = gate_up.weighted(x, group_sizes, None, groups=groups, backend=backend)
+    both = both.reshape(x.shape[0], 2, -1).astype(jnp.promote_types(x.dtype, jnp.float32))
     if bias is not None:
         if groups is None:
             assert group_sizes is not None
             ends = jnp.cumsum(group_sizes)
             groups = jnp.sum(jnp.arange(x.shape[0])[:, None] >= ends, axis=1, dtype=jnp.int32)
-        both = both + bias[jnp.clip(groups, 0, experts - 1)].astype(both.dtype)
+        both = both + bias[jnp.clip(groups, 0, bias.shape[0] - 1)].astype(both.dtype)
     gate, up = both[:, 0], both[:, 1]
     inner = activation(gate, up) if isinstance(activation, ClampedSwiGLU) else ACTIVATIONS[activation](gate) * up
     return inner.astype(x.dtype)

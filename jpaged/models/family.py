@@ -89,7 +89,7 @@ class Family(Protocol[Config]):
 
     A family may also have `aliases`: pairs of what a tensor's name may begin with in a checkpoint, and what it begins
     with in `tensors`; for the text part of multimodal checkpoints. And `quantizations`: values of "quant_method" in
-    config.json's "quantization_config" that it takes, since loading makes plain numbers of such weights ("mxfp4"). And
+    config.json's "quantization_config" of which loading makes plain numbers with quantization="none" ("mxfp4"). And
     `passed_over`: from a configuration another regular expression like `derived_tensors`, for layers that are not run.
     """
 

@@ -53,7 +53,10 @@ def times(x: jax.Array, factor: float) -> jax.Array:
 
 @dataclass(frozen=True)
 class LinearLayout:
-    """What a `Linear` maps to what, and which axis of its kernel tensor parallelism splits; see there."""
+    """What a `Linear` maps to what, and which axis of its kernel tensor parallelism splits; see there.
+
+    experts: matrices of a `GroupedLinear`, whose kernel is [experts, *inputs, *outputs]; 0 for a `Linear`.
+    """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -61,6 +64,7 @@ class LinearLayout:
     shard_axis: int | None
     kv_heads: bool
     outputs_first: bool
+    experts: int = 0
 
     @property
     def input_size(self) -> int:
@@ -71,15 +75,30 @@ class LinearLayout:
         return prod(self.outputs)
 
     @property
-    def output_axis(self) -> int | None:
-        """Which axis of the outputs is split; None if none is."""
-        first = 0 if self.outputs_first else len(self.inputs)
-        found = None if self.shard_axis is None else self.shard_axis - first
-        return found if found is not None and 0 <= found < len(self.outputs) else None
+    def rows(self) -> tuple[int, ...]:
+        """Axes of what has something for each output: those of the outputs, behind that of the experts."""
+        return (self.experts, *self.outputs) if self.experts else self.outputs
+
+    @property
+    def input_axes(self) -> tuple[int, ...]:
+        """Which of the kernel's axes are inputs."""
+        first = len(self.outputs) if self.outputs_first else min(self.experts, 1)
+        return tuple(range(first, first + len(self.inputs)))
+
+    @property
+    def row_axes(self) -> tuple[int, ...]:
+        """Which of the kernel's axes are `rows`."""
+        inputs = self.input_axes
+        return tuple(axis for axis in range(len(self.rows) + len(inputs)) if axis not in inputs)
+
+    @property
+    def split_row(self) -> int | None:
+        """Which of `rows` is split; None if none is."""
+        return self.row_axes.index(self.shard_axis) if self.shard_axis in self.row_axes else None
 
     @property
     def splits_inputs(self) -> bool:
-        return self.shard_axis is not None and self.output_axis is None
+        return self.shard_axis in self.input_axes
 
 
 class Linear(nnx.Module):
@@ -115,7 +134,7 @@ class Linear(nnx.Module):
         shape = outputs + inputs if outputs_first else inputs + outputs
         self.kernel = parameter(rngs, Normal(std), shape, dtype, shard_axis, kv_heads=kv_heads, suffix="")
         bias_options: dict[str, Any] = {"kv_heads": kv_heads, "suffix": "_bias"}
-        axis = self.layout.output_axis
+        axis = self.layout.split_row
         self.bias = parameter(rngs, Constant(0.0), outputs, dtype, axis, **bias_options) if bias else None
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None, backend: str | None = "xla") -> jax.Array:

@@ -36,6 +36,7 @@ from jpaged.pallas_kernels.int4_product.api import int4_product
 from jpaged.pallas_kernels.invariant_attention.api import invariant_attention
 from jpaged.pallas_kernels.mixed_attention.api import mixed_attention
 from jpaged.pallas_kernels.move_blocks.api import copy_blocks, gather_blocks, scatter_blocks
+from jpaged.pallas_kernels.quantized_grouped_product.api import quantized_grouped_product
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
 from jpaged.pallas_kernels.registry import register_backend, register_implementation, unregister_backend
 from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_latents, split_qkv
@@ -63,6 +64,7 @@ __all__ = [
     "invariant_attention",
     "merge_attention",
     "mixed_attention",
+    "quantized_grouped_product",
     "ragged_attention",
     "register_backend",
     "register_implementation",

@@ -145,6 +145,34 @@ def experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield f"weighted_grouped_product {rows}", ops.weighted_grouped_product, arguments
 
 
+def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """The grouped products in few bits of Qwen3-30B-A3B, every height of a tile and form of weights."""
+    for rows, form, group, dtype, zeros in (
+        (8, "fp8", None, jnp.bfloat16, False),
+        (4096, "fp8", None, jnp.float16, False),
+        (8192, "fp8", None, jnp.bfloat16, False),
+        (65_536, "fp8", None, jnp.bfloat16, False),
+        (8, "fp8", 128, jnp.bfloat16, False),
+        (65_536, "fp8", 128, jnp.bfloat16, False),
+        (8, "int4", 128, jnp.bfloat16, True),
+        (4096, "int4", 64, jnp.bfloat16, False),
+        (8192, "int4", 128, jnp.float16, True),
+        (8, "mxfp4", 32, jnp.bfloat16, False),
+        (4096, "mxfp4", 32, jnp.float16, False),
+        (8192, "mxfp4", 32, jnp.bfloat16, False),
+    ):
+        for outputs, depth, activation in ((1536, 2048, "silu"), (2048, 768, None)):
+            shape = (128, outputs, depth if form == "fp8" else depth // 2)
+            scales = (128, outputs, 1 if group is None else depth // group)
+            arguments: dict[str, Any] = {"x": Shape((rows, depth), dtype), "group_sizes": ids(128)}
+            arguments |= {"w": Shape(shape, jnp.float8_e4m3fn if form == "fp8" else jnp.uint8)}
+            arguments |= {"scale": Shape(scales, jnp.uint8 if form == "mxfp4" else jnp.float32)}
+            arguments |= {"zero": Shape(scales, jnp.uint8) if zeros else None}
+            arguments |= {"weights": None if activation else Shape((rows,), jnp.float32)}
+            op = partial(ops.quantized_grouped_product, form=form, group=group, activation=activation)
+            yield f"quantized_grouped_product {rows} {form} {group} {activation}", op, arguments
+
+
 def int4() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """The 4-bit product, every size of its tables."""
     for rows, group, dtype, zeros in (
@@ -201,6 +229,7 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield from latents()
     yield from other_ops()
     yield from experts()
+    yield from few_bits_of_experts()
     yield from int4()
     yield from fp8()
     yield from recurrence()

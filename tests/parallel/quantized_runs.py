@@ -10,6 +10,7 @@ import numpy as np
 
 from jpaged import LLMEngine, models
 from jpaged.executor.mesh import DeviceMesh, pick_devices
+from jpaged.models.experts import split_by_experts
 from jpaged.models.sharding import load_sharded, shard_of
 from tests.parallel.family_runs import ARGS, _run
 from tests.support.greedy_programs import greedy_programs
@@ -23,7 +24,14 @@ def tokens(*layouts: str) -> dict[str, dict[str, Any]]:
         return {layout: _tokens(plain, Path(directory), layout) for layout in layouts}
 
 
-def _tokens(plain: Path, directory: Path, layout: str) -> dict[str, Any]:
+def experts(layout: str) -> dict[str, Any]:
+    """Likewise, of a mixture of experts, whose columns or experts two devices share."""
+    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+        plain = plain_checkpoint("qwen3-moe", Path(directory) / "plain", moe_intermediate_size=64)
+        return _tokens(plain, Path(directory), layout, "whole")
+
+
+def _tokens(plain: Path, directory: Path, layout: str, *further: str) -> dict[str, Any]:
     quantized = str(quantized_checkpoint(plain, directory / layout, layout))
     exact = str(dequantized_checkpoint(plain, directory / f"{layout}-exact", layout))
     engines = {
@@ -31,6 +39,8 @@ def _tokens(plain: Path, directory: Path, layout: str) -> dict[str, Any]:
         "one": replace(ARGS, model=quantized),
         "two": replace(ARGS, model=quantized, tensor_parallel_size=2),
     }
+    if further:
+        engines |= {further[0]: replace(engines["two"], enable_expert_parallel=True)}
     return {name: _run(LLMEngine(args)) for name, args in engines.items()}
 
 
@@ -45,21 +55,26 @@ def fp8_cache() -> dict[str, Any]:
 
 
 def shards_equal_the_whole(*layouts: str) -> list[str]:
-    """Parameters of quantized layers whose shards, side by side, are not the whole ones; over two and four devices."""
+    """Parameters of quantized layers whose shards, side by side, are not the whole ones. layouts: behind a model's name
+    and a slash of that one, whose experts stay whole in "fp8-blocks"."""
     wrong = []
     with tempfile.TemporaryDirectory() as directory:
-        plain = plain_checkpoint("llama-biases", Path(directory) / "plain")
         for layout in layouts:
+            name, _, layout = layout.rpartition("/")
+            sizes = {"moe_intermediate_size": 64} if name else {}
+            plain = Path(directory) / f"{name}-plain"
+            plain = plain if plain.exists() else plain_checkpoint(name or "llama-biases", plain, **sizes)
             online = layout == "online"
-            source = plain if online else quantized_checkpoint(plain, Path(directory) / layout, layout)
+            source = plain if online else quantized_checkpoint(plain, Path(directory) / f"{name}-{layout}", layout)
             config = models.ModelConfig.from_directory(source, quantization="fp8" if online else None)
+            config = split_by_experts(config) if name and layout == "fp8-blocks" else config
             model = models.build(config, "float32")
             whole = models.load(model, source)
             mesh = DeviceMesh(pick_devices(2))
             split = load_sharded(model, shard_of(model, 2), mesh.mesh, source)
-            for name, one, other in zip(model.parameter_names, whole, split, strict=True):
+            for parameter, one, other in zip(model.parameter_names, whole, split, strict=True):
                 if one.shape == other.shape and not np.array_equal(np.asarray(one), np.asarray(jax.device_get(other))):
-                    wrong.append(f"{layout}: {name}")
-                if one.shape != other.shape and "embedding" not in name and "lm_head" not in name:
-                    wrong.append(f"{layout}: {name} has shape {other.shape}")
+                    wrong.append(f"{layout}: {parameter}")
+                if one.shape != other.shape and "embedding" not in parameter and "lm_head" not in parameter:
+                    wrong.append(f"{layout}: {parameter} has shape {other.shape}")
     return wrong

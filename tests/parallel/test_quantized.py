@@ -17,6 +17,12 @@ def test_two_devices_give_the_tokens_of_one_and_of_dequantized_weights():
         assert len({token for tokens in found["one"] for token in tokens}) > 8, "a text that wanders"
 
 
+def test_experts_in_4_bits_give_the_same_tokens_split_by_columns_and_by_experts():
+    found = call_with_eight_devices(f"{RUNS}:experts", "int4-symmetric")
+    assert found["one"] == found["two"] == found["whole"] == found["exact"]
+    assert len({token for tokens in found["one"] for token in tokens}) > 8, "a text that wanders"
+
+
 def test_keys_and_values_in_fp8_give_the_same_tokens_on_two_devices():
     found = call_with_eight_devices(f"{RUNS}:fp8_cache")
     assert found["one"] == found["two"]
@@ -24,7 +30,7 @@ def test_keys_and_values_in_fp8_give_the_same_tokens_on_two_devices():
 
 
 def test_shards_side_by_side_are_the_whole_parameters():
-    layouts = ("online", "fp8-static", "fp8-blocks", "awq")
+    layouts = ("online", "fp8-static", "fp8-blocks", "awq", *(f"qwen3-moe/{one}" for one in ("online", "fp8-blocks")))
     assert call_with_eight_devices(f"{RUNS}:shards_equal_the_whole", *layouts) == []
 
 

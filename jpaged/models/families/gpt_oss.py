@@ -5,7 +5,8 @@
                 sigmoid(1.702 gate), clamped, with biases
     rotation    YaRN, whose range of pairs is not rounded
 
-The published checkpoints have experts in MXFP4, which loading makes bfloat16 (`loading/mxfp4.py`).
+The published checkpoints have experts in MXFP4, which stay in 4 bits (`quantization/mxfp4.py`); with
+`quantization="none"` loading makes bfloat16 of them (`loading/mxfp4.py`).
 """
 
 from collections.abc import Iterator

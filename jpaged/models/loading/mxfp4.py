@@ -1,4 +1,4 @@
-"""Weights in MXFP4, read as bfloat16 (Open Compute Project, "OCP Microscaling Formats (MX)", version 1.0).
+"""Weights in MXFP4, and what they are in bfloat16 (Open Compute Project, "OCP Microscaling Formats (MX)", version 1.0).
 
     name_blocks   uint8 [experts, outputs, groups, 16]    32 numbers a group: the low half of each byte, then the high
     name_scales   uint8 [experts, outputs, groups]        a power of two for each group, 127 more than its exponent

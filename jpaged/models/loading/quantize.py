@@ -5,11 +5,13 @@ norm.weight    ------------------------------------------------------------>  as
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from jpaged.api.errors import CheckpointError, InvalidParameterError, OutputError, UnsupportedModelError
@@ -17,11 +19,13 @@ from jpaged.host.hub import resolve
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import read_json
 from jpaged.models.loading import orbax_checkpoint, safetensors_file
+from jpaged.models.loading.calibration import Calibration
 from jpaged.models.loading.checkpoint import INDEX_NAME, SINGLE_NAME, find_tensors, full_names, match
 from jpaged.models.loading.safetensors_file import NewTensor, StoredTensor
 from jpaged.models.model import Model, build
-from jpaged.models.quantization.layers import StoredLayer, is_transposed, stored_layer
-from jpaged.models.quantization.recipes import RECIPES, Recipe
+from jpaged.models.quantization.gptq import DAMPING
+from jpaged.models.quantization.layers import StoredLayer, is_fused, is_transposed, stored_layer
+from jpaged.models.quantization.recipes import GROUPS, RECIPES, Recipe
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -32,6 +36,9 @@ def quantize_checkpoint(
     scheme: str,
     *,
     revision: str | None = None,
+    group_size: int | None = None,
+    calibration: Sequence[Sequence[int]] | None = None,
+    damping: float = DAMPING,
     shard_bytes: int = _SHARD_BYTES,
     progress: bool = False,
 ) -> None:
@@ -40,7 +47,7 @@ def quantize_checkpoint(
     Embeddings, norms, biases and the head stay as they are; tokenizer, chat template and generation_config.json are
     copied. `LLM`, vLLM and transformers (with the compressed-tensors package) read the result, which has safetensors
     files and a config.json with a "quantization_config". The host holds one tensor at a time, with what it becomes;
-    no accelerator is used.
+    no accelerator is used, but for calibration (`loading.calibration`).
 
     model: a directory in Hugging Face layout with safetensors files, or a hub id. It must not be quantized.
     out: the directory to write; it must not exist, or be empty.
@@ -48,15 +55,20 @@ def quantize_checkpoint(
         "fp8-block": e4m3 weights with a float32 scale for each 128 x 128 of them, activations with a scale for each
         128 inputs of a token. "int4": 4-bit weights, rounded to the nearest, with a scale in the weights' type for
         each 128 inputs of an output, activations as they are (W4A16). `models.quantization.recipes` has the formulas.
+    group_size: inputs that share a scale in "int4": 32, 64 or 128; 128 if None.
+    calibration: token ids of texts, for "int4": weights are rounded by GPTQ (`quantization.gptq`), on the default
+        device, layer by layer. None: to the nearest. Texts are cut at 2,048 tokens; 128 rows of so many are read.
+    damping: of GPTQ, a part of the mean of the hessian's diagonal.
     revision: branch, tag or commit on the hub.
     shard_bytes: of one file, at most, unless one tensor is larger.
     progress: show a bar.
 
     Raises:
-        InvalidParameterError: the scheme does not exist, shard_bytes is below 1, or something is in `out` already.
+        InvalidParameterError: the scheme does not exist, or an option is out of range or not for it, or something is in
+            `out` already.
         ModelNotFoundError: there is no such model.
-        UnsupportedModelError: it is quantized, a mixture of experts, has recurrent layers, stores its weights
-            transposed (GPT-2), or has layers whose sizes the scheme cannot store.
+        UnsupportedModelError: it is quantized, has recurrent layers or all experts in one tensor, stores its weights
+            transposed (GPT-2), has layers whose sizes the scheme cannot store, or experts and is to be calibrated.
         CheckpointError: a tensor is missing, damaged or not finite.
         OutputError: `out` cannot be written, for want of space for example.
     What was begun is removed when anything fails.
@@ -65,10 +77,22 @@ def quantize_checkpoint(
         raise InvalidParameterError(f"scheme must be one of {', '.join(RECIPES)}, got {scheme!r}.")
     if shard_bytes < 1:
         raise InvalidParameterError(f"shard_bytes must be at least 1, got {shard_bytes}.")
+    recipe = RECIPES[scheme]
+    if not recipe.packs and (group_size is not None or calibration is not None):
+        named = "calibration" if group_size is None else "group_size"
+        raise InvalidParameterError(f"{named} is for scheme 'int4', and not for {scheme!r}; leave it out.")
+    if group_size is not None:
+        if group_size not in GROUPS:
+            raise InvalidParameterError(f"group_size must be one of {', '.join(map(str, GROUPS))}, got {group_size!r}.")
+        recipe = recipe.in_groups(group_size)
+    if not 0 < damping <= 1:
+        raise InvalidParameterError(f"damping must be above 0 and at most 1, got {damping!r}.")
     out = Path(out)
     _check_target(out)  # before anything is downloaded
     directory = resolve(model, revision)
-    plan = _Plan(directory, RECIPES[scheme], scheme)
+    plan = _Plan(directory, recipe, scheme)
+    if calibration is not None:
+        plan.calibrate(calibration, damping)
     with _written_whole(out):
         plan.write(out, shard_bytes, progress)
 
@@ -81,11 +105,6 @@ class _Plan:
         source = read_json(directory / "config.json")
         _check_plain(directory, source)
         plain = ModelConfig.from_directory(directory)
-        if plain.num_experts:
-            raise UnsupportedModelError(
-                f"{plain.architecture}: mixtures of experts cannot be quantized here; use a checkpoint that is in FP8"
-                " blocks or MXFP4 already, or serve this one as it is."
-            )
         # Online, those layers are quantized that are to be here.
         model = build(ModelConfig.from_directory(directory, quantization="fp8"))
         self._stored = find_tensors(directory)
@@ -96,6 +115,30 @@ class _Plan:
         if not (source.get("dtype") or source.get("torch_dtype")):
             self.config["torch_dtype"] = plain.source["torch_dtype"]
         self._check_readable(model)
+        self._quantized = model.quantized
+        self._calibration: Calibration | None = None
+        self._layer_of: dict[str, int] = {}
+        self._done, self._made = -1, dict[str, tuple[np.ndarray, np.ndarray]]()
+
+    def calibrate(self, texts: Sequence[Sequence[int]], damping: float) -> None:
+        """Has 4-bit tensors rounded by GPTQ, layer by layer, in which order all tensors are then written."""
+        model = build(ModelConfig.from_directory(self._directory))
+        if model.config.num_experts:
+            raise UnsupportedModelError(
+                f"{model.config.architecture}: mixtures of experts are not supported with calibration; leave it out."
+            )
+        for piece in model.pieces:
+            found = re.match(r"layers\.(\d+)\.", piece.parameter)
+            if found is None and piece.parameter in self._quantized:
+                raise UnsupportedModelError(
+                    f"{piece.tensor} is of no layer, and is not supported with calibration; leave it out."
+                )
+            if found is not None:
+                self._layer_of[self._names[piece.tensor]] = int(found[1])
+        self._stored = dict(sorted(self._stored.items(), key=lambda item: self._layer_of.get(item[0], -1)))
+        self._calibration = Calibration(
+            model, self._stored, self._quantized, texts, group=self._recipe.columns, damping=damping
+        )
 
     def write(self, out: Path, shard_bytes: int, progress: bool) -> None:
         shards = self._shards(shard_bytes)
@@ -123,6 +166,11 @@ class _Plan:
             if piece.tensor in left_out:
                 continue
             layout, stored = model.quantized[piece.parameter], self._names[piece.tensor]
+            if is_fused(piece, layout):
+                raise UnsupportedModelError(
+                    f"{stored} has all experts of a layer in one tensor, and such cannot be quantized here; serve the"
+                    ' checkpoint with quantization="fp8" instead.'
+                )
             if is_transposed(piece, layout):
                 raise UnsupportedModelError(
                     f"{stored} is stored transposed by a {model.config.architecture}, whose checkpoints cannot be"
@@ -132,7 +180,7 @@ class _Plan:
             if misfit := self._recipe.misfit(layer):
                 raise UnsupportedModelError(
                     f"{stored} has {layer.outputs} outputs and {layer.inputs} inputs, and scheme {scheme!r} needs"
-                    f" {misfit}; choose 'fp8'."
+                    f" {misfit}; choose {'a smaller group_size, or ' if self._recipe.columns > GROUPS[0] else ''}'fp8'."
                 )
             found[stored] = layer
         return found
@@ -187,7 +235,7 @@ class _Plan:
                 yield tensor.name, tensor.read_stored()
             else:
                 try:
-                    made = self._recipe.tensors(tensor.read())
+                    made = self._quantized_tensors(tensor)
                 except ValueError as error:
                     raise CheckpointError(
                         f"{tensor.path}: tensor {tensor.name!r} {error}; download or write the checkpoint again."
@@ -195,6 +243,15 @@ class _Plan:
                 for suffix, array in made.items():
                     yield _renamed(tensor, suffix), array
             bar.update(tensor.num_bytes)
+
+    def _quantized_tensors(self, tensor: StoredTensor) -> dict[str, np.ndarray]:
+        if self._calibration is None:
+            return self._recipe.tensors(tensor.read())
+        while self._done < self._layer_of[tensor.name]:
+            self._done += 1
+            made = self._calibration.layer(self._done)
+            self._made = {self._names[name]: arrays for name, arrays in made.items()}
+        return self._recipe.packed(*self._made.pop(tensor.name))
 
 
 def _renamed(tensor: StoredTensor, suffix: str) -> str:

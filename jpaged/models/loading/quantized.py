@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from jpaged.api.errors import CheckpointError
+from jpaged.models.loading.mxfp4 import PackedTensor
 from jpaged.models.loading.pieces import Piece
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model
-from jpaged.models.quantization.layers import StoredLayer, derived_piece, is_transposed, stored_layer
+from jpaged.models.quantization.layers import StoredLayer, as_rows, derived_piece, is_fused, is_transposed, stored_layer
 from jpaged.models.quantization.scheme import BadTensor, Stored
 
 Tensors = dict[str, StoredTensor]
@@ -30,6 +31,8 @@ def expected_tensors(model: Model, piece: Piece) -> dict[str, Stored]:
         return {f"{layer.name}.{suffix}": tensor for suffix, tensor in scheme.tensors(layer).items()}
     if layout is None or scheme is None or scheme.online:
         return {piece.tensor: Stored(_FLOATS, (piece.shape,))}
+    if is_fused(piece, layout):
+        return {piece.tensor: Stored(("BF16",), (piece.shape,))}  # as what MXFP4 is read otherwise
     layer = stored_layer(piece, layout)
     if is_transposed(piece, layout):
         raise CheckpointError(
@@ -66,21 +69,28 @@ class QuantizedLayers:
             layer = StoredLayer(piece.tensor.removesuffix(".weight"), *piece.shape)
         else:
             layer = stored_layer(piece, layout)
-        found: dict[str, Any] = {name.removeprefix(f"{layer.name}."): one.read() for name, one in tensors.items()}
+        found: dict[str, Any]
         if scheme.online:
             assert layout is not None
-            weight = found["weight"].T if is_transposed(piece, layout) else found["weight"]
-            found = {"weight": jax.device_put(weight, self._device)}
+            weight = jax.device_put(tensors[piece.tensor].read(), self._device)
+            found = {"weight": as_rows(piece, layout, weight)}
+        elif layout is not None and is_fused(piece, layout):
+            found = self._packed(tensors[piece.tensor])
+        else:
+            found = {name.removeprefix(f"{layer.name}."): one.read() for name, one in tensors.items()}
         try:
             arrays = scheme.arrays(layer, found)
         except BadTensor as error:
-            at_fault = tensors[f"{layer.name}.{error.suffix}"]
+            whole = scheme.online or not error.suffix
+            at_fault = tensors[piece.tensor if whole else f"{layer.name}.{error.suffix}"]
             raise CheckpointError(
                 f"{at_fault.path}: tensor {at_fault.name!r} {error.reason}; download or quantize it again."
             ) from None
         if plain:
             here = {suffix: jax.device_put(array, self._device) for suffix, array in arrays.items()}
             return {"": scheme.dequantized(here, self._model.dtype)}
+        if layout is not None and layout.experts:
+            arrays.pop("_input_scale", None)  # their activations are not rounded
         if "_order" in arrays:
             known = self._orders.setdefault(piece.parameter, arrays["_order"])
             if not np.array_equal(known, arrays["_order"]):
@@ -89,6 +99,15 @@ class QuantizedLayers:
                     f" ({piece.parameter}), which is not supported; use a checkpoint without act-order."
                 )
         return arrays
+
+    def _packed(self, tensor: StoredTensor) -> dict[str, Any]:
+        if not isinstance(tensor, PackedTensor):
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.name!r} is not in MXFP4, though config.json's quantization_config says"
+                " so; correct it, or download the checkpoint again."
+            )
+        blocks, scales = tensor.blocks.read_bytes(), tensor.scales.read_bytes()
+        return {"blocks": jax.device_put(blocks, self._device), "scales": jax.device_put(scales, self._device)}
 
     def pieces(self, piece: Piece, arrays: Mapping[str, Any]) -> Iterator[tuple[Piece, Any]]:
         """Where arrays belong. arrays: of the layer; or of a plain piece, whose tensor is the only one."""

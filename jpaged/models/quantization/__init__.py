@@ -9,6 +9,7 @@ scheme.py               what a scheme declares
 layers.py               what quantized layers have in common
 fp8.py                  layers that keep FP8                 fp8_weights.py, compressed_tensors.py   checkpoints
     int4.py                 layers that keep 4 bits              packed_weights.py, compressed_tensors.py
+    grouped.py              those of experts, in either
 """
 
 from collections.abc import Iterable
@@ -17,9 +18,10 @@ from typing import Any
 from flax import nnx
 
 from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
+from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear, LinearLayout
 from jpaged.models.loading.pieces import Piece
-from jpaged.models.quantization.layers import SUFFIXES, stored_layer
+from jpaged.models.quantization.layers import SUFFIXES, is_fused, stored_layer
 from jpaged.models.quantization.registry import find_scheme
 from jpaged.models.quantization.scheme import Scheme
 
@@ -29,7 +31,7 @@ __all__ = ["SUFFIXES", "Scheme", "find_scheme", "quantize"]
 def quantize(
     module: Any, scheme: Scheme, pieces: Iterable[Piece], rngs: nnx.Rngs, shards: int
 ) -> tuple[dict[str, LinearLayout], frozenset[str]]:
-    """Puts the scheme's layers in the place of a module's `Linear`s, except for embeddings and heads.
+    """Puts the scheme's layers in the place of a module's `Linear`s and experts, except for embeddings and heads.
 
     Online, those are quantized that tensor parallelism splits: the products of attention and MLPs.
 
@@ -45,12 +47,13 @@ def quantize(
     of_parameter: dict[str, list[Piece]] = {}
     for piece in pieces:
         of_parameter.setdefault(piece.parameter, []).append(piece)
-    found, linear = {}, set()
+    found: dict[str, tuple[Any, Any]] = {}
+    linear = set()
     for path, node in nnx.iter_graph(module):
         name = ".".join(map(str, path))
-        if isinstance(node, Linear):
+        if isinstance(node, Linear | GroupedLinear):
             linear.add(name)
-        if type(node) is Linear and _covers(scheme, node.layout, name, of_parameter.get(name, [])):
+        if type(node) in (Linear, GroupedLinear) and _covers(scheme, node.layout, name, of_parameter.get(name, [])):
             found[name] = (path, node)
     if not found:
         raise UnsupportedModelError(f"The scheme {scheme.name!r} quantizes no layer of this model.")
@@ -59,7 +62,8 @@ def quantize(
         owner: Any = module
         for part in path[:-1]:
             owner = owner[part] if isinstance(part, int) else getattr(owner, str(part))
-        setattr(owner, str(path[-1]), scheme.kind.linear(node, rngs))
+        made = scheme.kind.linear if isinstance(node, Linear) else scheme.kind.grouped
+        setattr(owner, str(path[-1]), made(node, rngs))
     others = {name: of for name, of in of_parameter.items() if scheme.dequantizes and name not in linear}
     stored = frozenset(name for name, of in others.items() if all(_is_stored_layer(scheme, piece) for piece in of))
     return {name: node.layout for name, (_, node) in found.items()}, stored
@@ -101,6 +105,15 @@ def _covers(scheme: Scheme, layout: LinearLayout, name: str, pieces: list[Piece]
         )
     if not any(covered.values()):
         return False
-    for layer in layers:
+    for layer, piece in zip(layers, pieces, strict=True):
+        if is_fused(piece, layout) and not scheme.online and not scheme.fused_experts:
+            raise UnsupportedModelError(
+                f"{layer.name} has all experts in one tensor, which is not supported in {scheme.name}; use a checkpoint"
+                " with a tensor for each expert, or one that is not quantized."
+            )
+        if scheme.fused_experts and not is_fused(piece, layout):
+            raise UnsupportedModelError(
+                f"{layer.name} in {scheme.name} is not supported, only checkpoints with all experts in one tensor."
+            )
         scheme.check_layer(layer)
     return True

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Constant, Normal, parameter
-from jpaged.models.quantization.layers import QuantizedLinear
+from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
+from jpaged.models.quantization.layers import QuantizedLinear, rows_parameter
 from jpaged.pallas_kernels import fp8_product
 from jpaged.pallas_kernels.fp8_product.api import Activations
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8
@@ -41,6 +43,11 @@ class Fp8:
     def linear(self, plain: Linear, rngs: nnx.Rngs) -> QuantizedLinear:
         return Fp8Linear(plain, self, rngs)
 
+    def grouped(self, plain: GroupedLinear, rngs: nnx.Rngs) -> GroupedLinear:
+        """Of experts weights alone are in FP8: their activations stay as they are, static scales are not read."""
+        values = Values("fp8", self.group, jnp.float8_e4m3fn, Normal(_RANDOM_STD))
+        return QuantizedGroupedLinear(plain, values, Constant(plain.layout.std / _RANDOM_STD), jnp.float32, rngs)
+
 
 class Fp8Linear(QuantizedLinear):
     """See above."""
@@ -51,9 +58,9 @@ class Fp8Linear(QuantizedLinear):
         inputs = self.layout.input_size
         groups = 1 if kind.group is None else -(-inputs // kind.group)
         values, scales = Normal(_RANDOM_STD), Constant(self.layout.std / _RANDOM_STD)
-        self.kernel = self._rows(rngs, values, inputs, jnp.float8_e4m3fn, "", by_input=True, weights_each=1)
-        by_input = kind.group is not None
-        self.scale = self._rows(rngs, scales, groups, jnp.float32, "_scale", by_input=by_input)
+        e4m3, by_input = jnp.float8_e4m3fn, kind.group is not None
+        self.kernel = rows_parameter(self.layout, rngs, values, inputs, e4m3, "", by_input=True, weights_each=1)
+        self.scale = rows_parameter(self.layout, rngs, scales, groups, jnp.float32, "_scale", by_input=by_input)
         static = kind.activations == "static"
         options: dict[str, Any] = {"suffix": "_input_scale", "weights_each": 0}
         one = jnp.dtype(jnp.float32)

@@ -7,6 +7,7 @@ order      int32 [inputs]                  act-order: which input each value is 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jpaged.api.errors import UnsupportedModelError
+from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Ascending, Bits, Constant, parameter
-from jpaged.models.quantization.layers import QuantizedLinear
+from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
+from jpaged.models.quantization.layers import QuantizedLinear, rows_parameter
 from jpaged.pallas_kernels import int4_product
 from jpaged.pallas_kernels.int4_product.api import MIDDLE
 from jpaged.pallas_kernels.int4_product.reference import pack
@@ -39,6 +43,15 @@ class Int4:
 
     def linear(self, plain: Linear, rngs: nnx.Rngs) -> QuantizedLinear:
         return Int4Linear(plain, self, rngs)
+
+    def grouped(self, plain: GroupedLinear, rngs: nnx.Rngs) -> GroupedLinear:
+        if self.act_order:
+            raise UnsupportedModelError(
+                "Experts in 4 bits with act-order (desc_act, actorder) are not supported, as each would read its inputs"
+                " in an order of its own; use a checkpoint without act-order."
+            )
+        values = Values("int4", self.group, jnp.uint8, Bits(), self.zero_points)
+        return QuantizedGroupedLinear(plain, values, Constant(plain.layout.std / _RANDOM_STD), jnp.float32, rngs)
 
     def arrays(
         self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, order: np.ndarray | None
@@ -66,10 +79,10 @@ class Int4Linear(QuantizedLinear):
         self.kind = kind
         inputs, groups = self.layout.input_size, self.layout.input_size // kind.group
         scales = Constant(self.layout.std / _RANDOM_STD)
-        self.kernel = self._rows(rngs, Bits(), inputs // 2, jnp.uint8, "", by_input=True, weights_each=2)
-        self.scale = self._rows(rngs, scales, groups, jnp.float32, "_scale", by_input=True)
-        middles = Constant(MIDDLE)
-        self.zero = self._rows(rngs, middles, groups, jnp.uint8, "_zero", by_input=True) if kind.zero_points else None
+        rows = partial(rows_parameter, self.layout, rngs, by_input=True)
+        self.kernel = rows(Bits(), inputs // 2, jnp.uint8, "", weights_each=2)
+        self.scale = rows(scales, groups, jnp.float32, "_scale")
+        self.zero = rows(Constant(MIDDLE), groups, jnp.uint8, "_zero") if kind.zero_points else None
         options: dict[str, Any] = {"suffix": "_order", "weights_each": 0}
         integers = jnp.dtype(jnp.int32)
         self.order = parameter(rngs, Ascending(), (inputs,), integers, **options) if kind.act_order else None

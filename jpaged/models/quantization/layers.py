@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear, LinearLayout
 from jpaged.models.loading.pieces import Part, Piece
 from jpaged.models.parameters import Start, parameter
@@ -30,28 +32,6 @@ class QuantizedLinear(Linear):
         both = self(x, backend=backend)
         return ACTIVATIONS[activation](both[..., 0, :]) * both[..., 1, :]
 
-    def _rows(
-        self,
-        rngs: nnx.Rngs,
-        start: Start,
-        size: int,
-        dtype: Any,
-        suffix: str,
-        *,
-        by_input: bool,
-        weights_each: int = 0,
-    ) -> nnx.Param:
-        """A parameter [*outputs, size].
-
-        by_input: its last axis is split where the inputs are; otherwise every shard then has all of it.
-        """
-        layout = self.layout
-        axis = layout.output_axis
-        if layout.splits_inputs and by_input:
-            axis = len(layout.outputs)
-        options: dict[str, Any] = {"kv_heads": layout.kv_heads, "suffix": suffix, "weights_each": weights_each}
-        return parameter(rngs, start, (*layout.outputs, size), jnp.dtype(dtype), axis, **options)
-
     def _product(self, x: jax.Array, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
         layout = self.layout
         outer = x.shape[: x.ndim - len(layout.inputs)]
@@ -61,6 +41,28 @@ class QuantizedLinear(Linear):
     def _multiply(self, x: jax.Array, dtype: Any, backend: str | None) -> jax.Array:
         """[M, all inputs] -> [M, all outputs]. backend: as of `Linear`'s call."""
         raise NotImplementedError
+
+
+def rows_parameter(
+    layout: LinearLayout,
+    rngs: nnx.Rngs,
+    start: Start,
+    size: int,
+    dtype: Any,
+    suffix: str,
+    *,
+    by_input: bool,
+    weights_each: int = 0,
+) -> nnx.Param:
+    """A parameter [*rows, size] of a quantized layer.
+
+    by_input: its last axis is split where the inputs are; otherwise every shard then has all of it.
+    """
+    axis = layout.split_row
+    if layout.splits_inputs and by_input:
+        axis = len(layout.rows)
+    options: dict[str, Any] = {"kv_heads": layout.kv_heads, "suffix": suffix, "weights_each": weights_each}
+    return parameter(rngs, start, (*layout.rows, size), jnp.dtype(dtype), axis, **options)
 
 
 class Kind(Protocol):
@@ -78,10 +80,14 @@ class Kind(Protocol):
     def linear(self, plain: Linear, rngs: nnx.Rngs) -> QuantizedLinear:
         """A layer of this kind in place of the plain one."""
 
+    def grouped(self, plain: GroupedLinear, rngs: nnx.Rngs) -> GroupedLinear:
+        """Likewise, of experts. Raises UnsupportedModelError where they cannot be of this kind."""
+
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A linear layer of a checkpoint. name: what its tensors' names begin with. outputs, inputs: its sizes."""
+    """A linear layer of a checkpoint. name: what its tensors' names begin with. outputs, inputs: its sizes; where one
+    tensor has all experts, outputs are those of all."""
 
     name: str
     outputs: int
@@ -89,9 +95,17 @@ class StoredLayer:
 
 
 def stored_layer(piece: Piece, layout: LinearLayout) -> StoredLayer:
-    """The layer whose "weight", or a part of it, a piece of a plain `Linear`'s kernel is."""
+    """The layer whose "weight", or a part of it, a piece of a plain layer's kernel is."""
+    if is_fused(piece, layout):
+        inputs = prod(piece.split[piece.axes[axis]] for axis in layout.input_axes)
+        return StoredLayer(piece.tensor, prod(piece.shape) // inputs, inputs)
     outputs, inputs = piece.shape if _is_torch(piece, layout) else piece.shape[::-1]
     return StoredLayer(piece.tensor.removesuffix(".weight"), outputs, inputs)
+
+
+def is_fused(piece: Piece, layout: LinearLayout) -> bool:
+    """Whether one tensor of the checkpoint has all experts."""
+    return layout.experts > 0 and len(piece.shape) > 2
 
 
 def is_transposed(piece: Piece, layout: LinearLayout) -> bool:
@@ -102,14 +116,15 @@ def is_transposed(piece: Piece, layout: LinearLayout) -> bool:
 def derived_piece(piece: Piece, layout: LinearLayout, suffix: str, shape: Sequence[int]) -> Piece:
     """Where an array belongs that was made of a stored layer's tensors.
 
-    piece: of a plain `Linear`'s kernel.
-    suffix: of the parameter's name. shape: [outputs, n] as the rows of torch's weight; or [n], for all outputs at once.
+    piece: of a plain layer's kernel.
+    suffix: of the parameter's name. shape: [outputs, n] as the rows of torch's weight (`as_rows`); or [n], for all
+        outputs at once.
     """
     name = piece.parameter + suffix
     if len(shape) == 1:
         return Piece(piece.tensor, (shape[0],), name, (shape[0],), (0,), keeps_largest=True)
-    num_inputs, last = len(layout.inputs), shape[1]
-    outer = sorted(piece.axes[num_inputs:])  # the split's axes that are outputs
+    last, places = shape[1], [piece.axes[axis] for axis in layout.row_axes]
+    outer = sorted(places)  # the split's axes that are rows
     rank = {axis: i for i, axis in enumerate(outer)}
     part = piece.part and Part((*piece.part.split[:-1], last), piece.part.axis, piece.part.first, piece.part.count)
     return replace(
@@ -117,13 +132,22 @@ def derived_piece(piece: Piece, layout: LinearLayout, suffix: str, shape: Sequen
         shape=(shape[0], last),
         parameter=name,
         split=(*(piece.split[axis] for axis in outer), last),
-        axes=(*(rank[axis] for axis in piece.axes[num_inputs:]), len(outer)),
-        start=(*piece.offsets[num_inputs:], 0),
+        axes=(*(rank[axis] for axis in places), len(outer)),
+        start=(*(piece.offsets[axis] for axis in layout.row_axes), 0),
         copied_axis=rank.get(piece.copied_axis, 0),
         ordered_axis=rank.get(piece.ordered_axis, 0),
         part=part,
     )
 
 
+def as_rows(piece: Piece, layout: LinearLayout, tensor: Any) -> Any:
+    """A checkpoint's tensor as [outputs, inputs], of numpy or JAX."""
+    if not is_fused(piece, layout):
+        return tensor if _is_torch(piece, layout) else tensor.T
+    (axis,) = layout.input_axes
+    order = [i for i in range(len(piece.split)) if i != piece.axes[axis]] + [piece.axes[axis]]
+    return tensor.reshape(piece.split).transpose(order).reshape(-1, piece.split[piece.axes[axis]])
+
+
 def _is_torch(piece: Piece, layout: LinearLayout) -> bool:
-    return min(piece.axes[: len(layout.inputs)]) > 0
+    return max(piece.axes[axis] for axis in layout.input_axes) == len(piece.split) - 1

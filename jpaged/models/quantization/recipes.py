@@ -17,7 +17,7 @@ divisor, keeps bfloat16 intermediates in float32 and, on a CPU, may lose a NaN i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,7 +28,9 @@ from jpaged.models.quantization.layers import StoredLayer
 from jpaged.pallas_kernels.common.numerics import FP8_MAX
 
 GROUP = 128
-"""Inputs that share a scale in int4."""
+"""Inputs that share a scale in int4, unless others are asked for."""
+GROUPS = (32, 64, 128)
+"""Of which there is a choice."""
 
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 _DYNAMIC = _FP8 | {"dynamic": True}
@@ -100,10 +102,16 @@ class Recipe:
         """
         parts = [self._part(weight[start : start + _CHUNK]) for start in range(0, len(weight), _CHUNK)]
         values, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        if not self.packs:
-            return {"weight": values, "weight_scale": scales}
-        shape = np.array(weight.shape, np.int64)
-        return {"weight_packed": values, "weight_scale": scales, "weight_shape": shape}
+        return self.packed(values, scales) if self.packs else {"weight": values, "weight_scale": scales}
+
+    def packed(self, values: np.ndarray, scales: np.ndarray) -> dict[str, np.ndarray]:
+        """The tensors of a layer of values from -8 to 7 [outputs, inputs] and scales [outputs, groups]."""
+        shape = np.array(values.shape, np.int64)
+        return {"weight_packed": _packed(values), "weight_scale": scales, "weight_shape": shape}
+
+    def in_groups(self, size: int) -> "Recipe":
+        """The same with groups of so many inputs, of 4 bits."""
+        return replace(self, weights={**self.weights, "group_size": size}, columns=size)
 
     def _part(self, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Values and scales of some outputs."""
@@ -123,7 +131,7 @@ class Recipe:
             raise ValueError(f"has values too small or too large for a scale in {stored.dtype}")
         blocks = blocks / scales
         if self.packs:
-            values = _packed(np.clip(np.rint(blocks), -8, 7).reshape(wide.shape))
+            values = np.clip(np.rint(blocks), -8, 7).astype(np.int8).reshape(wide.shape)
         else:
             values = np.clip(blocks, -FP8_MAX, FP8_MAX).astype(_E4M3).reshape(wide.shape)[:outputs, :inputs]
         return values, stored[:, 0, :, 0]
@@ -131,7 +139,7 @@ class Recipe:
 
 def _packed(values: np.ndarray) -> np.ndarray:
     """Numbers from -8 to 7 [outputs, inputs] -> int32 [outputs, inputs / 8], the first of eight in the lowest bits."""
-    eights = (values + 8).astype(np.uint32).reshape(len(values), -1, 8)
+    eights = (values.astype(np.int16) + 8).astype(np.uint32).reshape(len(values), -1, 8)
     return np.bitwise_or.reduce(eights << (4 * np.arange(8, dtype=np.uint32)), axis=2).view(np.int32)
 
 

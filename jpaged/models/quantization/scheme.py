@@ -80,9 +80,14 @@ class Scheme:
         return False
 
     @property
+    def fused_experts(self) -> bool:
+        """Whether a checkpoint's tensors may each have all experts of a layer."""
+        return False
+
+    @property
     def dequantizes(self) -> bool:
-        """Whether weights that no `Linear` has, such as experts', are read from a checkpoint in this scheme, too. They
-        become plain numbers (`dequantized`)."""
+        """Whether weights that no `Linear` has, such as those of latents, are read from a checkpoint in this scheme,
+        too. They become plain numbers (`dequantized`)."""
         return False
 
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:

@@ -169,13 +169,14 @@ def _grouped_product(
     if ENDING == _WEIGHTED:
         result = first * tl.load(weights + row, mask=is_row, other=0.0)[:, None]
     else:
-        result = _activated(first, ENDING) * second
+        result = activated(first, ENDING) * second
     target = out + row[:, None] * COLUMNS + column[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
+    """x float32 behind an activation, by its number."""
     if ACTIVATION == _SILU:
         return x * tl.sigmoid(x)
     elif ACTIVATION == _RELU:

@@ -10,9 +10,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from jpaged import models
-from jpaged.api.errors import CheckpointError, UnsupportedModelError
+from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from jpaged.models.loading import checkpoint, orbax_checkpoint
 from jpaged.models.loading.mxfp4 import dequantize
+from jpaged.models.sharding import shard_of
+from tests.models.quantization.test_checkpoints import dequantized
 from tests.tiny_models import draw, tiny_model
 
 CASE = tiny_model("gpt-oss-20b-style")
@@ -113,8 +115,10 @@ def write(directory: Path, tensors: dict[str, np.ndarray], config: dict[str, obj
     return directory
 
 
-def load(directory: Path, dtype: str = "auto") -> tuple[models.Model, tuple[jax.Array, ...]]:
-    model = models.build(models.ModelConfig.from_directory(directory), dtype)
+def load(
+    directory: Path, dtype: str = "auto", quantization: str | None = "none"
+) -> tuple[models.Model, tuple[jax.Array, ...]]:
+    model = models.build(models.ModelConfig.from_directory(directory, quantization=quantization), dtype)
     return model, checkpoint.load(model, directory)
 
 
@@ -133,6 +137,47 @@ def test_a_packed_checkpoint_loads_as_the_plain_one_and_is_saved_as_that(tmp_pat
         assert "quantization_config" not in again.config.source
         for ours, theirs in zip(weights, reloaded, strict=True):
             np.testing.assert_array_equal(bits(ours), bits(theirs))
+
+
+def test_experts_stay_in_4_bits_and_are_what_they_are_read_as_otherwise(tmp_path: Path) -> None:
+    stored, _ = stored_tensors()
+    directory = write(tmp_path / "packed", stored)
+    model, weights = load(directory, "float32", None)
+    plain_model, plain = load(directory, "float32")
+    assert {name.rpartition(".")[2] for name in model.quantized} == {"gate_up", "down"}
+    assert model.num_parameters == plain_model.num_parameters
+    by_name = dict(zip(model.parameter_names, weights, strict=True))
+    found = dequantized(model, weights)
+    for name, expected in zip(plain_model.parameter_names, plain, strict=True):
+        np.testing.assert_array_equal(found[name], expected, err_msg=name)
+        if name in model.quantized:
+            assert (by_name[name].nbytes, by_name[f"{name}_scale"].nbytes) == (expected.size // 2, expected.size // 32)
+    tokens = np.random.default_rng(1).integers(3, 150, 40, np.int32)
+    ours, theirs = (
+        of.logits(held, of.forward(held, tokens, jnp.arange(40, dtype=jnp.int32), models.dense_causal_attend))
+        for of, held in ((model, weights), (plain_model, plain))
+    )
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_what_cannot_be_kept_in_4_bits_is_named(tmp_path: Path) -> None:
+    stored, plain = stored_tensors()
+    with pytest.raises(CheckpointError, match=r"_proj' is not in MXFP4, though config\.json"):
+        load(write(tmp_path / "plain", plain), "float32", None)
+    stored[f"{PREFIX}.down_proj_scales"][3, 2, 0] = 255
+    with pytest.raises(CheckpointError, match=r"down_proj' has a scale of 255, which makes NaN"):
+        load(write(tmp_path / "nan", stored), "float32", None)
+
+
+def test_shards_have_the_blocks_and_scales_of_their_columns() -> None:
+    wide = CONFIG | {"intermediate_size": 64}
+    model = shard_of(models.build(models.ModelConfig.from_dict(wide), "float32"), 2)
+    shapes = {name: leaf.shape for name, leaf in zip(model.parameter_names, model.abstract_weights, strict=True)}
+    assert shapes["layers.0.mlp.experts.gate_up"] == (8, 2, 32, 32)
+    assert shapes["layers.0.mlp.experts.down"] == (8, 64, 16)
+    assert shapes["layers.0.mlp.experts.down_scale"] == (8, 64, 1)
+    with pytest.raises(InvalidParameterError, match="gives each device 16 inputs of some products, which 32"):
+        shard_of(models.build(models.ModelConfig.from_dict(CONFIG), "float32"), 2)
 
 
 @pytest.mark.transformers
@@ -213,11 +258,15 @@ def test_a_header_that_gives_packed_data_other_bytes_is_named(tmp_path: Path) ->
 
 def test_other_quantizations_are_refused() -> None:
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
-    with pytest.raises(UnsupportedModelError, match="mixtures of experts are not supported in"):
-        models.ModelConfig.from_dict(CONFIG | {"quantization_config": gptq})
+    config = models.ModelConfig.from_dict(CONFIG | {"quantization_config": gptq})
+    with pytest.raises(UnsupportedModelError, match="all experts in one tensor, which is not supported in GPTQ"):
+        models.build(config, "float32")
+    with pytest.raises(InvalidParameterError, match="quantization='none' makes plain numbers of weights in MXFP4"):
+        models.ModelConfig.from_dict(CONFIG | {"quantization_config": gptq}, quantization="none")
     with pytest.raises(CheckpointError, match="quantization_config must be an object, got 'mxfp4'"):
         models.ModelConfig.from_dict(CONFIG | {"quantization_config": "mxfp4"})
-    with pytest.raises(UnsupportedModelError, match="quantization_config"):
-        models.ModelConfig.from_dict(
-            tiny_model("qwen3-moe").config | {"quantization_config": {"quant_method": "mxfp4"}}
-        )
+    config = models.ModelConfig.from_dict(
+        tiny_model("qwen3-moe").config | {"quantization_config": {"quant_method": "mxfp4"}}
+    )
+    with pytest.raises(UnsupportedModelError, match="in mxfp4 is not supported, only checkpoints with all experts in"):
+        models.build(config, "float32")

@@ -16,8 +16,10 @@ from jpaged.frontend.model_of_config import options_of
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.models.quantization import SUFFIXES
 from jpaged.models.quantization.fp8 import Fp8
+from jpaged.models.quantization.mxfp4 import Mxfp4
 from jpaged.pallas_kernels.fp8_product.reference import dequantized as fp8_dequantized
 from jpaged.pallas_kernels.int4_product.reference import dequantized as int4_dequantized
+from jpaged.pallas_kernels.quantized_grouped_product.reference import dequantized as grouped_dequantized
 from tests.support.quantized import (
     E4M3,
     PUBLISHED,
@@ -55,10 +57,8 @@ def dequantized(model: models.Model, weights: models.Weights) -> dict[str, np.nd
     for name, array in named.items():
         layout = model.quantized.get(name)
         if layout is not None:
-            flat = values_of(model, named, name)
-            last = len(layout.outputs)
-            shaped = flat.reshape(*layout.outputs, *layout.inputs)
-            array = shaped.transpose(*range(last, shaped.ndim), *range(last))
+            shaped = values_of(model, named, name).reshape(*layout.rows, *layout.inputs)
+            array = shaped.transpose(np.argsort([*layout.row_axes, *layout.input_axes]))
         elif any(name.endswith(suffix) and name.removesuffix(suffix) in model.quantized for suffix in SUFFIXES):
             continue
         found[name] = np.asarray(array)
@@ -69,6 +69,8 @@ def values_of(model: models.Model, named: dict[str, Any], name: str) -> Any:
     """float32 [outputs, inputs]."""
     flat = {suffix: array.reshape(-1, array.shape[-1]) for suffix, array in arrays_of(named, name).items()}
     kind = model.config.quantization.kind
+    if isinstance(kind, Mxfp4):
+        return grouped_dequantized(flat[""], flat["_scale"], None, form="mxfp4", group=kind.group)
     if isinstance(kind, Fp8):
         return fp8_dequantized(flat[""], flat["_scale"], kind.group)
     values = int4_dequantized(flat[""], flat["_scale"], flat.get("_zero"), kind.group)
@@ -114,31 +116,6 @@ def test_greedy_tokens_are_those_of_the_dequantized_weights(layout, name, plain,
     ours = greedy(*load(quantized_checkpoint(plain[name], tmp_path / "quantized", layout)))
     assert ours == greedy(*load(dequantized_checkpoint(plain[name], tmp_path / "dequantized", layout)))
     assert len(set(ours)) > 8, "a text that wanders"
-
-
-@pytest.mark.parametrize(("name", "kept"), [("deepseek-v3", 10), ("qwen3-moe", 4)])
-def test_experts_in_fp8_blocks_become_plain_numbers_and_linear_layers_stay(name, kept, tmp_path):
-    """Routers are never quantized, though DeepSeek's quantization_config does not say so."""
-    source = plain_checkpoint(name, tmp_path / "plain")
-    ours = load(quantized_checkpoint(source, tmp_path / "quantized", "fp8-blocks"))
-    model, weights = load(dequantized_checkpoint(source, tmp_path / "dequantized", "fp8-blocks"))
-    assert len(ours[0].quantized) == kept
-    found = dequantized(*ours)
-    assert set(found) == set(model.parameter_names)
-    for parameter, expected in zip(model.parameter_names, weights, strict=True):
-        np.testing.assert_array_equal(found[parameter], np.asarray(expected), err_msg=parameter)
-    assert any(".experts." in parameter for parameter in ours[0].dequantized)
-    assert greedy(*ours) == greedy(model, weights)
-
-
-def test_a_tensor_of_an_expert_without_its_scales_is_named(tmp_path):
-    source = plain_checkpoint("qwen3-moe", tmp_path / "plain")
-    directory = quantized_checkpoint(source, tmp_path / "quantized", "fp8-blocks")
-    tensors = read_tensors(directory / "model.safetensors")
-    del tensors["model.layers.0.mlp.experts.3.up_proj.weight_scale_inv"]
-    write_tensors(directory / "model.safetensors", tensors)
-    with pytest.raises(CheckpointError, match=r"lacks tensor '.*experts\.3\.up_proj\.weight_scale_inv'"):
-        load(directory)
 
 
 def round_activations(x: np.ndarray, scale: float | None, bound: float = np.inf) -> np.ndarray:
@@ -295,9 +272,6 @@ def test_what_is_not_supported_is_refused_by_name_with_what_is(plain):
     assert "no regular expression" in refusal(llama, **dynamic | {"ignore": ["re:("]})
     assert "quantization='awq' is for checkpoints of that scheme" in refusal(llama, "awq")
     assert "quantized by 'compressed-tensors'; leave" in refusal(llama, "fp8", **dynamic)
-    experts = tiny_model("qwen3-moe").config
-    with pytest.raises(UnsupportedModelError, match="mixtures of experts are not supported in fp8"):
-        models.ModelConfig.from_dict(experts, quantization="fp8")
 
 
 def test_quantized_models_are_not_saved_nor_read_from_orbax(plain, tmp_path):

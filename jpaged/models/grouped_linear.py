@@ -1,0 +1,111 @@
+"""Linear layers of which each expert has one: their values and their products in one object, as `linear.Linear` has.
+
+rows of tokens and experts, sorted      gate_up             activation       down
+x [A, hidden]                     --->  [A, 2, inner]  -->  [A, inner]  -->  [A, hidden], weighted
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+
+from jpaged.models.linear import LinearLayout
+from jpaged.models.parameters import Normal, parameter
+from jpaged.pallas_kernels import gated_grouped_product, weighted_grouped_product
+
+
+class GroupedProduct(Protocol):
+    """Products of rows, each with the matrix of its expert. Arguments as of `pallas_kernels.gated_grouped_product`."""
+
+    def promoted(self, dtype: jnp.dtype) -> jnp.dtype:
+        """What the product of rows in a type is in."""
+
+    def gated(
+        self,
+        x: jax.Array,
+        group_sizes: jax.Array | None,
+        *,
+        groups: jax.Array | None = None,
+        activation: str,
+        backend: str | None,
+    ) -> jax.Array:
+        """activation(gate) * up, of outputs (2, inner): [A, inputs] -> [A, inner]."""
+
+    def weighted(
+        self,
+        x: jax.Array,
+        group_sizes: jax.Array | None,
+        weights: jax.Array | None,
+        *,
+        groups: jax.Array | None = None,
+        backend: str | None,
+    ) -> jax.Array:
+        """[A, inputs] -> [A, all outputs], times weights: float32 [A], or None for ones."""
+
+
+@dataclass(frozen=True)
+class PlainProduct:
+    """A `GroupedProduct` of a kernel [E, inputs, *outputs]. Gradients pass with the backend "xla"."""
+
+    kernel: jax.Array
+
+    def promoted(self, dtype: jnp.dtype) -> jnp.dtype:
+        return jnp.promote_types(dtype, self.kernel.dtype)
+
+    def gated(
+        self,
+        x: jax.Array,
+        group_sizes: jax.Array | None,
+        *,
+        groups: jax.Array | None = None,
+        activation: str,
+        backend: str | None,
+    ) -> jax.Array:
+        operands = promote_dtype((x, self.kernel))  # who trains a model may keep some weights in float32
+        return gated_grouped_product(*operands, group_sizes, groups=groups, activation=activation, backend=backend)
+
+    def weighted(
+        self,
+        x: jax.Array,
+        group_sizes: jax.Array | None,
+        weights: jax.Array | None,
+        *,
+        groups: jax.Array | None = None,
+        backend: str | None,
+    ) -> jax.Array:
+        x, kernel = promote_dtype((x, self.kernel))
+        flat = kernel.reshape(*kernel.shape[:2], -1)
+        weights = jnp.ones(x.shape[:1], jnp.float32) if weights is None else weights
+        return weighted_grouped_product(x, flat, group_sizes, weights, groups=groups, backend=backend)
+
+
+class GroupedLinear(nnx.Module):
+    """y = x @ kernel[e], with the e of each row.
+
+    Its kernel is [experts, *inputs, *outputs]. One that keeps its values in another form is a subclass, which
+    `models.quantization` puts in its place, as of `Linear`.
+
+    std: of the normal distribution that the kernel starts from.
+    shard_axis: the axis of the kernel that tensor parallelism splits.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        std: float,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        shard_axis: int,
+    ) -> None:
+        self.layout = LinearLayout(inputs, outputs, std, shard_axis, False, False, experts)
+        self.kernel = parameter(rngs, Normal(std), (experts, *inputs, *outputs), dtype, shard_axis, suffix="")
+
+    def product(self) -> GroupedProduct:
+        """Its products, where it is called."""
+        return PlainProduct(self.kernel[...])

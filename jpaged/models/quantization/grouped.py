@@ -1,0 +1,111 @@
+"""Experts' linear layers that keep 8 or 4 bits.
+
+    kernel    e4m3 [E, *outputs, inputs], or uint8 [E, *outputs, inputs / 2]
+    scale     [E, *outputs, G]     of each output of each expert, of each group of inputs
+    zero      uint8 likewise       of 4-bit checkpoints whose groups have zero points
+
+Only weights are in fewer bits: `pallas_kernels.quantized_grouped_product` widens them as it reads them.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct
+from jpaged.models.linear import LinearLayout
+from jpaged.models.parameters import Constant, Start
+from jpaged.models.quantization.layers import rows_parameter
+from jpaged.pallas_kernels import quantized_grouped_product
+from jpaged.pallas_kernels.int4_product.api import MIDDLE
+from jpaged.pallas_kernels.quantized_grouped_product.api import Form
+
+
+@dataclass(frozen=True)
+class Values:
+    """What weights are. form, group: as of `pallas_kernels.quantized_grouped_product`. dtype: of the array that has
+    them. start: of random ones. zero_points: groups have some."""
+
+    form: Form
+    group: int | None
+    dtype: Any
+    start: Start
+    zero_points: bool = False
+
+    @property
+    def each(self) -> int:
+        """Weights in an element of the array."""
+        return 1 if self.form == "fp8" else 2
+
+
+class QuantizedGroupedLinear(GroupedLinear):
+    """See above; made of a plain one and put in its place. scale, scale_dtype: what its scales start from."""
+
+    def __init__(self, plain: GroupedLinear, values: Values, scale: Constant, scale_dtype: Any, rngs: nnx.Rngs) -> None:
+        self.layout, self.values = plain.layout, values
+        inputs = self.layout.input_size
+        groups = 1 if values.group is None else -(-inputs // values.group)
+        by_input = values.group is not None
+        self.kernel = rows_parameter(
+            self.layout,
+            rngs,
+            values.start,
+            inputs // values.each,
+            values.dtype,
+            "",
+            by_input=True,
+            weights_each=values.each,
+        )
+        self.scale = rows_parameter(self.layout, rngs, scale, groups, scale_dtype, "_scale", by_input=by_input)
+        zero = partial(rows_parameter, self.layout, rngs, Constant(MIDDLE), groups, jnp.uint8, "_zero")
+        self.zero = zero(by_input=by_input) if values.zero_points else None
+
+    def product(self) -> GroupedProduct:
+        zero = None if self.zero is None else self.zero[...]
+        return QuantizedProduct(self.layout, self.values, self.kernel[...], self.scale[...], zero)
+
+
+@dataclass(frozen=True)
+class QuantizedProduct:
+    """A `GroupedProduct`. kernel, scale, zero: see above."""
+
+    layout: LinearLayout
+    values: Values
+    kernel: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None
+
+    def promoted(self, dtype: jnp.dtype) -> jnp.dtype:
+        return dtype
+
+    def gated(
+        self,
+        x: jax.Array,
+        group_sizes: jax.Array | None,
+        *,
+        groups: jax.Array | None = None,
+        activation: str,
+        backend: str | None,
+    ) -> jax.Array:
+        return self._product(x, group_sizes, groups=groups, activation=activation, backend=backend)
+
+    def weighted(
+        self,
+        x: jax.Array,
+        group_sizes: jax.Array | None,
+        weights: jax.Array | None,
+        *,
+        groups: jax.Array | None = None,
+        backend: str | None,
+    ) -> jax.Array:
+        return self._product(x, group_sizes, groups=groups, weights=weights, backend=backend)
+
+    def _product(self, x: jax.Array, group_sizes: jax.Array | None, **options: Any) -> jax.Array:
+        rows = (self.layout.experts, self.layout.output_size)
+        w, scale = self.kernel.reshape(*rows, -1), self.scale.reshape(*rows, -1)
+        zero = None if self.zero is None else self.zero.reshape(*rows, -1)
+        options |= {"form": self.values.form, "group": self.values.group, "zero": zero}
+        return quantized_grouped_product(x, w, scale, group_sizes, **options)

@@ -1,0 +1,116 @@
+"""A product of a mixture of experts in 8 or 4 bits: `grouped_product` with weights that are widened as they are read.
+
+    x [A, K], rows of a group each    w [E, N, K], or [E, N, K / 2] bytes    scale [E, N, G], of G groups of inputs
+
+    form      w                        weight                scale
+    "fp8"     e4m3                     w * scale             float32
+    "int4"    uint8, two values each   (w - zero) * scale    float32, zero uint8 likewise or 8 throughout
+    "mxfp4"   uint8, two values each   w * 2^(scale - 127)   uint8; w is one of +-0, 0.5, 1, 1.5, 2, 3, 4, 6 (E2M1)
+
+    out [A, N]        weights * (x @ weight[e].T)
+        [A, N / 2]    activation(gate) * up, with gate the first half of the outputs, and up the second
+
+Rows of w are outputs, and two values share a byte as in `int4_product`: those of the two halves of a group. Rows belong
+to groups as in `grouped_product`, sorted, or each by its number. x stays in its type. Both implementations read the
+matrices of groups that have rows alone, and never hold a second copy of them all.
+"""
+
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pallas_kernels.common import arguments as check
+from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
+from jpaged.pallas_kernels.registry import Op, is_hopper
+
+OP = Op("quantized_grouped_product", __package__, also={"triton": is_hopper})
+
+Form = Literal["fp8", "int4", "mxfp4"]
+"""What a weight is, see above."""
+
+
+def quantized_grouped_product(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    group_sizes: jax.Array | None,
+    *,
+    form: Form,
+    group: int | None = None,
+    zero: jax.Array | None = None,
+    groups: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    activation: str | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """See above. Sums are float32; "xla" rounds weights with scales of groups of inputs to x's type first.
+
+    Args:
+        x: floats [A, K].
+        w: float8_e4m3fn [E, N, K], or uint8 [E, N, K / 2].
+        scale: float32, or uint8 of "mxfp4" [E, N, G].
+        group_sizes: int32 [E], rows of each group, none negative, no more than A in all; or None, with
+        groups: int32 [A], the group of each row, in any order; others than 0 .. E - 1 are no group.
+        form: see `Form`.
+        group: inputs that share a scale. "fp8": None for all; of the last group it may be fewer. Else even, a divisor
+            of K; 32 of "mxfp4".
+        zero: uint8 [E, N, G], with "int4" alone; None for 8.
+        weights: float32 [A], what each row is multiplied by; None for nothing.
+        activation: as of `gated_grouped_product`; None for a product of all outputs. Not with weights.
+        backend: "triton" or "xla"; None picks by device, dtype and shapes.
+    Returns:
+        [A, N] of x's dtype, with an activation [A, N / 2]. Rows of no group hold anything, NaN included.
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    _check(x, w, scale, zero, form, group)
+    experts, outputs = w.shape[:2]
+    if (group_sizes is None) == (groups is None):
+        raise ValueError("one of group_sizes and groups must be given, and not both")
+    if group_sizes is not None:
+        check.check_int32("group_sizes", group_sizes, "E", (experts,))
+    if groups is not None:
+        check.check_int32("groups", groups, "A", (x.shape[0],))
+    if weights is not None:
+        check.check_array("weights", weights, jnp.float32, "A", (x.shape[0],))
+    if activation is not None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        if weights is not None:
+            raise ValueError("weights do not go with an activation")
+        if outputs % 2:
+            raise ValueError(f"w has {outputs} outputs, which are no halves for gate and up")
+    run = OP.pick(backend, x, w, scale, form, group).run
+    columns = outputs if activation is None else outputs // 2
+    if 0 in x.shape or 0 in w.shape:
+        return jnp.zeros((x.shape[0], columns), x.dtype)
+    options = {"form": form, "group": group, "activation": activation}
+    return run(x, w, scale, zero, group_sizes, groups, weights, **options)
+
+
+def _check(x: Any, w: Any, scale: Any, zero: Any, form: str, group: int | None) -> None:
+    if form not in get_args(Form):
+        raise ValueError(f"form must be one of {', '.join(get_args(Form))}, got {form!r}")
+    check.check_floats("x", x, "A, K")
+    inputs = x.shape[1]
+    if form == "fp8":
+        check.check_array("w", w, jnp.float8_e4m3fn, "E, N, K", (None, None, inputs))
+        number = 1 if group is None else -(-inputs // group)
+    else:
+        if not isinstance(group, int) or group < 2 or group % 2 or inputs % group:
+            raise ValueError(f"group must be even and divide K={inputs}, got {group!r}")
+        if form == "mxfp4" and group != MX_GROUP:
+            raise ValueError(f"group of form='mxfp4' must be {MX_GROUP}, got {group}")
+        check.check_array("w", w, jnp.uint8, "E, N, K / 2", (None, None, inputs // 2))
+        number = inputs // group
+    shape = (w.shape[0], w.shape[1], number)
+    check.check_array("scale", scale, jnp.uint8 if form == "mxfp4" else jnp.float32, "E, N, G", shape)
+    if zero is not None:
+        if form != "int4":
+            raise ValueError(f"zero goes with form='int4', and not with {form!r}")
+        check.check_array("zero", zero, jnp.uint8, "E, N, G", shape)
+
+
+MX_GROUP = 32
+"""Inputs that share a scale in MXFP4."""

@@ -1,0 +1,265 @@
+"""The grouped product in few bits for GPUs from Ampere on: weights are read as they are and widened in registers.
+
+    list of tiles (`grouped_product/tiles.py`): rows of one group each, x strips of outputs; a CTA a pair
+
+    a CTA:  sums of outputs x rows, transposed: few rows then waste no more of a tensor core than they must
+            fp8           steps of inputs; scales multiply sums, at the end, or behind each step of one group
+            int4, mxfp4   a group of inputs at a time: lower bits meet its first half, upper bits the second
+            activation or weights --> out, rows of the tile alone
+
+Widened values are exact in 16 bits, but for scales, which multiply sums in float32.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jpaged.pallas_kernels.common.numerics import as_bits
+from jpaged.pallas_kernels.common.triton_call import Launch, call
+from jpaged.pallas_kernels.common.triton_fp8 import widen
+from jpaged.pallas_kernels.common.triton_targets import for_family
+from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
+from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, plan
+from jpaged.pallas_kernels.grouped_product.triton import activated
+
+_GROUP, _FIRST, _END = (tl.constexpr(x) for x in (GROUP, FIRST, END))
+_NAMES = tuple(ACTIVATIONS)
+_PLAIN, _WEIGHTED = tl.constexpr(-2), tl.constexpr(-1)
+_FORMS = ("fp8", "int4", "mxfp4")
+_FP8, _INT4, _MXFP4 = (tl.constexpr(i) for i in range(3))
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is cut and compiled. rows: of a tile, at most. outputs: of a strip, of gate and of up each; twice
+    as many without them. depth: inputs of a step in FP8. warps: of a CTA. stages: steps in flight or in use."""
+
+    rows: int
+    outputs: int
+    depth: int
+    warps: int
+    stages: int
+
+
+_FEW = (Config(16, 32, 128, 4, 4), Config(32, 32, 128, 4, 4), Config(64, 32, 128, 4, 3))
+_FEW_SMALL = (Config(16, 32, 128, 4, 4), Config(32, 32, 128, 4, 3), Config(64, 32, 64, 4, 3))
+_CONFIGS = {
+    80: (*_FEW, Config(128, 64, 64, 8, 3)),
+    86: (*_FEW_SMALL, Config(128, 32, 64, 8, 3)),
+    90: (*_FEW, Config(128, 64, 64, 8, 3)),
+    100: (*_FEW, Config(128, 64, 64, 8, 3)),
+    120: (*_FEW_SMALL, Config(128, 32, 64, 8, 3)),
+}
+"""By family of GPUs, from few rows a tile to many. Not measured."""
+_MOST_ROWS = 64
+"""Of a tile in 4 bits, where both halves of a group and their products are in registers."""
+
+
+def default_config(rows: int, groups: int, form: str) -> Config:
+    """For so many rows in so many groups: tiles as high as a group is, if rows are spread evenly."""
+    table: tuple[Config, ...] = for_family(_CONFIGS)
+    if form != "fp8":
+        table = tuple(one for one in table if one.rows <= _MOST_ROWS)
+    return next((one for one in table if one.rows * groups >= rows), table[-1])
+
+
+def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, form: str, group: int | None) -> str | None:
+    """Why the kernel cannot take these (checked) arguments; None if it can."""
+    del w
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {x.dtype} is not bfloat16 or float16"
+    taken = _FP8_GROUPS if form == "fp8" else _INT4_GROUPS
+    if (form != "fp8" or scale.shape[2] > 1) and group not in taken:
+        return f"groups of {group}; it takes {', '.join(map(str, taken))}{', or one' if form == 'fp8' else ''}"
+    return None
+
+
+_FP8_GROUPS, _INT4_GROUPS = (64, 128), (32, 64, 128)
+
+
+@partial(jax.jit, static_argnames=("form", "group", "activation", "config"))
+def quantized_grouped_product(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
+    weights: jax.Array | None,
+    *,
+    form: str,
+    group: int | None,
+    activation: str | None,
+    config: Config | None = None,
+) -> jax.Array:
+    """`quantized_grouped_product` of the package, checked. config: to try others than the table's."""
+    rows, depth = x.shape
+    experts, outputs, number = scale.shape
+    config = config or default_config(rows, experts, form)
+    columns = outputs if activation is None else outputs // 2
+    width = 2 * config.outputs if activation is None else config.outputs
+    strips = triton.cdiv(columns, width)
+    listed, ends = plan(group_sizes, groups, experts, rows=rows, height=config.rows)
+    launch = Launch((listed.shape[0] * strips,), config.warps, config.stages)
+    if activation is not None:
+        ending = _NAMES.index(activation)
+    else:
+        ending = _PLAIN.value if weights is None else _WEIGHTED.value
+    step = group if form != "fp8" else config.depth if number == 1 or group is None else min(config.depth, group)
+    constants: dict[str, Any] = {"LAST": ends.shape[0] - 1, "DEPTH": depth, "COLUMNS": columns, "ENDING": ending}
+    constants |= {"STRIPS": strips, "ROWS": config.rows, "WIDTH": width, "STEP": step, "FORM": _FORMS.index(form)}
+    constants |= {"GROUPS": number, "GROUP": depth if number == 1 or group is None else group}
+    constants |= {"ZEROS": zero is not None}
+    out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
+    # What is not there is not read either, and x stands for it.
+    operands = (x, as_bits(w), scale, x if zero is None else zero, x if weights is None else weights, listed, ends)
+    (product,) = call(_quantized_grouped_product, launch, *operands, out=[out], **constants)
+    return product
+
+
+@triton.jit
+def _quantized_grouped_product(
+    x,
+    w,
+    scale,
+    zero,
+    weights,
+    tiles,
+    ends,
+    out,
+    LAST: tl.constexpr,  # of ends
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ENDING: tl.constexpr,  # a number of an activation, `_PLAIN` or `_WEIGHTED`
+    STRIPS: tl.constexpr,
+    ROWS: tl.constexpr,  # of a tile
+    WIDTH: tl.constexpr,  # columns of a strip
+    STEP: tl.constexpr,  # inputs of a step, which divides a group; in 4 bits a whole one
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,  # inputs of a group
+    ZEROS: tl.constexpr,  # whether `zero` is one
+):
+    """x: [A, DEPTH]. w: uint8 [E, 2 if gated, COLUMNS, DEPTH or half of it]. scale: [.., GROUPS]. zero: uint8 likewise.
+    weights: float32 [A]. tiles: int32 [tiles, 3]. ends: int32 [LAST + 1]. out: [A, COLUMNS]."""
+    tile = tl.program_id(0) // STRIPS
+    if tile >= tl.load(ends + LAST):
+        return
+    group = tl.load(tiles + tile * 3 + _GROUP).to(tl.int64)
+    begin, end = tl.load(tiles + tile * 3 + _FIRST), tl.load(tiles + tile * 3 + _END)
+    if begin >= end:
+        return
+    row = begin + tl.arange(0, ROWS)
+    is_row = row < end
+    row = row.to(tl.int64)
+    column = (tl.program_id(0) % STRIPS) * WIDTH + tl.arange(0, WIDTH)
+    is_column = column < COLUMNS
+    GATED: tl.constexpr = ENDING >= 0
+    HALVES: tl.constexpr = 2 if GATED else 1
+    BYTES: tl.constexpr = DEPTH if FORM == _FP8 else DEPTH // 2
+    output = group * (HALVES * COLUMNS) + column
+    first = tl.zeros((WIDTH, ROWS), tl.float32)
+    second = tl.zeros((WIDTH if GATED else 16, ROWS), tl.float32)
+    PART: tl.constexpr = STEP if FORM == _FP8 else STEP // 2
+    inner = tl.arange(0, PART)
+    inputs = x + row[None, :] * DEPTH + inner[:, None]
+    factors = w + output[:, None] * BYTES + inner[None, :]
+    scales, zeros = scale + output * GROUPS, zero + output * GROUPS
+    for step in range(0, (DEPTH + STEP - 1) // STEP):
+        there = is_row[None, :]
+        if DEPTH % STEP != 0:
+            there = there & (step * STEP + inner < DEPTH)[:, None]
+        lower = tl.load(inputs + step * STEP, mask=there, other=0.0)
+        if FORM == _FP8:
+            upper = lower
+        else:
+            upper = tl.load(inputs + step * STEP + PART, mask=there, other=0.0)
+        at = step * STEP // GROUP
+        words = _words(factors, step, inner, is_column, FORM, DEPTH, STEP, PART)
+        first = _sum(first, words, lower, upper, scales + at, zeros + at, is_column, FORM, GROUPS, ZEROS)
+        if GATED:
+            words = _words(factors + COLUMNS * BYTES, step, inner, is_column, FORM, DEPTH, STEP, PART)
+            of_up = COLUMNS * GROUPS + at
+            second = _sum(second, words, lower, upper, scales + of_up, zeros + of_up, is_column, FORM, GROUPS, ZEROS)
+    if FORM == _FP8 and GROUPS == 1:
+        first *= tl.load(scales, mask=is_column, other=0.0)[:, None]
+        if GATED:
+            second *= tl.load(scales + COLUMNS, mask=is_column, other=0.0)[:, None]
+    if ENDING == _WEIGHTED:
+        first *= tl.load(weights + row, mask=is_row, other=0.0)[None, :]
+    elif GATED:
+        first = activated(first, ENDING) * second
+    target = out + row[None, :] * COLUMNS + column[:, None]
+    tl.store(target, first.to(out.dtype.element_ty), mask=is_column[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _words(
+    factors, step, inner, is_column, FORM: tl.constexpr, DEPTH: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr
+):
+    """A step's bytes, uint8 [WIDTH, PART]."""
+    here = is_column[:, None]
+    if FORM == _FP8 and DEPTH % STEP != 0:
+        here = here & (step * STEP + inner < DEPTH)[None, :]
+    return tl.load(factors + step * PART, mask=here, other=0)
+
+
+@triton.jit
+def _sum(
+    total,
+    words,
+    lower,
+    upper,
+    scales,
+    zeros,
+    is_column,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """The sums [WIDTH, ROWS] with a step's products added. lower, upper: the inputs of a group's halves."""
+    kind: tl.constexpr = lower.dtype
+    if FORM == _FP8 and GROUPS == 1:
+        total = tl.dot(widen(words, kind), lower, total)
+    else:
+        if FORM == _FP8:
+            factor = tl.load(scales, mask=is_column, other=0.0)
+            part = tl.dot(widen(words, kind), lower)
+        elif FORM == _INT4:
+            middle = 8.0
+            if ZEROS:
+                middle = tl.load(zeros, mask=is_column, other=0).to(tl.float32)[:, None]
+            part = tl.dot(((words & 15).to(tl.float32) - middle).to(kind), lower)
+            part = tl.dot(((words >> 4).to(tl.float32) - middle).to(kind), upper, part)
+            factor = tl.load(scales, mask=is_column, other=0.0)
+        else:
+            part = tl.dot(_widen_e2m1(words & 15, kind), lower)
+            part = tl.dot(_widen_e2m1(words >> 4, kind), upper, part)
+            factor = _power_of_two(tl.load(scales, mask=is_column, other=0))
+        total += part * factor[:, None]
+    return total
+
+
+@triton.jit
+def _widen_e2m1(bits, DTYPE: tl.constexpr):
+    """Four bits s ee m in uint8 -> DTYPE, exactly: in place they are the value times 2^-126 or 2^-14."""
+    word = bits.to(tl.uint16)
+    sign, size = (word & 8) << 12, word & 7
+    if DTYPE.is_bf16():
+        value = (sign | (size << 6)).to(tl.bfloat16, bitcast=True) * tl.full([], 8.507059173023462e37, tl.bfloat16)
+    else:
+        value = (sign | (size << 9)).to(tl.float16, bitcast=True) * tl.full([], 16384.0, tl.float16)
+    return value
+
+
+@triton.jit
+def _power_of_two(scale):
+    """uint8 -> float32: 2^(scale - 127); NaN of 255."""
+    wide = scale.to(tl.uint32)
+    bits = tl.where(wide == 255, 0x7FC00000, tl.where(wide == 0, 1 << 22, wide << 23)).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)

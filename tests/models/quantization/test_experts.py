@@ -1,0 +1,152 @@
+"""Mixtures of experts in few bits: their weights are those of the published layouts, and they stay in as many bits."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged import models
+from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from jpaged.models.experts import split_by_experts
+from jpaged.models.sharding import shard_of
+from tests.models.quantization.test_checkpoints import dequantized, greedy, load
+from tests.support.quantized import (
+    PUBLISHED,
+    dequantized_checkpoint,
+    plain_checkpoint,
+    quantized_checkpoint,
+    read_tensors,
+    write_tensors,
+)
+from tests.tiny_models import tiny_model, write_tiny_model
+
+SPARSE = ("mixtral", "qwen3-moe", "deepseek-v3")
+CASES = [
+    ("fp8-dynamic", "mixtral"),
+    ("fp8-static", "qwen3-moe"),
+    ("fp8-blocks", "qwen3-moe"),
+    ("fp8-blocks", "deepseek-v3"),
+    ("awq", "mixtral"),
+    ("gptq", "qwen3-moe"),
+    ("int4-symmetric", "qwen3-moe"),
+]
+GREEDY = [("fp8-blocks", "deepseek-v3"), ("int4-symmetric", "qwen3-moe")]
+PLAIN = {"deepseek-v3": {"to_keys", "to_values"}}
+"""What is read as plain numbers."""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("plain")
+    return {name: plain_checkpoint(name, directory / name, moe_intermediate_size=64) for name in SPARSE}
+
+
+def experts_of(model: models.Model) -> set[str]:
+    return {name for name in model.quantized if ".experts." in name}
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES)
+def test_experts_are_those_of_the_published_layout_to_the_bit_and_stay_small(layout, name, plain, tmp_path):
+    """Routers are never quantized, though DeepSeek's quantization_config does not say so."""
+    ours = load(quantized_checkpoint(plain[name], tmp_path / "quantized", layout))
+    model, weights = load(dequantized_checkpoint(plain[name], tmp_path / "dequantized", layout))
+    assert len(experts_of(ours[0])) == 2 * sum("router" in name for name in model.parameter_names if "gate" in name)
+    assert {name.rpartition(".")[2] for name in ours[0].dequantized} == PLAIN.get(name, set())
+    assert ours[0].num_parameters == model.num_parameters
+    for parameter, array in zip(ours[0].parameter_names, ours[1], strict=True):
+        if parameter in experts_of(ours[0]):
+            assert array.dtype == (jnp.float8_e4m3fn if "fp8" in layout else jnp.uint8)
+    found = dequantized(*ours)
+    assert set(found) == set(model.parameter_names)
+    for parameter, expected in zip(model.parameter_names, weights, strict=True):
+        np.testing.assert_array_equal(found[parameter], np.asarray(expected), err_msg=parameter)
+    if (layout, name) in GREEDY:
+        assert greedy(*ours) == greedy(model, weights)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss-20b-style"])
+def test_online_each_output_of_each_expert_has_a_scale(name, tmp_path):
+    """gpt-oss has all experts in one tensor, inputs before outputs, and gate and up in turns."""
+    directory = write_tiny_model(tiny_model(name), tmp_path / name, use_torch=False)
+    model, weights = load(directory, "fp8")
+    plain_model, plain_weights = load(directory)
+    found = dequantized(model, weights)
+    assert len(experts_of(model)) == 2 * model.config.num_layers
+    for parameter, expected in zip(plain_model.parameter_names, plain_weights, strict=True):
+        if parameter not in model.quantized:
+            np.testing.assert_array_equal(found[parameter], expected, err_msg=parameter)
+            continue
+        axes = model.quantized[parameter].input_axes
+        largest = np.abs(expected).max(axis=axes, keepdims=True)
+        np.testing.assert_allclose(np.abs(found[parameter]).max(axis=axes, keepdims=True), largest, rtol=1e-6)
+        error = np.abs(found[parameter] - expected)
+        assert np.all(error <= np.maximum(np.abs(expected) / 16, largest / 448 / 1024) * 1.001), parameter
+
+
+def test_random_experts_are_of_the_usual_size(plain, tmp_path):
+    for layout in ("online", "int4-symmetric"):
+        directory = plain["qwen3-moe"]
+        if layout != "online":
+            directory = quantized_checkpoint(directory, tmp_path / layout, layout)
+        config = models.ModelConfig.from_directory(directory, quantization="fp8" if layout == "online" else None)
+        model = models.build(config, "float32")
+        found = dequantized(model, model.init(seed=1))
+        for name in experts_of(model):
+            assert 0.8 * model.quantized[name].std < found[name].std() < 1.2 * model.quantized[name].std
+
+
+def damaged(directory: Path, name: str, value: np.ndarray | None) -> Path:
+    tensors = read_tensors(directory / "model.safetensors")
+    tensors = {key: one for key, one in tensors.items() if key != name} | ({} if value is None else {name: value})
+    write_tensors(directory / "model.safetensors", tensors)
+    return directory
+
+
+def test_a_tensor_of_an_expert_that_cannot_be_served_is_named(plain, tmp_path):
+    directory = quantized_checkpoint(plain["qwen3-moe"], tmp_path / "quantized", "fp8-blocks")
+    name = "model.layers.0.mlp.experts.3.up_proj.weight_scale_inv"
+    good = read_tensors(directory / "model.safetensors")[name]
+    with pytest.raises(CheckpointError, match=rf"'{name}' has a scale of -1, which must be above 0"):
+        load(damaged(directory, name, -np.ones_like(good)))
+    with pytest.raises(CheckpointError, match=rf"lacks tensor '{name}'"):
+        load(damaged(directory, name, None))
+
+
+def test_what_experts_cannot_be_in_is_refused_by_name(plain, tmp_path):
+    def refusal(name: str, layout: str, **entries: object) -> str:
+        source = models.ModelConfig.from_directory(plain[name]).source if name in plain else tiny_model(name).config
+        config = dict(source) | {"quantization_config": PUBLISHED[layout].config | entries}
+        with pytest.raises((UnsupportedModelError, InvalidParameterError)) as caught:
+            models.build(models.ModelConfig.from_dict(config), "float32")
+        return str(caught.value)
+
+    assert "Experts in 4 bits with act-order" in refusal("mixtral", "gptq-act-order")
+    fused = refusal("gpt-oss-20b-style", "fp8-dynamic")
+    assert "experts.down_proj has all experts in one tensor, which is not supported in compressed-tensors" in fused
+    some = refusal("mixtral", "fp8-dynamic", ignore=["re:.*experts.3.*"])
+    assert "covers model.layers.0.block_sparse_moe.experts.0.w2 and not " in some
+
+
+def test_scales_are_split_as_the_experts_are_and_each_device_needs_whole_groups(plain):
+    def shard(layout: str, *, whole: bool) -> models.Model:
+        source = dict(models.ModelConfig.from_directory(plain["qwen3-moe"]).source)
+        config = models.ModelConfig.from_dict(source | {"quantization_config": PUBLISHED[layout].config})
+        config = split_by_experts(config) if whole else config
+        return shard_of(models.build(config, "float32"), 2)
+
+    def shapes(model: models.Model) -> dict[str, tuple[int, ...]]:
+        named = zip(model.parameter_names, model.abstract_weights, strict=True)
+        return {name.rpartition(".")[2]: leaf.shape for name, leaf in named if name.startswith("layers.1.mlp.experts")}
+
+    split = shapes(shard("int4-symmetric", whole=False))
+    assert split == {"gate_up": (8, 2, 32, 80), "gate_up_scale": (8, 2, 32, 5)} | {
+        "down": (8, 160, 16),
+        "down_scale": (8, 160, 1),
+    }
+    by_expert = shapes(shard("fp8-blocks", whole=True))
+    assert by_expert["gate_up"] == (4, 2, 64, 160)
+    assert by_expert["gate_up_scale"] == (4, 2, 64, 2)
+    assert by_expert["down_scale"] == (4, 160, 1)
+    with pytest.raises(InvalidParameterError, match="gives each device 32 inputs of some products, which 128"):
+        shard("fp8-blocks", whole=False)

@@ -1,0 +1,196 @@
+"""Grouped products in few bits against float64, in XLA and in Triton's interpreter, and what they refuse."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jpaged.pallas_kernels import devices, quantized_grouped_product
+from jpaged.pallas_kernels.devices import Device
+from jpaged.pallas_kernels.int4_product.reference import pack
+from jpaged.pallas_kernels.quantized_grouped_product.api import OP
+from jpaged.pallas_kernels.quantized_grouped_product.reference import dequantized
+from tests.pallas_kernels.marks import needs_triton
+
+SIZES = (3, 0, 18, 1)
+"""Rows of each group: none, few, and more than a tile's."""
+BEHIND = 2
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+@dataclass(frozen=True)
+class Case:
+    """form, group: as of the op. inputs, outputs: of a matrix. zeros: whether groups have zero points."""
+
+    form: str
+    group: int | None
+    inputs: int
+    outputs: int
+    zeros: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"form": self.form, "group": self.group}
+
+
+CASES = [
+    Case("fp8", None, 72, 40),
+    Case("fp8", 128, 160, 72),
+    Case("int4", 32, 96, 40),
+    Case("int4", 64, 128, 72, zeros=True),
+    Case("mxfp4", 32, 96, 40),
+]
+BACKENDS = [("xla", jnp.float32, 23), ("xla", jnp.bfloat16, 8)]
+BACKENDS += [
+    pytest.param("triton", dtype, bits, marks=needs_triton) for dtype, bits in ((jnp.bfloat16, 8), (jnp.float16, 11))
+]
+
+
+def matrices(case: Case, seed: int = 0) -> tuple[dict[str, Any], np.ndarray]:
+    """The op's w, scale and zero, and what they stand for in float64 [E, N, K]."""
+    rng = np.random.default_rng(seed)
+    shape = (len(SIZES), case.outputs, case.inputs)
+    number = 1 if case.group is None else -(-case.inputs // case.group)
+    shared = case.group or case.inputs
+    scale = rng.uniform(0.01, 0.1, (*shape[:2], number)).astype(np.float32)
+    if case.form == "fp8":
+        w = (rng.standard_normal(shape) * 64).astype(ml_dtypes.float8_e4m3fn)
+        values = w.astype(np.float64)
+        return {"w": w, "scale": scale}, values * np.repeat(scale, shared, axis=2)[..., : case.inputs]
+    bits = rng.integers(0, 16, shape, np.uint8)
+    w = pack(bits.reshape(-1, case.inputs), shared).reshape(*shape[:2], -1)
+    if case.form == "mxfp4":
+        exponents = rng.integers(118, 126, scale.shape).astype(np.uint8)
+        exponents[0, :2, 0] = (2, 127)  # what is below 2^-126 may become zero
+        values = np.array([*E2M1, *(-one for one in E2M1)])[bits]
+        powers = np.exp2(exponents.astype(np.float64) - 127)
+        return {"w": w, "scale": exponents}, values * np.repeat(powers, shared, axis=2)
+    zero = rng.integers(0, 17, scale.shape).astype(np.uint8) if case.zeros else None
+    middle = 8 if zero is None else np.repeat(zero, shared, axis=2).astype(np.float64)
+    return {"w": w, "scale": scale, "zero": zero}, (bits.astype(np.float64) - middle) * np.repeat(scale, shared, axis=2)
+
+
+def rows(case: Case, dtype: Any) -> tuple[jax.Array, np.ndarray]:
+    """x, and each row's group; those behind have none."""
+    x = np.random.default_rng(1).standard_normal((sum(SIZES) + BEHIND, case.inputs))
+    return jnp.asarray(x, dtype), np.repeat(np.arange(len(SIZES) + 1), [*SIZES, BEHIND])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.form}-{case.group}")
+def test_what_is_dequantized_is_what_the_form_says(case):
+    given, exact = matrices(case)
+    for expert, right in enumerate(exact):
+        zero = None if given.get("zero") is None else given["zero"][expert]
+        found = dequantized(given["w"][expert], given["scale"][expert], zero, **case.options)
+        np.testing.assert_array_equal(np.asarray(found), right.astype(np.float32))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.form}-{case.group}")
+@pytest.mark.parametrize(("backend", "dtype", "bits"), BACKENDS)
+def test_products_are_those_of_float64_within_rounding(case, backend, dtype, bits):
+    given, exact = matrices(case)
+    x, owner = rows(case, dtype)
+    live, wide = owner < len(SIZES), np.asarray(x, np.float64)
+    right = np.zeros((len(owner), case.outputs))
+    terms = np.zeros_like(right)
+    for row in np.flatnonzero(live):
+        right[row] = exact[owner[row]] @ wide[row]
+        terms[row] = np.abs(exact[owner[row]]) @ np.abs(wide[row])
+    bound = terms * (2.0**-bits + case.inputs * 2.0**-24)
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    options = case.options | {"backend": backend, "zero": given.get("zero")}
+
+    plain = quantized_grouped_product(x, given["w"], given["scale"], sizes, **options)
+    assert plain.dtype == dtype
+    check(plain, right, bound + np.abs(right) * 2.0**-bits, live)
+
+    weights = np.random.default_rng(2).random(len(owner)).astype(np.float32)
+    shuffled = np.random.default_rng(3).permutation(len(owner))
+    alone = quantized_grouped_product(
+        x[shuffled],
+        given["w"],
+        given["scale"],
+        None,
+        groups=jnp.asarray(owner[shuffled], jnp.int32),
+        weights=jnp.asarray(weights[shuffled]),
+        **options,
+    )
+    by_row = weights[:, None]
+    found = np.empty_like(right)
+    found[shuffled] = np.asarray(alone, np.float64)
+    check(found, right * by_row, (bound + np.abs(right) * 2.0**-bits) * by_row, live)
+
+    small = given["scale"] - 4 if case.form == "mxfp4" else given["scale"] / 16  # gates of about 1
+    small = np.maximum(small, 0) if case.form != "mxfp4" else np.where(given["scale"] < 4, 0, small).astype(np.uint8)
+    if case.form == "mxfp4":
+        exact = exact * np.exp2(small.astype(np.float64) - given["scale"]).repeat(32, axis=2)
+    else:
+        exact = exact / 16
+    inner = quantized_grouped_product(x, given["w"], small, sizes, activation="silu", **options)
+    half = case.outputs // 2
+    for row in np.flatnonzero(live):
+        both = exact[owner[row]] @ wide[row]
+        error = np.abs(exact[owner[row]]) @ np.abs(wide[row]) * (2.0**-bits + case.inputs * 2.0**-24)
+        gate, up = both[:half], both[half:]
+        want = gate / (1 + np.exp(-gate)) * up
+        most = (np.abs(gate) + error[:half]) * error[half:] + 1.1 * error[:half] * np.abs(up)
+        assert np.all(np.abs(np.asarray(inner[row], np.float64) - want) <= most + np.abs(want) * 2.0**-bits)
+
+
+def check(found, right, bound, live):
+    assert np.all(np.abs(np.asarray(found, np.float64) - right)[live] <= bound[live])
+
+
+def test_experts_without_rows_are_not_read():
+    """NaN of theirs would be seen: XLA's own grouped product multiplies every row with every matrix."""
+    case = CASES[0]
+    given, _ = matrices(case)
+    x, _ = rows(case, jnp.float32)
+    bad = given["scale"].copy()
+    bad[1] = np.nan
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    for scale in (given["scale"], bad):
+        found = quantized_grouped_product(x, given["w"], scale, sizes, **case.options, backend="xla")
+        assert np.isfinite(np.asarray(found)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"form": "nf4"}, "form must be one of fp8, int4, mxfp4"),
+        ({"group": 7}, "group must be even and divide K=96"),
+        ({"group": 48, "form": "mxfp4"}, "group of form='mxfp4' must be 32"),
+        ({"w": np.zeros((4, 40, 96), np.uint8)}, "w .* must have K / 2 = 48"),
+        ({"scale": np.ones((4, 40, 1), np.float32)}, "scale .* must have G = 3"),
+        ({"zero": np.ones((4, 40, 3), np.int32)}, "zero must be uint8"),
+        ({"weights": np.ones(24, np.float32), "activation": "silu"}, "weights do not go with an activation"),
+        ({"activation": "tanh"}, "activation must be one of"),
+        ({"groups": np.zeros(24, np.int32)}, "one of group_sizes and groups"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(change, said):
+    case = CASES[2]
+    given, _ = matrices(case)
+    x, _ = rows(case, jnp.float32)
+    arguments = given | case.options | {"x": x, "group_sizes": jnp.asarray(SIZES, jnp.int32)} | change
+    with pytest.raises(ValueError, match=said):
+        quantized_grouped_product(**arguments)
+
+
+@needs_triton
+def test_hopper_takes_triton_where_it_can_and_refusals_are_named(monkeypatch):
+    case = CASES[0]
+    given, _ = matrices(case)
+    x, _ = rows(case, jnp.float32)
+    with pytest.raises(ValueError, match="dtype float32 is not bfloat16 or float16"):
+        quantized_grouped_product(
+            x, given["w"], given["scale"], jnp.asarray(SIZES, jnp.int32), **case.options, backend="triton"
+        )
+    monkeypatch.setattr(devices, "default_device", lambda: Device("gpu", (9, 0)))
+    chosen = OP.pick(None, x.astype(jnp.bfloat16), given["w"], given["scale"], "fp8", None)
+    assert chosen.backend == "triton"
+    assert OP.pick(None, x, given["w"], given["scale"], "fp8", None).backend == "xla"
