@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.api.errors import UnsupportedModelError
@@ -35,6 +36,10 @@ from jpaged.pallas_kernels import (
 
 _MOVES = "xla"
 """Who writes tokens and moves pages: plain XLA, in place. Its own kernels are made for blocks of several tokens."""
+
+
+_COPIED_AT_ONCE = 8
+"""Pages: 1 GiB of an 8B model, 16 MiB of each array."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,17 @@ class ContiguousCache(VirtualCache):
         return jnp.where(valid, pages * stride + positions % size, NULL_BLOCK * stride + spread)
 
     def copy(self, pools: Pools, source: Int[Array, " n"], target: Int[Array, " n"]) -> Pools:
-        return copy_blocks(pools, self._whole(source), self._whole(target), backend=_MOVES)
+        """A few pages at a time: plain XLA holds those that it copies beside the arrays."""
+        source, target = (jnp.pad(pages, (0, -len(pages) % _COPIED_AT_ONCE)) for pages in (source, target))
+
+        def some(i: Array, pools: Pools) -> Pools:
+            first, second = (
+                self._whole(lax.dynamic_slice_in_dim(pages, i * _COPIED_AT_ONCE, _COPIED_AT_ONCE))
+                for pages in (source, target)
+            )
+            return copy_blocks(pools, first, second, backend=_MOVES)
+
+        return lax.fori_loop(0, len(source) // _COPIED_AT_ONCE, some, tuple(pools))
 
     def gather(self, pools: Pools, block_ids: Int[Array, " chunk"]) -> jax.Array:
         return gather_blocks(pools, self._whole(block_ids), backend=_MOVES)

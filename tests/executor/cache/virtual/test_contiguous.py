@@ -4,6 +4,7 @@ cuDNN's place is taken by the op's XLA implementation, registered as a backend f
 """
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,21 @@ from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.pallas_kernels import registry
 from jpaged.pallas_kernels.contiguous_attention.reference import contiguous_attention
 from tests import test_pressure
-from tests.test_generation import mixed_prompts, run
-from tests.test_virtual_layout import PRESSURE
-from tests.tiny_models import TINY_ENGINE, models_of_blocks, tiny_models, write_tiny_model
+from tests.parallel.tensor_parallel_runs import ARGS, prompts, run
+from tests.support.greedy_programs import greedy_programs
+from tests.tiny_models import models_of_blocks, tiny_models, write_tiny_model
 
 VIRTUAL: dict[str, Any] = {"kv_cache_layout": "virtual", "virtual_page_layout": "per-layer"}
+SMALL: dict[str, Any] = {field.name: getattr(ARGS, field.name) for field in fields(EngineArgs)}
+"""Steps of 32 tokens and prompts of up to 60, which are computed in chunks."""
+
+PRESSURE = SMALL | {
+    "max_model_len": 64,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 128,
+    "decode_buckets": (64,),
+    "token_buckets": (128,),
+}
 
 
 @pytest.fixture
@@ -34,29 +45,31 @@ def written(name: str, directory: Path) -> str:
     return str(write_tiny_model(next(one for one in models if one.name == name), directory, use_torch=False))
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied-d64", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3-tied-d64", "llama-mqa-d80", "gpt2"])
 def test_greedy_tokens_are_those_of_the_paged_layout(name: str, tmp_path: Path, request: Any) -> None:
-    args = {**TINY_ENGINE, "model": written(name, tmp_path)}
-    prompts = mixed_prompts(0)
-    expected = run(LLMEngine(EngineArgs(**args)), prompts)  # before there is a backend whose programs are not kept
-    request.getfixturevalue("stand_in")
-    args |= {**VIRTUAL, "num_gpu_blocks_override": 128, "kernel_backend": "stand-in"}
-    engine = LLMEngine(EngineArgs(**args))
-    assert run(engine, prompts) == expected
+    args = SMALL | {"model": written(name, tmp_path)}
+    with greedy_programs():
+        expected = run(
+            LLMEngine(EngineArgs(**args)), prompts()
+        )  # before there is a backend whose programs are not kept
+        request.getfixturevalue("stand_in")
+        args |= {**VIRTUAL, "num_gpu_blocks_override": 96, "kernel_backend": "stand-in"}
+        engine = LLMEngine(EngineArgs(**args))
+    assert run(engine, prompts()) == expected
     memory = engine.startup.runner.memory
     assert memory is not None
     memory.mapper.check_integrity()
-    assert memory.mapper.counts.num_mapped > 30
+    assert memory.mapper.counts.num_mapped >= len(prompts())
     engine.startup.close()
     assert memory.backed_bytes == 0
 
 
 def test_beams_samples_swaps_and_copies_give_the_paged_layout_s_tokens(tmp_path: Path, request: Any) -> None:
-    args = {**PRESSURE, "model": written("llama-gqa-d64-tied", tmp_path)}
-    expected, _ = test_pressure.run(LLMEngine(EngineArgs(**args, num_gpu_blocks_override=2048)), 50)
+    args = PRESSURE | {"model": written("llama-gqa-d64-tied", tmp_path), "num_gpu_blocks_override": 2048}
+    expected, _ = test_pressure.run(LLMEngine(EngineArgs(**args)), 50)
     request.getfixturevalue("stand_in")
     few = {"num_gpu_blocks_override": 40, "preemption_mode": "swap", "host_prefix_cache": True, "watermark": 0.0}
-    engine = LLMEngine(EngineArgs(**args, **few, **VIRTUAL, kernel_backend="stand-in"))
+    engine = LLMEngine(EngineArgs(**args | few | VIRTUAL | {"kernel_backend": "stand-in"}))
     found, _ = test_pressure.run(engine, 50)
     assert found == expected
     assert engine.get_metrics().num_swapped_in > 0
@@ -81,12 +94,12 @@ def test_beams_samples_swaps_and_copies_give_the_paged_layout_s_tokens(tmp_path:
 )
 @pytest.mark.usefixtures("stand_in")
 def test_what_it_cannot_do_is_refused_by_name(name: str, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    args = {**TINY_ENGINE, **VIRTUAL, "model": written(name, tmp_path), "kernel_backend": "stand-in", **options}
+    args = SMALL | VIRTUAL | {"model": written(name, tmp_path), "kernel_backend": "stand-in", **options}
     with pytest.raises((InvalidParameterError, UnsupportedModelError), match=reason):
         LLMEngine(EngineArgs(**args))
 
 
 def test_cudnn_is_refused_where_there_is_no_gpu(tmp_path: Path) -> None:
-    args = {**TINY_ENGINE, **VIRTUAL, "model": written("gpt2", tmp_path), "kernel_backend": "cudnn"}
+    args = SMALL | VIRTUAL | {"model": written("gpt2", tmp_path), "kernel_backend": "cudnn"}
     with pytest.raises(InvalidParameterError, match=r"8.0 \(Ampere\) or newer, this is CPU"):
         LLMEngine(EngineArgs(**args))
