@@ -136,10 +136,10 @@ def test_the_memory_table_counts_states(engine: LLMEngine) -> None:
 
 
 def test_the_table_tells_how_fast_the_checkpoint_was_read(engine: LLMEngine, directory: Path) -> None:
-    found = re.search(r"weights .*; ([\d.]+) MiB read in [\d.]+ s, [\d.]+ GB/s\n", engine.startup.table("tiny"))
+    found = re.search(r"weights .*; ([\d.]+) KiB read in [\d.]+ s, [\d.]+ GB/s\n", engine.startup.table("tiny"))
     assert found
-    size = (directory / "model.safetensors").stat().st_size / 2**20
-    assert float(found[1]) == pytest.approx(size, abs=0.1)  # but for the header
+    size = (directory / "model.safetensors").stat().st_size / 1024
+    assert size - 10 < float(found[1]) < size  # but for the header
 
 
 def test_as_many_sequences_run_by_default_as_have_their_states_in_half_of_what_weights_leave() -> None:
