@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from jpaged import models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from jpaged.frontend.model_of_config import options_of
 from jpaged.models.loading import checkpoint, orbax_checkpoint
 from jpaged.models.loading.mxfp4 import dequantize
 from jpaged.models.sharding import shard_of
@@ -167,6 +168,11 @@ def test_what_cannot_be_kept_in_4_bits_is_named(tmp_path: Path) -> None:
     stored[f"{PREFIX}.down_proj_scales"][3, 2, 0] = 255
     with pytest.raises(CheckpointError, match=r"down_proj' has a scale of 255, which makes NaN"):
         load(write(tmp_path / "nan", stored), "float32", None)
+
+
+def test_a_configuration_keeps_what_its_weights_are_to_become() -> None:
+    for asked, options in ((None, {}), ("none", {"quantization": "none"})):
+        assert options_of(models.ModelConfig.from_dict(CONFIG, quantization=asked)) == options
 
 
 def test_shards_have_the_blocks_and_scales_of_their_columns() -> None:
