@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from jpaged.bench import kernels
-from jpaged.bench.kernels import Setting, attention_case, measure
+from jpaged.bench.kernel_cases.attention import Setting, attention_case
+from jpaged.bench.kernels import measure
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.decode_attention import triton as decode
 from jpaged.pallas_kernels.ragged_attention import triton as ragged
