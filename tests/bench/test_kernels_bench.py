@@ -14,6 +14,7 @@ from jpaged.bench.kernel_cases import experts
 from jpaged.bench.kernel_cases.experts import Experts
 from jpaged.bench.routing import experts_touched
 from jpaged.models import Routing
+from jpaged.pallas_kernels.quantized_grouped_product.reference import dequantized
 
 
 @pytest.fixture
@@ -126,3 +127,50 @@ def test_every_call_of_a_sparse_layer_reads_as_many_experts_as_its_tokens_touch(
 def test_a_skew_of_nothing_is_refused(run, capsys):
     assert run(lambda name: 1e-6, "--expert-skew", "0", raises=SystemExit) is None
     assert "--expert-skew must be above 0" in capsys.readouterr().err
+
+
+def test_floors_are_the_bytes_of_experts_touched_and_the_operations_of_their_rows() -> None:
+    """Of Qwen3-30B-A3B: one token touches 8 experts of 3 x 2,048 x 768 weights, 8,192 tokens touch all 128."""
+    qwen, (e4m3, int4, mxfp4) = Experts(), experts.FEW_BITS
+    weights = 3 * 2048 * 768
+    outputs = 2 * 768 + 2048
+    each = {
+        None: 2 * weights,
+        e4m3: weights + 4 * outputs,  # a float32 scale for each
+        int4: weights / 2 + 4 * weights / 128,
+        mxfp4: weights / 2 + weights / 32,
+    }
+    for bits, expert_bytes in each.items():
+        assert qwen.expert_bytes(bits) == expert_bytes
+        for tokens, touched in ((1, 8), (8192, 128)):
+            moved = touched * expert_bytes + 8 * tokens * 2 * (2048 + 768 + 768 + 2048)
+            assert qwen.floors_us(tokens, bits) == pytest.approx(
+                (moved / 4.42e12 * 1e6, 2 * 8 * tokens * weights / 780e12 * 1e6)
+            )
+
+
+@pytest.mark.parametrize("bits", experts.FEW_BITS, ids=lambda bits: bits.form)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_experts_in_few_bits_are_as_many_bytes_as_their_floor_counts_and_give_what_their_values_say(
+    monkeypatch, bits, tokens
+) -> None:
+    monkeypatch.setattr(experts, "_DRAWS", 1)
+    few = Experts(experts=4, per_token=2, hidden=256, inner=128)
+    program, arguments, calls, work = experts.quantized_experts_case(tokens, bits, few, "xla")
+    x, gate_up, down, grouped, twos = arguments
+    assert calls == len(grouped) == (4 if tokens == 1 else 1)
+    assert work == 2 * tokens * 2 * 3 * 256 * 128
+    assert sum(part.nbytes for part in (*gate_up, *down)) == 4 * few.expert_bytes(bits)
+    arguments = (x, gate_up, down, grouped[:1], twos)
+    wide = [
+        np.stack([dequantized(w[e], scale[e], None, form=bits.form, group=bits.group) for e in range(4)])
+        for w, scale in (gate_up, down)
+    ]
+    assert [one.std() * one.shape[2] ** 0.5 for one in wide] == pytest.approx([1, 1], rel=0.5)
+    picked = few.draw(0, tokens).ravel()
+    owner = picked if tokens == 1 else np.sort(picked)
+    wanted = []
+    for row, expert in zip(np.asarray(x, np.float64), owner, strict=True):
+        gate, up = np.split(wide[0][expert] @ row, 2)
+        wanted.append(2 * wide[1][expert] @ (gate / (1 + np.exp(-gate)) * up))
+    np.testing.assert_allclose(np.asarray(program(*arguments), np.float64), wanted, atol=0.1, rtol=0.05)
