@@ -3,7 +3,7 @@
 Every case is one jitted program of many calls, each of which needs the one before it. Several programs are enqueued at
 once, so dispatch does not count. Calls rotate among block tables that together point at more memory than the L2 cache
 holds. Bytes and operations follow from the lengths: each key and value once, four operations for each score that the
-causal mask leaves. The card's read and copy bandwidth, its matrix rate and cuDNN's dense attention come from the same
+causal mask leaves. The card's read and copy bandwidth, its matrix rate and cuDNN's attention come from the same
 run.
 
 The cases are in `kernel_cases/`, a file for each kind.
@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jpaged.bench.arguments import HelpFormatter
-from jpaged.bench.kernel_cases import attention, card, experts, moves, products, sampling
+from jpaged.bench.kernel_cases import attention, card, contiguous, experts, moves, products, sampling
 from jpaged.bench.kernel_cases.case import Built, Case
 from jpaged.bench.report import write_report
 from jpaged.pallas_kernels import registry
@@ -34,6 +34,7 @@ def cases(backend: str | None, zipf: float = 1.0) -> Iterator[Case]:
     """Every case; those of the card itself have no aim. zipf: of the experts of the skewed cases."""
     yield from card.cases()
     yield from attention.cases(backend)
+    yield from contiguous.cases()
     yield from moves.cases(backend)
     yield from experts.cases(backend, zipf)
     yield from products.cases(backend)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jpaged.bench import kernels
-from jpaged.bench.kernel_cases import experts
+from jpaged.bench.kernel_cases import attention, contiguous, experts
+from jpaged.bench.kernel_cases.attention import Setting
 from jpaged.bench.kernel_cases.experts import Experts
 from jpaged.bench.routing import experts_touched
 from jpaged.models import Routing
@@ -174,3 +175,45 @@ def test_experts_in_few_bits_are_as_many_bytes_as_their_floor_counts_and_give_wh
         gate, up = np.split(wide[0][expert] @ row, 2)
         wanted.append(2 * wide[1][expert] @ (gate / (1 + np.exp(-gate)) * up))
     np.testing.assert_allclose(np.asarray(program(*arguments), np.float64), wanted, atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("queries", [None, [20, 12], [7, 1]], ids=["decode", "prompts", "chunks"])
+def test_contiguous_cases_count_and_compute_what_those_over_block_tables_do(monkeypatch, queries) -> None:
+    """The same random keys and values in both: of 20 and 12 tokens, 4 query and 2 KV heads of 8."""
+    setting = Setting(heads=4, kv_heads=2, head_dim=8, block_size=4, dtype=np.float32)
+    lens = np.array([20, 12])
+    counts = None if queries is None else np.array(queries)
+    monkeypatch.setattr(attention, "L2_BYTES", 1)
+    monkeypatch.setattr(attention, "_LAYERS", 1)
+    monkeypatch.setattr(attention, "_PROGRAM_S", 0.0)
+    if queries is None:
+        assert setting.kv_bytes(lens) == (20 + 12) * 2 * 2 * 8 * 4
+    else:
+        scores = sum(sum(range(length - n + 1, length + 1)) for length, n in zip(lens, queries, strict=True))
+        assert setting.operations(lens, counts) == 4 * scores * 4 * 8
+    program, (q, [(keys, values)], stretches, kv_lens, chunks), calls, work = contiguous.contiguous_case(
+        lens, counts, setting, "xla"
+    )
+    assert calls == 1
+    assert sorted(stretches.tolist()) == [0, 1]
+    by_table, (_, pool, [table], _, *starts), calls, same_work = attention.attention_case(lens, counts, setting, "xla")
+    assert (calls, work) == (1, same_work)
+    for row, length in enumerate(lens):
+        for position in range(length):
+            entry = int(stretches[row]) * 20 + position
+            token = np.stack([keys[entry], values[entry]])
+            pool = pool.at[table[row, position // 4], :, :, position % 4].set(token)
+    found = program(q, [(keys, values)], stretches, kv_lens, chunks)
+    np.testing.assert_allclose(found, by_table(q, pool, [table], kv_lens, *starts), atol=1e-5)
+
+
+def test_contiguous_cases_stand_beside_those_over_block_tables_whatever_the_backend(monkeypatch) -> None:
+    monkeypatch.setattr(experts, "_DRAWS", 1)
+    cases = list(kernels.cases("xla"))
+    names = {case.name: case for case in cases}
+    assert len(names) == len(cases), "a name is that of one case"
+    beside = [name for name in names if name.endswith(", contiguous")]
+    assert len(beside) == 6
+    for name in beside:
+        assert names[name].of_the_card
+        assert names[name].unit == names[name.removeprefix("cuDNN ").removesuffix(", contiguous")].unit

@@ -40,6 +40,19 @@ class Setting:
         """The shape of a block of the pool."""
         return self.columns // self.head_dim, self.kv_heads, self.block_size, self.head_dim
 
+    def kv_bytes(self, lens: np.ndarray) -> float:
+        """Of the keys and values of sequences of these lengths."""
+        return float(lens.sum()) * self.kv_heads * self.columns * jnp.dtype(self.dtype).itemsize
+
+    def copies(self, lens: np.ndarray) -> int:
+        """Of such sequences: as many as exceed an L2 cache, 64 at most."""
+        return min(64, max(1, -(-L2_BYTES // int(self.kv_bytes(lens)))))
+
+    def operations(self, lens: np.ndarray, queries: np.ndarray) -> float:
+        """Of attention of so many last tokens of each sequence: of the scores that the causal mask leaves, alone."""
+        scores = float((queries * (lens - queries) + queries * (queries + 1) / 2).sum())
+        return 2 * scores * self.heads * (self.head_dim + (self.value_dim or self.head_dim))
+
     def next_queries(self, q: jax.Array, out: jax.Array) -> jax.Array:
         """Queries that need the output of others."""
         return out if self.value_dim is None else jnp.concatenate([out, q[..., self.value_dim :]], axis=-1)
@@ -66,6 +79,16 @@ def _tables(
     return copies * total + 1, tables
 
 
+def calls_and_work(lens: np.ndarray, queries: np.ndarray | None, s: Setting, copies: int) -> tuple[int, float]:
+    """How often a program calls attention, a multiple of `copies`; and the bytes of decode (queries None) or the
+    operations of others in a call."""
+    if queries is None:
+        work, rate, least = s.kv_bytes(lens), 3.5e12, -(-_LAYERS // copies) * copies
+    else:
+        work, rate, least = s.operations(lens, queries), 4e14, copies
+    return int(np.clip(_PROGRAM_S / (work / rate + 5e-6), least, 256)) // copies * copies, work
+
+
 def attention_case(
     lens: np.ndarray,
     queries: np.ndarray | None,
@@ -77,29 +100,22 @@ def attention_case(
     `num_decodes` rows, if given, left to `mixed_attention`."""
     rng = np.random.default_rng(0)
     s = setting
-    itemsize = jnp.dtype(s.dtype).itemsize
-    kv_bytes = float(lens.sum()) * s.kv_heads * s.columns * itemsize
-    copies = max(1, -(-L2_BYTES // int(kv_bytes)))
-    num_blocks, tables = _tables(rng, min(copies, 64), lens, s.block_size, s.max_len)
+    num_blocks, tables = _tables(rng, s.copies(lens), lens, s.block_size, s.max_len)
     pool = normal(1, (num_blocks, *s.block), s.dtype)
     kv_lens = jnp.asarray(lens, jnp.int32)
     if queries is None:
         q = normal(2, (len(lens), s.heads, s.head_dim), s.dtype)
-        work, rate = kv_bytes, 3.5e12
         call: Callable[..., Any] = partial(ops.decode_attention, backend=backend)
         extra: tuple[Any, ...] = ()
     else:
         q = normal(2, (int(queries.sum()), s.heads, s.head_dim), s.dtype)
-        scores = float((queries * (lens - queries) + queries * (queries + 1) / 2).sum())
-        work, rate = 2 * scores * s.heads * (s.head_dim + (s.value_dim or s.head_dim)), 4e14
         call = partial(ops.ragged_attention, backend=backend)
         extra = (jnp.asarray(np.concatenate([[0], np.cumsum(queries)]), jnp.int32),)
         if num_decodes is not None:
             call, extra = partial(ops.mixed_attention, backend=backend), (*extra, jnp.int32(num_decodes))
     if s.value_dim is not None:
         call = partial(call, value_dim=s.value_dim)
-    least = len(tables) if queries is not None else -(-_LAYERS // len(tables)) * len(tables)
-    calls = int(np.clip(_PROGRAM_S / (work / rate + 5e-6), least, 256)) // len(tables) * len(tables)
+    calls, work = calls_and_work(lens, queries, s, len(tables))
 
     @jax.jit
     def program(q: jax.Array, pool: jax.Array, tables: list[jax.Array], lens: jax.Array, *extra: Any) -> jax.Array:
