@@ -90,7 +90,7 @@ def compile_all(kind: str, configs: Sequence[Config], arguments: tuple[Any, ...]
 def figure(kind: str, batch: int, length: int, setting: Setting, config: Config) -> float | None:
     """GB/s or TFLOP/s; None if it cannot run."""
     module = decode if kind == "decode" else ragged
-    module.default_config = lambda *_: config
+    module.default_config = lambda *_, **__: config
     jax.clear_caches()
     try:
         seconds, work = measure(lambda: case(kind, batch, length, setting), repeats=3)
