@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from jpaged.bench import kernels
-from jpaged.bench.kernels import Setting, attention_case, measure
+from jpaged.bench.kernel_cases.attention import Setting, attention_case
+from jpaged.bench.kernels import measure
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.decode_attention import triton as decode
 from jpaged.pallas_kernels.ragged_attention import triton as ragged
@@ -89,7 +90,7 @@ def compile_all(kind: str, configs: Sequence[Config], arguments: tuple[Any, ...]
 def figure(kind: str, batch: int, length: int, setting: Setting, config: Config) -> float | None:
     """GB/s or TFLOP/s; None if it cannot run."""
     module = decode if kind == "decode" else ragged
-    module.default_config = lambda *_: config
+    module.default_config = lambda *_, **__: config
     jax.clear_caches()
     try:
         seconds, work = measure(lambda: case(kind, batch, length, setting), repeats=3)

@@ -21,6 +21,7 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.bench.engine_options import engine_options
+from jpaged.bench.models import model_directory
 from jpaged.executor.cache.virtual.arrays import GpuRanges
 from jpaged.frontend.llm_engine import LLMEngine
 
@@ -72,14 +73,18 @@ class EngineProcess:
 
 
 def engine_argv(parser: argparse.ArgumentParser, args: argparse.Namespace, layout: str, **options: Any) -> list[str]:
-    """The command line of an engine in that layout ("paged", or a layout of pages), with these options instead."""
+    """The command line of an engine in that layout ("paged", or a layout of pages), with these options instead.
+
+    A model named by `--model` is a directory of this process, which removes it at its exit; an engine may be killed.
+    """
     of_layout: dict[str, Any] = {"kv_cache_layout": "paged" if layout == "paged" else "virtual"}
     if layout != "paged":
         of_layout["virtual_page_layout"] = layout
     hidden = {action.dest for action in parser._actions if action.help == argparse.SUPPRESS}
     known = {action.dest for action in parser._actions} - NOT_PASSED_ON - hidden
     argv = [sys.executable, "-m", "jpaged", "bench", "vattention"]
-    for name, value in (vars(args) | of_layout | options).items():
+    model = {"model": args.model and model_directory(args.model)}
+    for name, value in (vars(args) | model | of_layout | options).items():
         if name not in known or value is None or value is False:
             continue
         flag = "--" + name.replace("_", "-")

@@ -1,6 +1,8 @@
 """Model configurations to benchmark without a download: real shapes, random weights (`load_format="dummy"`)."""
 
+import atexit
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -223,13 +225,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def model_directory(name: str) -> str:
-    """A directory with the config.json of a model named here; any other name is returned as it is."""
+    """A directory with the config.json of a model named here, which is removed as this process exits (one that is
+    killed leaves it); any other name is returned as it is.
+    """
     return _written(name, CONFIGS[name]) if name in CONFIGS else name
 
 
 def skewed_model_directory(name: str, zipf: float) -> str:
     """A directory with the config.json of a model, named here or by a directory or hub id, whose random routers pick
-    experts as popular as their rank to the power of -zipf (`Routing.zipf`).
+    experts as popular as their rank to the power of -zipf (`Routing.zipf`). It is removed as this process exits.
 
     Raises:
         InvalidParameterError: the model has no experts.
@@ -243,5 +247,6 @@ def skewed_model_directory(name: str, zipf: float) -> str:
 
 def _written(name: str, config: dict[str, Any]) -> str:
     directory = Path(tempfile.mkdtemp(prefix=f"jpaged-{name}-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     return str(directory)

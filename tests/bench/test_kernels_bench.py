@@ -5,13 +5,9 @@ import os
 import signal
 from types import SimpleNamespace
 
-import jax
-import numpy as np
 import pytest
 
 from jpaged.bench import kernels
-from jpaged.bench.routing import experts_touched
-from jpaged.models import Routing
 
 
 @pytest.fixture
@@ -93,32 +89,6 @@ def test_a_run_that_is_stopped_at_once_leaves_the_last_report_alone(run):
 
     run(lambda name: 1e-6)
     assert names(run(stop, raises=KeyboardInterrupt)) == ["decode one", "decode two", "prefill"]
-
-
-def test_the_skew_is_that_of_the_experts_cases(monkeypatch):
-    monkeypatch.setattr(kernels, "_DRAWS", 2)
-    cases = [case for case in kernels.cases("xla", 1.5) if case.name.startswith(("experts,", "sparse layer,"))]
-    skewed = [case for case in cases if "Zipf 1.5" in case.name]
-    assert len(skewed) == len(cases) / 2 == 10
-    even, uneven = (kernels.Experts(16, 2, 64, 32, zipf) for zipf in (0.0, 1.5))
-    assert uneven.floors_us(8)[0] < even.floors_us(8)[0], "fewer experts are read"
-
-
-@pytest.mark.parametrize("zipf", [0.0, 1.5])
-def test_every_call_of_a_sparse_layer_reads_as_many_experts_as_its_tokens_touch(monkeypatch, zipf):
-    touched, mix = [], kernels.mix
-
-    def noting(x, gate_up, down, experts, weights, **options):
-        touched.append(len(np.unique(experts)))
-        return mix(x, gate_up, down, experts, weights, **options)
-
-    monkeypatch.setattr(kernels, "mix", noting)
-    program, arguments, calls, _ = kernels.sparse_case(16, kernels.Experts(64, 4, 64, 32, zipf), "xla")
-    with jax.disable_jit():
-        program(*arguments)
-    assert len(touched) == calls
-    wanted = experts_touched(Routing(per_token=4, zipf=zipf), 64, 16)
-    assert touched == pytest.approx([wanted] * calls, rel=0.25)
 
 
 def test_a_skew_of_nothing_is_refused(run, capsys):

@@ -10,6 +10,7 @@ import pytest
 from jpaged.api.errors import EngineDeadError
 from jpaged.bench import sharing, vattention
 from jpaged.bench.engine_processes import EngineProcess, engine_argv, obey
+from jpaged.bench.models import model_directory
 from tests.bench import small_engine
 from tests.support.greedy_programs import greedy_programs
 
@@ -116,7 +117,17 @@ def test_an_engine_gets_the_options_that_are_its_own() -> None:
     assert argv[argv.index("--decode-buckets") + 1] == "4,8"
     assert "--skip-sleep" in argv
     assert not {"--part", "--json"} & set(argv)
+    assert "--model" not in argv
     assert engine_argv(parser, args, "paged")[argv.index("--kv-cache-layout") + 1] == "paged"
+
+
+def test_an_engine_that_is_killed_leaves_no_directory_of_a_named_model_behind() -> None:
+    """It gets one of its parent."""
+    parser = vattention.parser()
+    argv = engine_argv(parser, parser.parse_args(["--model", "qwen3-0.6b"]), "paged")
+    directory = argv[argv.index("--model") + 1]
+    assert (Path(directory) / "config.json").exists()
+    assert model_directory(directory) == directory
 
 
 @pytest.mark.parametrize(("status", "written"), [(1, True), (1, False), (0, True)])

@@ -1,8 +1,8 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
     plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N] ..] --> [scatter] --> [copy_blocks[N]]
-                          (`copy_states[N]` after beams, and after forks, of recurrent layers; `set_few[N]` and
-                          `unmask` with the masks)
+                          (`plan_changes.py`; `copy_states[N]` after beams, and after forks, of recurrent layers;
+                          `set_few[N]` and `unmask` with the masks)
                                             |
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ..., pool[T]] --'
@@ -11,56 +11,33 @@ A handle's tokens are on their way to the host. Nothing here waits for the devic
 `DispatchedStep.result` is the only place that blocks.
 """
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError, InvalidParameterError
-from jpaged.engine.interface import NULL_BLOCK, Chunk, HostCopy, SamplingVariant, SlotStart, StepPlan
+from jpaged.engine.interface import Chunk, SamplingVariant, StepPlan
 from jpaged.executor.buckets import bucket_for
-from jpaged.executor.cache.host_chunks import HostChunks
 from jpaged.executor.cache.paged import Pools
 from jpaged.executor.cache.states import States
 from jpaged.executor.cache.virtual.memory import VirtualMemory
-from jpaged.executor.sampling import records as sampling_records
 from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs
-from jpaged.executor.step.blocks import CopyBlocks, GatherBlocks, ScatterBlocks
+from jpaged.executor.step.blocks import GatherBlocks, ScatterBlocks
 from jpaged.executor.step.bodies import Decode, Mixed, RowFlags, Rows, SharedDecode
-from jpaged.executor.step.changes import (
-    KNOWN_TOKENS_PER_CALL,
-    STARTS_PER_UPDATE,
-    TABLE_UPDATES_PER_UPDATE,
-    InitFull,
-    KnownTokens,
-    MoveBeams,
-    SetFew,
-    SetMasks,
-    StartFull,
-    Unmask,
-    Update,
-)
+from jpaged.executor.step.calls import Calls
+from jpaged.executor.step.changes import InitFull
 from jpaged.executor.step.compiled import CompiledProgram
-from jpaged.executor.step.copy_states import CopyStates
 from jpaged.executor.step.expert_load import ReadExpertTokens
 from jpaged.executor.step.handle import DispatchedStep
 from jpaged.executor.step.heads import Pool, PromptLogprobs, Sample, SampleResult, Score, WidenRows, WidenTokens
 from jpaged.executor.step.held import Held
+from jpaged.executor.step.plan_changes import PlanChanges
 from jpaged.executor.step.program import PACKED, Setup, StepProgram
 from jpaged.models import Weights
-
-_IN_ONE_ORDER = threading.Lock()
-"""Held while a program of several devices is dispatched. Each of them runs one program at a time, and in the middle of
-it waits for its peers: two that come to the devices in different orders, from engines in threads of their own, would
-wait for each other for ever."""
-
-_UPDATE, _INIT_FULL, _START_FULL, _KNOWN_TOKENS = Update(), InitFull(), StartFull(), KnownTokens()
-_GATHER, _SCATTER, _UNMASK = GatherBlocks(), ScatterBlocks(), Unmask()
 
 
 class Runner:
@@ -86,14 +63,13 @@ class Runner:
     ) -> None:
         self._setup = setup
         self._config = setup.config
-        self._programs = dict(programs)
-        self._held = held
-        self._num_groups = len(setup.cache.groups)
+        calls = Calls(programs, held)
+        self._programs, self._held, self._dispatch = calls.programs, calls.held, calls.dispatch
+        self._packed, self._run = calls.packed, calls.run
+        self._changes = PlanChanges(setup, calls)
         self._variants = {v: setup.program_variant(v) for v in SamplingVariant}
+        self._num_groups = len(setup.cache.groups)
         self._tokens_read: defaultdict[int, list[jax.Array]] = defaultdict(list)
-        is_split = len(held["pools"][0].sharding.device_set) > 1
-        self._dispatch: AbstractContextManager[object] = _IN_ONE_ORDER if is_split else nullcontext()
-        self._host_chunks = HostChunks()
         self.memory = memory
         self.closed = False
 
@@ -120,22 +96,7 @@ class Runner:
         return step
 
     def _dispatch_plan(self, plan: StepPlan) -> DispatchedStep:
-        for out in plan.swap_outs:
-            self._swap_out(out)
-        if len(plan.ends) or plan.starts:
-            self._end_and_start(plan.ends, plan.starts)
-        if len(plan.beams):
-            self._move_beams(plan.beams)
-        if len(plan.mask_slots):
-            self._set_masks(plan)
-        if len(plan.unmasked_slots):
-            buffer, host = self._packed(_UNMASK)
-            host["slots"][: len(plan.unmasked_slots)] = plan.unmasked_slots
-            self._run(_UNMASK, packed=buffer)
-        for back in plan.swap_ins:
-            self._swap_in(back)
-        if len(plan.copies):
-            self._copy_blocks(plan.copies)
+        self._changes.dispatch(plan)
         if not plan.num_rows:
             return DispatchedStep(0, None)
         return self._run_mixed(plan) if plan.chunks else self._run_decode(plan)
@@ -152,15 +113,15 @@ class Runner:
         for array in jax.tree.leaves((self._held, list(self._tokens_read.values()))):
             array.delete()
         self._tokens_read.clear()
-        self._programs = {}
-        self._host_chunks = HostChunks()
+        self._programs.clear()
+        self._changes.forget_host_chunks()
 
     def sleep(self, level: int) -> None:
         """Gives the memory of the KV pool back, and at level 2 that of the weights. Nothing may be in flight, and
         nothing is dispatched until `wake_up`.
         """
         self._wait()
-        self._host_chunks = HostChunks()
+        self._changes.forget_host_chunks()
         if self.memory is not None:
             self.memory.withdraw_all()
         else:
@@ -241,9 +202,9 @@ class Runner:
         With the one-shot all-reduce one body at a time: what a first run still has to load may take a lock or an idle
         device, and no sum of another program should wait for a peer meanwhile.
         """
-        self._ensure_full_state()
+        self._changes.ensure_full_state()
         for program, compiled in self._programs.items():
-            if program in (_INIT_FULL, _GATHER, _SCATTER):
+            if isinstance(program, InitFull | GatherBlocks | ScatterBlocks):
                 continue
             inputs = program.inputs(self._setup)
             idle = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), inputs)
@@ -252,10 +213,7 @@ class Runner:
             self._run(program, **idle)
             if "exchange" in compiled.signature.updates:
                 jax.block_until_ready((self._held["pools"], self._held["exchange"]))
-        if _GATHER in self._programs:  # and the copies to and from host memory
-            empty = HostCopy(0, np.zeros((0,), np.int32))
-            self._swap_out(empty)
-            self._swap_in(empty)
+        self._changes.swap_nothing()
         jax.block_until_ready((self._held["pools"], self._held["state"], self._held["full"]))
         del self._held["full"]
 
@@ -276,117 +234,6 @@ class Runner:
                     f" form {self._num_groups}."
                 )
 
-    def _end_and_start(self, ends: np.ndarray, starts: Sequence[SlotStart]) -> None:
-        """Ends, then starts with their first blocks; the running sequences' new blocks ride with the step itself."""
-        for start in starts:
-            self._start_full(start)
-        entries = np.concatenate([np.zeros((0, 4), np.int32), *map(_table_entries, starts)])
-        # All ends must come before any start, since a slot may end and start anew in one plan.
-        while len(ends) > STARTS_PER_UPDATE:
-            self._update(ends[:STARTS_PER_UPDATE], (), entries[:0])
-            ends = ends[STARTS_PER_UPDATE:]
-        while True:
-            self._update(ends, starts[:STARTS_PER_UPDATE], entries[:TABLE_UPDATES_PER_UPDATE])
-            ends, starts, entries = ends[:0], starts[STARTS_PER_UPDATE:], entries[TABLE_UPDATES_PER_UPDATE:]
-            if not starts and not len(entries):
-                return
-
-    def _update(self, ends: np.ndarray, starts: Sequence[SlotStart], entries: np.ndarray) -> None:
-        buffer, host = self._packed(_UPDATE)
-        host["ends"][: len(ends)] = ends
-        for i, start in enumerate(starts):
-            host["slots"][i] = start.slot
-            host["num_computed_tokens"][i] = start.num_computed_tokens
-            host["records"][i] = sampling_records.core_record(
-                start.sampling,
-                seed=start.seed,
-                stop_token_ids=start.stop_token_ids,
-                prompt_len=start.prompt_len,
-                max_len=start.max_len,
-            )
-        host["table_updates"][: len(entries)] = entries
-        self._run(_UPDATE, packed=buffer)
-
-    def _start_full(self, start: SlotStart) -> None:
-        """Writes the slot's row of the full sampling state, if the request asks for something kept there."""
-        if not sampling_records.uses_extras(start.sampling):
-            return
-        self._ensure_full_state()
-        buffer, host = self._packed(_START_FULL)
-        host["slot"][...] = start.slot
-        host["record"][...] = sampling_records.full_record(
-            start.sampling,
-            vocab_size=self._setup.model.vocab_size,
-            bad_words_token_ids=start.bad_words_token_ids,
-        )
-        self._run(_START_FULL, packed=buffer)
-        for first in range(0, len(start.token_ids), KNOWN_TOKENS_PER_CALL):
-            known = start.token_ids[first : first + KNOWN_TOKENS_PER_CALL]
-            buffer, host = self._packed(_KNOWN_TOKENS)
-            host["slot"][...], host["start"][...], host["prompt_len"][...] = start.slot, first, start.prompt_len
-            host["token_ids"][: len(known)] = known
-            self._run(_KNOWN_TOKENS, packed=buffer)
-
-    def _ensure_full_state(self) -> None:
-        if "full" not in self._held:
-            self._run(_INIT_FULL)
-
-    def _move_beams(self, beams: np.ndarray) -> None:
-        program = MoveBeams(bucket_for(len(beams), self._config.copy_buckets))
-        buffer, host = self._packed(program)
-        host["rows"][: len(beams)] = beams
-        self._run(program, packed=buffer)
-        if self._setup.states:
-            self._copy_states(beams[beams[:, 0] != beams[:, 1]][:, 1::-1])
-
-    def _copy_states(self, pairs: np.ndarray) -> None:
-        """pairs: int32 [n, 2]; slots (from, to). None is both, so calls need not be one."""
-        sizes = self._config.state_copy_buckets
-        for first in range(0, len(pairs), sizes[-1]):
-            some = pairs[first : first + sizes[-1]]
-            program = CopyStates(bucket_for(len(some), sizes))
-            buffer, host = self._packed(program)
-            host["pairs"][: len(some)] = some
-            self._run(program, packed=buffer)
-
-    def _set_masks(self, plan: StepPlan) -> None:
-        """In calls of at most the largest size: a mask takes as many bits as the vocabulary has tokens."""
-        are_few = np.array([mask.dtype == np.int32 for mask in plan.masks])
-        for kind, chosen in ((SetFew, np.flatnonzero(are_few)), (SetMasks, np.flatnonzero(~are_few))):
-            sizes = self._config.mask_buckets
-            for first in range(0, len(chosen), sizes[-1]):
-                some = chosen[first : first + sizes[-1]]
-                program = kind(bucket_for(len(some), sizes))
-                buffer, host = self._packed(program)
-                host["slots"][: len(some)] = plan.mask_slots[some]
-                host["tokens"][: len(some)] = plan.mask_tokens[some]
-                field = host["allowed" if kind is SetFew else "masks"]
-                for row, which in enumerate(some.tolist()):
-                    mask = plan.masks[which]
-                    field[row, : len(mask)] = mask.view(np.int32)
-                self._run(program, packed=buffer)
-
-    def _copy_blocks(self, copies: np.ndarray) -> None:
-        """In calls of at most the largest size, since each cache group may have a copy for each slot."""
-        largest = self._config.copy_buckets[-1]
-        for first in range(0, len(copies), largest):
-            some = copies[first : first + largest]
-            program = CopyBlocks(bucket_for(len(some), self._config.copy_buckets))
-            buffer, host = self._packed(program)
-            host["pairs"][: len(some)] = some
-            self._run(program, packed=buffer)
-
-    def _swap_out(self, copy: HostCopy) -> None:
-        buffer, host = self._packed(_GATHER)
-        host["block_ids"][: len(copy.block_ids)] = copy.block_ids
-        self._host_chunks.put(copy.chunk, self._run(_GATHER, packed=buffer))
-
-    def _swap_in(self, copy: HostCopy) -> None:
-        staging = self._host_chunks.take(copy.chunk, copy.keep)
-        buffer, host = self._packed(_SCATTER)
-        host["block_ids"][: len(copy.block_ids)] = copy.block_ids
-        self._run(_SCATTER, staging=staging, packed=buffer)
-
     def _run_decode(self, plan: StepPlan) -> DispatchedStep:
         """A step of decode rows alone."""
         slots, config = plan.decode_slots, self._config
@@ -396,7 +243,7 @@ class Runner:
         host["slots"][: len(slots)] = slots
         if shared is not None:
             host["num_sharing"][...], host["shared_len"][...] = plan.num_sharing, plan.shared_len
-        self._fill_table_updates(host["table_updates"], plan.table_updates)
+        self._changes.fill_table_updates(host["table_updates"], plan.table_updates)
         hidden, rows = self._run(program, packed=buffer)
         sampled = self._run_sample(hidden, rows, plan.variant)
         return DispatchedStep(len(slots), sampled, read_shared_prefix=shared is not None, when_read=self._keep_tokens)
@@ -417,10 +264,10 @@ class Runner:
             host["flags"][row] = RowFlags.SAMPLES if chunk.samples else 0
             host["tokens"][first : first + len(chunk.token_ids)] = chunk.token_ids
             first += len(chunk.token_ids)
-        self._fill_table_updates(host["table_updates"], plan.table_updates)
+        self._changes.fill_table_updates(host["table_updates"], plan.table_updates)
         hidden, rows, all_hidden = self._run(program, packed=buffer)
         if self._setup.states:
-            self._copy_states(_forks(chunks))
+            self._changes.copy_states(_forks(chunks))
         prompt_scores = self._run_prompt_logprobs(plan, all_hidden)
         target_scores = self._run_score(plan, all_hidden)
         pooled = self._run_pool(plan, all_hidden)
@@ -429,20 +276,13 @@ class Runner:
             sampled = self._run_sample(hidden, rows, plan.variant)
         return DispatchedStep(plan.num_rows, sampled, prompt_scores, target_scores, pooled, when_read=self._keep_tokens)
 
-    def _fill_table_updates(self, field: np.ndarray, updates: np.ndarray) -> None:
-        """Writes what a step's own buffer can carry; any surplus goes ahead through `update`."""
-        while len(updates) > len(field):
-            self._update(updates[:0, 0], (), updates[:TABLE_UPDATES_PER_UPDATE])
-            updates = updates[TABLE_UPDATES_PER_UPDATE:]
-        field[: len(updates)] = updates
-
     def _run_sample(self, hidden: jax.Array, rows: Rows, variant: SamplingVariant) -> SampleResult:
         batch = hidden.shape[0]
         size = bucket_for(batch, self._config.sample_buckets(variant))
         if size != batch:
             hidden, rows = self._run(WidenRows(batch, size), hidden=hidden, rows=rows)
         if variant == SamplingVariant.FULL:
-            self._ensure_full_state()
+            self._changes.ensure_full_state()
         program = Sample(size, self._variants[variant])
         return self._run(program, hidden=hidden, rows=rows, earlier=self._earlier_tokens(size))
 
@@ -525,25 +365,6 @@ class Runner:
         size = bucket_for(tokens, self._config.scored_buckets)
         return hidden if size == tokens else self._run(WidenTokens(tokens, size), hidden=hidden)
 
-    def _packed(self, program: StepProgram) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """A buffer for a program's packed input, all padding, and views of its fields."""
-        layout = self._programs[program].signature.layout
-        assert layout is not None
-        return layout.new()
-
-    def _run(self, program: StepProgram, **inputs: Any) -> Any:
-        """Calls a program with these inputs and the held values that it takes. Keeps the held values that it returns,
-        and returns its result.
-        """
-        compiled = self._programs[program]
-        takes, updates, _ = compiled.signature
-        held = self._held
-        arguments = [inputs[name] if name in inputs else held[name] for name in takes]
-        with self._dispatch:
-            *updated, result = compiled.executable(*arguments)
-        held.update(zip(updates, updated, strict=True))
-        return result
-
 
 def _forks(chunks: Sequence[Chunk]) -> np.ndarray:
     """The slots that a step's chunks fork, int32 [n, 2]: (from, to). A chunk without tokens follows the one that it was
@@ -556,9 +377,3 @@ def _forks(chunks: Sequence[Chunk]) -> np.ndarray:
         else:
             pairs.append((parent, chunk.slot))
     return np.array(pairs, np.int32).reshape(-1, 2)
-
-
-def _table_entries(start: SlotStart) -> np.ndarray:
-    """The entries of a slot's first block tables, as in `StepPlan.table_updates`; none for places without a block."""
-    groups, indices = np.nonzero(start.block_ids != NULL_BLOCK)
-    return np.stack([np.full(len(groups), start.slot), groups, indices, start.block_ids[groups, indices]], axis=1)

@@ -1,0 +1,1 @@
+"""The cases of `jpaged bench kernels`, a file for each kind."""

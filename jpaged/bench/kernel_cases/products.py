@@ -1,0 +1,60 @@
+"""Products of linear layers in few bits."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpaged import pallas_kernels as ops
+from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, L2_BYTES, Built, Case, normal
+
+_PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28_672, 4096), "down": (4096, 14_336)}
+"""Outputs and inputs of an 8B model's products."""
+
+_BITS = {"bf16": 16, "FP8": 8, "FP8 blocks": 8, "FP8 weights": 8, "4 bits": 4}
+"""Of a weight, by the name of a form that products are measured in."""
+
+
+def product_floor_us(form: str, rows: int, outputs: int, inputs: int) -> float:
+    """What a product takes at least: reading its weights, or its operations in the type that it multiplies in."""
+    flops = CARD_FLOPS * (2 if form in ("FP8", "FP8 blocks") else 1)
+    moved = outputs * inputs * _BITS[form] / 8 + 2 * rows * (outputs + inputs)
+    return max(moved / CARD_BYTES_S, 2 * rows * outputs * inputs / flops) * 1e6
+
+
+def product_case(form: str, rows: int, outputs: int, inputs: int, backend: str | None) -> Built:
+    """x @ weights.T, with weights in a form of `_BITS`, many pairs of them in turn; its work are the operations."""
+    copies = max(2, min(64, -(-L2_BYTES // (outputs * inputs * _BITS[form] // 8))))
+    values = [normal(i, (outputs, inputs), jnp.bfloat16) for i in range(copies)]
+    groups = inputs // 128 if form in ("FP8 blocks", "4 bits") else 1
+    scale = jnp.full((outputs, groups), 0.01, jnp.float32)
+    product: Callable[..., jax.Array]
+    if form == "bf16":
+        weights, product = values, lambda x, w, _: lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+    elif form == "4 bits":
+        weights = [lax.bitcast_convert_type(x, jnp.uint8)[..., 0][:, : inputs // 2] for x in values]
+        product = partial(ops.int4_product, group=128, backend=backend)
+    else:
+        weights = [(x * 64).astype(jnp.float8_e4m3fn) for x in values]
+        options: dict[str, Any] = {"group": 128 if groups > 1 else None, "backend": backend}
+        product = partial(ops.fp8_product, activations="none" if form == "FP8 weights" else "dynamic", **options)
+    del values
+    x = [normal(100 + i, (rows, inputs), jnp.bfloat16) for i in range(copies)]  # products of one x would be joined
+
+    @jax.jit
+    def program(x: list[jax.Array], weights: list[jax.Array], scale: jax.Array) -> list[jax.Array]:
+        return [product(one, w, scale) for one, w in zip(x, weights, strict=True)]
+
+    return program, (x, weights, scale), copies, 2.0 * rows * outputs * inputs
+
+
+def cases(backend: str | None) -> Iterator[Case]:
+    for layer, (width, depth) in _PRODUCTS.items():
+        for rows in (1, 8, 32, 256, 8192):
+            for form in _BITS:
+                floor = product_floor_us(form, rows, width, depth)
+                name = f"product {form}, {layer}, {rows:,} rows (floor {floor:.1f} us)"
+                yield Case(name, "us", None, partial(product_case, form, rows, width, depth, backend))

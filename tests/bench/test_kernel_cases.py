@@ -1,0 +1,128 @@
+"""What the cases of `jpaged bench kernels` compute, and what they say of it, in small shapes."""
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged.bench import kernels
+from jpaged.bench.kernel_cases import attention, contiguous, experts
+from jpaged.bench.kernel_cases.attention import Setting
+from jpaged.bench.kernel_cases.experts import Experts
+from jpaged.bench.routing import experts_touched
+from jpaged.models import Routing
+from jpaged.pallas_kernels.quantized_grouped_product.reference import dequantized
+
+
+def test_the_skew_is_that_of_the_experts_cases(monkeypatch):
+    monkeypatch.setattr(experts, "_DRAWS", 2)
+    cases = [case for case in kernels.cases("xla", 1.5) if case.name.startswith(("experts,", "sparse layer,"))]
+    skewed = [case for case in cases if "Zipf 1.5" in case.name]
+    assert len(skewed) == len(cases) / 2 == 10
+    even, uneven = (Experts(16, 2, 64, 32, zipf) for zipf in (0.0, 1.5))
+    assert uneven.floors_us(8)[0] < even.floors_us(8)[0], "fewer experts are read"
+
+
+@pytest.mark.parametrize("zipf", [0.0, 1.5])
+def test_every_call_of_a_sparse_layer_reads_as_many_experts_as_its_tokens_touch(monkeypatch, zipf):
+    touched, mix = [], experts.mix
+
+    def noting(x, gate_up, down, picked, weights, **options):
+        touched.append(len(np.unique(picked)))
+        return mix(x, gate_up, down, picked, weights, **options)
+
+    monkeypatch.setattr(experts, "mix", noting)
+    program, arguments, calls, _ = experts.sparse_case(16, Experts(64, 4, 64, 32, zipf), "xla")
+    with jax.disable_jit():
+        program(*arguments)
+    assert len(touched) == calls
+    wanted = experts_touched(Routing(per_token=4, zipf=zipf), 64, 16)
+    assert touched == pytest.approx([wanted] * calls, rel=0.25)
+
+
+def test_floors_are_the_bytes_of_experts_touched_and_the_operations_of_their_rows() -> None:
+    """Of Qwen3-30B-A3B: one token touches 8 experts of 3 x 2,048 x 768 weights, 8,192 tokens touch all 128."""
+    qwen, (e4m3, int4, mxfp4) = Experts(), experts.FEW_BITS
+    weights = 3 * 2048 * 768
+    outputs = 2 * 768 + 2048
+    each = {
+        None: 2 * weights,
+        e4m3: weights + 4 * outputs,  # a float32 scale for each
+        int4: weights / 2 + 4 * weights / 128,
+        mxfp4: weights / 2 + weights / 32,
+    }
+    for bits, expert_bytes in each.items():
+        assert qwen.expert_bytes(bits) == expert_bytes
+        for tokens, touched in ((1, 8), (8192, 128)):
+            moved = touched * expert_bytes + 8 * tokens * 2 * (2048 + 768 + 768 + 2048)
+            assert qwen.floors_us(tokens, bits) == pytest.approx(
+                (moved / 4.42e12 * 1e6, 2 * 8 * tokens * weights / 780e12 * 1e6)
+            )
+
+
+@pytest.mark.parametrize("bits", experts.FEW_BITS, ids=lambda bits: bits.form)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_experts_in_few_bits_are_as_many_bytes_as_their_floor_counts_and_give_what_their_values_say(
+    monkeypatch, bits, tokens
+) -> None:
+    monkeypatch.setattr(experts, "_DRAWS", 1)
+    few = Experts(experts=4, per_token=2, hidden=256, inner=128)
+    program, arguments, calls, work = experts.quantized_experts_case(tokens, bits, few, "xla")
+    x, gate_up, down, grouped, twos = arguments
+    assert calls == len(grouped) == (4 if tokens == 1 else 1)
+    assert work == 2 * tokens * 2 * 3 * 256 * 128
+    assert sum(part.nbytes for part in (*gate_up, *down)) == 4 * few.expert_bytes(bits)
+    arguments = (x, gate_up, down, grouped[:1], twos)
+    wide = [
+        np.stack([dequantized(w[e], scale[e], None, form=bits.form, group=bits.group) for e in range(4)])
+        for w, scale in (gate_up, down)
+    ]
+    assert [one.std() * one.shape[2] ** 0.5 for one in wide] == pytest.approx([1, 1], rel=0.5)
+    picked = few.draw(0, tokens).ravel()
+    owner = picked if tokens == 1 else np.sort(picked)
+    wanted = []
+    for row, expert in zip(np.asarray(x, np.float64), owner, strict=True):
+        gate, up = np.split(wide[0][expert] @ row, 2)
+        wanted.append(2 * wide[1][expert] @ (gate / (1 + np.exp(-gate)) * up))
+    np.testing.assert_allclose(np.asarray(program(*arguments), np.float64), wanted, atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("queries", [None, [20, 12], [7, 1]], ids=["decode", "prompts", "chunks"])
+def test_contiguous_cases_count_and_compute_what_those_over_block_tables_do(monkeypatch, queries) -> None:
+    """The same random keys and values in both: of 20 and 12 tokens, 4 query and 2 KV heads of 8."""
+    setting = Setting(heads=4, kv_heads=2, head_dim=8, block_size=4, dtype=np.float32)
+    lens = np.array([20, 12])
+    counts = None if queries is None else np.array(queries)
+    monkeypatch.setattr(attention, "L2_BYTES", 1)
+    monkeypatch.setattr(attention, "_LAYERS", 1)
+    monkeypatch.setattr(attention, "_PROGRAM_S", 0.0)
+    if queries is None:
+        assert setting.kv_bytes(lens) == (20 + 12) * 2 * 2 * 8 * 4
+    else:
+        scores = sum(sum(range(length - n + 1, length + 1)) for length, n in zip(lens, queries, strict=True))
+        assert setting.operations(lens, counts) == 4 * scores * 4 * 8
+    program, (q, [(keys, values)], stretches, kv_lens, chunks), calls, work = contiguous.contiguous_case(
+        lens, counts, setting, "xla"
+    )
+    assert calls == 1
+    assert sorted(stretches.tolist()) == [0, 1]
+    by_table, (_, pool, [table], _, *starts), calls, same_work = attention.attention_case(lens, counts, setting, "xla")
+    assert (calls, work) == (1, same_work)
+    for row, length in enumerate(lens):
+        for position in range(length):
+            entry = int(stretches[row]) * 20 + position
+            token = np.stack([keys[entry], values[entry]])
+            pool = pool.at[table[row, position // 4], :, :, position % 4].set(token)
+    found = program(q, [(keys, values)], stretches, kv_lens, chunks)
+    np.testing.assert_allclose(found, by_table(q, pool, [table], kv_lens, *starts), atol=1e-5)
+
+
+def test_contiguous_cases_stand_beside_those_over_block_tables_whatever_the_backend(monkeypatch) -> None:
+    monkeypatch.setattr(experts, "_DRAWS", 1)
+    cases = list(kernels.cases("xla"))
+    names = {case.name: case for case in cases}
+    assert len(names) == len(cases), "a name is that of one case"
+    beside = [name for name in names if name.endswith(", contiguous")]
+    assert len(beside) == 6
+    for name in beside:
+        assert names[name].of_the_card
+        assert names[name].unit == names[name.removeprefix("cuDNN ").removesuffix(", contiguous")].unit
