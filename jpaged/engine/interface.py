@@ -165,8 +165,8 @@ class StepPlan:
         [ceil(vocabulary / 32)]: bit v % 32 of word v // 32 is set for token v; or int32 [n], n at most FEW_TOKENS:
         these tokens. Only slots whose `SamplingParams` have structured_outputs, and these only when their masks have
         changed.
-    mask_tokens: int32 [m]; for each of them NO_TOKEN, or: the token that it sampled last does not count. It goes back
-        to where it was before, with this token as its last, and runs whatever had ended it.
+    mask_tokens: int32 [m]; for each of them NO_TOKEN, or the token that is the slot's last again: the one sampled after
+        it is dropped. The slot's length shrinks by one, and it is active, even if the dropped token had ended it.
     unmasked_slots: int32 [u]; slots that may sample any token from now on, though they have structured_outputs.
     decode_slots: int32 [d]; slots that compute their last token and sample the next.
     num_sharing, shared_len: the first `num_sharing` of them begin with the same `shared_len` computed tokens, full

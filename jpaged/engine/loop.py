@@ -4,6 +4,7 @@
         .add_request(request)            raises what `Scheduler.add` raises; nothing is left behind
         .step() -> [RequestUpdate]       one turn; requests that finished, and tokens of those that report each
         .spare_s() -> float              how long the next turn can wait for requests (`engine/pace.py`)
+        .collect() -> [RequestUpdate]    what became known meanwhile, beside steps
         .abort(request_ids) -> [Request] in any state; unknown or finished ids are passed over
         .finish(request_id, stop_reason, index)  a stop string was found: drop what is in flight for the sequence
         .has_unfinished()                whether `step` has anything left to do
@@ -108,7 +109,7 @@ class EngineCore:
         if self._is_paused:
             return []
         if self._has_enough(just_in_time) or self._is_awaited():
-            return self._read_oldest()
+            return self.scheduler.collect() or self._read_oldest()
         self.scheduler.give_back_idle()
         self._pace.begins()
         plan = self.scheduler.schedule(self._num_queued)
@@ -138,6 +139,15 @@ class EngineCore:
     def spare_s(self) -> float:
         """Seconds that the next `step(just_in_time=True)` can wait for requests; zero or less if it cannot."""
         return self._pace.spare_s()
+
+    def collect(self) -> list[RequestUpdate]:
+        """What has come to be known since the last turn without a step's result; nothing is dispatched or read."""
+        return self.scheduler.collect()
+
+    @property
+    def awaits_news(self) -> bool:
+        """Whether `collect` may soon have something to tell."""
+        return self.scheduler.awaits_news
 
     def rest(self) -> bool:
         """One of the turns while nothing is to be done: gives back memory that is idle.

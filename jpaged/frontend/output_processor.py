@@ -88,7 +88,9 @@ class OutputProcessor:
             request_id, index = update.request.request_id, update.request.index
             sequence = self._open[request_id].sequences[index]
             self._take_tokens(sequence, update)
-            changed.setdefault(request_id, []).append(sequence)
+            of_request = changed.setdefault(request_id, [])
+            if not any(one is sequence for one in of_request):  # it may have got a token and ended for another reason
+                of_request.append(sequence)
         outputs = []
         for request_id, sequences in changed.items():
             state = self._open[request_id]

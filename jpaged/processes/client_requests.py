@@ -89,6 +89,15 @@ class ClientRequests(ABC):
     def step(self) -> Mapping[Connection, FromEngine]:
         """One turn of the engine; returns one message for each client that it has news for."""
 
+    @property
+    def awaits_news(self) -> bool:
+        """Whether `collect` may soon have news."""
+        return False
+
+    def collect(self) -> Mapping[Connection, FromEngine]:
+        """As `step`, of what became known beside steps; nothing runs."""
+        return {}
+
     @abstractmethod
     def finish(self, request_id: str, message: Finish) -> None:
         """A client has found a stop string."""
@@ -198,6 +207,14 @@ class StepRequests(ClientRequests):
 
     def step(self) -> Mapping[Connection, FromEngine]:
         return self._report(self._core.step(just_in_time=True))
+
+    @property
+    def awaits_news(self) -> bool:
+        return self._core.awaits_news
+
+    def collect(self) -> Mapping[Connection, FromEngine]:
+        updates = self._core.collect()
+        return self._report(updates) if updates else {}
 
     def abort(self, request_ids: Iterable[str]) -> None:
         ids = list(request_ids)

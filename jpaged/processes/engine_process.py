@@ -19,7 +19,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -79,12 +79,18 @@ class EngineProcess:
         while self._connections and not self._shutdown:
             self._pulse.beat()
             spare_s = requests.spare_s()  # in any case: the host's part of a turn ends with it
+            if requests.awaits_news:
+                spare_s = min(spare_s, _SHORTEST_WAIT_S)
             self._receive(spare_s if requests.can_step() else 0.0 if has_idle_memory else IDLE_BEAT_S)
+            self._send(requests.collect())
             self._trials.advance()
             has_idle_memory = not requests.has_unfinished() and self._engine.rest()
             if requests.can_step() and requests.spare_s() < _SHORTEST_WAIT_S:
-                for connection, message in requests.step().items():
-                    connection.send(message)
+                self._send(requests.step())
+
+    def _send(self, messages: Mapping[Connection, wire.FromEngine]) -> None:
+        for connection, message in messages.items():
+            connection.send(message)
 
     def _receive(self, wait_s: float) -> None:
         """Takes the messages that have come. Without any, waits for some, at most `wait_s`."""

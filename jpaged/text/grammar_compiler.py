@@ -93,10 +93,17 @@ class _Process:
     def follow(
         self, guides: "Sequence[_Guide]", token_ids: list[int], guessed: list[bool], last: list[bool]
     ) -> list[Place]:
-        """Moves guides past a token; as `GrammarCompiler.advance`."""
-        message = Follow(self._changes(guides), [guide.number for guide in guides], token_ids, guessed, last)
+        """Moves guides past a token; as `GrammarCompiler.advance`. Where no guide guesses, their masks come as well."""
+        at_once = len(guides) <= MASK_ROWS and not any(guide.guesses for guide in guides)
+        message = Follow(self._changes(guides), [guide.number for guide in guides], token_ids, guessed, last, at_once)
         answer: Followed | None = self.ask(self._follower, message, Followed)
-        return [_ENDED] * len(guides) if answer is None else answer.places
+        if answer is None:
+            return [_ENDED] * len(guides)
+        if at_once:
+            waiting = [guide for guide, place in zip(guides, answer.places, strict=True) if place.waits]
+            for guide, made, mask in zip(waiting, answer.masks, self._masks, strict=False):
+                guide.made = _made(made, None, mask)
+        return answer.places
 
     def resume(self, guide: "_Guide", token_ids: Sequence[int], guessed: bool) -> Place:
         """Moves a guide past many tokens; as `GrammarCompiler.resume`. guessed: whether the last one may not follow."""
@@ -127,7 +134,7 @@ class _Process:
 
 
 class CompiledGrammar:
-    """A constraint that sequences can follow; as `jpaged.engine.constraints.grammars.Grammar`.
+    """A constraint that sequences can follow; as `jpaged.engine.constraints.mask_maker.Grammar`.
 
     forced: tokens that come first. mask: uint32 [words]; what may follow these. params: what it was compiled from.
     successor: the same in a later process, where its own has ended and a sequence went on.
@@ -157,10 +164,11 @@ class _Guide:
     """Where a sequence stands. ends_late: the end of sequence is allowed only where nothing else is. guesses: it may do
     without masks.
 
-    is_begun: whether the process knows it. followed: its tokens so far, those included that must come next.
+    is_begun: whether the process knows it. followed: its tokens so far, those included that must come next. made: its
+    mask, as `_made` returns it, which came without being asked for; None if none did.
     """
 
-    __slots__ = ("ends_late", "followed", "grammar", "guesses", "is_begun", "number")
+    __slots__ = ("ends_late", "followed", "grammar", "guesses", "is_begun", "made", "number")
 
     def __init__(self, grammar: CompiledGrammar, ends_late: bool, guesses: bool) -> None:
         self.ends_late, self.guesses = ends_late, guesses
@@ -172,6 +180,14 @@ class _Guide:
         self.grammar = grammar
         self.number = next(grammar.process.numbers)
         self.is_begun = False
+        self.made: np.ndarray | str | None = None
+
+    def take_made(self, before: np.ndarray | None) -> np.ndarray | str | None:
+        """Its mask, if it has come; the array of before where it is equal."""
+        made, self.made = self.made, None
+        if isinstance(made, np.ndarray) and before is not None and np.array_equal(made, before):
+            return before
+        return made
 
     def __del__(self) -> None:
         if self.is_begun:
@@ -179,7 +195,7 @@ class _Guide:
 
 
 class GrammarCompiler:
-    """Compiles constraints and follows them; as `jpaged.engine.constraints.grammars.Grammars`.
+    """Compiles constraints and follows them; as `jpaged.engine.constraints.mask_maker.Grammars`.
 
     Args:
         tokenizer: called in a thread, once for each process.
@@ -286,6 +302,10 @@ class GrammarCompiler:
         self, guides: Sequence[_Guide], before: Sequence[np.ndarray | None]
     ) -> "Sequence[np.ndarray | str]":
         """As `make_masks`, of at most MASK_ROWS guides; once more, one by one, if a process ends meanwhile."""
+        at_once = [guide.take_made(mask) for guide, mask in zip(guides, before, strict=True)]
+        found = [made for made in at_once if made is not None]
+        if len(found) == len(guides):
+            return found
         process = self._process
         if process is not None and process.is_alive and all(guide.grammar.process is process for guide in guides):
             with self._follow_lock:

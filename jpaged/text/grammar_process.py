@@ -82,7 +82,8 @@ class Changes(msgspec.Struct, array_like=True):
 
 class Follow(msgspec.Struct, array_like=True, tag=True):
     """tokens: a token for each guide. guessed: of which tokens it is to be said first whether they may follow.
-    last: which of them end their sequences.
+    last: which of them end their sequences. with_masks: the masks of those that need one are made at once; of at most
+    MASK_ROWS guides.
     """
 
     changes: Changes
@@ -90,6 +91,7 @@ class Follow(msgspec.Struct, array_like=True, tag=True):
     tokens: list[int]
     guessed: list[bool]
     last: list[bool]
+    with_masks: bool
 
 
 class Resume(msgspec.Struct, array_like=True, tag=True):
@@ -104,7 +106,7 @@ class Resume(msgspec.Struct, array_like=True, tag=True):
 
 
 class Place(NamedTuple):
-    """Where a guide stands; as `jpaged.engine.constraints.grammars.Place`.
+    """Where a guide stands; as `jpaged.engine.constraints.mask_maker.Place`.
 
     forced: tokens that must follow. needs_mask: what may follow them is to be asked for; otherwise a row may guess.
     is_refused: the token was guessed and must not follow: the guide stands before it still. failure: why it cannot go
@@ -116,11 +118,17 @@ class Place(NamedTuple):
     is_refused: bool = False
     failure: str = ""
 
+    @property
+    def waits(self) -> bool:
+        """Whether a mask is to be made for it."""
+        return self.needs_mask and not self.failure
+
 
 class Followed(msgspec.Struct, array_like=True):
-    """A place for each guide."""
+    """A place for each guide. masks: of those that need one, in order, as of Made; empty if none were asked for."""
 
     places: list[Place]
+    masks: list[list[int] | str | None] = []
 
 
 class MakeMasks(msgspec.Struct, array_like=True, tag=True):
@@ -191,7 +199,12 @@ class GrammarServer:
         if masked:
             self._executor.consume_token_par(masked)
         every = zip(guides, message.tokens, message.guessed, message.last, strict=True)
-        return Followed([_followed(*one) for one in every])
+        places = [_followed(*one) for one in every]
+        if not message.with_masks:
+            return Followed(places)
+        return Followed(
+            places, self._masks_of([guide for guide, place in zip(guides, places, strict=True) if place.waits])
+        )
 
     def resume(self, message: Resume) -> Followed:
         """Moves a guide past its tokens; as `follow`. It fails at the first token that may not follow."""
@@ -213,7 +226,11 @@ class GrammarServer:
     def make_masks(self, message: MakeMasks) -> Made:
         """Writes what may follow into the shared masks."""
         self._take(message.changes)
-        guides, masks = [self._guides[number] for number in message.guides], self._masks
+        return Made(self._masks_of([self._guides[number] for number in message.guides]))
+
+    def _masks_of(self, guides: list[Guide]) -> list[list[int] | str | None]:
+        """Writes their masks, in order; returns as `Made` has it."""
+        masks = self._masks
         by_lane = sorted(range(len(guides)), key=lambda i: (id(guides[i].grammar), guides[i].lane))
         self._executor.unsafe_compute_mask_ptr(
             [(guides[i].matcher, i) for i in by_lane], masks.ctypes.data, masks.strides[0], len(masks)
@@ -225,7 +242,7 @@ class GrammarServer:
         for guide, count in zip(guides, counts.tolist(), strict=True):
             guide.heed_mask(count)
         few = few_tokens(made, counts, FEW_TOKENS)
-        return Made([_failure(guide) or tokens for guide, tokens in zip(guides, few, strict=True)])
+        return [_failure(guide) or tokens for guide, tokens in zip(guides, few, strict=True)]
 
     def _take(self, changes: Changes) -> None:
         for number in changes.ended:

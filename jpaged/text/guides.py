@@ -34,6 +34,7 @@ import numpy as np
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+_random = Random(0)
 _QUICK_S = 0.1
 """Lanes of grammars that are compiled within this are made at once; those of others beside the work."""
 
@@ -60,14 +61,13 @@ class Guide:
     masks. lane: which of the grammar's it was copied from.
     """
 
-    __slots__ = ("_is_sure", "_random", "_vocabulary", "ends_late", "grammar", "guesses", "lane", "matcher")
+    __slots__ = ("_is_sure", "_vocabulary", "ends_late", "grammar", "guesses", "lane", "matcher")
 
     def __init__(self, grammar: "FollowedGrammar", vocabulary: Vocabulary, ends_late: bool, guesses: bool) -> None:
         self.grammar, self.ends_late, self.guesses = grammar, ends_late, guesses
         self.lane, self.matcher = grammar.begin()
         self._vocabulary = vocabulary
         self._is_sure = True  # a guess at the next place is likely to hold
-        self._random = Random(0)
 
     def take_guess(self, token: int) -> bool:
         """Moves past a token if it may follow; otherwise nothing has changed, and a mask is needed."""
@@ -88,9 +88,11 @@ class Guide:
 
     def needs_mask(self) -> bool:
         """Whether its row is not to guess what follows."""
-        if not self.guesses or self._is_sure:
-            return not self.guesses
-        return bool(self.matcher.validate_tokens([self._random.randrange(self._vocabulary.size)]) == 0)
+        if not self.guesses:
+            return True
+        if self._is_sure:
+            return False
+        return bool(self.matcher.validate_tokens([_random.randrange(self._vocabulary.size)]) == 0)
 
     def finish_mask(self, mask: np.ndarray) -> None:
         """Its mask has been made: uint32 [words]. The end of sequence is taken out where it must come late."""

@@ -115,10 +115,10 @@ class ConstrainedRows(DependentRows):
         self._masks: list[np.ndarray | None] = [None] * num_slots  # what each slot's next token must keep to
         self._sent: list[np.ndarray | None] = [None] * num_slots  # what the device has
         self._is_catching_up = np.zeros((num_slots,), np.bool_)  # forced tokens are being computed
-        self._in_making: set[int] = set()  # slots of whose sequences the maker has something to say yet
-        self._held: dict[int, _Held] = {}  # guesses that it has, by slot
+        self._in_making: set[int] = set()  # slots whose last token the maker has, or whose mask it makes
+        self._held: dict[int, _Held] = {}  # guesses that it checks, by slot
         self._confirmed: dict[int, _Held] = {}  # those that are allowed, but not stored yet
-        self._refused: set[int] = set()  # slots that have lost their last token, of which the device knows nothing yet
+        self._refused: set[int] = set()  # slots that are to go back by a token on the device, too
         self._come: list[int] = []  # slots whose masks have come, but which are not ready yet
         self._planned = np.zeros((0,), np.int64)
         self._has_failed = False
@@ -167,12 +167,13 @@ class ConstrainedRows(DependentRows):
                 )
                 self._sequences[member] = sequence
                 self._follow(sequence, member.output_token_ids)
+            # The first token keeps to a mask: so no slot ever goes back into its prompt, whose blocks others share.
             self._by_slot[member.slot] = sequence
             self._has_failed |= bool(sequence.failure)
             self._set_mask(member.slot, sequence)
 
     def _may_guess(self, request: Request) -> bool:
-        """Whether the most likely of all tokens, if it is allowed, is the one that is sampled of those allowed."""
+        """Whether a token that is sampled among all, if it is allowed, is the one that its mask would have led to."""
         return self._guesses and request.variant <= SamplingVariant.SAMPLING
 
     def _follow(self, sequence: _Sequence, token_ids: Sequence[int]) -> None:
@@ -434,6 +435,8 @@ class ConstrainedRows(DependentRows):
         held, sequence = self._held.pop(slot, None), self._by_slot[slot]
         assert sequence is not None  # who leaves a slot waits for what is in the making
         if place.failure:
+            if held is not None:
+                self._slots.take_back(slot)
             self._in_making.discard(slot)
             self._fail(sequence, place.failure)
             return

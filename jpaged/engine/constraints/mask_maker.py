@@ -168,8 +168,9 @@ def _make(
         try:
             places = grammars.advance(job.guides, job.token_ids, job.guessed, job.last)
             results.put(Followed(job.slots, places))
-            news.set()
             waiting = [i for i, place in enumerate(places) if place.needs_mask and not place.failure]
+            if len(waiting) < len(places):
+                news.set()
             if waiting:
                 masks = grammars.make_masks([job.guides[i] for i in waiting], [job.before[i] for i in waiting])
                 results.put(MasksMade([job.slots[i] for i in waiting], masks))

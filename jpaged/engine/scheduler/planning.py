@@ -50,7 +50,7 @@ from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.scheduler.waiting_requests import WaitingRequests
 
 _MOST_ABLE_FIRST = tuple(reversed(SamplingVariant))
-_NO_ENDS, _NO_BEAMS, _NO_UPDATES = np.zeros((0,), np.int32), np.zeros((0, 3), np.int32), np.zeros((0, 4), np.int32)
+_NO_SLOTS, _NO_BEAMS, _NO_UPDATES = np.zeros((0,), np.int32), np.zeros((0, 3), np.int32), np.zeros((0, 4), np.int32)
 
 
 class NoPlan(Enum):
@@ -128,15 +128,15 @@ class Planner(SchedulerPart):
         step = StepPlan(
             step_id=plan.step_id,
             variant=self._variant(plan),
-            ends=np.array(ends, np.int32) if ends else _NO_ENDS,
+            ends=np.array(ends, np.int32) if ends else _NO_SLOTS,
             starts=tuple(plan.starts),
             swap_outs=self._swap_space.end_plan(),
             swap_ins=tuple(plan.swap_ins),
             beams=np.array(plan.beams, np.int32) if plan.beams else _NO_BEAMS,
-            mask_slots=np.array(plan.mask_slots, np.int32),
+            mask_slots=np.array(plan.mask_slots, np.int32) if plan.mask_slots else _NO_SLOTS,
             masks=tuple(plan.masks),
-            mask_tokens=np.array(plan.mask_tokens, np.int32),
-            unmasked_slots=np.array(plan.unmasked_slots, np.int32),
+            mask_tokens=np.array(plan.mask_tokens, np.int32) if plan.mask_tokens else _NO_SLOTS,
+            unmasked_slots=np.array(plan.unmasked_slots, np.int32) if plan.unmasked_slots else _NO_SLOTS,
             copies=copies,
             table_updates=table_updates,
             decode_slots=rows.astype(np.int32),

@@ -173,6 +173,17 @@ class Scheduler:
         updates, self._updates = self._updates, []
         return updates
 
+    def collect(self) -> list[RequestUpdate]:
+        """Takes in what has been made elsewhere; returns as `take_updates`."""
+        if self._dependents.has_news:
+            self._take_confirmed()
+        return self.take_updates()
+
+    @property
+    def awaits_news(self) -> bool:
+        """Whether something is made elsewhere, of which `collect` may have to tell."""
+        return self._dependents.awaits_news
+
     def settle(self) -> None:
         """Waits until it is known of all tokens that were read whether they count."""
         self._dependents.settle()
@@ -193,7 +204,7 @@ class Scheduler:
 
     def wait_for_news(self) -> bool:
         """Waits for something that is made elsewhere, for a moment. False: nothing is."""
-        return self._dependents.awaits_news and self._dependents.wait()
+        return self.awaits_news and self._dependents.wait()
 
     def close(self) -> None:
         """Ends what works for the scheduler in other threads."""

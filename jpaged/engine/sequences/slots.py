@@ -217,9 +217,7 @@ class Slots:
         return np.minimum(self.end[rows] - self.num_computed[rows], num_tokens)
 
     def take_back(self, slot: int) -> None:
-        """The slot's last sampled token, of which the host has not learned, is none: the one before it is computed
-        again.
-        """
+        """Drops the token that the slot sampled last and that was never stored: the one before it is computed again."""
         self.num_computed[slot] -= 1
 
     def compute_up_to(self, slot: int, stop: int) -> None:

@@ -146,8 +146,8 @@ class MoveBeams(StepProgram):
 class SetMasks(StepProgram):
     """Writes masks: what some slots may sample from now on.
 
-    A slot with a token here goes back by one: that token is its last again. It is computed once more, to the same place
-    and with the same outcome. What had ended the slot, if anything did, was the token that it has lost.
+    A slot with a token here goes back by one: that token is its last again, and is computed once more, into the same
+    place. The slot is active, since only the token that it has lost can have ended it.
     """
 
     rows: int
