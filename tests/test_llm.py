@@ -474,7 +474,7 @@ def test_parameters_with_another_output_kind_are_equal_in_all_else():
         (
             {"kernel_backend": "cutlass"},
             InvalidParameterError,
-            "kernel_backend must be None or one of 'hopper', 'triton', 'xla', got 'cutlass'. Correct the name",
+            "kernel_backend must be None or one of 'hopper', 'triton', 'cudnn', 'xla', got 'cutlass'. Correct the name",
         ),
         ({"kernel_backend": ""}, InvalidParameterError, "kernel_backend must be the name of a backend"),
         ({"kernel_backend": 5}, InvalidParameterError, "kernel_backend must be the name of a backend"),
