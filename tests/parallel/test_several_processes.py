@@ -97,6 +97,8 @@ def test_a_plan_comes_back_from_its_bytes():
         ends=np.array([1, 2], np.int32),
         starts=(start,),
         table_updates=rng.integers(0, 9, (4, 4)).astype(np.int32),
+        mask_slots=np.array([3, 4], np.int32),
+        masks=(rng.integers(0, 9, 7).astype(np.uint32), np.array([5, 1], np.int32)),
         chunks=(chunk,),
         tokens_per_row=3,
     )
@@ -109,7 +111,11 @@ def test_a_plan_comes_back_from_its_bytes():
     assert again.starts[0].seed == 2**63
     assert again.starts[0].bad_words_token_ids == ((1,), (2, 3))
     assert plan_codec.encode(again) == plan_codec.encode(plan)
-    for found, sent in ((again.table_updates, plan.table_updates), (again.chunks[0].token_ids, chunk.token_ids)):
+    for found, sent in (
+        (again.table_updates, plan.table_updates),
+        (again.chunks[0].token_ids, chunk.token_ids),
+        *zip(again.masks, plan.masks, strict=True),
+    ):
         assert found.dtype == sent.dtype
         np.testing.assert_array_equal(found, sent)
 
