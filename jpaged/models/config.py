@@ -215,9 +215,10 @@ class ModelConfig:
         return _restore, (self.architecture, kind.__module__, kind.__name__, values)
 
 
-def inner_columns(inner: int, shards: int) -> int:
-    """Inner columns of an MLP that each shard has, padding included."""
-    return _INNER_UNIT * -(-inner // (shards * _INNER_UNIT)) if inner % shards else inner // shards
+def inner_columns(inner: int, shards: int, group: int = 1) -> int:
+    """Inner columns of an MLP that each shard has, padding included: whole groups of so many."""
+    unit = lcm(_INNER_UNIT if inner % shards else 1, group)
+    return unit * -(-inner // (shards * unit))
 
 
 def _is_dequantized(config: Mapping[str, Any], quantization: str | None, family: Any) -> bool:

@@ -12,6 +12,7 @@ from jpaged import LLMEngine, models
 from jpaged.executor.mesh import DeviceMesh, pick_devices
 from jpaged.models.experts import split_by_experts
 from jpaged.models.sharding import load_sharded, shard_of
+from tests.models.loading import test_mxfp4
 from tests.parallel.family_runs import ARGS, _run
 from tests.support.greedy_programs import greedy_programs
 from tests.support.quantized import dequantized_checkpoint, plain_checkpoint, quantized_checkpoint
@@ -29,6 +30,23 @@ def experts(layout: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory, greedy_programs():
         plain = plain_checkpoint("qwen3-moe", Path(directory) / "plain", moe_intermediate_size=64)
         return _tokens(plain, Path(directory), layout, "whole")
+
+
+def padded_experts(layout: str) -> dict[str, Any]:
+    """Greedy tokens by number of devices, of experts whose groups that share a scale the devices do not divide.
+
+    layout: "mxfp4" for gpt-oss, whose experts have five groups of 32 columns; else of a Qwen3-MoE with three of 128.
+    """
+    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+        if layout == "mxfp4":
+            config = test_mxfp4.CONFIG | {"intermediate_size": 160, "num_key_value_heads": 4}
+            source = test_mxfp4.write(Path(directory) / layout, test_mxfp4.stored_tensors(config)[0], config)
+        else:
+            sizes = {"moe_intermediate_size": 384, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1}
+            plain = plain_checkpoint("qwen3-moe", Path(directory) / "plain", **sizes)
+            source = quantized_checkpoint(plain, Path(directory) / layout, layout)
+        args = replace(ARGS, model=str(source))
+        return {str(number): _run(LLMEngine(replace(args, tensor_parallel_size=number))) for number in (1, 2, 4)}
 
 
 def _tokens(plain: Path, directory: Path, layout: str, *further: str) -> dict[str, Any]:

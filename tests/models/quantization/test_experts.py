@@ -8,6 +8,7 @@ import pytest
 
 from jpaged import models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from jpaged.models.config import inner_columns
 from jpaged.models.experts import split_by_experts
 from jpaged.models.sharding import shard_of
 from tests.models.quantization.test_checkpoints import dequantized, greedy, load
@@ -128,7 +129,7 @@ def test_what_experts_cannot_be_in_is_refused_by_name(plain, tmp_path):
     assert "covers model.layers.0.block_sparse_moe.experts.0.w2 and not " in some
 
 
-def test_scales_are_split_as_the_experts_are_and_each_device_needs_whole_groups(plain):
+def test_scales_are_split_as_the_experts_are_and_each_device_has_whole_groups(plain):
     def shard(layout: str, *, whole: bool) -> models.Model:
         source = dict(models.ModelConfig.from_directory(plain["qwen3-moe"]).source)
         config = models.ModelConfig.from_dict(source | {"quantization_config": PUBLISHED[layout].config})
@@ -148,5 +149,15 @@ def test_scales_are_split_as_the_experts_are_and_each_device_needs_whole_groups(
     assert by_expert["gate_up"] == (4, 2, 64, 160)
     assert by_expert["gate_up_scale"] == (4, 2, 64, 2)
     assert by_expert["down_scale"] == (4, 160, 1)
-    with pytest.raises(InvalidParameterError, match="gives each device 32 inputs of some products, which 128"):
-        shard("fp8-blocks", whole=False)
+    padded = shapes(shard("fp8-blocks", whole=False))
+    assert padded["gate_up"] == (8, 2, 128, 160)
+    assert padded["down"] == (8, 160, 128)
+    assert padded["down_scale"] == (8, 160, 1)
+
+
+@pytest.mark.parametrize(
+    ("inner", "shards", "group", "columns"),
+    [(2880, 2, 32, 1440), (2880, 4, 32, 736), (2880, 8, 32, 384), (768, 4, 128, 256), (768, 4, 1, 192), (90, 4, 1, 24)],
+)
+def test_columns_of_gpt_oss_and_qwen3_are_filled_up_to_whole_groups_alone(inner, shards, group, columns):
+    assert inner_columns(inner, shards, group) == columns
