@@ -10,7 +10,7 @@ from typing import Any, Self
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, shown
 from jpaged.models.config_reader import ConfigReader, read_json
 from jpaged.models.loading.safetensors_file import read_header
-from jpaged.models.quantization import Scheme, find_scheme
+from jpaged.models.quantization import Scheme, find_scheme, stored_method
 from jpaged.models.registry import architecture_of, family_of
 from jpaged.models.states import DeltaState
 
@@ -226,11 +226,11 @@ def _is_dequantized(config: Mapping[str, Any], quantization: str | None, family:
 
     Raises:
         InvalidParameterError: it is, and cannot.
+        UnsupportedModelError, CheckpointError: as `stored_method`.
     """
     if quantization != "none":
         return False
-    entry = config.get("quantization_config")
-    method = entry.get("quant_method") if isinstance(entry, Mapping) else None
+    method = stored_method(config)
     if method is None or method in getattr(family, "quantizations", ()):
         return True
     raise InvalidParameterError(

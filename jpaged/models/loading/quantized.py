@@ -4,6 +4,7 @@ q_proj.weight, q_proj.weight_scale  --Scheme.arrays-->  values, scales  --derive
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ from jpaged.models.quantization.scheme import BadTensor, Stored
 
 Tensors = dict[str, StoredTensor]
 """What a piece is filled from, by the family's names."""
+
+_UNREAD = "input_scale"
+"""Of experts, whose activations are not rounded. One that saw no token when it was calibrated may have a scale of 0."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -39,7 +43,10 @@ def expected_tensors(model: Model, piece: Piece) -> dict[str, Stored]:
             f"{layer.name} is stored transposed by a {model.config.architecture}, for which checkpoints in"
             f" {scheme.name} are not supported; use one that is not quantized."
         )
-    return {f"{layer.name}.{suffix}": tensor for suffix, tensor in scheme.tensors(layer).items()}
+    wanted = scheme.tensors(layer)
+    if layout.experts and _UNREAD in wanted:
+        wanted[_UNREAD] = replace(wanted[_UNREAD], optional=True)
+    return {f"{layer.name}.{suffix}": tensor for suffix, tensor in wanted.items()}
 
 
 class QuantizedLayers:
@@ -77,7 +84,10 @@ class QuantizedLayers:
         elif layout is not None and is_fused(piece, layout):
             found = self._packed(tensors[piece.tensor])
         else:
-            found = {name.removeprefix(f"{layer.name}."): one.read() for name, one in tensors.items()}
+            named = {name.removeprefix(f"{layer.name}."): one for name, one in tensors.items()}
+            if layout is not None and layout.experts:
+                named.pop(_UNREAD, None)
+            found = {suffix: one.read() for suffix, one in named.items()}
         try:
             arrays = scheme.arrays(layer, found)
         except BadTensor as error:
@@ -89,8 +99,6 @@ class QuantizedLayers:
         if plain:
             here = {suffix: jax.device_put(array, self._device) for suffix, array in arrays.items()}
             return {"": scheme.dequantized(here, self._model.dtype)}
-        if layout is not None and layout.experts:
-            arrays.pop("_input_scale", None)  # their activations are not rounded
         if "_order" in arrays:
             known = self._orders.setdefault(piece.parameter, arrays["_order"])
             if not np.array_equal(known, arrays["_order"]):

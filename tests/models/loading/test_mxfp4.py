@@ -270,6 +270,16 @@ def test_other_quantizations_are_refused() -> None:
         models.build(config, "float32")
     with pytest.raises(InvalidParameterError, match="quantization='none' makes plain numbers of weights in MXFP4"):
         models.ModelConfig.from_dict(CONFIG | {"quantization_config": gptq}, quantization="none")
+    plain = {name: value for name, value in CONFIG.items() if name != "quantization_config"}
+    for entries in ({"compression_config": gptq}, {"text_config": {"quantization_config": gptq}}):
+        with pytest.raises(InvalidParameterError, match="and this checkpoint is in 'gptq'; leave"):
+            models.ModelConfig.from_dict(plain | entries, quantization="none")
+    for unknown in ({"bits": 4}, {"quant_method": "quark"}):
+        with pytest.raises(
+            UnsupportedModelError, match=r"quant_method (None|'quark') is not supported; supported: awq"
+        ):
+            models.ModelConfig.from_dict(CONFIG | {"quantization_config": unknown}, quantization="none")
+    assert models.ModelConfig.from_dict(plain, quantization="none").quantization is None
     with pytest.raises(CheckpointError, match="quantization_config must be an object, got 'mxfp4'"):
         models.ModelConfig.from_dict(CONFIG | {"quantization_config": "mxfp4"})
     config = models.ModelConfig.from_dict(

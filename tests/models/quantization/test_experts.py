@@ -114,6 +114,20 @@ def test_a_tensor_of_an_expert_that_cannot_be_served_is_named(plain, tmp_path):
         load(damaged(directory, name, None))
 
 
+def test_static_scales_of_experts_activations_are_not_read_and_need_not_be_there(plain, tmp_path):
+    """An expert that no token of a calibration went to may have a scale of 0, or none."""
+    directory = quantized_checkpoint(plain["qwen3-moe"], tmp_path / "quantized", "fp8-static")
+    expected = load(directory)[1]
+    prefix = "model.layers.0.mlp.experts"
+    damaged(directory, f"{prefix}.3.up_proj.input_scale", np.zeros(1, np.float32))
+    damaged(directory, f"{prefix}.2.down_proj.input_scale", None)
+    for ours, theirs in zip(load(directory)[1], expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    attention = "model.layers.0.self_attn.q_proj.input_scale"
+    with pytest.raises(CheckpointError, match=f"'{attention}' has a scale of 0, which must be above 0"):
+        load(damaged(directory, attention, np.zeros(1, np.float32)))
+
+
 def test_what_experts_cannot_be_in_is_refused_by_name(plain, tmp_path):
     def refusal(name: str, layout: str, **entries: object) -> str:
         source = models.ModelConfig.from_directory(plain[name]).source if name in plain else tiny_model(name).config
