@@ -13,9 +13,17 @@ import numpy as np
 from jpaged.api.errors import CheckpointError
 from jpaged.models.loading.mxfp4 import PackedTensor
 from jpaged.models.loading.pieces import Piece
+from jpaged.models.loading.runs import Run, runs
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model
-from jpaged.models.quantization.layers import StoredLayer, as_rows, derived_piece, is_fused, is_transposed, stored_layer
+from jpaged.models.quantization.layers import (
+    StoredLayer,
+    derived_piece,
+    is_fused,
+    is_transposed,
+    row_order,
+    stored_layer,
+)
 from jpaged.models.quantization.scheme import BadTensor, Stored
 
 Tensors = dict[str, StoredTensor]
@@ -62,6 +70,18 @@ class QuantizedLayers:
             piece.parameter in self._model.quantized or piece.parameter in self._model.dequantized
         )
 
+    def runs(self, piece: Piece, tensors: Mapping[str, StoredTensor], most_bytes: int) -> list[Run]:
+        """What a piece is made of, where its tensor takes more than so many bytes: see `runs`.
+
+        One tensor of all experts is cut between them, and a layer that is quantized here between outputs. A layer that
+        the checkpoint has quantized is read as a whole.
+        """
+        layout, scheme = self._model.quantized.get(piece.parameter), self._model.config.quantization
+        if layout is None:
+            return runs(piece, tensors[piece.tensor], most_bytes) if self.are_plain(piece) else []
+        online = scheme is not None and scheme.online and not is_transposed(piece, layout)
+        return runs(piece, tensors[piece.tensor], most_bytes) if online or is_fused(piece, layout) else []
+
     def arrays(self, piece: Piece, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
         """What the layer's tensors become: see `Scheme.arrays`; {} where they are not quantized.
 
@@ -80,7 +100,7 @@ class QuantizedLayers:
         if scheme.online:
             assert layout is not None
             weight = jax.device_put(tensors[piece.tensor].read(), self._device)
-            found = {"weight": as_rows(piece, layout, weight)}
+            found = {"weight": weight, "order": row_order(piece, layout)}
         elif layout is not None and is_fused(piece, layout):
             found = self._packed(tensors[piece.tensor])
         else:

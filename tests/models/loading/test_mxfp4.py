@@ -163,6 +163,18 @@ def test_experts_stay_in_4_bits_and_are_what_they_are_read_as_otherwise(tmp_path
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
+def test_experts_in_4_bits_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write(tmp_path / "packed", stored_tensors()[0])
+    model, weights = load(directory, "float32", None)
+    expert = HIDDEN * 2 * INNER
+    monkeypatch.setattr(checkpoint, "MOST_BYTES", 3 * 2 * expert)
+    found = checkpoint.match(model, checkpoint.find_tensors(directory))
+    read = [n for piece, _, n in checkpoint.read_each(model, found, None) if piece.tensor.endswith("gate_up_proj")]
+    assert [n for n in read if n] == [few * (expert // 2 + expert // 32) for few in (3, 3, 2)]
+    for ours, theirs in zip(checkpoint.load(model, directory), weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
 def test_what_cannot_be_kept_in_4_bits_is_named(tmp_path: Path) -> None:
     stored, plain = stored_tensors()
     with pytest.raises(CheckpointError, match=r"_proj' is not in MXFP4, though config\.json"):

@@ -10,6 +10,7 @@ from jpaged import models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from jpaged.models.config import inner_columns
 from jpaged.models.experts import split_by_experts
+from jpaged.models.loading import checkpoint
 from jpaged.models.sharding import shard_of
 from tests.models.quantization.test_checkpoints import dequantized, greedy, load
 from tests.support.quantized import (
@@ -83,6 +84,20 @@ def test_online_each_output_of_each_expert_has_a_scale(name, tmp_path):
         np.testing.assert_allclose(np.abs(found[parameter]).max(axis=axes, keepdims=True), largest, rtol=1e-6)
         error = np.abs(found[parameter] - expected)
         assert np.all(error <= np.maximum(np.abs(expected) / 16, largest / 448 / 1024) * 1.001), parameter
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b-style", "mixtral"])
+def test_large_tensors_are_quantized_in_runs_of_their_experts_or_outputs(name, tmp_path, monkeypatch):
+    directory = write_tiny_model(tiny_model(name), tmp_path / name, use_torch=False)
+    model, weights = load(directory, "fp8")
+    most = 8192
+    monkeypatch.setattr(checkpoint, "MOST_BYTES", most)
+    for ours, theirs in zip(load(directory, "fp8")[1], weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    stored = checkpoint.match(model, checkpoint.find_tensors(directory))
+    largest = max(tensor.num_bytes for tensors in stored.values() for tensor in tensors.values())
+    each = max(64 * 2 * model.config.expert_size * 4, most) if "gpt" in name else most  # an expert is never cut
+    assert max(read for _, _, read in checkpoint.read_each(model, stored, None)) <= each < largest
 
 
 def test_random_experts_are_of_the_usual_size(plain, tmp_path):
