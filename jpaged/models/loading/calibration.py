@@ -4,7 +4,8 @@
     a layer:  weights --> device      run over all rows     --> hessian of the inputs of each `Linear`
               GPTQ, tensor by tensor  run over them again   --> rows of the next layer
 
-The device holds one layer with its hessians, the host the hidden states, and what is read and written of one tensor.
+The device holds one layer with its hessians. The host holds the hidden states, one tensor that is read, and a layer's
+values, a byte each, until they are written.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -46,8 +46,8 @@ def quantize_checkpoint(
 
     Embeddings, norms, biases and the head stay as they are; tokenizer, chat template and generation_config.json are
     copied. `LLM`, vLLM and transformers (with the compressed-tensors package) read the result, which has safetensors
-    files and a config.json with a "quantization_config". The host holds one tensor at a time, with what it becomes;
-    no accelerator is used, but for calibration (`loading.calibration`).
+    files and a config.json with a "quantization_config". The host holds one tensor at a time, with what it becomes,
+    and no accelerator is used, but for calibration, which takes a layer at a time (`loading.calibration`).
 
     model: a directory in Hugging Face layout with safetensors files, or a hub id. It must not be quantized.
     out: the directory to write; it must not exist, or be empty.
