@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jpaged.api.errors import InvalidParameterError, shown
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError, shown
 from jpaged.text.tokenizer import Tokenizer
 
 
@@ -16,11 +16,12 @@ def read_texts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
         through the chat template.
 
     Raises:
-        InvalidParameterError: the file cannot be read, has no text, or a line is no such object.
-        InvalidPromptError: messages are not what the chat template takes.
+        InvalidParameterError: the file cannot be read, has no text, or a line is no such object, or has messages that
+            are not what the chat template takes.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines, which also cuts at characters that JSON strings may have, such as U+2028.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidParameterError(f"--calibration {path} cannot be read ({error}); name a text file.") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -38,9 +39,13 @@ def _of_objects(path: Path, numbered: list[tuple[int, str]], tokenizer: Tokenize
         except ValueError:
             found = None
         if isinstance(found, dict) and isinstance(found.get("messages"), list):
-            yield tokenizer.apply_chat_template(found["messages"], add_generation_prompt=False)
+            try:
+                yield tokenizer.apply_chat_template(found["messages"], add_generation_prompt=False)
+            except InvalidPromptError as error:
+                raise InvalidParameterError(f"--calibration {path}, line {number}: {error}") from error
             continue
-        text = found.get("text", found.get("prompt")) if isinstance(found, dict) else None
+        entries = found if isinstance(found, dict) else {}
+        text = entries["prompt"] if entries.get("text") is None and "prompt" in entries else entries.get("text")
         if not isinstance(text, str):
             raise InvalidParameterError(
                 f'--calibration {path}, line {number}: must be an object with "text", "prompt" or "messages", got'

@@ -55,8 +55,11 @@ def run(args: argparse.Namespace) -> int:
     texts = None
     if args.calibration is not None:
         from jpaged.cli.calibration import read_texts
+        from jpaged.models.loading.quantize import checked_recipe
         from jpaged.text.tokenizer import Tokenizer
 
+        # Before the tokenizer is fetched and the texts are encoded.
+        checked_recipe(args.out, args.scheme, group_size=args.group_size, calibrated=True)
         texts = read_texts(args.calibration, Tokenizer.load(args.model, args.revision))
     options = {"group_size": args.group_size, "calibration": texts, "revision": args.revision}
     quantize_checkpoint(args.model, args.out, args.scheme, progress=progress, **options)

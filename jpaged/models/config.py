@@ -10,7 +10,7 @@ from typing import Any, Self
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, shown
 from jpaged.models.config_reader import ConfigReader, read_json
 from jpaged.models.loading.safetensors_file import read_header
-from jpaged.models.quantization import Scheme, find_scheme
+from jpaged.models.quantization import Scheme, find_scheme, stored_method
 from jpaged.models.registry import architecture_of, family_of
 from jpaged.models.states import DeltaState
 
@@ -215,9 +215,10 @@ class ModelConfig:
         return _restore, (self.architecture, kind.__module__, kind.__name__, values)
 
 
-def inner_columns(inner: int, shards: int) -> int:
-    """Inner columns of an MLP that each shard has, padding included."""
-    return _INNER_UNIT * -(-inner // (shards * _INNER_UNIT)) if inner % shards else inner // shards
+def inner_columns(inner: int, shards: int, group: int = 1) -> int:
+    """Inner columns of an MLP that each shard has, padding included: whole groups of so many."""
+    unit = lcm(_INNER_UNIT if inner % shards else 1, group)
+    return unit * -(-inner // (shards * unit))
 
 
 def _is_dequantized(config: Mapping[str, Any], quantization: str | None, family: Any) -> bool:
@@ -225,11 +226,11 @@ def _is_dequantized(config: Mapping[str, Any], quantization: str | None, family:
 
     Raises:
         InvalidParameterError: it is, and cannot.
+        UnsupportedModelError, CheckpointError: as `stored_method`.
     """
     if quantization != "none":
         return False
-    entry = config.get("quantization_config")
-    method = entry.get("quant_method") if isinstance(entry, Mapping) else None
+    method = stored_method(config)
     if method is None or method in getattr(family, "quantizations", ()):
         return True
     raise InvalidParameterError(

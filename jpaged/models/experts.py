@@ -159,7 +159,7 @@ class SparseConfig(ModelConfig):
         return replace(self, routing=replace(self.routing, zipf=zipf))
 
     def shard(self, shards: int) -> Self:
-        """As `ModelConfig.shard`.
+        """As `ModelConfig.shard`. Columns of quantized experts are filled up to whole groups that share a scale.
 
         Raises:
             InvalidParameterError: also where shards that are to have whole experts do not divide their number.
@@ -169,7 +169,9 @@ class SparseConfig(ModelConfig):
         split = super().shard(shards)
         shared_size = inner_columns(self.shared_size, shards)
         if not self.expert_parallel:
-            return replace(split, shared_size=shared_size, expert_size=inner_columns(self.expert_size, shards))
+            group = None if self.quantization is None else self.quantization.kind.group
+            expert_size = inner_columns(self.expert_size, shards, group or 1)
+            return replace(split, shared_size=shared_size, expert_size=expert_size)
         if self.num_experts % shards:
             raise InvalidParameterError(
                 f"enable_expert_parallel=True splits {self.num_experts} experts over tensor_parallel_size={shards}"

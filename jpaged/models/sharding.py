@@ -14,7 +14,8 @@ stored parameter is the shards' side by side; it differs from the whole one in t
 
     few key-value heads   8 shards of 2 key-value heads: each is stored 4 times, with the queries of one shard each
     padding               a vocabulary or an inner width that N does not divide is filled up with zeros; logits of
-                          padding are minus infinity, inner padding adds nothing
+                          padding are minus infinity, inner padding adds nothing. So is the inner width of quantized
+                          experts of which a shard would have parts of groups that share a scale
 """
 
 from collections.abc import Callable

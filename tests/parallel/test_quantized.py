@@ -23,6 +23,14 @@ def test_experts_in_4_bits_give_the_same_tokens_split_by_columns_and_by_experts(
     assert len({token for tokens in found["one"] for token in tokens}) > 8, "a text that wanders"
 
 
+@pytest.mark.parametrize("layout", ["mxfp4", "fp8-blocks"])
+def test_experts_whose_groups_do_not_divide_give_the_tokens_of_one_device_on_two_and_four(layout):
+    """gpt-oss-20b's on four devices, 720 columns each; Qwen3-30B-A3B's in blocks, 192 each."""
+    found = call_with_eight_devices(f"{RUNS}:padded_experts", layout)
+    assert found["1"] == found["2"] == found["4"]
+    assert len({token for tokens in found["1"] for token in tokens}) > 8, "a text that wanders"
+
+
 def test_keys_and_values_in_fp8_give_the_same_tokens_on_two_devices():
     found = call_with_eight_devices(f"{RUNS}:fp8_cache")
     assert found["one"] == found["two"]

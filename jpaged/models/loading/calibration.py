@@ -4,7 +4,8 @@
     a layer:  weights --> device      run over all rows     --> hessian of the inputs of each `Linear`
               GPTQ, tensor by tensor  run over them again   --> rows of the next layer
 
-The device holds one layer with its hessians, the host the hidden states, and what is read and written of one tensor.
+The device holds one layer with its hessians. The host holds the hidden states, one tensor that is read, and a layer's
+values, a byte each, until they are written.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -223,15 +224,9 @@ def _packed(
     texts: Sequence[Sequence[int]], length: int, vocab_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Tokens, positions and numbers of texts, int32 [length] each, of rows that texts fill one after the other."""
-    kept = [np.asarray(text, np.int32)[:length] for text in texts if len(text)]
+    kept = [found[:length] for found in (_tokens(text, vocab_size) for text in texts) if found.size]
     if not kept:
         raise InvalidParameterError("calibration must have texts with tokens, and has none.")
-    for text in kept:
-        if text.min() < 0 or text.max() >= vocab_size:
-            raise InvalidParameterError(
-                f"calibration has the token {shown(int(text.max() if text.min() >= 0 else text.min()))}, which is not"
-                f" one of the model's {vocab_size}."
-            )
     rows: list[list[np.ndarray]] = []
     room = 0
     for text in kept:
@@ -248,3 +243,15 @@ def _packed(
         numbers = [np.full(text.size, i, np.int32) for i, text in enumerate(row)]
         empty = np.zeros(fill, np.int32)
         yield np.concatenate([*row, empty]), np.concatenate([*positions, empty]), np.concatenate([*numbers, empty - 1])
+
+
+def _tokens(text: Sequence[int], vocab_size: int) -> np.ndarray:
+    """int32 [T]."""
+    if not isinstance(text, str) and isinstance(text, Sequence | np.ndarray):
+        for token in text:
+            if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                raise InvalidParameterError(
+                    f"calibration has the token {shown(token)}, which is not one of the model's {vocab_size}."
+                )
+        return np.asarray(text, np.int32)
+    raise InvalidParameterError(f"calibration must be lists of token ids, one a text, and has {shown(text)}.")

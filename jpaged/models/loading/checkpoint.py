@@ -22,7 +22,7 @@ from jpaged.models.loading import orbax_checkpoint, safetensors_file
 from jpaged.models.loading.mxfp4 import join_packed
 from jpaged.models.loading.pieces import Piece
 from jpaged.models.loading.quantized import QuantizedLayers, Tensors, expected_tensors
-from jpaged.models.loading.runs import MOST_BYTES, runs
+from jpaged.models.loading.runs import MOST_BYTES
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model, Weights, resolve_dtype
 from jpaged.models.quantization.scheme import Stored
@@ -91,21 +91,29 @@ def read_each(
     layers = QuantizedLayers(model, device)
     for index, tensors in stored.items():
         piece, read = model.pieces[index], 0
-        cut = runs(piece, tensors[piece.tensor], MOST_BYTES) if layers.are_plain(piece) else []
+        cut = layers.runs(piece, tensors, MOST_BYTES)
         if tensors != held or cut:
             held, arrays = {}, {}
         for run in cut:
             rows = tensors[piece.tensor].rows(run.first, run.count)
-            yield run.piece, rows.read(), rows.num_bytes
+            arrays = layers.arrays(run.piece, {piece.tensor: rows}) or {"": rows.read()}
+            yield from _placed(layers, run.piece, arrays, rows.num_bytes)
+            arrays = {}
         if cut:
             continue
         if not held:
             read, held = sum(tensor.num_bytes for tensor in tensors.values()), tensors
             arrays = layers.arrays(piece, tensors) or {"": tensors[piece.tensor].read()}
-        for part, array in layers.pieces(piece, arrays):
-            yield part, array, read
-            read = 0
-            del array
+        yield from _placed(layers, piece, arrays, read)
+
+
+def _placed(
+    layers: QuantizedLayers, piece: Piece, arrays: Mapping[str, Any], read: int
+) -> Iterator[tuple[Piece, Any, int]]:
+    for part, array in layers.pieces(piece, arrays):
+        yield part, array, read
+        read = 0
+        del array
 
 
 KV_SCALE = re.compile(r"\blayers\.(?P<layer>\d+)\.(?:\w+\.)*(?P<kind>[kv])_scale$")

@@ -46,8 +46,8 @@ def quantize_checkpoint(
 
     Embeddings, norms, biases and the head stay as they are; tokenizer, chat template and generation_config.json are
     copied. `LLM`, vLLM and transformers (with the compressed-tensors package) read the result, which has safetensors
-    files and a config.json with a "quantization_config". The host holds one tensor at a time, with what it becomes;
-    no accelerator is used, but for calibration (`loading.calibration`).
+    files and a config.json with a "quantization_config". The host holds one tensor at a time, with what it becomes,
+    and no accelerator is used, but for calibration, which takes a layer at a time (`loading.calibration`).
 
     model: a directory in Hugging Face layout with safetensors files, or a hub id. It must not be quantized.
     out: the directory to write; it must not exist, or be empty.
@@ -73,28 +73,38 @@ def quantize_checkpoint(
         OutputError: `out` cannot be written, for want of space for example.
     What was begun is removed when anything fails.
     """
-    if scheme not in RECIPES:
-        raise InvalidParameterError(f"scheme must be one of {', '.join(RECIPES)}, got {scheme!r}.")
     if shard_bytes < 1:
         raise InvalidParameterError(f"shard_bytes must be at least 1, got {shard_bytes}.")
-    recipe = RECIPES[scheme]
-    if not recipe.packs and (group_size is not None or calibration is not None):
-        named = "calibration" if group_size is None else "group_size"
-        raise InvalidParameterError(f"{named} is for scheme 'int4', and not for {scheme!r}; leave it out.")
-    if group_size is not None:
-        if group_size not in GROUPS:
-            raise InvalidParameterError(f"group_size must be one of {', '.join(map(str, GROUPS))}, got {group_size!r}.")
-        recipe = recipe.in_groups(group_size)
     if not 0 < damping <= 1:
         raise InvalidParameterError(f"damping must be above 0 and at most 1, got {damping!r}.")
     out = Path(out)
-    _check_target(out)  # before anything is downloaded
+    recipe = checked_recipe(out, scheme, group_size=group_size, calibrated=calibration is not None)
     directory = resolve(model, revision)
     plan = _Plan(directory, recipe, scheme)
     if calibration is not None:
         plan.calibrate(calibration, damping)
     with _written_whole(out):
         plan.write(out, shard_bytes, progress)
+
+
+def checked_recipe(out: Path, scheme: str, *, group_size: int | None, calibrated: bool) -> Recipe:
+    """What to write, where these arguments of `quantize_checkpoint` can be served. Nothing is downloaded or read.
+
+    Raises:
+        InvalidParameterError: as `quantize_checkpoint`.
+    """
+    if scheme not in RECIPES:
+        raise InvalidParameterError(f"scheme must be one of {', '.join(RECIPES)}, got {scheme!r}.")
+    recipe = RECIPES[scheme]
+    if not recipe.packs and (group_size is not None or calibrated):
+        named = "calibration" if group_size is None else "group_size"
+        raise InvalidParameterError(f"{named} is for scheme 'int4', and not for {scheme!r}; leave it out.")
+    if group_size is not None:
+        if group_size not in GROUPS:
+            raise InvalidParameterError(f"group_size must be one of {', '.join(map(str, GROUPS))}, got {group_size!r}.")
+        recipe = recipe.in_groups(group_size)
+    _check_target(out)
+    return recipe
 
 
 class _Plan:
@@ -105,6 +115,11 @@ class _Plan:
         source = read_json(directory / "config.json")
         _check_plain(directory, source)
         plain = ModelConfig.from_directory(directory)
+        if plain.is_hybrid:
+            raise UnsupportedModelError(
+                f"{plain.architecture}: models with recurrent layers are not supported in scheme {scheme!r}, nor in any"
+                " other; serve the checkpoint as it is."
+            )
         # Online, those layers are quantized that are to be here.
         model = build(ModelConfig.from_directory(directory, quantization="fp8"))
         self._stored = find_tensors(directory)
@@ -180,7 +195,7 @@ class _Plan:
             if misfit := self._recipe.misfit(layer):
                 raise UnsupportedModelError(
                     f"{stored} has {layer.outputs} outputs and {layer.inputs} inputs, and scheme {scheme!r} needs"
-                    f" {misfit}; choose {'a smaller group_size, or ' if self._recipe.columns > GROUPS[0] else ''}'fp8'."
+                    f" {misfit}."
                 )
             found[stored] = layer
         return found

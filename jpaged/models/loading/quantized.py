@@ -4,6 +4,7 @@ q_proj.weight, q_proj.weight_scale  --Scheme.arrays-->  values, scales  --derive
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,13 +13,24 @@ import numpy as np
 from jpaged.api.errors import CheckpointError
 from jpaged.models.loading.mxfp4 import PackedTensor
 from jpaged.models.loading.pieces import Piece
+from jpaged.models.loading.runs import Run, runs
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model
-from jpaged.models.quantization.layers import StoredLayer, as_rows, derived_piece, is_fused, is_transposed, stored_layer
+from jpaged.models.quantization.layers import (
+    StoredLayer,
+    derived_piece,
+    is_fused,
+    is_transposed,
+    row_order,
+    stored_layer,
+)
 from jpaged.models.quantization.scheme import BadTensor, Stored
 
 Tensors = dict[str, StoredTensor]
 """What a piece is filled from, by the family's names."""
+
+_UNREAD = "input_scale"
+"""Of experts, whose activations are not rounded. One that saw no token when it was calibrated may have a scale of 0."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -39,7 +51,10 @@ def expected_tensors(model: Model, piece: Piece) -> dict[str, Stored]:
             f"{layer.name} is stored transposed by a {model.config.architecture}, for which checkpoints in"
             f" {scheme.name} are not supported; use one that is not quantized."
         )
-    return {f"{layer.name}.{suffix}": tensor for suffix, tensor in scheme.tensors(layer).items()}
+    wanted = scheme.tensors(layer)
+    if layout.experts and _UNREAD in wanted:
+        wanted[_UNREAD] = replace(wanted[_UNREAD], optional=True)
+    return {f"{layer.name}.{suffix}": tensor for suffix, tensor in wanted.items()}
 
 
 class QuantizedLayers:
@@ -54,6 +69,18 @@ class QuantizedLayers:
         return self._model.config.quantization is None or not (
             piece.parameter in self._model.quantized or piece.parameter in self._model.dequantized
         )
+
+    def runs(self, piece: Piece, tensors: Mapping[str, StoredTensor], most_bytes: int) -> list[Run]:
+        """What a piece is made of, where its tensor takes more than so many bytes: see `runs`.
+
+        One tensor of all experts is cut between them, and a layer that is quantized here between outputs. A layer that
+        the checkpoint has quantized is read as a whole.
+        """
+        layout, scheme = self._model.quantized.get(piece.parameter), self._model.config.quantization
+        if layout is None:
+            return runs(piece, tensors[piece.tensor], most_bytes) if self.are_plain(piece) else []
+        online = scheme is not None and scheme.online and not is_transposed(piece, layout)
+        return runs(piece, tensors[piece.tensor], most_bytes) if online or is_fused(piece, layout) else []
 
     def arrays(self, piece: Piece, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
         """What the layer's tensors become: see `Scheme.arrays`; {} where they are not quantized.
@@ -73,11 +100,14 @@ class QuantizedLayers:
         if scheme.online:
             assert layout is not None
             weight = jax.device_put(tensors[piece.tensor].read(), self._device)
-            found = {"weight": as_rows(piece, layout, weight)}
+            found = {"weight": weight, "order": row_order(piece, layout)}
         elif layout is not None and is_fused(piece, layout):
             found = self._packed(tensors[piece.tensor])
         else:
-            found = {name.removeprefix(f"{layer.name}."): one.read() for name, one in tensors.items()}
+            named = {name.removeprefix(f"{layer.name}."): one for name, one in tensors.items()}
+            if layout is not None and layout.experts:
+                named.pop(_UNREAD, None)
+            found = {suffix: one.read() for suffix, one in named.items()}
         try:
             arrays = scheme.arrays(layer, found)
         except BadTensor as error:
@@ -89,8 +119,6 @@ class QuantizedLayers:
         if plain:
             here = {suffix: jax.device_put(array, self._device) for suffix, array in arrays.items()}
             return {"": scheme.dequantized(here, self._model.dtype)}
-        if layout is not None and layout.experts:
-            arrays.pop("_input_scale", None)  # their activations are not rounded
         if "_order" in arrays:
             known = self._orders.setdefault(piece.parameter, arrays["_order"])
             if not np.array_equal(known, arrays["_order"]):

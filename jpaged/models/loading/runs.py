@@ -26,7 +26,7 @@ class Run:
 
 def runs(piece: Piece, tensor: StoredTensor, most_bytes: int) -> list[Run]:
     """What a piece is made of, where its tensor takes more than so many bytes. Empty where it takes less, or where
-    what belongs together does not lie together: then it is to be read as a whole.
+    the part's rows are scattered: then it is to be read as a whole.
     """
     if tensor.array_bytes <= most_bytes:
         return []

@@ -22,10 +22,10 @@ from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear, LinearLayout
 from jpaged.models.loading.pieces import Piece
 from jpaged.models.quantization.layers import SUFFIXES, is_fused, stored_layer
-from jpaged.models.quantization.registry import find_scheme
+from jpaged.models.quantization.registry import find_scheme, stored_method
 from jpaged.models.quantization.scheme import Scheme
 
-__all__ = ["SUFFIXES", "Scheme", "find_scheme", "quantize"]
+__all__ = ["SUFFIXES", "Scheme", "find_scheme", "quantize", "stored_method"]
 
 
 def quantize(

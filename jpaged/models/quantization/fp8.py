@@ -10,6 +10,7 @@ their 128 outputs, 3 % of the weights' bytes.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
-from jpaged.models.quantization.layers import QuantizedLinear, rows_parameter
+from jpaged.models.quantization.layers import QuantizedLinear, RowOrder, rows_parameter
 from jpaged.pallas_kernels import fp8_product
 from jpaged.pallas_kernels.fp8_product.api import Activations
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8
@@ -81,16 +82,20 @@ class Fp8Linear(QuantizedLinear):
         )
 
 
-def quantize_rows(weight: np.ndarray | jax.Array) -> dict[str, Any]:
-    """A layer's arrays, of its weight [outputs, inputs] in floats: each output's largest magnitude becomes 448.
+def quantize_rows(weight: np.ndarray | jax.Array, order: RowOrder) -> dict[str, Any]:
+    """A layer's arrays, of its weight in floats: each output's largest magnitude becomes 448.
+
+    weight: as the checkpoint has it. order: how that becomes [outputs, inputs].
 
     Raises:
         ValueError: there is NaN or infinity.
     """
-    values, scale = _quantize(weight)
+    values, scale = _quantize(weight, order)
     if not bool(jnp.all(jnp.isfinite(scale))):
         raise ValueError("has NaN or infinity")
     return {"": values, "_scale": scale}
 
 
-_quantize = jax.jit(round_to_fp8)
+@partial(jax.jit, static_argnums=1)  # one program, which writes no transposed copy of the weight
+def _quantize(weight: jax.Array, order: RowOrder) -> tuple[jax.Array, jax.Array]:
+    return round_to_fp8(order.rows(weight))

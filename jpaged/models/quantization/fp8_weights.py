@@ -87,9 +87,10 @@ class OnlineFp8(Scheme):
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
         return {"weight": Stored((*FLOAT_TYPES, "F64"), ((layer.outputs, layer.inputs),))}
 
-    def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    def arrays(self, layer: StoredLayer, found: Mapping[str, Any]) -> dict[str, Any]:
+        """found: "weight", an array as the checkpoint has it, and "order", its `RowOrder`."""
         try:
-            return quantize_rows(found["weight"])
+            return quantize_rows(found["weight"], found["order"])
         except ValueError as error:
             raise BadTensor("weight", str(error)) from None
 

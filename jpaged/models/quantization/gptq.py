@@ -2,8 +2,8 @@
 
     weight [out, in], hessian = sum of x x^T over the calibration's inputs x [in]
 
-    scales       of each group: of some, the one whose rounding errs least, squared errors weighted by the hessian's
-                 diagonal
+    scales       of each group: the best of 20 candidates, by the error of rounding, squared and weighted by the
+                 hessian's diagonal
     U            upper Cholesky factor of the inverse of (hessian + damping), inputs in the order of the diagonal, the
                  largest first, as those are rounded best whose errors others can still take over ("act-order")
     a column     value = round(weight / scale), error = (weight - value * scale) / U[j, j]

@@ -117,7 +117,7 @@ def derived_piece(piece: Piece, layout: LinearLayout, suffix: str, shape: Sequen
     """Where an array belongs that was made of a stored layer's tensors.
 
     piece: of a plain layer's kernel.
-    suffix: of the parameter's name. shape: [outputs, n] as the rows of torch's weight (`as_rows`); or [n], for all
+    suffix: of the parameter's name. shape: [outputs, n] as the rows of torch's weight (`RowOrder`); or [n], for all
         outputs at once.
     """
     name = piece.parameter + suffix
@@ -140,13 +140,26 @@ def derived_piece(piece: Piece, layout: LinearLayout, suffix: str, shape: Sequen
     )
 
 
-def as_rows(piece: Piece, layout: LinearLayout, tensor: Any) -> Any:
-    """A checkpoint's tensor as [outputs, inputs], of numpy or JAX."""
+@dataclass(frozen=True)
+class RowOrder:
+    """How a checkpoint's tensor becomes [outputs, inputs]. split: its shape first. order: the transposition then, after
+    which the last axis is the inputs."""
+
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def rows(self, tensor: Any) -> Any:
+        """Of numpy or JAX."""
+        return tensor.reshape(self.split).transpose(self.order).reshape(-1, self.split[self.order[-1]])
+
+
+def row_order(piece: Piece, layout: LinearLayout) -> RowOrder:
+    """Of the tensor that a piece of a plain layer's kernel is."""
     if not is_fused(piece, layout):
-        return tensor if _is_torch(piece, layout) else tensor.T
+        return RowOrder(piece.shape, (0, 1) if _is_torch(piece, layout) else (1, 0))
     (axis,) = layout.input_axes
-    order = [i for i in range(len(piece.split)) if i != piece.axes[axis]] + [piece.axes[axis]]
-    return tensor.reshape(piece.split).transpose(order).reshape(-1, piece.split[piece.axes[axis]])
+    inputs = piece.axes[axis]
+    return RowOrder(piece.split, (*(i for i in range(len(piece.split)) if i != inputs), inputs))
 
 
 def _is_torch(piece: Piece, layout: LinearLayout) -> bool:

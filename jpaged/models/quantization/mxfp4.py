@@ -26,7 +26,8 @@ from jpaged.pallas_kernels.quantized_grouped_product.api import MX_GROUP
 
 _RANDOM_STD = 2.93
 """Of equally likely values of four bits."""
-_BIAS, _NAN = 127, 255
+_BIAS, _LARGEST, _NAN = 127, 252, 255
+"""Of scales. Those above the largest may make infinity: 6 * 2^(253 - 127) is beyond 2^128."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,10 @@ class Mxfp4Weights(Scheme):
 
     def arrays(self, layer: StoredLayer, found: Mapping[str, Any]) -> dict[str, Any]:
         """found: "blocks" uint8 [E, outputs, G, 16] and "scales" uint8 [E, outputs, G], of JAX."""
-        if bool(jnp.any(found["scales"] == _NAN)):
-            raise BadTensor("", "has a scale of 255, which makes NaN")
+        largest = int(jnp.max(found["scales"], initial=0))
+        if largest > _LARGEST:
+            what = "NaN" if largest == _NAN else "numbers that bfloat16 does not hold"
+            raise BadTensor("", f"has a scale of {largest}, which makes {what}")
         return {"": _halves(found["blocks"]), "_scale": found["scales"].reshape(layer.outputs, -1)}
 
     def check_layer(self, layer: StoredLayer) -> None:

@@ -61,9 +61,12 @@ class Recipe:
         return self.layout == "pack-quantized"
 
     def misfit(self, layer: StoredLayer) -> str:
-        """What a layer's sizes would have to be, if it cannot be stored; else nothing."""
-        fits = not self.packs or (layer.inputs % self.columns == 0 and layer.outputs % 8 == 0)
-        return "" if fits else f"multiples of 8 and of {self.columns}"
+        """What a layer's sizes would have to be, if it cannot be stored, and what to do; else nothing."""
+        if not self.packs or (layer.inputs % self.columns == 0 and layer.outputs % 8 == 0):
+            return ""
+        fitting = [str(size) for size in GROUPS if layer.inputs % size == 0 and layer.outputs % 8 == 0]
+        instead = f"group_size={' or '.join(fitting)}, or " if fitting else "scheme "
+        return f"multiples of 8 and of {self.columns}; choose {instead}'fp8'"
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """The "quantization_config". ignored: names of the linear layers that are not quantized."""

@@ -42,17 +42,33 @@ def find_scheme(config: Mapping[str, Any], asked: str | None) -> Scheme | None:
                 f" for such: {', '.join(map(repr, _ONLINE))}."
             )
         return None if asked is None else _ONLINE[asked]
+    method = _method(entries)
+    if asked is not None and asked != method:
+        raise InvalidParameterError(
+            f"quantization={asked!r}, but the checkpoint is quantized by {method!r}; leave quantization out."
+        )
+    return _METHODS[method](entries)
+
+
+def stored_method(config: Mapping[str, Any]) -> str | None:
+    """The "quant_method" of a checkpoint; None if it is not quantized.
+
+    Raises:
+        UnsupportedModelError: it is not supported, or not said.
+        CheckpointError: an entry is of the wrong type.
+    """
+    entries = _entries(config)
+    return None if entries is None else _method(entries)
+
+
+def _method(entries: Entries) -> str:
     method = entries.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise UnsupportedModelError(
             f"config.json: quantization_config: quant_method {shown(method)} is not supported; supported:"
             f" {', '.join(_METHODS)}."
         )
-    if asked is not None and asked != method:
-        raise InvalidParameterError(
-            f"quantization={asked!r}, but the checkpoint is quantized by {method!r}; leave quantization out."
-        )
-    return _METHODS[method](entries)
+    return method
 
 
 def _entries(config: Mapping[str, Any]) -> Entries | None:

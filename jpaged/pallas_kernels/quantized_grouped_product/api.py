@@ -95,6 +95,8 @@ def _check(x: Any, w: Any, scale: Any, zero: Any, form: str, group: int | None) 
     check.check_floats("x", x, "A, K")
     inputs = x.shape[1]
     if form == "fp8":
+        if group is not None and (not isinstance(group, int) or group < 1):
+            raise ValueError(f"group must be at least 1, or None for all inputs, got {group!r}")
         check.check_array("w", w, jnp.float8_e4m3fn, "E, N, K", (None, None, inputs))
         number = 1 if group is None else -(-inputs // group)
     else:

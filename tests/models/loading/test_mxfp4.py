@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from tests.tiny_models import draw, tiny_model
 
 CASE = tiny_model("gpt-oss-20b-style")
 HIDDEN, INNER, EXPERTS = 64, 32, 8
-CONFIG = CASE.config | {
+CONFIG: dict[str, Any] = CASE.config | {
     "intermediate_size": INNER,
     "num_hidden_layers": 1,
     "torch_dtype": "bfloat16",
@@ -85,14 +86,15 @@ def packed(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[np.ndar
     return blocks, rng.integers(118, 124, (EXPERTS, outputs, groups), dtype=np.uint8)
 
 
-def stored_tensors() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def stored_tensors(config: dict[str, Any] = CONFIG) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """What a published checkpoint holds, and the tensors that its packed ones stand for."""
     rng = np.random.default_rng(3)
-    model = models.build(models.ModelConfig.from_dict(CONFIG), "float32")
+    inner = config["intermediate_size"]
+    model = models.build(models.ModelConfig.from_dict(config), "float32")
     stored, plain = {}, {}
     for piece in model.pieces:
         if piece.tensor.endswith(("gate_up_proj", "down_proj")):
-            outputs, inputs = (2 * INNER, HIDDEN) if "gate_up" in piece.tensor else (HIDDEN, INNER)
+            outputs, inputs = (2 * inner, HIDDEN) if "gate_up" in piece.tensor else (HIDDEN, inner)
             blocks, scales = packed(rng, outputs, inputs)
             stored[f"{piece.tensor}_blocks"], stored[f"{piece.tensor}_scales"] = blocks, scales
             plain[piece.tensor] = dequantize(blocks, scales)
@@ -161,6 +163,18 @@ def test_experts_stay_in_4_bits_and_are_what_they_are_read_as_otherwise(tmp_path
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
+def test_experts_in_4_bits_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write(tmp_path / "packed", stored_tensors()[0])
+    model, weights = load(directory, "float32", None)
+    expert = HIDDEN * 2 * INNER
+    monkeypatch.setattr(checkpoint, "MOST_BYTES", 3 * 2 * expert)
+    found = checkpoint.match(model, checkpoint.find_tensors(directory))
+    read = [n for piece, _, n in checkpoint.read_each(model, found, None) if piece.tensor.endswith("gate_up_proj")]
+    assert [n for n in read if n] == [few * (expert // 2 + expert // 32) for few in (3, 3, 2)]
+    for ours, theirs in zip(checkpoint.load(model, directory), weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
 def test_what_cannot_be_kept_in_4_bits_is_named(tmp_path: Path) -> None:
     stored, plain = stored_tensors()
     with pytest.raises(CheckpointError, match=r"_proj' is not in MXFP4, though config\.json"):
@@ -168,6 +182,9 @@ def test_what_cannot_be_kept_in_4_bits_is_named(tmp_path: Path) -> None:
     stored[f"{PREFIX}.down_proj_scales"][3, 2, 0] = 255
     with pytest.raises(CheckpointError, match=r"down_proj' has a scale of 255, which makes NaN"):
         load(write(tmp_path / "nan", stored), "float32", None)
+    stored[f"{PREFIX}.down_proj_scales"][3, 2, 0] = 253
+    with pytest.raises(CheckpointError, match=r"down_proj' has a scale of 253, which makes numbers that bfloat16"):
+        load(write(tmp_path / "infinite", stored), "float32", None)
 
 
 def test_a_configuration_keeps_what_its_weights_are_to_become() -> None:
@@ -176,14 +193,13 @@ def test_a_configuration_keeps_what_its_weights_are_to_become() -> None:
 
 
 def test_shards_have_the_blocks_and_scales_of_their_columns() -> None:
-    wide = CONFIG | {"intermediate_size": 64}
-    model = shard_of(models.build(models.ModelConfig.from_dict(wide), "float32"), 2)
-    shapes = {name: leaf.shape for name, leaf in zip(model.parameter_names, model.abstract_weights, strict=True)}
-    assert shapes["layers.0.mlp.experts.gate_up"] == (8, 2, 32, 32)
-    assert shapes["layers.0.mlp.experts.down"] == (8, 64, 16)
-    assert shapes["layers.0.mlp.experts.down_scale"] == (8, 64, 1)
-    with pytest.raises(InvalidParameterError, match="gives each device 16 inputs of some products, which 32"):
-        shard_of(models.build(models.ModelConfig.from_dict(CONFIG), "float32"), 2)
+    for inner in (64, 32):  # of which half a group each is filled up
+        config = models.ModelConfig.from_dict(CONFIG | {"intermediate_size": inner})
+        model = shard_of(models.build(config, "float32"), 2)
+        shapes = {name: leaf.shape for name, leaf in zip(model.parameter_names, model.abstract_weights, strict=True)}
+        assert shapes["layers.0.mlp.experts.gate_up"] == (8, 2, 32, 32)
+        assert shapes["layers.0.mlp.experts.down"] == (8, 64, 16)
+        assert shapes["layers.0.mlp.experts.down_scale"] == (8, 64, 1)
 
 
 @pytest.mark.transformers
@@ -269,6 +285,14 @@ def test_other_quantizations_are_refused() -> None:
         models.build(config, "float32")
     with pytest.raises(InvalidParameterError, match="quantization='none' makes plain numbers of weights in MXFP4"):
         models.ModelConfig.from_dict(CONFIG | {"quantization_config": gptq}, quantization="none")
+    plain = {name: value for name, value in CONFIG.items() if name != "quantization_config"}
+    for entries in ({"compression_config": gptq}, {"text_config": {"quantization_config": gptq}}):
+        with pytest.raises(InvalidParameterError, match="and this checkpoint is in 'gptq'; leave"):
+            models.ModelConfig.from_dict(plain | entries, quantization="none")
+    for unknown in ({"bits": 4}, {"quant_method": "quark"}):
+        with pytest.raises(UnsupportedModelError, match=r"quant_method (None|'quark') is not supported; supported"):
+            models.ModelConfig.from_dict(CONFIG | {"quantization_config": unknown}, quantization="none")
+    assert models.ModelConfig.from_dict(plain, quantization="none").quantization is None
     with pytest.raises(CheckpointError, match="quantization_config must be an object, got 'mxfp4'"):
         models.ModelConfig.from_dict(CONFIG | {"quantization_config": "mxfp4"})
     config = models.ModelConfig.from_dict(

@@ -171,12 +171,42 @@ def test_lines_and_objects_are_read_as_texts_and_others_are_named(tmp_path: Path
     templated, *others = read_texts(tmp_path / "texts.jsonl", tokenizer)
     assert others == [tokenizer.encode(STORY), tokenizer.encode(QUESTION)]
     assert STORY in tokenizer.decode(templated, skip_special_tokens=True)
+    (tmp_path / "unusual.jsonl").write_text(
+        f'\ufeff{{"text": null, "prompt": "{QUESTION}"}}\r\n{{"text": "a fox\u2028and\x85a hen"}}\n', encoding="utf-8"
+    )
+    expected = [tokenizer.encode(QUESTION), tokenizer.encode("a fox\u2028and\x85a hen")]
+    assert read_texts(tmp_path / "unusual.jsonl", tokenizer) == expected
+    (tmp_path / "unusual.txt").write_text("\ufeffa fox\x0cand a hen\n", encoding="utf-8")
+    assert read_texts(tmp_path / "unusual.txt", tokenizer) == [tokenizer.encode("a fox\x0cand a hen")]
+    (tmp_path / "turns.jsonl").write_text('\n{"messages": [{"content": "a fox"}]}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "a fox"}\n{"texts": []}\n')
     (tmp_path / "empty.txt").write_text("\n")
-    refused = {"bad.jsonl": "line 2: must be an object with", "empty.txt": "has no text", "no": "cannot be read"}
+    refused = {
+        "bad.jsonl": "line 2: must be an object with",
+        "turns.jsonl": r"turns\.jsonl, line 2: .*role",
+        "empty.txt": "has no text",
+        "no": "cannot be read",
+    }
     for name, said in refused.items():
         with pytest.raises(InvalidParameterError, match=said):
             read_texts(tmp_path / name, tokenizer)
+
+
+def test_the_command_refuses_what_it_cannot_do_before_a_tokenizer_is_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No model is there at all, which would be said otherwise."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    refused = {
+        ("full", "--scheme", "int4"): "is not empty; choose another directory",
+        ("out", "--scheme", "fp8"): "calibration is for scheme 'int4', and not for 'fp8'",
+        ("out", "--scheme", "int4", "--group-size", "48"): "group_size must be one of 32, 64, 128, got 48",
+    }
+    for (out, *options), said in refused.items():
+        command = ["quantize", str(tmp_path / "none"), str(tmp_path / out), *options]
+        assert main([*command, "--calibration", str(tmp_path / "none.txt")]) == 2
+        assert said in capsys.readouterr().err
 
 
 def first_layers(target: Path) -> Path:
@@ -206,11 +236,15 @@ def test_what_cannot_be_calibrated_is_named_and_nothing_is_left(plain: Path, tmp
     refused(InvalidParameterError, "damping must be above 0", damping=0)
     refused(InvalidParameterError, "calibration must have texts with tokens", calibration=[[]])
     refused(InvalidParameterError, f"has the token {VOCAB_SIZE}, which is not one", calibration=[[5, VOCAB_SIZE]])
+    for token in (2**40, 2**70, -1, 1.7, True, "a"):
+        refused(InvalidParameterError, f"has the token {token!r}, which is not one", calibration=[[5, token]])
+    refused(InvalidParameterError, "must be lists of token ids, one a text, and has 'a fox'", calibration=["a fox"])
+    refused(InvalidParameterError, "must be lists of token ids, one a text, and has 5", calibration=[5])
     sparse = plain_checkpoint("qwen3-moe", tmp_path / "moe", moe_intermediate_size=64)
     options = {"source": sparse, "group_size": 32}
     refused(UnsupportedModelError, "mixtures of experts are not supported with calibration", **options)
     wide = plain_checkpoint("llama-biases", tmp_path / "wide")
-    refused(UnsupportedModelError, "multiples of 8 and of 128; choose a smaller group_size, or 'fp8'", source=wide)
+    refused(UnsupportedModelError, "multiples of 8 and of 128; choose group_size=32, or 'fp8'", source=wide)
     broken = shutil.copytree(plain, tmp_path / "broken")
     tensors = read_tensors(plain / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][2, 3] = np.nan

@@ -8,7 +8,9 @@ import pytest
 
 from jpaged import models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from jpaged.models.config import inner_columns
 from jpaged.models.experts import split_by_experts
+from jpaged.models.loading import checkpoint
 from jpaged.models.sharding import shard_of
 from tests.models.quantization.test_checkpoints import dequantized, greedy, load
 from tests.support.quantized import (
@@ -84,6 +86,20 @@ def test_online_each_output_of_each_expert_has_a_scale(name, tmp_path):
         assert np.all(error <= np.maximum(np.abs(expected) / 16, largest / 448 / 1024) * 1.001), parameter
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-20b-style", "mixtral"])
+def test_large_tensors_are_quantized_in_runs_of_their_experts_or_outputs(name, tmp_path, monkeypatch):
+    directory = write_tiny_model(tiny_model(name), tmp_path / name, use_torch=False)
+    model, weights = load(directory, "fp8")
+    most = 8192
+    monkeypatch.setattr(checkpoint, "MOST_BYTES", most)
+    for ours, theirs in zip(load(directory, "fp8")[1], weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    stored = checkpoint.match(model, checkpoint.find_tensors(directory))
+    largest = max(tensor.num_bytes for tensors in stored.values() for tensor in tensors.values())
+    each = max(64 * 2 * model.config.expert_size * 4, most) if "gpt" in name else most  # an expert is never cut
+    assert max(read for _, _, read in checkpoint.read_each(model, stored, None)) <= each < largest
+
+
 def test_random_experts_are_of_the_usual_size(plain, tmp_path):
     for layout in ("online", "int4-symmetric"):
         directory = plain["qwen3-moe"]
@@ -113,6 +129,20 @@ def test_a_tensor_of_an_expert_that_cannot_be_served_is_named(plain, tmp_path):
         load(damaged(directory, name, None))
 
 
+def test_static_scales_of_experts_activations_are_not_read_and_need_not_be_there(plain, tmp_path):
+    """An expert that no token of a calibration went to may have a scale of 0, or none."""
+    directory = quantized_checkpoint(plain["qwen3-moe"], tmp_path / "quantized", "fp8-static")
+    expected = load(directory)[1]
+    prefix = "model.layers.0.mlp.experts"
+    damaged(directory, f"{prefix}.3.up_proj.input_scale", np.zeros(1, np.float32))
+    damaged(directory, f"{prefix}.2.down_proj.input_scale", None)
+    for ours, theirs in zip(load(directory)[1], expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    attention = "model.layers.0.self_attn.q_proj.input_scale"
+    with pytest.raises(CheckpointError, match=f"'{attention}' has a scale of 0, which must be above 0"):
+        load(damaged(directory, attention, np.zeros(1, np.float32)))
+
+
 def test_what_experts_cannot_be_in_is_refused_by_name(plain, tmp_path):
     def refusal(name: str, layout: str, **entries: object) -> str:
         source = models.ModelConfig.from_directory(plain[name]).source if name in plain else tiny_model(name).config
@@ -128,7 +158,7 @@ def test_what_experts_cannot_be_in_is_refused_by_name(plain, tmp_path):
     assert "covers model.layers.0.block_sparse_moe.experts.0.w2 and not " in some
 
 
-def test_scales_are_split_as_the_experts_are_and_each_device_needs_whole_groups(plain):
+def test_scales_are_split_as_the_experts_are_and_each_device_has_whole_groups(plain):
     def shard(layout: str, *, whole: bool) -> models.Model:
         source = dict(models.ModelConfig.from_directory(plain["qwen3-moe"]).source)
         config = models.ModelConfig.from_dict(source | {"quantization_config": PUBLISHED[layout].config})
@@ -148,5 +178,15 @@ def test_scales_are_split_as_the_experts_are_and_each_device_needs_whole_groups(
     assert by_expert["gate_up"] == (4, 2, 64, 160)
     assert by_expert["gate_up_scale"] == (4, 2, 64, 2)
     assert by_expert["down_scale"] == (4, 160, 1)
-    with pytest.raises(InvalidParameterError, match="gives each device 32 inputs of some products, which 128"):
-        shard("fp8-blocks", whole=False)
+    padded = shapes(shard("fp8-blocks", whole=False))
+    assert padded["gate_up"] == (8, 2, 128, 160)
+    assert padded["down"] == (8, 160, 128)
+    assert padded["down_scale"] == (8, 160, 1)
+
+
+@pytest.mark.parametrize(
+    ("inner", "shards", "group", "columns"),
+    [(2880, 2, 32, 1440), (2880, 4, 32, 736), (2880, 8, 32, 384), (768, 4, 128, 256), (768, 4, 1, 192), (90, 4, 1, 24)],
+)
+def test_columns_of_gpt_oss_and_qwen3_are_filled_up_to_whole_groups_alone(inner, shards, group, columns):
+    assert inner_columns(inner, shards, group) == columns

@@ -15,6 +15,7 @@ from jpaged.cli import main
 from jpaged.cli.quantize import SCHEMES
 from jpaged.models import quantize_checkpoint
 from jpaged.models.loading import safetensors_file
+from jpaged.models.quantization.layers import StoredLayer
 from jpaged.models.quantization.recipes import RECIPES
 from tests.models.quantization.test_checkpoints import dequantized, load
 from tests.models.test_multimodal import OF_OTHER_PARTS, write_multimodal
@@ -172,7 +173,7 @@ def test_models_and_schemes_that_cannot_be_quantized_are_named(plain: Path, tmp_
     quantize_checkpoint(plain, tmp_path / "done", "fp8")
     refused = [
         (tmp_path / "done", "fp8", "quantized already"),
-        (plain, "int4", "layers.0.*160 inputs.*multiples of 8 and of 128; choose a smaller group_size, or 'fp8'"),
+        (plain, "int4", "layers.0.*160 inputs.*multiples of 8 and of 128; choose group_size=32, or 'fp8'"),
         (write_tiny_model(tiny_model("gpt2"), tmp_path / "gpt2", use_torch=False), "fp8", "stored transposed"),
         (
             write_tiny_model(tiny_model("gpt-oss-20b-style"), tmp_path / "moe", use_torch=False),
@@ -183,11 +184,23 @@ def test_models_and_schemes_that_cannot_be_quantized_are_named(plain: Path, tmp_
     for source, scheme, words in refused:
         with pytest.raises(UnsupportedModelError, match=words):
             quantize_checkpoint(source, tmp_path / "out", scheme)
+    hybrid = write_tiny_model(tiny_model("qwen3-next"), tmp_path / "hybrid", use_torch=False)
+    with pytest.raises(UnsupportedModelError, match="recurrent layers are not supported in scheme 'int4', nor in any"):
+        quantize_checkpoint(hybrid, tmp_path / "out", "int4")
     with pytest.raises(InvalidParameterError, match="scheme must be one of fp8, fp8-block, int4, got 'int3'"):
         quantize_checkpoint(plain, tmp_path / "out", "int3")
     with pytest.raises(InvalidParameterError, match="shard_bytes must be at least 1"):
         quantize_checkpoint(plain, tmp_path / "out", "fp8", shard_bytes=0)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_smaller_group_is_offered_where_it_would_do() -> None:
+    recipe = RECIPES["int4"]
+    assert recipe.misfit(StoredLayer("a", 64, 256)) == RECIPES["fp8"].misfit(StoredLayer("a", 4, 33)) == ""
+    needed = "multiples of 8 and of 128; choose "
+    assert recipe.misfit(StoredLayer("a", 64, 192)) == needed + "group_size=32 or 64, or 'fp8'"
+    assert recipe.misfit(StoredLayer("a", 4, 256)) == needed + "scheme 'fp8'"  # of outputs
+    assert recipe.misfit(StoredLayer("a", 4, 192)) == needed + "scheme 'fp8'"
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block"])

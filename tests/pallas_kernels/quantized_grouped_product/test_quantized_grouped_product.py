@@ -162,6 +162,7 @@ def test_experts_without_rows_are_not_read():
     ("change", "said"),
     [
         ({"form": "nf4"}, "form must be one of fp8, int4, mxfp4"),
+        ({"group": 0, "form": "fp8"}, "group must be at least 1, or None"),
         ({"group": 7}, "group must be even and divide K=96"),
         ({"group": 48, "form": "mxfp4"}, "group of form='mxfp4' must be 32"),
         ({"w": np.zeros((4, 40, 96), np.uint8)}, "w .* must have K / 2 = 48"),
