@@ -50,7 +50,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_kernel_backend_option(parser)
     add_layout_options(parser)
     add_sharding_options(parser)
-    add_expert_options(parser)
+    add_expert_skew(parser)
     parser.add_argument("--data-parallel-size", type=int, default=1, help="replicas, each on devices of its own")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")
 
@@ -73,8 +73,7 @@ def add_load_format(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_expert_options(parser: argparse.ArgumentParser) -> None:
-    """Of mixtures of experts."""
+def add_expert_skew(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expert-skew",
         type=float,
@@ -82,7 +81,6 @@ def add_expert_options(parser: argparse.ArgumentParser) -> None:
         help="have routers of random weights pick experts as often as their rank to the power of -Z (Zipf), instead of"
         " all alike",
     )
-    parser.add_argument("--expert-load", action="store_true", help="count the tokens of each expert, and report them")
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 from functools import cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jpaged.api.errors import InvalidParameterError
-from jpaged.bench import steps, throughput
+from jpaged.bench import latency, steps, throughput, vattention
 from jpaged.bench.engine_options import engine_options
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.routing import experts_touched, popularity
@@ -56,6 +56,16 @@ def test_models_without_experts_and_checkpoints_are_refused(options: tuple[str, 
 def test_a_skew_out_of_range_is_refused(skew: str) -> None:
     with pytest.raises(InvalidParameterError, match="--expert-skew must be above 0"):
         engine_options(args("--model", "qwen3-30b-a3b", "--load-format", "dummy", "--expert-skew", skew))
+
+
+@pytest.mark.parametrize("benchmark", [latency, steps, vattention])
+def test_benchmarks_that_report_no_load_of_experts_do_not_take_the_option(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert args("--expert-load").expert_load
+    with pytest.raises(SystemExit):
+        benchmark.parser().parse_args(["--model", "qwen3-30b-a3b", "--expert-load"])
+    assert "unrecognized arguments: --expert-load" in capsys.readouterr().err
 
 
 def test_the_best_expert_is_as_often_each_as_its_rank_says() -> None:
