@@ -76,7 +76,7 @@ def attend(kernel: Kernel, operands: Operands, addresses: Addresses, scale: floa
     starts = jnp.maximum(query_starts, num_decodes)  # rows that decode have no queries here
     chunk_lens = jnp.where(is_decode, 0, kv_lens)
     before, own = packed_calls(stretches, chunk_lens, starts, q.shape[0], addresses)
-    together, _ = merged(kernel.packed(q[None], before, *kv), kernel.packed(q[None], own, *kv), starts, chunk_lens)
+    together = merged(kernel.packed(q[None], before, *kv), kernel.packed(q[None], own, *kv), starts, chunk_lens)
     # A barrier for the reason that `mixed_attention` gives.
     alone, together = lax.optimization_barrier((alone, together))
     decoded = is_decode[:most, None, None]
