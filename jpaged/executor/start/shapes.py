@@ -18,6 +18,7 @@ from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.step.expert_load import sparse_layers
 from jpaged.executor.step.program import Setup
 from jpaged.models import Model, ModelConfig
+from jpaged.models.config import ROUTER_SKEW
 from jpaged.models.row_tiles import check_rows_are_apart
 from jpaged.pallas_kernels.contiguous_attention.api import READ_BEHIND, TILE_TOKENS, is_for_contiguous
 
@@ -39,6 +40,15 @@ def refuse_for_hybrids(args: EngineArgs, model: ModelConfig) -> None:
                 f"{name}={refused!r} is not supported for models with recurrent layers such as"
                 f" {model.architecture}, whose states are kept for running sequences alone: {why}."
             )
+
+
+def refuse_skew(model: ModelConfig, are_random: bool) -> None:
+    """Raises InvalidParameterError if routers are skewed though their weights are not random."""
+    if model.router_skew and not are_random:
+        raise InvalidParameterError(
+            f"{ROUTER_SKEW}={model.router_skew:g} in config.json is for benchmarks of random weights, and would spoil"
+            " what the routers of others pick; remove it, or use load_format='dummy' without weights."
+        )
 
 
 def most_sequences(shard: Model, limit: int | None) -> int | None:
