@@ -5,6 +5,9 @@ from pathlib import Path
 
 from jpaged.api.errors import InvalidParameterError
 
+MOST_SKEW = 4.0
+"""Of --expert-skew. Beyond it the first experts have nearly all tokens."""
+
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the text above and below the options as it is, and adds each option's default, unless the help text names
@@ -42,6 +45,12 @@ def add_kernel_backend_option(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help='attention and cache kernels: "hopper" (or "mosaic"), "triton" or "xla" (default: by device)',
     )
+
+
+def check_expert_skew(skew: float) -> None:
+    """Raises InvalidParameterError for a value that --expert-skew does not take."""
+    if not 0 < skew <= MOST_SKEW:
+        raise InvalidParameterError(f"--expert-skew must be above 0 and at most {MOST_SKEW:g}, got {skew:g}.")
 
 
 def check_least(args: argparse.Namespace, **least: int) -> None:

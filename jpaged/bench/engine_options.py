@@ -6,7 +6,7 @@ from typing import Any, get_args
 from jpaged.api.config import DType, EngineArgs, KVCacheDType, KVCacheLayout, Quantization, VirtualPageLayout
 from jpaged.api.errors import InvalidParameterError
 from jpaged.assets import demo_model_path
-from jpaged.bench.arguments import add_kernel_backend_option
+from jpaged.bench.arguments import add_kernel_backend_option, check_expert_skew
 from jpaged.bench.models import CONFIGS, model_directory, skewed_model_directory
 from jpaged.llm import LLM
 from jpaged.processes.replicas import ReplicatedEngine
@@ -20,9 +20,6 @@ GPU_MEMORY_UTILIZATION = "fraction of the device's memory to use"
 PIPELINE_DEPTH = "steps dispatched before the first one's tokens are read"
 TENSOR_PARALLEL_SIZE = "devices to split the model over"
 """Help texts that several benchmarks share."""
-
-_MOST_SKEW = 4.0
-"""Beyond it the first experts have nearly all tokens."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +47,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_kernel_backend_option(parser)
     add_layout_options(parser)
     add_sharding_options(parser)
-    add_expert_options(parser)
+    add_expert_skew(parser)
     parser.add_argument("--data-parallel-size", type=int, default=1, help="replicas, each on devices of its own")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and random weights")
 
@@ -73,8 +70,7 @@ def add_load_format(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_expert_options(parser: argparse.ArgumentParser) -> None:
-    """Of mixtures of experts."""
+def add_expert_skew(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expert-skew",
         type=float,
@@ -82,7 +78,6 @@ def add_expert_options(parser: argparse.ArgumentParser) -> None:
         help="have routers of random weights pick experts as often as their rank to the power of -Z (Zipf), instead of"
         " all alike",
     )
-    parser.add_argument("--expert-load", action="store_true", help="count the tokens of each expert, and report them")
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
@@ -127,8 +122,7 @@ def _directory(args: argparse.Namespace) -> str | None:
     skew: float | None = getattr(args, "expert_skew", None)
     if skew is None:
         return model_directory(args.model) if args.model else None
-    if not 0 < skew <= _MOST_SKEW:
-        raise InvalidParameterError(f"--expert-skew must be above 0 and at most {_MOST_SKEW}, got {skew:g}.")
+    check_expert_skew(skew)
     if args.load_format != "dummy":
         raise InvalidParameterError("--expert-skew is of random routers; add --load-format dummy.")
     return skewed_model_directory(args.model or str(demo_model_path()), skew)

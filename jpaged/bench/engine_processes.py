@@ -7,6 +7,7 @@ A process prints what else it has to say to stderr, so the parent's log shows it
 """
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def obey(args: argparse.Namespace) -> None:
             rows = int(numbers[0]) if numbers else args.rows
             times, tokens = decode(engine, rows, args.context, args.steps)
             answer |= {"rows": rows, "mean_ms": 1e3 * float(np.mean(times))}
-            answer["tokens_sum"] = int(np.sum([sum(of_row) for of_row in tokens]))
+            answer["tokens_sha256"] = digest(tokens)
         elif command == "rest":
             until = begun + float(numbers[0])
             while time.perf_counter() < until:
@@ -121,6 +122,11 @@ def obey(args: argparse.Namespace) -> None:
         elif command == "wake":
             engine.wake_up()
         print(json.dumps(answer | {"s": time.perf_counter() - begun} | _memory(engine)), flush=True)
+
+
+def digest(tokens: Sequence[Sequence[int]]) -> str:
+    """SHA-256 of sequences of token ids, which is another one where any token, or the order, is."""
+    return hashlib.sha256(json.dumps([list(map(int, of_row)) for of_row in tokens]).encode()).hexdigest()
 
 
 def _memory(engine: LLMEngine) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.bench.arguments import HelpFormatter
+from jpaged.api.errors import InvalidParameterError
+from jpaged.bench.arguments import HelpFormatter, check_expert_skew
 from jpaged.bench.kernel_cases import attention, card, contiguous, experts, moves, products, sampling
 from jpaged.bench.kernel_cases.case import Built, Case
 from jpaged.bench.report import write_report
@@ -105,8 +106,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--{error}")
     if len(set(backends)) < len(backends):
         parser.error(f"--backend {' --backend '.join(options.backend)}: one of them is named twice")
-    if not options.expert_skew > 0:
-        parser.error(f"--expert-skew must be above 0, got {options.expert_skew:g}")
+    try:
+        check_expert_skew(options.expert_skew)
+    except InvalidParameterError as error:
+        parser.error(str(error))
     device = jax.devices()[0]
     if device.platform != "gpu":
         print(f"jpaged bench kernels needs a GPU; JAX sees only {device.platform}", file=sys.stderr)

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.host.hub import resolve
 from jpaged.models import ModelConfig
 from jpaged.models.config import ROUTER_SKEW
@@ -240,9 +241,12 @@ def skewed_model_directory(name: str, zipf: float) -> str:
         ModelNotFoundError: there is no such model.
     """
     config = CONFIGS[name] if name in CONFIGS else read_json(resolve(name, load_format="dummy") / "config.json")
-    skewed = {**config, ROUTER_SKEW: zipf}
-    ModelConfig.from_dict(skewed)  # or refuses it
-    return _written(Path(name).name, skewed)
+    model = ModelConfig.from_dict(config)
+    if not model.num_experts:
+        raise InvalidParameterError(
+            f"--expert-skew {zipf:g} is for mixtures of experts, and {model.architecture} is none; leave it out."
+        )
+    return _written(Path(name).name, {**config, ROUTER_SKEW: zipf})
 
 
 def _written(name: str, config: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ Beside what the engines say of themselves, the card's memory is sampled all the 
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import threading
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jpaged.bench.engine_processes import EngineProcess, engine_argv
+from jpaged.host.devices import visible_gpus
 
 RELEASE_S = 1.0
 """`kv_idle_release_s` by default."""
@@ -28,7 +30,7 @@ _SPARE_S = 2.0
 
 
 class CardMemory:
-    """The card's memory over time, by `nvidia-smi`; nothing where there is none.
+    """The memory over time of the first GPU that JAX would use, by `nvidia-smi`; nothing where there is none.
 
     samples: (seconds since the beginning, GB in use).
     """
@@ -37,9 +39,10 @@ class CardMemory:
         self.samples: list[tuple[float, float]] = []
         self._begun = time.perf_counter()
         self._process: subprocess.Popen[str] | None = None
-        if shutil.which("nvidia-smi") is None:
+        gpus = visible_gpus(os.environ)
+        if shutil.which("nvidia-smi") is None or not gpus:
             return
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0", "-lms", "250"]
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpus[0], "-lms", "250"]
         self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -72,7 +75,7 @@ def measure(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Iterat
     rest = f"rest {release_s + _SPARE_S}"
     card = CardMemory()
     begun = time.perf_counter()
-    tokens: dict[str, int] = {}
+    first = ""
     try:
         with EngineProcess("A", argv) as a, EngineProcess("B", argv) as b:
             for phase, engine, command in (
@@ -89,8 +92,9 @@ def measure(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Iterat
             ):
                 answer = engine.ask(command)
                 figure = {"phase": phase, "at_s": time.perf_counter() - begun, "engine": engine.name, **answer}
-                if "tokens_sum" in answer:  # both have the same model and get the same prompts
-                    figure["same_tokens"] = tokens.setdefault("first", answer["tokens_sum"]) == answer["tokens_sum"]
+                if "tokens_sha256" in answer:  # both have the same model and get the same prompts
+                    first = first or answer["tokens_sha256"]
+                    figure["same_tokens"] = answer["tokens_sha256"] == first
                 yield figure | {"card_gb": card.now()}
     finally:
         card.end()

@@ -39,7 +39,7 @@ from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.engine_options import (
     BLOCK_SIZE,
     PIPELINE_DEPTH,
-    add_expert_options,
+    add_expert_skew,
     add_layout_options,
     add_model_options,
     add_sampling_options,
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add_kernel_backend_option(result)
     add_layout_options(result)
     add_sharding_options(result)
-    add_expert_options(result)
+    add_expert_skew(result)
     result.add_argument(
         "--read-gb-per-s", type=float, default=4424.0, help="the card's read bandwidth in GB/s, for the floor"
     )

@@ -41,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
     result = bench_parser("throughput", __doc__, "--model qwen3-0.6b --load-format dummy --workload sharegpt")
     add_engine_options(result)
     result.add_argument(
+        "--expert-load", action="store_true", help="count the tokens of each expert of a mixture, and report how even"
+    )
+    result.add_argument(
         "--workload",
         action="append",
         choices=(*WORKLOADS, "all"),

@@ -397,7 +397,7 @@ def measure_turns(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "engine": engine.name,
                 "start_or_wake_s": woken.get("s", served.get("start_s")),
                 "sleep_s": asleep["s"],
-                "tokens_sum": served["tokens_sum"],
+                "tokens_sha256": served["tokens_sha256"],
                 "kv_gb_awake": served["kv_gb"],
                 "free_gb_awake": served["free_gb"],
                 "free_gb_asleep": asleep["free_gb"],

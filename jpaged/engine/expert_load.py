@@ -14,7 +14,8 @@ class ExpertLoad:
     """A snapshot.
 
     layers: numbers of the layers that have experts.
-    tokens: since the engine's start. recent: in the last one to two minutes (`RecentCounts`). Both by layer of `layers`
+    tokens: since the engine's start. recent: since one to two minutes ago, where snapshots are taken at least once a
+        minute; else since the one before the last, if that is longer ago (`RecentCounts`). Both by layer of `layers`
         and by expert; padding does not count, tokens that are computed again after a preemption do.
     """
 

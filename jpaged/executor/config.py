@@ -24,7 +24,7 @@ class ExecutorConfig:
     """Shapes of the device state and of the programs.
 
     max_num_seqs: slots. Device arrays have one row more, the null slot, which padded rows use.
-    max_model_len: the longest sequence, in tokens; with block_size it gives the block tables' width.
+    max_model_len: the longest sequence, in tokens.
     num_blocks: blocks in the pool, the null block included.
     decode_buckets: ascending batch sizes that decode programs exist for; the last is max_num_seqs.
     token_buckets: ascending token counts that mixed programs exist for; the last is the step's token budget.
@@ -72,7 +72,10 @@ class ExecutorConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        return -(-self.max_model_len // self.block_size)
+        """A block table's width. Sequences leave the entries empty that are for what kernels read behind the longest of
+        them."""
+        read_behind = 0 if self.geometry is None else self.geometry.read_behind
+        return -(-(self.max_model_len + read_behind) // self.block_size)
 
     def largest_body(self, rows: int) -> int:
         """Rows of the largest body that has no more than so many; 0 if there is none."""

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
-from math import lcm
+from math import inf, lcm
 from pathlib import Path
 from typing import Any, Self
 
+from jpaged.api.checks import is_number
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, shown
 from jpaged.models.config_reader import ConfigReader, read_json
 from jpaged.models.loading.safetensors_file import read_header
@@ -22,7 +23,8 @@ _INNER_UNIT = 8
 
 
 ROUTER_SKEW = "jpaged_router_skew"
-"""An entry of ours in the config.json of benchmarks with random weights: `ModelConfig.with_router_skew`."""
+"""An entry of ours in the config.json of benchmarks with random weights (`ModelConfig.with_router_skew`); engines
+refuse it with any others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,8 @@ class ModelConfig:
                     f"config.json: mixtures of experts ({feature}) are not supported for {architecture}."
                 )
         if skew := config.get(ROUTER_SKEW):
+            if not is_number(skew) or not 0 < skew < inf:
+                raise CheckpointError(f"config.json: {ROUTER_SKEW} must be a positive number, got {shown(skew)}.")
             read = read.with_router_skew(float(skew))
         if scheme is None:
             return read
@@ -171,8 +175,13 @@ class ModelConfig:
             InvalidParameterError: it has no experts.
         """
         raise InvalidParameterError(
-            f"--expert-skew {zipf:g} is for mixtures of experts, and {self.architecture} is none; leave it out."
+            f"A skew of routers ({zipf:g}) is for mixtures of experts, and {self.architecture} is none; leave it out."
         )
+
+    @property
+    def router_skew(self) -> float:
+        """As of `with_router_skew`; 0 for routers that are as the weights say."""
+        return 0.0
 
     def shard(self, shards: int) -> Self:
         """The configuration that one of `shards` equal shards computes; this one for one.

@@ -27,7 +27,7 @@ from jpaged.api.errors import CheckpointError, InvalidParameterError
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig, inner_columns
 from jpaged.models.config_reader import ConfigReader
-from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct, PlainProduct
+from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct
 from jpaged.models.layers import GatedMLP
 from jpaged.models.linear import PartialSum, PlainLinear
 from jpaged.models.parameters import Constant, parameter
@@ -157,6 +157,10 @@ class SparseConfig(ModelConfig):
         if not self.num_experts:
             return super().with_router_skew(zipf)
         return replace(self, routing=replace(self.routing, zipf=zipf))
+
+    @property
+    def router_skew(self) -> float:
+        return self.routing.zipf
 
     def shard(self, shards: int) -> Self:
         """As `ModelConfig.shard`. Columns of quantized experts are filled up to whole groups that share a scale.
@@ -318,7 +322,7 @@ class GroupedExperts(nnx.Module):
             if self.bias_of_first is not None and self.bias_of_first.size > 1:
                 down_bias = jnp.where(self.bias_of_first.index() == 0, down_bias, 0)
             biases = self.gate_up_bias[...], down_bias
-        return _mix(
+        return mix(
             x,
             (self.gate_up.product(), self.down.product()),
             self.gate_up.layout.experts,
@@ -332,33 +336,6 @@ class GroupedExperts(nnx.Module):
 
 def mix(
     x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    *,
-    activation: str | ClampedSwiGLU,
-    backend: str | None,
-    biases: tuple[jax.Array, jax.Array] | None = None,
-) -> jax.Array:
-    """The experts' MLPs as grouped products; the arguments are those of `GroupedExperts`.
-
-    gate_up: [E, hidden, 2, inner]. down: [E, inner, hidden]. biases: of both.
-    """
-    return _mix(
-        x,
-        (PlainProduct(gate_up), PlainProduct(down)),
-        gate_up.shape[0],
-        experts,
-        weights,
-        activation=activation,
-        backend=backend,
-        biases=biases,
-    )
-
-
-def _mix(
-    x: jax.Array,
     products: tuple[GroupedProduct, GroupedProduct],
     num_experts: int,
     experts: jax.Array,
@@ -366,8 +343,12 @@ def _mix(
     *,
     activation: str | ClampedSwiGLU,
     backend: str | None,
-    biases: tuple[jax.Array, jax.Array] | None,
+    biases: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
+    """The experts' MLPs as grouped products; the other arguments are those of `GroupedExperts`.
+
+    products: with gate_up and with down, of num_experts each. biases: of both.
+    """
     (tokens, each), (gate_up, down) = experts.shape, products
     x = x.astype(down.promoted(gate_up.promoted(x.dtype)))
     if isinstance(activation, ClampedSwiGLU) or biases is not None:

@@ -1,8 +1,10 @@
 """Skewed routers of benchmarks: whom they pick, who is refused, and what steps then read at least."""
 
 import argparse
+import json
 from functools import cache
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,14 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.api.errors import InvalidParameterError
-from jpaged.bench import steps, throughput
+from jpaged import EngineArgs, LLMEngine
+from jpaged.api.errors import CheckpointError, InvalidParameterError
+from jpaged.bench import latency, steps, throughput, vattention
 from jpaged.bench.engine_options import engine_options
 from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.routing import experts_touched, popularity
+from jpaged.executor.start.shapes import refuse_skew
 from jpaged.models import Model, ModelConfig, Routing, SparseConfig, build
 from jpaged.models.config import ROUTER_SKEW
 from jpaged.models.experts import route
+from tests.tiny_models import tiny_model, write_tiny_model
 
 
 def read(directory: str) -> SparseConfig:
@@ -56,6 +61,31 @@ def test_models_without_experts_and_checkpoints_are_refused(options: tuple[str, 
 def test_a_skew_out_of_range_is_refused(skew: str) -> None:
     with pytest.raises(InvalidParameterError, match="--expert-skew must be above 0"):
         engine_options(args("--model", "qwen3-30b-a3b", "--load-format", "dummy", "--expert-skew", skew))
+
+
+@pytest.mark.parametrize("benchmark", [latency, steps, vattention])
+def test_benchmarks_that_report_no_load_of_experts_do_not_take_the_option(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert args("--expert-load").expert_load
+    with pytest.raises(SystemExit):
+        benchmark.parser().parse_args(["--model", "qwen3-30b-a3b", "--expert-load"])
+    assert "unrecognized arguments: --expert-load" in capsys.readouterr().err
+
+
+def test_an_engine_refuses_skewed_routers_of_weights_that_are_not_random(tmp_path: Path) -> None:
+    directory = write_tiny_model(tiny_model("qwen3-moe-some-layers"), tmp_path, use_torch=False)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, ROUTER_SKEW: 1.5}))
+    with pytest.raises(InvalidParameterError, match=f"{ROUTER_SKEW}=1.5 in config.json is for benchmarks"):
+        LLMEngine(EngineArgs(model=str(directory), skip_tokenizer_init=True))
+    refuse_skew(read(str(directory)), are_random=True)
+
+
+@pytest.mark.parametrize("skew", ["1", True, -1, float("inf")])
+def test_a_skew_that_is_no_positive_number_is_refused_by_name(skew: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"{ROUTER_SKEW} must be a positive number"):
+        ModelConfig.from_dict({**CONFIGS["qwen3-30b-a3b"], ROUTER_SKEW: skew})
 
 
 def test_the_best_expert_is_as_often_each_as_its_rank_says() -> None:

@@ -26,9 +26,9 @@ def test_the_skew_is_that_of_the_experts_cases(monkeypatch):
 def test_every_call_of_a_sparse_layer_reads_as_many_experts_as_its_tokens_touch(monkeypatch, zipf):
     touched, mix = [], experts.mix
 
-    def noting(x, gate_up, down, picked, weights, **options):
+    def noting(x, products, num_experts, picked, weights, **options):
         touched.append(len(np.unique(picked)))
-        return mix(x, gate_up, down, picked, weights, **options)
+        return mix(x, products, num_experts, picked, weights, **options)
 
     monkeypatch.setattr(experts, "mix", noting)
     program, arguments, calls, _ = experts.sparse_case(16, Experts(64, 4, 64, 32, zipf), "xla")

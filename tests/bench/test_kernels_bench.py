@@ -91,6 +91,7 @@ def test_a_run_that_is_stopped_at_once_leaves_the_last_report_alone(run):
     assert names(run(stop, raises=KeyboardInterrupt)) == ["decode one", "decode two", "prefill"]
 
 
-def test_a_skew_of_nothing_is_refused(run, capsys):
-    assert run(lambda name: 1e-6, "--expert-skew", "0", raises=SystemExit) is None
+@pytest.mark.parametrize("skew", ["0", "nan", "4.5", "inf"])
+def test_a_skew_out_of_range_is_refused(run, capsys, skew):
+    assert run(lambda name: 1e-6, "--expert-skew", skew, raises=SystemExit) is None
     assert "--expert-skew must be above 0" in capsys.readouterr().err

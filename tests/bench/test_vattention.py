@@ -5,11 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jpaged.api.errors import EngineDeadError
 from jpaged.bench import sharing, vattention
-from jpaged.bench.engine_processes import EngineProcess, engine_argv, obey
+from jpaged.bench.engine_processes import EngineProcess, digest, engine_argv, obey
 from jpaged.bench.models import model_directory
 from tests.bench import small_engine
 from tests.support.greedy_programs import greedy_programs
@@ -33,7 +34,7 @@ def test_an_engine_process_grows_gives_back_sleeps_and_wakes_as_it_is_told(
     assert started["kv_gb"] < served["kv_gb"] <= served["kv_gb_at_most"]
     assert rested["kv_gb"] == awake["kv_gb"] == started["kv_gb"]
     assert asleep["kv_gb"] < rested["kv_gb"]
-    assert again["tokens_sum"] == served["tokens_sum"]
+    assert again["tokens_sha256"] == served["tokens_sha256"]
     assert (again["rows"], two["rows"]) == (4, 2)
 
 
@@ -43,6 +44,7 @@ class Told:
     ends_at = 99
     commands: list[tuple[str, str]]
     argv: list[str]
+    digest = "7"
 
     def __init__(self, name: str, argv: list[str]) -> None:
         self.name, Told.argv = name, argv
@@ -57,7 +59,7 @@ class Told:
         if len(Told.commands) == Told.ends_at:
             raise EngineDeadError(f"Engine {self.name} ended.")
         Told.commands.append((self.name, command))
-        served = {"tokens_sum": 7} if command == "serve" else {}
+        served = {"tokens_sha256": Told.digest} if command == "serve" else {}
         return {"s": 0.5, "kv_gb": 1.0} | served
 
 
@@ -98,6 +100,31 @@ def test_what_was_measured_before_a_part_failed_is_kept_and_the_next_part_runs(
         "EngineDeadError: Engine A ended.",
     ]
     assert [row for row in rows if row["part"] == "waste"]
+
+
+def test_tokens_are_the_same_where_each_of_them_is() -> None:
+    assert digest([[1, 2], [3]]) == digest(((1, 2), np.array([3]).tolist()))
+    assert len({digest(tokens) for tokens in ([[1, 2], [3]], [[2, 1], [3]], [[1, 2, 3]], [[1], [2, 3]])}) == 4
+
+
+@pytest.mark.parametrize(("visible", "asked"), [("3,1", ["3"]), ("GPU-6a,GPU-7b", ["GPU-6a"]), ("", [])])
+def test_the_card_s_memory_is_that_of_the_gpu_that_engines_use(
+    visible: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    class Sampler:
+        stdout = io.StringIO("512\n")
+
+        def __init__(self, argv: list[str], **_: Any) -> None:
+            started.append(argv)
+
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("subprocess.Popen", Sampler)
+    sharing.CardMemory()
+    assert [argv[argv.index("-i") + 1] for argv in started] == asked
 
 
 def test_a_process_that_ends_is_named_with_what_it_was_told() -> None:

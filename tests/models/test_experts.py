@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jpaged.models import experts as experts_module
 from jpaged.models.experts import ClampedSwiGLU, Routing, mix, route
+from jpaged.models.grouped_linear import PlainProduct
 
 
 def plain_route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -> list[dict[int, float]]:
@@ -97,12 +98,17 @@ def draw(seed: int, tokens: int, experts: int, hidden: int, inner: int) -> tuple
     return x, gate_up, down
 
 
+def mixed(x: Any, gate_up: Any, down: Any, experts: Any, weights: Any, **options: Any) -> jax.Array:
+    """`mix` of plain weights."""
+    return mix(x, (PlainProduct(gate_up), PlainProduct(down)), len(gate_up), experts, weights, **options)
+
+
 def test_experts_give_each_token_the_weighted_sum_of_its_own_and_others_nothing() -> None:
     x, gate_up, down = draw(1, 7, 4, 24, 16)
     rng = np.random.default_rng(2)
     experts = rng.integers(-1, 5, (7, 3)).astype(np.int32)  # -1 and 4 are on other devices
     weights = rng.random((7, 3)).astype(np.float32)
-    found = mix(x, gate_up, down, experts, weights, activation="silu", backend="xla")
+    found = mixed(x, gate_up, down, experts, weights, activation="silu", backend="xla")
     wanted = np.zeros((7, 24))
     for token, (own, shares) in enumerate(zip(experts, weights, strict=True)):
         for expert, share in zip(own, shares, strict=True):
@@ -120,7 +126,7 @@ def test_biases_are_weighted_with_the_experts_they_are_of(tokens: int, activatio
     experts = np.stack([rng.permutation(14)[:3] - 1 for _ in range(tokens)]).astype(np.int32)  # -1, 12: other devices
     weights = rng.random((tokens, 3)).astype(np.float32)
     biases = rng.standard_normal((12, 2, 16)).astype(np.float32), rng.standard_normal((12, 24)).astype(np.float32)
-    found = mix(x, gate_up, down, experts, weights, activation=activation, backend="xla", biases=biases)
+    found = mixed(x, gate_up, down, experts, weights, activation=activation, backend="xla", biases=biases)
     wanted = np.zeros((tokens, 24))
     for token, (own, shares) in enumerate(zip(experts, weights, strict=True)):
         for expert, share in zip(own, shares, strict=True):
@@ -139,8 +145,8 @@ def test_biases_are_weighted_with_the_experts_they_are_of(tokens: int, activatio
 def test_a_token_alone_gets_what_it_gets_among_others() -> None:
     x, gate_up, down = draw(6, 2, 6, 24, 16)  # 3 pairs are at most half as many as 6 experts, 6 are not
     experts, weights = np.array([[5, 0, -1], [1, 2, 3]], np.int32), np.float32([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]])
-    both = mix(x, gate_up, down, experts, weights, activation="silu", backend="xla")
-    alone = mix(x[:1], gate_up, down, experts[:1], weights[:1], activation="silu", backend="xla")
+    both = mixed(x, gate_up, down, experts, weights, activation="silu", backend="xla")
+    alone = mixed(x[:1], gate_up, down, experts[:1], weights[:1], activation="silu", backend="xla")
     np.testing.assert_allclose(alone, both[:1], rtol=1e-5, atol=1e-5)
 
 
@@ -150,7 +156,7 @@ def test_gradients_reach_experts_router_weights_and_tokens() -> None:
 
     def loss(x: jax.Array, gate_up: jax.Array, down: jax.Array, logits: jax.Array) -> jax.Array:
         chosen = route(logits, Routing(per_token=2))
-        return jnp.sum(mix(x, gate_up, down, *chosen, activation="silu", backend="xla") ** 2)
+        return jnp.sum(mixed(x, gate_up, down, *chosen, activation="silu", backend="xla") ** 2)
 
     gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(x, gate_up, down, logits)
     for gradient, argument in zip(gradients, (x, gate_up, down, logits), strict=True):

@@ -3,11 +3,15 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jpaged import models
+from jpaged.api.config import EngineArgs
 from jpaged.api.errors import CheckpointError, UnsupportedModelError
+from jpaged.executor.mesh import DeviceMesh
+from jpaged.executor.start.weights import CheckpointReader
 from jpaged.models.loading import safetensors_file
 from tests.tiny_models import tiny_model, write_tiny_model
 
@@ -43,6 +47,20 @@ def test_it_has_the_weights_of_the_text_model(name: str, architecture: str, pref
     model, alone = models.build(config, "float32"), models.build(models.ModelConfig.from_directory(text), "float32")
     for found, expected in zip(models.load(model, whole), models.load(alone, text), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def test_only_what_the_text_model_reads_counts_as_read(tmp_path: Path) -> None:
+    text, whole = write_tiny_model(tiny_model("gemma3"), tmp_path / "text", use_torch=False), tmp_path / "whole"
+    prefix = "language_model.model."
+    write_multimodal(text, whole, "Gemma3ForConditionalGeneration", prefix, OF_OTHER_PARTS)
+    mesh = DeviceMesh(jax.devices()[:1])
+    sizes = []
+    for directory in (text, whole):
+        model = models.build(models.ModelConfig.from_directory(directory), "float32")
+        reader = CheckpointReader(mesh, model, model, directory, EngineArgs(model=str(directory)))
+        reader()
+        sizes.append(reader.num_bytes)
+    assert sizes[0] == sizes[1] > 0
 
 
 def test_a_tensor_that_no_part_has_is_refused(tmp_path: Path) -> None:

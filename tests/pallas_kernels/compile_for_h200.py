@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged import pallas_kernels as ops
 from jpaged.models.experts import ClampedSwiGLU, mix
+from jpaged.models.grouped_linear import PlainProduct
 
 Shape = jax.ShapeDtypeStruct
 
@@ -34,7 +35,8 @@ def rope_and_write(pool: Any, qkv: Any, slots: Any, rotation: Any, norms: Any) -
 
 def experts_of_gpt_oss(x: Any, gate_up: Any, down: Any, experts: Any, weights: Any, biases: Any) -> Any:
     options = {"activation": ClampedSwiGLU(), "backend": "hopper", "biases": biases}
-    return mix(x, gate_up, down, experts, weights, **options)
+    products = PlainProduct(gate_up), PlainProduct(down)
+    return mix(x, products, gate_up.shape[0], experts, weights, **options)
 
 
 def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:

@@ -13,6 +13,7 @@ from jax import lax
 from jpaged import pallas_kernels as ops
 from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, Built, Case, normal
 from jpaged.models.experts import Routing, mix, route
+from jpaged.models.grouped_linear import PlainProduct
 from jpaged.pallas_kernels.quantized_grouped_product.api import MX_GROUP, Form
 
 
@@ -154,7 +155,7 @@ def sparse_case(tokens: int, e: Experts, backend: str | None) -> Built:
 
     @jax.jit
     def program(x: jax.Array, gate_up: jax.Array, down: jax.Array, router: list[jax.Array]) -> jax.Array:
-        tokens = x
+        tokens, weights = x, (PlainProduct(gate_up), PlainProduct(down))
         for gate in router:
             # Of the tokens that it began with: without norms in between, those of later calls are nearly zero, and
             # would all pick the same experts. The barrier keeps the order.
@@ -162,7 +163,7 @@ def sparse_case(tokens: int, e: Experts, backend: str | None) -> Built:
             logits = jnp.einsum("th,he->te", read, gate, preferred_element_type=jnp.float32) * e.hidden**-0.5
             if e.zipf:
                 logits = routing.skewed(logits)
-            x = mix(x, gate_up, down, *route(logits, routing), activation="silu", backend=backend) * 2
+            x = mix(x, weights, e.experts, *route(logits, routing), activation="silu", backend=backend) * 2
         return x
 
     return program, (x, gate_up, down, router), _DRAWS, e.operations(tokens)

@@ -1,6 +1,7 @@
 """The shapes of programs and pool: from the options, the model and the device; then for the pool's real size."""
 
 from dataclasses import replace
+from math import lcm
 
 import jax
 
@@ -17,8 +18,9 @@ from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.step.expert_load import sparse_layers
 from jpaged.executor.step.program import Setup
 from jpaged.models import Model, ModelConfig
+from jpaged.models.config import ROUTER_SKEW
 from jpaged.models.row_tiles import check_rows_are_apart
-from jpaged.pallas_kernels.contiguous_attention.api import is_for_contiguous
+from jpaged.pallas_kernels.contiguous_attention.api import READ_BEHIND, TILE_TOKENS, is_for_contiguous
 
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
@@ -38,6 +40,15 @@ def refuse_for_hybrids(args: EngineArgs, model: ModelConfig) -> None:
                 f"{name}={refused!r} is not supported for models with recurrent layers such as"
                 f" {model.architecture}, whose states are kept for running sequences alone: {why}."
             )
+
+
+def refuse_skew(model: ModelConfig, are_random: bool) -> None:
+    """Raises InvalidParameterError if routers are skewed though their weights are not random."""
+    if model.router_skew and not are_random:
+        raise InvalidParameterError(
+            f"{ROUTER_SKEW}={model.router_skew:g} in config.json is for benchmarks of random weights, and would spoil"
+            " what the routers of others pick; remove it, or use load_format='dummy' without weights."
+        )
 
 
 def most_sequences(shard: Model, limit: int | None) -> int | None:
@@ -150,17 +161,22 @@ def cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, devic
     is_cpu = device.platform == "cpu"
     layer, is_contiguous = cache.spec[0], config.contiguous_backend is not None
     block_size = 1 if is_contiguous else args.block_size
+    block_bytes = kernel_block_bytes(layer, block_size) // (2 if is_contiguous else 1)
+    granularity = MemfdDriver.granularity if is_cpu else CudaDriver(int(device.local_hardware_id or 0)).granularity
+    if is_contiguous and not is_cpu:
+        granularity = whole_tiles(granularity, block_bytes)
     geometry = Geometry.fit(
         args.virtual_page_layout,
         cache.grouping.num_arrays,
         block_size,
-        kernel_block_bytes(layer, block_size) // (2 if is_contiguous else 1),
-        MemfdDriver.granularity if is_cpu else CudaDriver(int(device.local_hardware_id or 0)).granularity,
+        block_bytes,
+        granularity,
         spare_bytes=CpuRanges.spare_bytes if is_cpu else 0,
     )
     geometry = replace(geometry, least_bytes=LEAST_ADOPTED if is_cpu else 0)
     if is_contiguous:  # whose offsets count elements
-        geometry = replace(geometry, most_tokens=geometry.most_tokens // (layer.kv_heads * layer.head_dim))
+        most_tokens = geometry.most_tokens // (layer.kv_heads * layer.head_dim)
+        geometry = replace(geometry, most_tokens=most_tokens, read_behind=READ_BEHIND)
     config = replace(config, geometry=geometry, block_size=geometry.page_tokens)
     if args.max_model_len is not None:
         return config
@@ -168,6 +184,12 @@ def cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, devic
     assert isinstance(cut, VirtualCache)
     longest = geometry.longest(config.num_blocks, cut.num_stretches)
     return replace(config, max_model_len=min(config.max_model_len, longest))
+
+
+def whole_tiles(granularity: int, token_bytes: int) -> int:
+    """The least bytes of a page of keys that holds whole tiles of kernels, so that no tile counted from a sequence's
+    first token reaches behind its last page. token_bytes: of a layer's keys."""
+    return lcm(granularity, TILE_TOKENS * token_bytes)
 
 
 def fit_to_pool(shard: Model, nominal: ExecutorConfig, num_blocks: int, asked: int | None) -> Setup:

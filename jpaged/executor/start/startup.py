@@ -47,6 +47,7 @@ from jpaged.executor.start.shapes import (
     most_sequences,
     needed_pages,
     refuse_for_hybrids,
+    refuse_skew,
 )
 from jpaged.executor.start.started import Startup, whence
 from jpaged.executor.start.weights import CheckpointReader, fill_weights
@@ -139,6 +140,7 @@ def _start_on(
 ) -> Startup:
     device = mesh.local_devices[0]
     model_config = ModelConfig.from_directory(directory, args.max_model_len, args.quantization)
+    refuse_skew(model_config, are_random=args.load_format == "dummy" and given is None)
     if args.enable_expert_parallel:
         model_config = split_by_experts(model_config)
     # Arithmetic in 16 bits is slow on a CPU, so "auto" means float32 there.

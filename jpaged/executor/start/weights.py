@@ -18,8 +18,8 @@ from jpaged.models.sharding import load_sharded
 class CheckpointReader:
     """Reads the weights of a checkpoint onto a mesh; a call does.
 
-    seconds: that the last call took, programs being compiled beside it. num_bytes: of the tensors in its files; 0 for
-        random weights and Orbax checkpoints.
+    seconds: that the last call took, programs being compiled beside it. num_bytes: of the tensors that it read, of all
+        shards together; 0 for random weights and Orbax checkpoints.
     """
 
     mesh: DeviceMesh
@@ -36,7 +36,8 @@ class CheckpointReader:
         self.seconds = time.perf_counter() - begun
         of = self.args.load_format
         if of != "dummy" and not checkpoint.is_orbax(of, self.directory):
-            self.num_bytes = sum(tensor.num_bytes for tensor in checkpoint.find_tensors(self.directory).values())
+            found = checkpoint.find_tensors(self.directory)
+            self.num_bytes = checkpoint.num_bytes(checkpoint.match(self.model, found))
         return weights
 
     def _read(self, progress: bool) -> Weights:

@@ -62,8 +62,8 @@ class ReadExpertTokens(SingleProgram):
 
 
 class ExpertLoadReader:
-    """What has been counted since it was made. It never makes a step wait: while steps run it tells the counts of some
-    steps ago, whose copy has arrived, and asks for newer ones.
+    """What has been counted since it was made. It never makes a step wait: while steps run, a read gives the counts as
+    of the previous one, or as of the last whose copy has arrived, and asks for newer ones.
 
     copy: runs `ReadExpertTokens`. now_s: the time, on a clock that only goes forward.
     """

@@ -16,6 +16,12 @@ from jpaged.pallas_kernels.registry import Op
 
 OP = Op("contiguous_attention", __package__)
 
+TILE_TOKENS = 128
+"""Keys that kernels read at a time, at the most. Tiles begin at a stretch's first token, or at a chunk's."""
+
+READ_BEHIND = TILE_TOKENS - 1
+"""Entries behind a chunk's last token that a kernel may read: the rest of a tile."""
+
 
 def is_for_contiguous(backend: str) -> bool:
     """Whether a backend's attention is for contiguous keys and values, and for those alone.
@@ -44,8 +50,9 @@ def contiguous_attention(
     Args:
         q: [T, heads, head_dim]; heads is a multiple of kv_heads, and query head h reads KV head
             h // (heads / kv_heads).
-        keys, values: [entries, kv_heads, head_dim], of q's dtype; at least `addresses.num_entries`. Of a stretch,
-            entries behind a row's tokens need no memory.
+        keys, values: [entries, kv_heads, head_dim], of q's dtype; at least `addresses.num_entries`. Memory is needed
+            below a row's tokens, the rest of the tile of TILE_TOKENS entries that holds the last of them, counted from
+            the stretch's first entry, and READ_BEHIND entries behind a chunk; other entries need none.
         stretches: int32 [R]; where each row's tokens are. Distinct, save those of rows without tokens.
         kv_lens: int32 [R]; tokens to attend to, the queries' own included, at most `addresses.longest`. Rows of 0
             tokens give 0.

@@ -36,24 +36,24 @@ class Operands(NamedTuple):
     chunks: tuple[jax.Array, jax.Array] | None
 
 
-class Kernel(Protocol):
-    """A kernel for contiguous keys and values, [entries, kv_heads, head_dim] each."""
+class Keys(NamedTuple):
+    """What queries attend to: keys and values, [entries, kv_heads, head_dim], how both are cut, and what multiplies
+    scores."""
 
-    def dense(
-        self, call: DenseCall, keys: jax.Array, values: jax.Array, addresses: Addresses, scale: float
-    ) -> jax.Array:
+    keys: jax.Array
+    values: jax.Array
+    addresses: Addresses
+    scale: float
+
+
+class Kernel(Protocol):
+    """A kernel for contiguous keys and values."""
+
+    def dense(self, call: DenseCall, kv: Keys) -> jax.Array:
         """[stretches, 1, heads, head_dim]."""
         ...
 
-    def packed(
-        self,
-        q: jax.Array,
-        call: PackedCall,
-        keys: jax.Array,
-        values: jax.Array,
-        addresses: Addresses,
-        scale: float,
-    ) -> tuple[jax.Array, jax.Array]:
+    def packed(self, q: jax.Array, call: PackedCall, kv: Keys) -> tuple[jax.Array, jax.Array]:
         """q: [1, T, heads, head_dim]. Returns the same, and its natural log-sum-exp, float32 [R, heads, T], by the
         query's number in its segment."""
         ...
@@ -62,21 +62,21 @@ class Kernel(Protocol):
 def attend(kernel: Kernel, operands: Operands, addresses: Addresses, scale: float) -> jax.Array:
     """`contiguous_attention` of the package, checked."""
     q, keys, values, stretches, kv_lens, chunks = operands
-    kv, rows = (keys, values, addresses, scale), kv_lens.shape[0]
+    kv, rows = Keys(keys, values, addresses, scale), kv_lens.shape[0]
     if chunks is None:
-        out = kernel.dense(dense_call(q, stretches, kv_lens, addresses), *kv)
+        out = kernel.dense(dense_call(q, stretches, kv_lens, addresses), kv)
         return of_rows(out, stretches, kv_lens)
     query_starts, num_decodes = chunks
     most = min(rows, q.shape[0])
     is_decode = jnp.arange(rows) < num_decodes
     own_lens = jnp.where(is_decode, kv_lens, 0)[:most]
     alone = of_rows(
-        kernel.dense(dense_call(q[:most], stretches[:most], own_lens, addresses), *kv), stretches[:most], own_lens
+        kernel.dense(dense_call(q[:most], stretches[:most], own_lens, addresses), kv), stretches[:most], own_lens
     )
     starts = jnp.maximum(query_starts, num_decodes)  # rows that decode have no queries here
     chunk_lens = jnp.where(is_decode, 0, kv_lens)
     before, own = packed_calls(stretches, chunk_lens, starts, q.shape[0], addresses)
-    together, _ = merged(kernel.packed(q[None], before, *kv), kernel.packed(q[None], own, *kv), starts, chunk_lens)
+    together = merged(kernel.packed(q[None], before, kv), kernel.packed(q[None], own, kv), starts, chunk_lens)
     # A barrier for the reason that `mixed_attention` gives.
     alone, together = lax.optimization_barrier((alone, together))
     decoded = is_decode[:most, None, None]

@@ -88,8 +88,8 @@ def merged(
     own: tuple[jax.Array, jax.Array],
     query_starts: jax.Array,
     kv_lens: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """What the two calls of `packed_calls` gave, as one; and which tokens are queries of a row, bool [T].
+) -> jax.Array:
+    """What the two calls of `packed_calls` gave, as one.
 
     before, own: each the output [1, T, heads, head_dim], and its log-sum-exp, float32 [R, heads, T], by the query's
     number in its segment. Where a call saw no keys, both may be anything.
@@ -106,4 +106,4 @@ def merged(
     share = jax.nn.sigmoid(before[1][at] - own[1][at])[..., None].astype(wide)  # of the softmax, [T, heads, 1]
     both = before[0][0].astype(wide) * share + own[0][0].astype(wide) * (1 - share)
     out = jnp.where(has_before[:, None, None], both, own[0][0].astype(wide))
-    return jnp.where(is_query[:, None, None], out, 0).astype(own[0].dtype), is_query
+    return jnp.where(is_query[:, None, None], out, 0).astype(own[0].dtype)

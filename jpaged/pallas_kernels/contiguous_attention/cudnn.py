@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels.common.arguments import ArrayLike
 from jpaged.pallas_kernels.contiguous_attention import attend
 from jpaged.pallas_kernels.contiguous_attention.addresses import Addresses
-from jpaged.pallas_kernels.contiguous_attention.attend import Operands
+from jpaged.pallas_kernels.contiguous_attention.attend import Keys, Operands
 from jpaged.pallas_kernels.contiguous_attention.calls import DenseCall, PackedCall
 from jpaged.pallas_kernels.devices import default_device
 
@@ -49,36 +49,27 @@ def _capability() -> tuple[int, int] | None:
 class Cudnn:
     """`attend.Kernel`."""
 
-    def dense(
-        self, call: DenseCall, keys: jax.Array, values: jax.Array, addresses: Addresses, scale: float
-    ) -> jax.Array:
-        k, v = (x.reshape(addresses.num_stretches, addresses.stretch, *x.shape[1:]) for x in (keys, values))
+    def dense(self, call: DenseCall, kv: Keys) -> jax.Array:
+        addresses = kv.addresses
+        k, v = (x.reshape(addresses.num_stretches, addresses.stretch, *x.shape[1:]) for x in (kv.keys, kv.values))
         return jax.nn.dot_product_attention(
-            call.q, k, v, scale=scale, key_value_seq_lengths=call.kv_lens, implementation="cudnn"
+            call.q, k, v, scale=kv.scale, key_value_seq_lengths=call.kv_lens, implementation="cudnn"
         )
 
-    def packed(
-        self,
-        q: jax.Array,
-        call: PackedCall,
-        keys: jax.Array,
-        values: jax.Array,
-        addresses: Addresses,
-        scale: float,
-    ) -> tuple[jax.Array, jax.Array]:
+    def packed(self, q: jax.Array, call: PackedCall, kv: Keys) -> tuple[jax.Array, jax.Array]:
         from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
         if call.q_lens.shape[1] == 1:  # JAX takes one segment for a batch without offsets
             call = _with_an_empty_row(call)
         out, lse = dot_product_attention(
             q,
-            keys[None],
-            values[None],
+            kv.keys[None],
+            kv.values[None],
             q_seqlen=call.q_lens,
             kv_seqlen=call.kv_lens,
             q_offsets=call.q_offsets,
             kv_offsets=call.kv_offsets,
-            scale=scale,
+            scale=kv.scale,
             mask_type=MaskType.PADDING_CAUSAL if call.is_causal else MaskType.PADDING,
             return_residual=True,
         )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.contiguous_attention import attend
 from jpaged.pallas_kernels.contiguous_attention.addresses import Addresses
-from jpaged.pallas_kernels.contiguous_attention.attend import Operands
+from jpaged.pallas_kernels.contiguous_attention.attend import Keys, Operands
 from jpaged.pallas_kernels.contiguous_attention.calls import DenseCall, PackedCall
 
 
@@ -21,38 +21,28 @@ def contiguous_attention(operands: Operands, addresses: Addresses, scale: float)
 class Xla:
     """`attend.Kernel`."""
 
-    def dense(
-        self, call: DenseCall, keys: jax.Array, values: jax.Array, addresses: Addresses, scale: float
-    ) -> jax.Array:
-        first = jnp.zeros_like(call.kv_lens)
+    def dense(self, call: DenseCall, kv: Keys) -> jax.Array:
+        addresses, first = kv.addresses, jnp.zeros_like(call.kv_lens)
         stretches = jnp.arange(addresses.num_stretches, dtype=jnp.int32)
-        k, v = (_tokens(x, stretches, first, call.kv_lens, addresses.longest, addresses) for x in (keys, values))
+        k, v = (_tokens(x, stretches, first, call.kv_lens, addresses.longest, addresses) for x in (kv.keys, kv.values))
         return jax.nn.dot_product_attention(
-            call.q, k, v, scale=scale, key_value_seq_lengths=call.kv_lens, implementation="xla"
+            call.q, k, v, scale=kv.scale, key_value_seq_lengths=call.kv_lens, implementation="xla"
         )
 
-    def packed(
-        self,
-        q: jax.Array,
-        call: PackedCall,
-        keys: jax.Array,
-        values: jax.Array,
-        addresses: Addresses,
-        scale: float,
-    ) -> tuple[jax.Array, jax.Array]:
-        tokens = q.shape[1]
+    def packed(self, q: jax.Array, call: PackedCall, kv: Keys) -> tuple[jax.Array, jax.Array]:
+        tokens, addresses = q.shape[1], kv.addresses
         q_lens, kv_lens = call.q_lens[0], call.kv_lens[0]
         begins, firsts = call.q_offsets[0, :-1], call.kv_offsets[0, :-1]
         stretches, inside = firsts // addresses.stretch, firsts % addresses.stretch
         longest = min(tokens, addresses.longest) if call.is_causal else addresses.longest
-        k, v = (_tokens(x, stretches, inside, kv_lens, longest, addresses) for x in (keys, values))
+        k, v = (_tokens(x, stretches, inside, kv_lens, longest, addresses) for x in (kv.keys, kv.values))
         token = jnp.arange(tokens, dtype=jnp.int32)
         queries = q[0].at[begins[:, None] + token].get(mode="clip")
         out, lse = jax.nn.dot_product_attention(
             queries,
             k,
             v,
-            scale=scale,
+            scale=kv.scale,
             is_causal=call.is_causal,
             query_seq_lengths=q_lens,
             key_value_seq_lengths=kv_lens,

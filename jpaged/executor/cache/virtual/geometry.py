@@ -33,6 +33,7 @@ class Geometry:
     stride: kernels' blocks from one page to the next; there may be some to spare.
     least_bytes: of an array.
     most_tokens: of all layers of an array together, homes of pages included.
+    read_behind: tokens behind a chunk that kernels may read, so that there must be something below their addresses.
     """
 
     page_layout: str
@@ -42,6 +43,7 @@ class Geometry:
     stride: int
     least_bytes: int = 0
     most_tokens: int = 2**31 - 1
+    read_behind: int = 0
 
     @property
     def page_tokens(self) -> int:
@@ -74,7 +76,8 @@ class Geometry:
 
     def longest(self, num_pages: int, num_tables: int) -> int:
         """Tokens of the longest sequence for which so many block tables have addresses."""
-        return max(0, self.most_tokens // (self.stride * self.block_size) - num_pages) // num_tables * self.page_tokens
+        pages = max(0, self.most_tokens // (self.stride * self.block_size) - num_pages) // num_tables
+        return max(0, pages * self.page_tokens - self.read_behind)
 
     def check_length(self, num_pages: int, num_tables: int, max_model_len: int) -> None:
         """Raises InvalidParameterError if there are no addresses for sequences of so many tokens."""

@@ -10,6 +10,12 @@ A place may lose its page only when nobody reads or writes it any more. Steps in
 that goes on gets another page in the place of one (copy-on-write); or the host ended a sequence, of which the device
 does not know yet. Then what is in flight is waited for. A slot that the device ended itself is not touched by the steps
 after that: they write to the null block and see nothing.
+
+Some kernels read whole tiles of keys, so a chunk's last tile may reach behind its sequence's pages (`read_behind`). The
+null block's page is mapped there to be read only, which costs no memory, and stays until another page comes to the
+place. That page waits for the steps whose chunks may be reading there:
+
+    slot 3, chunk 1,000 .. 1,019      [ page 7: 0 .. 1,023 ][ page 0, read only ]      tile 1,000 .. 1,127
 """
 
 import time
@@ -21,7 +27,7 @@ from contextlib import suppress
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError, OutOfMemoryError
-from jpaged.engine.interface import NULL_BLOCK, StepPlan
+from jpaged.engine.interface import NULL_BLOCK, Chunk, StepPlan
 from jpaged.executor.cache.virtual.driver import Driver
 from jpaged.executor.cache.virtual.pages import NO_PAGE, MappingCounts, PageManager
 
@@ -48,7 +54,7 @@ class PlanMapper:
     Args:
         manager: of the pages. drivers: of its devices.
         tables: cache groups, slots and entries of a block table. A place is an index into such an array, flat.
-        page_tokens: tokens that a page holds.
+        page_tokens: tokens that a page holds. read_behind: tokens behind a chunk that kernels may read.
 
     Attributes:
         maps_ahead: whether to map what plans announce (`StepPlan.ahead`) while they run.
@@ -62,12 +68,14 @@ class PlanMapper:
         drivers: Sequence[Driver],
         tables: tuple[int, int, int],
         page_tokens: int,
+        read_behind: int = 0,
     ) -> None:
         self._manager, self._drivers = manager, tuple(drivers)
-        self._page_tokens = page_tokens
+        self._page_tokens, self._read_behind = page_tokens, read_behind
         self._shape = tables
         self._tables = np.zeros(tables, np.int32)  # the pages of running sequences
         self._last_step = np.full(tables[1:2], _NO_STEP, np.int64)  # that had a row of the slot
+        self._last_chunk = self._last_step.copy()  # the last step that had a chunk of the slot
         self._ended_in = self._last_step.copy()  # the last step of a tenant that the host ended
         self.maps_ahead = True
         self.num_in_steps = 0
@@ -121,11 +129,16 @@ class PlanMapper:
         self._pause()
         self._ended_in[plan.ends] = self._last_step[plan.ends]
         places, pages, read_only, is_live = self._changes(plan)
+        behind = self._read_behind_pages(plan)
+        if len(behind):
+            places, pages = np.append(places, behind), np.append(pages, np.full(behind.shape, NULL_BLOCK))
+            read_only = np.append(read_only, np.ones(behind.shape, np.bool_))
+            is_live = np.append(is_live, np.zeros(behind.shape, np.bool_))
         if len(places):
             missing = self._manager.missing(places, pages, read_only)
             self.counts.num_kept += int(np.count_nonzero(~missing))
             places, pages, read_only = places[missing], pages[missing], read_only[missing]
-            if self._are_read(places, is_live[missing]):
+            if self._are_read(places, is_live[missing]).any():
                 wait()
                 self._newest_read = self._num_steps - 1
         if len(self._later[0]):
@@ -136,7 +149,7 @@ class PlanMapper:
             self.num_in_steps += self._manager.put(places[~is_later], pages[~is_later], read_only[~is_later])
         self._last_step[plan.decode_slots] = self._num_steps
         for chunk in plan.chunks:
-            self._last_step[chunk.slot] = self._num_steps
+            self._last_step[chunk.slot] = self._last_chunk[chunk.slot] = self._num_steps
 
     @property
     def num_steps(self) -> int:
@@ -160,8 +173,7 @@ class PlanMapper:
             awaited = self._tables.reshape(-1)[places] == NULL_BLOCK
             awaited &= self._manager.missing(places, pages, writable)
             self._ahead = places[awaited], pages[awaited]
-            unused = self._ended_in[self._slots_of(places)] <= self._newest_read
-            ready = awaited & unused
+            ready = awaited & ~self._are_read(places, writable)
             batches += _batches((places[ready], pages[ready], writable[ready]))
         unused_pages = [self._retired.pop(0)[1] for _ in range(self._num_unused())]
         if batches or unused_pages:
@@ -258,12 +270,27 @@ class PlanMapper:
             slots, indices, pages, places, is_live = (x[last] for x in (slots, indices, pages, places, is_live))
         return places, pages, indices < computed[slots], is_live
 
-    def _are_read(self, places: np.ndarray, is_live: np.ndarray) -> bool:
-        """Whether steps in flight may touch a page that these places have."""
-        slots = self._slots_of(places)
+    def _are_read(self, places: np.ndarray, is_live: np.ndarray) -> np.ndarray:
+        """Of which of these places steps in flight may touch the page that is there."""
+        slots, pages = self._slots_of(places), self._manager.pages_at(places)
         until = np.where(is_live, self._last_step[slots], self._ended_in[slots])
-        has_page = self._manager.pages_at(places) != NO_PAGE
-        return bool((has_page & (until > self._newest_read)).any())
+        until = np.where(pages == NULL_BLOCK, self._last_chunk[slots], until)  # mapped for what chunks read behind
+        in_use: np.ndarray = (pages != NO_PAGE) & (until > self._newest_read)
+        return in_use
+
+    def _read_behind_pages(self, plan: StepPlan) -> np.ndarray:
+        """Places that kernels may read behind the plan's chunks, and where the chunks' sequences have no pages."""
+        found = [_NO_PLACES]
+        for chunk in plan.chunks if self._read_behind else ():
+            first, end = (self._num_pages(chunk, behind) for behind in (0, self._read_behind))
+            if len(chunk.token_ids) and first < end:
+                groups, indices = np.nonzero(self._tables[:, chunk.slot, first:end] == NULL_BLOCK)
+                found.append(self._places(groups, np.full(groups.shape, chunk.slot), first + indices))
+        return np.concatenate(found)
+
+    def _num_pages(self, chunk: Chunk, behind: int) -> int:
+        """That hold a chunk's tokens, those before them, and so many behind."""
+        return -(-(chunk.start + len(chunk.token_ids) + behind) // self._page_tokens)
 
     def _places(self, groups: np.ndarray, slots: np.ndarray, indices: np.ndarray) -> np.ndarray:
         _, num_slots, width = self._shape
@@ -286,13 +313,14 @@ class PlanMapper:
         )
 
     def _are_used_later(self, plan: StepPlan, places: np.ndarray) -> np.ndarray:
-        """Which of these places the plan's programs do not use: of prompts those behind the plan's chunk, if any."""
+        """Which of these places the plan's programs do not use: of prompts those behind what kernels read of the plan's
+        chunk, if any."""
         if not self.maps_ahead:
             return np.zeros(places.shape, np.bool_)
         end = np.zeros(self._shape[1:2], np.int64)
         end[plan.decode_slots] = self._shape[2]
         for chunk in plan.chunks:
-            end[chunk.slot] = -(-(chunk.start + len(chunk.token_ids)) // self._page_tokens)
+            end[chunk.slot] = self._num_pages(chunk, self._read_behind)
         is_later: np.ndarray = places % self._shape[2] >= end[self._slots_of(places)]
         return is_later
 

@@ -53,7 +53,7 @@ class VirtualMemory:
         self.pools = tuple(mesh.joined(parts, cache.pools_spec) for parts in zip(*shards, strict=True))
         tables = (len(cache.groups), config.max_num_seqs, config.max_blocks_per_seq)
         drivers = [ranges.driver for ranges in self._ranges]
-        self.mapper = PlanMapper(self._manager, drivers, tables, config.block_size)
+        self.mapper = PlanMapper(self._manager, drivers, tables, config.block_size, cache.geometry.read_behind)
         self._finalizer = weakref.finalize(self, _give_back, self._manager, self._ranges, self.mapper)
 
     @property
