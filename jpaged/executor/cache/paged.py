@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import prod
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,24 @@ from jpaged.pallas_kernels import (
 )
 
 Pools = tuple[Float[Array, "blocks arrays kv_heads block_size head_dim"], ...]
+
+
+class Written(NamedTuple):
+    """The tokens that a step writes: the tables through which it does, and the tokens' rows, positions and validity."""
+
+    tables: Int[Array, "rows groups blocks"]
+    rows: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    valid: Bool[Array, " tokens"]
+
+
+class Read(NamedTuple):
+    """What a step's rows read: the tables through which they do, their tokens, and `PagedAttention`'s mixed, shared."""
+
+    tables: Int[Array, "rows groups blocks"]
+    kv_lens: Int[Array, " rows"]
+    mixed: tuple[Int[Array, " rows+1"], Int[Array, ""]] | None
+    shared: tuple[Int[Array, ""], Int[Array, ""]] | None
 
 
 @dataclass(frozen=True)
@@ -122,11 +140,11 @@ class PagedCache:
         shared: (num_sharing, shared_len) of `StepPlan`, where what rows share is to be read once for all of them.
         """
         batch = positions.shape[0]
-        written = tables, jnp.arange(batch), positions, active
+        written = Written(tables, jnp.arange(batch), positions, active)
         mixed = None
         if self.config.batch_invariant:  # which attends in one way alone
             mixed = jnp.arange(batch + 1, dtype=jnp.int32), jnp.int32(batch)
-        return self._layers(pools, tables, written, jnp.where(active, positions + 1, 0), mixed, shared)
+        return self._layers(pools, written, Read(tables, jnp.where(active, positions + 1, 0), mixed, shared))
 
     def mixed_layers(
         self,
@@ -147,9 +165,9 @@ class PagedCache:
         rows, positions, valid: of the tokens. One that is not valid goes to the null block.
         query_starts, num_decodes: as of `mixed_attention`.
         """
-        written = tables, rows, positions, valid
+        written = Written(tables, rows, positions, valid)
         tables = jnp.where(active[:, None, None], tables, NULL_BLOCK)  # a row that stopped reads what it wrote there
-        return self._layers(pools, tables, written, kv_lens, (query_starts, num_decodes), None)
+        return self._layers(pools, written, Read(tables, kv_lens, (query_starts, num_decodes), None))
 
     def row_tables(
         self, tables: Int[Array, "slots groups blocks"], slots: Int[Array, " rows"]
@@ -157,52 +175,44 @@ class PagedCache:
         """Block tables of these slots, as `decode_layers` and `mixed_layers` take them."""
         return tables[slots]
 
-    def _layers(
-        self,
-        pools: Pools,
-        tables: Int[Array, "rows groups blocks"],
-        written: tuple[Array, Int[Array, " tokens"], Int[Array, " tokens"], Bool[Array, " tokens"]],
-        kv_lens: Int[Array, " rows"],
-        mixed: tuple[Array, Array] | None,
-        shared: tuple[Array, Array] | None,
-    ) -> "Layers":
-        """tables: that are read through. written: the tables through which tokens are written, and the tokens' rows,
-        positions and validity.
-        """
-        backend = self.config.kernel_backend
-
+    def _layers(self, pools: Pools, written: Written, read: Read) -> "Layers":
         @cache  # layers that keep their tokens alike share what is computed for it
         def attention(group: int, layer: int, scales: tuple[float, float]) -> PagedAttention:
-            place = Place(group, layer)
-            return PagedAttention(
-                pools[0],
-                self._mapping(place, *written),
-                self._kernel_table(place, tables),
-                kv_lens,
-                mixed,
-                shared,
-                self.groups[group].window,
-                backend,
-                scales,
-            )
+            return self._attention(Place(group, layer), pools, written, read, scales)
 
         places = self.grouping.places
         of_layers = [
             attention(place.group, self._layer(place), kept.scales)
             for place, kept in zip(places, self.spec, strict=True)
         ]
-        return Layers(pools, of_layers, [self._array(place) for place in places])
+        return self._layers_type(pools, of_layers, [self._array(place) for place in places])
 
-    def _mapping(
-        self,
-        place: Place,
-        tables: Int[Array, "rows groups blocks"],
-        rows: Int[Array, " tokens"],
-        positions: Int[Array, " tokens"],
-        valid: Bool[Array, " tokens"],
-    ) -> Int[Array, " tokens"]:
+    @property
+    def _layers_type(self) -> "type[Layers]":
+        return Layers
+
+    def _attention(
+        self, place: Place, pools: Pools, written: Written, read: Read, scales: tuple[float, float]
+    ) -> "PagedAttention":
+        """Of a layer, with any `pool`. place: its group, and which layer of its array it is."""
+        return PagedAttention(
+            pools[0],
+            self._mapping(place, written),
+            self._kernel_table(place, read.tables),
+            *read[1:],
+            self.groups[place.group].window,
+            self.config.kernel_backend,
+            scales,
+        )
+
+    def _mapping(self, place: Place, written: Written) -> Int[Array, " tokens"]:
         """Where a layer writes the tokens."""
-        return slot_mapping(tables[:, place.group], rows, positions, valid, self.config.block_size)
+        return slot_mapping(self._kernel_table(place, written.tables), *written[1:], self._kernel_block_size)
+
+    @property
+    def _kernel_block_size(self) -> int:
+        """Tokens of a block, as kernels number them."""
+        return self.config.block_size
 
     def _kernel_table(self, place: Place, tables: Int[Array, "rows groups blocks"]) -> Int[Array, "rows blocks"]:
         """A layer's blocks, as kernels number them."""
@@ -352,11 +362,13 @@ def slot_mapping(
     positions: Int[Array, " tokens"],
     valid: Bool[Array, " tokens"],
     block_size: int,
+    stride: int | None = None,
 ) -> Int[Array, " tokens"]:
-    """Where in the pool the token of row `rows[t]` at `positions[t]` goes: block * block_size + offset.
+    """Where in the pool the token of row `rows[t]` at `positions[t]` goes: block * stride + offset.
 
-    Tokens that are not valid go to the null block.
+    Tokens that are not valid go to the null block. stride: entries from one block to the next; block_size if None.
     """
+    stride = block_size if stride is None else stride
     blocks = block_tables[rows, positions // block_size]
     spread = jnp.arange(rows.shape[0], dtype=jnp.int32) % block_size
-    return jnp.where(valid, blocks * block_size + positions % block_size, NULL_BLOCK * block_size + spread)
+    return jnp.where(valid, blocks * stride + positions % block_size, NULL_BLOCK * stride + spread)

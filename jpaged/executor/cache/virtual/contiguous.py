@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.engine.interface import NULL_BLOCK
 from jpaged.executor.cache.groups import Place
-from jpaged.executor.cache.paged import Layers, Pools
+from jpaged.executor.cache.paged import Layers, PagedAttention, Pools, Read, Written, slot_mapping
 from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.models import row_tiles
 from jpaged.pallas_kernels import (
@@ -92,42 +92,27 @@ class ContiguousCache(VirtualCache):
     def block_bytes(self) -> int:
         return self.page_bytes * 2 * self.grouping.num_arrays
 
-    def _layers(
-        self,
-        pools: Pools,
-        tables: Int[Array, "rows groups blocks"],
-        written: tuple[Array, Int[Array, " tokens"], Int[Array, " tokens"], Bool[Array, " tokens"]],
-        kv_lens: Int[Array, " rows"],
-        mixed: tuple[Array, Array] | None,
-        shared: tuple[Array, Array] | None,
-    ) -> Layers:
-        assert shared is None
+    @property
+    def _layers_type(self) -> type[Layers]:
+        return _Pairs
+
+    def _attention(self, place: Place, pools: Pools, written: Written, read: Read, scales: tuple[float, float]) -> Any:
+        assert read.shared is None
         addresses = self.addresses
-        first = tables[:, 0, 0]  # the place of the first page, from which on the others follow
-        attention = ContiguousAttention(
+        first = read.tables[:, place.group, 0]  # the place of the first page, from which on the others follow
+        return ContiguousAttention(
             (pools[0], pools[1]),
-            self._mapping(Place(0, 0), *written),
+            self._mapping(place, written),
             first // addresses.pages,
-            jnp.where(first == NULL_BLOCK, 0, kv_lens),
-            mixed,
+            jnp.where(first == NULL_BLOCK, 0, read.kv_lens),
+            read.mixed,
             addresses,
             self.config.contiguous_backend,
         )
-        of_layers = [attention] * len(self.spec)
-        return _Pairs(pools, of_layers, [place.array for place in self.grouping.places])
 
-    def _mapping(
-        self,
-        place: Place,
-        tables: Int[Array, "rows groups blocks"],
-        rows: Int[Array, " tokens"],
-        positions: Int[Array, " tokens"],
-        valid: Bool[Array, " tokens"],
-    ) -> Int[Array, " tokens"]:
-        size, stride = self.geometry.page_tokens, self.geometry.stride
-        pages = tables[rows, place.group, positions // size]
-        spread = jnp.arange(rows.shape[0], dtype=jnp.int32) % size
-        return jnp.where(valid, pages * stride + positions % size, NULL_BLOCK * stride + spread)
+    def _mapping(self, place: Place, written: Written) -> Int[Array, " tokens"]:
+        pages, geometry = written.tables[:, place.group], self.geometry
+        return slot_mapping(pages, *written[1:], geometry.page_tokens, geometry.stride)
 
     def copy(self, pools: Pools, source: Int[Array, " n"], target: Int[Array, " n"]) -> Pools:
         """A few pages at a time: plain XLA holds those that it copies beside the arrays."""
@@ -209,10 +194,9 @@ class ContiguousAttention:
 class _Pairs(Layers):
     """`Layers` whose arrays are pairs, of keys and values."""
 
-    def __init__(self, pools: Pools, of_layers: Sequence[ContiguousAttention], arrays: Sequence[int]) -> None:
+    def __init__(self, pools: Pools, of_layers: Sequence[PagedAttention], arrays: Sequence[int]) -> None:
         pairs: Any = tuple(zip(pools[::2], pools[1::2], strict=True))
-        alike: Any = of_layers
-        super().__init__(pairs, alike, arrays)
+        super().__init__(pairs, of_layers, arrays)
 
     @property
     def pools(self) -> Pools:

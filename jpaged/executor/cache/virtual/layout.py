@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS
 from jpaged.executor.cache.groups import Place
-from jpaged.executor.cache.paged import Layers, PagedCache, Pools, slot_mapping
+from jpaged.executor.cache.paged import Layers, PagedCache, Pools
 from jpaged.executor.cache.spec import kernel_block_bytes
 from jpaged.executor.cache.virtual.geometry import Geometry
 
@@ -144,16 +144,9 @@ class VirtualCache(PagedCache):
             held &= first + size > first_seen
         return jnp.where(held, tables, NULL_BLOCK)
 
-    def _mapping(
-        self,
-        place: Place,
-        tables: Int[Array, "rows groups blocks"],
-        rows: Int[Array, " tokens"],
-        positions: Int[Array, " tokens"],
-        valid: Bool[Array, " tokens"],
-    ) -> Int[Array, " tokens"]:
-        table = self._kernel_table(place, tables)
-        return slot_mapping(table, rows, positions, valid, self.geometry.block_size)
+    @property
+    def _kernel_block_size(self) -> int:
+        return self.geometry.block_size
 
     def _kernel_table(self, place: Place, tables: Int[Array, "rows groups blocks"]) -> Int[Array, "rows blocks"]:
         """In kernels' blocks; the null block's are those of page 0."""

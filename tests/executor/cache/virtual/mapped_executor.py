@@ -47,14 +47,16 @@ class _OnEachDevice:
 
 class MappedExecutor(FakeExecutor):
     """As `FakeExecutor`; its blocks' contents are at their homes, and rows use the places of their slots, on each of
-    `num_devices` devices.
+    `num_devices` devices. read_behind: as of `PlanMapper`.
     """
 
     num_devices = 1
+    read_behind = 0
 
     def __init__(self, config: SchedulerConfig, **options) -> None:
         super().__init__(config, **options)
-        self._tables = (len(config.cache_groups), config.max_num_seqs, config.max_blocks_per_seq)
+        width = -(-(config.max_model_len + self.read_behind) // config.block_size)
+        self._tables = (len(config.cache_groups), config.max_num_seqs, width)
         num_places = int(np.prod(self._tables))
         rows = config.num_blocks + num_places
         drivers = [MemfdDriver(Memory(config.num_blocks * PAGE_BYTES)) for _ in range(self.num_devices)]
@@ -62,7 +64,7 @@ class MappedExecutor(FakeExecutor):
         bases = [driver.reserve(rows * PAGE_BYTES) for driver in drivers]
         self.manager = PageManager(list(zip(drivers, bases, strict=True)), PAGE_BYTES, config.num_blocks, num_places)
         self.manager.back(np.array([NULL_BLOCK]))
-        self.mapper = PlanMapper(self.manager, drivers, self._tables, config.block_size)
+        self.mapper = PlanMapper(self.manager, drivers, self._tables, config.block_size, self.read_behind)
         self.drivers = drivers
         arrays = []
         for base in bases:

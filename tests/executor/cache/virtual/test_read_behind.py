@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ from jpaged.executor.cache.virtual.pages import NO_PAGE, PageManager
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.start.shapes import whole_tiles
 from jpaged.pallas_kernels.contiguous_attention.api import READ_BEHIND, TILE_TOKENS
+from tests.engine.scheduler.test_scheduling_at_random import serve_at_random
+from tests.executor.cache.virtual.mapped_executor import MappedExecutor
+from tests.executor.cache.virtual.test_random_requests import assert_nothing_leaks
 
 PAGES, SLOTS, WIDTH, PAGE_TOKENS, TOKEN_BYTES = 6, 2, 3, 1024, 4
 PAGE_BYTES = PAGE_TOKENS * TOKEN_BYTES
@@ -124,6 +128,50 @@ def test_a_page_that_comes_when_the_chunks_were_read_does_not_wait(pages: Pages)
     assert pages.page(0, 1) == 2
     pages.dispatch(**decode, table_updates=np.array([[0, 0, 1, 2]], np.int32))
     assert pages.num_waits == 0
+
+
+class ReadingTiles(MappedExecutor):
+    """Whose chunks read behind their tokens, when they run: a step or two after they were planned. What is there then
+    has not changed since the step was dispatched."""
+
+    read_behind, num_read_only = 5, 0
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, **options)
+        self._dispatched: deque[np.ndarray] = deque()
+
+    def execute(self, plan: StepPlan) -> Any:
+        prepare = self.mapper.prepare
+
+        def preparing(plan: StepPlan, wait: Any) -> None:
+            prepare(plan, wait)
+            chunks = [(one.slot, one.start, len(one.token_ids)) for one in plan.chunks if len(one.token_ids)]
+            self._dispatched.extend(self._pages_read(*chunk) for chunk in chunks)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.mapper, "prepare", preparing)
+            return super().execute(plan)
+
+    def _write_chunk(self, state: Any, start: int, token_ids: list[int]) -> None:
+        super()._write_chunk(state, start, token_ids)
+        if token_ids:
+            pages = self._pages_read(state.start.slot, start, len(token_ids))
+            assert (pages != NO_PAGE).all(), f"slot {state.start.slot}, {len(token_ids)} from {start}: {pages}"
+            np.testing.assert_array_equal(pages, self._dispatched.popleft())
+            self.num_read_only += int(np.count_nonzero(pages == NULL_BLOCK))
+
+    def _pages_read(self, slot: int, start: int, count: int) -> np.ndarray:
+        size, end = self.config.block_size, start + count
+        indices = np.arange((end - 1) // size, (end + self.read_behind - 1) // size + 1)
+        return self.manager.pages_at(slot * self._tables[2] + indices)
+
+
+@pytest.mark.parametrize(("policy", "mode", "depth"), [("fcfs", "auto", 0), ("priority", "swap", 2)])
+def test_chunks_of_random_requests_find_memory_behind_them_when_they_run(policy: str, mode: str, depth: int) -> None:
+    drive = serve_at_random(policy, mode, "full", 1, depth, num_requests=300, executor=ReadingTiles, plans_ahead=True)
+    executor = drive.engine.executor
+    assert executor.num_read_only > 50
+    assert_nothing_leaks(executor)
 
 
 def test_tables_leave_places_behind_the_longest_sequence() -> None:
