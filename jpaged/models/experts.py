@@ -27,7 +27,7 @@ from jpaged.api.errors import CheckpointError, InvalidParameterError
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig, inner_columns
 from jpaged.models.config_reader import ConfigReader
-from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct
+from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct, Rows
 from jpaged.models.layers import GatedMLP
 from jpaged.models.linear import PartialSum, PlainLinear
 from jpaged.models.parameters import Constant, parameter
@@ -355,16 +355,15 @@ def mix(
         bias = None if biases is None else biases[0]
         gated = partial(_gated_apart, gate_up, bias=bias, activation=activation, backend=backend)
     else:
-        gated = partial(gate_up.gated, activation=activation, backend=backend)
-    weighted = partial(down.weighted, backend=backend)
+        gated = partial(gate_up.multiply, activation=activation, backend=backend)
     if experts.size <= min(_FEW_ROWS, num_experts // 2):
-        groups = experts.reshape(-1)
-        inner = gated(jnp.repeat(x, each, axis=0), None, groups=groups)
-        rows = weighted(inner, None, weights.reshape(-1), groups=groups).reshape(tokens, each, -1)
+        unsorted = Rows(None, experts.reshape(-1))
+        inner = gated(jnp.repeat(x, each, axis=0), unsorted)
+        rows = down.multiply(inner, unsorted, weights.reshape(-1), backend=backend).reshape(tokens, each, -1)
     else:
         assignments, places, sizes = sort_by_expert(experts, num_experts)
-        inner = gated(x[assignments // each], sizes)
-        rows = weighted(inner, sizes, weights.reshape(-1)[assignments])[places]
+        inner = gated(x[assignments // each], Rows(sizes, None))
+        rows = down.multiply(inner, Rows(sizes, None), weights.reshape(-1)[assignments], backend=backend)[places]
     here = (experts >= 0) & (experts < num_experts)
     found = rows.astype(jnp.float32)
     if biases is not None:
@@ -376,24 +375,24 @@ def mix(
 def _gated_apart(
     gate_up: GroupedProduct,
     x: jax.Array,
-    group_sizes: jax.Array | None,
+    rows: Rows,
     *,
-    groups: jax.Array | None = None,
     bias: jax.Array | None,
     activation: str | ClampedSwiGLU,
     backend: str | None,
 ) -> jax.Array:
-    """`GroupedProduct.gated` with what its kernels lack: a bias [E, 2, I], or a clamped activation.
+    """An activation of `GroupedProduct.multiply` with what kernels lack: a bias [E, 2, I], or a clamped activation.
 
     The product is a kernel of its own, and the rest an elementwise one of XLA's, in float32: gate and up [A, 2, I] go
     to memory, in x's type, and back.
     """
-    both = gate_up.weighted(x, group_sizes, None, groups=groups, backend=backend)
+    both = gate_up.multiply(x, rows, backend=backend)
     both = both.reshape(x.shape[0], 2, -1).astype(jnp.promote_types(x.dtype, jnp.float32))
     if bias is not None:
+        groups = rows.groups
         if groups is None:
-            assert group_sizes is not None
-            ends = jnp.cumsum(group_sizes)
+            assert rows.group_sizes is not None
+            ends = jnp.cumsum(rows.group_sizes)
             groups = jnp.sum(jnp.arange(x.shape[0])[:, None] >= ends, axis=1, dtype=jnp.int32)
         both = both + bias[jnp.clip(groups, 0, bias.shape[0] - 1)].astype(both.dtype)
     gate, up = both[:, 0], both[:, 1]

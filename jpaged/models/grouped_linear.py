@@ -5,7 +5,7 @@ x [A, hidden]                     --->  [A, 2, inner]  -->  [A, inner]  -->  [A,
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,33 +17,36 @@ from jpaged.models.parameters import Normal, parameter
 from jpaged.pallas_kernels import gated_grouped_product, weighted_grouped_product
 
 
+class Rows(NamedTuple):
+    """The expert of each row: one of the two, as of `pallas_kernels.gated_grouped_product`, and None for the other.
+
+    group_sizes: int32 [E], of rows that are sorted. groups: int32 [A], of rows in any order.
+    """
+
+    group_sizes: jax.Array | None
+    groups: jax.Array | None
+
+
 class GroupedProduct(Protocol):
-    """Products of rows, each with the matrix of its expert. Arguments as of `pallas_kernels.gated_grouped_product`."""
+    """Products of rows, each with the matrix of its expert."""
 
     def promoted(self, dtype: jnp.dtype) -> jnp.dtype:
         """What the product of rows in a type is in."""
 
-    def gated(
+    def multiply(
         self,
         x: jax.Array,
-        group_sizes: jax.Array | None,
+        rows: Rows,
+        weights: jax.Array | None = None,
         *,
-        groups: jax.Array | None = None,
-        activation: str,
+        activation: str | None = None,
         backend: str | None,
     ) -> jax.Array:
-        """activation(gate) * up, of outputs (2, inner): [A, inputs] -> [A, inner]."""
+        """[A, inputs] -> [A, all outputs], times weights; or, of outputs (2, inner), activation(gate) * up: [A, inner].
 
-    def weighted(
-        self,
-        x: jax.Array,
-        group_sizes: jax.Array | None,
-        weights: jax.Array | None,
-        *,
-        groups: jax.Array | None = None,
-        backend: str | None,
-    ) -> jax.Array:
-        """[A, inputs] -> [A, all outputs], times weights: float32 [A], or None for ones."""
+        weights: float32 [A], or None for ones. Not with an activation.
+        activation, backend: as of `pallas_kernels.gated_grouped_product`.
+        """
 
 
 @dataclass(frozen=True)
@@ -55,31 +58,22 @@ class PlainProduct:
     def promoted(self, dtype: jnp.dtype) -> jnp.dtype:
         return jnp.promote_types(dtype, self.kernel.dtype)
 
-    def gated(
+    def multiply(
         self,
         x: jax.Array,
-        group_sizes: jax.Array | None,
+        rows: Rows,
+        weights: jax.Array | None = None,
         *,
-        groups: jax.Array | None = None,
-        activation: str,
+        activation: str | None = None,
         backend: str | None,
     ) -> jax.Array:
-        operands = promote_dtype((x, self.kernel))  # who trains a model may keep some weights in float32
-        return gated_grouped_product(*operands, group_sizes, groups=groups, activation=activation, backend=backend)
-
-    def weighted(
-        self,
-        x: jax.Array,
-        group_sizes: jax.Array | None,
-        weights: jax.Array | None,
-        *,
-        groups: jax.Array | None = None,
-        backend: str | None,
-    ) -> jax.Array:
-        x, kernel = promote_dtype((x, self.kernel))
+        x, kernel = promote_dtype((x, self.kernel))  # who trains a model may keep some weights in float32
+        sizes, groups = rows
+        if activation is not None:
+            return gated_grouped_product(x, kernel, sizes, groups=groups, activation=activation, backend=backend)
         flat = kernel.reshape(*kernel.shape[:2], -1)
         weights = jnp.ones(x.shape[:1], jnp.float32) if weights is None else weights
-        return weighted_grouped_product(x, flat, group_sizes, weights, groups=groups, backend=backend)
+        return weighted_grouped_product(x, flat, sizes, weights, groups=groups, backend=backend)
 
 
 class GroupedLinear(nnx.Module):

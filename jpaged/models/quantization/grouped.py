@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct
+from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct, Rows
 from jpaged.models.linear import LinearLayout
 from jpaged.models.parameters import Constant, Start
 from jpaged.models.quantization.layers import rows_parameter
@@ -81,31 +81,27 @@ class QuantizedProduct:
     def promoted(self, dtype: jnp.dtype) -> jnp.dtype:
         return dtype
 
-    def gated(
+    def multiply(
         self,
         x: jax.Array,
-        group_sizes: jax.Array | None,
+        rows: Rows,
+        weights: jax.Array | None = None,
         *,
-        groups: jax.Array | None = None,
-        activation: str,
+        activation: str | None = None,
         backend: str | None,
     ) -> jax.Array:
-        return self._product(x, group_sizes, groups=groups, activation=activation, backend=backend)
-
-    def weighted(
-        self,
-        x: jax.Array,
-        group_sizes: jax.Array | None,
-        weights: jax.Array | None,
-        *,
-        groups: jax.Array | None = None,
-        backend: str | None,
-    ) -> jax.Array:
-        return self._product(x, group_sizes, groups=groups, weights=weights, backend=backend)
-
-    def _product(self, x: jax.Array, group_sizes: jax.Array | None, **options: Any) -> jax.Array:
-        rows = (self.layout.experts, self.layout.output_size)
-        w, scale = self.kernel.reshape(*rows, -1), self.scale.reshape(*rows, -1)
-        zero = None if self.zero is None else self.zero.reshape(*rows, -1)
-        options |= {"form": self.values.form, "group": self.values.group, "zero": zero}
-        return quantized_grouped_product(x, w, scale, group_sizes, **options)
+        shape = (self.layout.experts, self.layout.output_size)
+        w, scale = self.kernel.reshape(*shape, -1), self.scale.reshape(*shape, -1)
+        return quantized_grouped_product(
+            x,
+            w,
+            scale,
+            rows.group_sizes,
+            groups=rows.groups,
+            form=self.values.form,
+            group=self.values.group,
+            zero=None if self.zero is None else self.zero.reshape(*shape, -1),
+            weights=weights,
+            activation=activation,
+            backend=backend,
+        )
