@@ -77,6 +77,7 @@ def load_sharded(
     *,
     seed: int = 0,
     progress: bool = False,
+    sized: Callable[[int], None] = lambda _: None,
 ) -> Weights:
     """`checkpoint.load` straight into shards: each device receives its part of each tensor and nothing else.
 
@@ -85,6 +86,7 @@ def load_sharded(
 
     model, shard: the whole, and `shard_of` it.
     seed: of random weights (load_format "dummy"), which are those that one device would draw.
+    sized: as of `checkpoint.load`.
 
     Raises:
         CheckpointError, InvalidParameterError: as `checkpoint.load`.
@@ -99,6 +101,7 @@ def load_sharded(
     widened = Model(model.config.with_kv_heads_for(shard.collectives.size), model.dtype)
     found = checkpoint.match(widened, checkpoint.find_tensors(Path(directory)))
     total = checkpoint.num_bytes(found)
+    sized(total)
     position = {name: i for i, name in enumerate(shard.parameter_names)}
     shards: dict[int, list[jax.Array]] = {}
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -9,7 +10,6 @@ import jax
 from jpaged.api.config import EngineArgs
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.models import Model, Weights, load
-from jpaged.models.loading import checkpoint
 from jpaged.models.loading.live import Update, WeightUpdater
 from jpaged.models.sharding import load_sharded
 
@@ -34,17 +34,17 @@ class CheckpointReader:
         begun = time.perf_counter()
         weights = jax.block_until_ready(self._read(progress))
         self.seconds = time.perf_counter() - begun
-        of = self.args.load_format
-        if of != "dummy" and not checkpoint.is_orbax(of, self.directory):
-            found = checkpoint.find_tensors(self.directory)
-            self.num_bytes = checkpoint.num_bytes(checkpoint.match(self.model, found))
         return weights
 
     def _read(self, progress: bool) -> Weights:
-        of, seed, mesh = self.args.load_format, self.args.seed, self.mesh
-        if mesh.size == 1:
-            return load(self.model, self.directory, of, device=mesh.devices[0], seed=seed, progress=progress)
-        return load_sharded(self.model, self.shard, mesh.mesh, self.directory, of, seed=seed, progress=progress)
+        read = partial(load, self.model, device=self.mesh.devices[0])
+        if self.mesh.size > 1:
+            read = partial(load_sharded, self.model, self.shard, self.mesh.mesh)
+        args = self.args
+        return read(self.directory, args.load_format, seed=args.seed, progress=progress, sized=self._take_size)
+
+    def _take_size(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
 
 
 def zero_weights(shard: Model, mesh: DeviceMesh) -> Weights:

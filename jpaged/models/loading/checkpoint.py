@@ -42,6 +42,7 @@ def load(
     device: jax.Device | None = None,
     seed: int = 0,
     progress: bool | Callable[[int, int], None] = False,
+    sized: Callable[[int], None] = lambda _: None,
 ) -> Weights:
     """The weights of a checkpoint directory on the device, in the model's type.
 
@@ -50,6 +51,7 @@ def load(
         `seed`.
     device: where to; the default device if None.
     progress: True shows a bar; a function is called with (bytes read so far, bytes in all).
+    sized: called with the bytes in all of a safetensors checkpoint, before they are read.
 
     Raises CheckpointError, naming file and tensor, when a tensor of the model is missing, doubled or of another
     shape, when the checkpoint holds one that the model has no place for, and when a file is missing or damaged.
@@ -62,6 +64,7 @@ def load(
         return orbax_checkpoint.load(model, Path(directory), device)
     stored = match(model, find_tensors(Path(directory)))
     total = num_bytes(stored)
+    sized(total)
     if callable(progress):
         return _stream(model, stored, device, progress, total)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
