@@ -59,7 +59,7 @@ def mixed_requests() -> list[SamplingParams]:
             sampling(
                 Structured(json=random_schema(rng) if i % 3 else SCHEMA, disable_any_whitespace=i % 2 == 0),
                 temperature=(0.0, 1.0, ANYTHING)[i % 3] if i % 5 != 1 else 1.0,
-                max_tokens=int(rng.integers(1, 60)),
+                max_tokens=int(rng.integers(1, 120)),
                 seed=i,
                 **extra[i % 5],
             )
@@ -77,8 +77,8 @@ def test_what_is_guessed_and_checked_afterwards_is_what_masks_would_have_led_to(
     after = llm.get_metrics()
     num_guesses = after.num_guesses - before.num_guesses
     num_kept = after.num_kept_guesses - before.num_kept_guesses
-    assert num_kept > 5
-    assert num_guesses - num_kept > 5
+    assert num_kept > 20
+    assert num_guesses - num_kept > 20
     monkeypatch.setattr(ConstrainedRows, "_may_guess", lambda self, request: False)
     assert found() == guessed
     assert llm.get_metrics().num_guesses == after.num_guesses

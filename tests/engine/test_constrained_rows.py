@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.engine.constraints.grammars import LEAST_HALVED, ConstrainedRows
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import CacheGroup
+from jpaged.text.grammar_process import Place
 from tests.engine.fake_executor import VOCAB_SIZE, allowed_token, fingerprint, next_token
 from tests.engine.helpers import Engine, assert_complete, assert_found, make_request, make_search, name_of
 from tests.engine.helpers import expected_tokens as expected_ordinary
@@ -64,13 +64,6 @@ class MadeUpGrammar:
 
     def begin(self, ignore_eos: bool, guesses: bool = False) -> MadeUpGuide:
         return MadeUpGuide(self._start.state, guesses)
-
-
-class Place(NamedTuple):
-    forced: tuple[int, ...] = ()
-    needs_mask: bool = True
-    is_refused: bool = False
-    failure: str = ""
 
 
 class MadeUpGrammars:

@@ -37,6 +37,7 @@ class Place(Protocol):
         it. Otherwise the row may guess.
     is_refused: the token was guessed and must not follow; the guide stands before it still, and needs a mask.
     failure: why it cannot go on, or empty.
+    waits: whether a mask is to be made for it.
     """
 
     @property
@@ -47,6 +48,8 @@ class Place(Protocol):
     def is_refused(self) -> bool: ...
     @property
     def failure(self) -> str: ...
+    @property
+    def waits(self) -> bool: ...
 
 
 class Grammars(Protocol):
@@ -168,7 +171,7 @@ def _make(
         try:
             places = grammars.advance(job.guides, job.token_ids, job.guessed, job.last)
             results.put(Followed(job.slots, places))
-            waiting = [i for i, place in enumerate(places) if place.needs_mask and not place.failure]
+            waiting = [i for i, place in enumerate(places) if place.waits]
             if len(waiting) < len(places):
                 news.set()
             if waiting:
