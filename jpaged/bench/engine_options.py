@@ -29,21 +29,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=get_args(DType), default="auto", help=DTYPE)
     parser.add_argument("--max-model-len", type=int, help="tokens of the longest sequence (default: what fits)")
     parser.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
-    parser.add_argument("--max-num-seqs", type=int, help=MAX_NUM_SEQS)
-    parser.add_argument("--max-num-batched-tokens", type=int, help=MAX_NUM_BATCHED_TOKENS)
-    for name, what in (("--decode-buckets", "sequences"), ("--token-buckets", "tokens")):
-        parser.add_argument(
-            name,
-            type=_sizes,
-            metavar="N,N,...",
-            help=f"{what} in a step that programs are compiled for, ascending; the last is the limit above (default: by"
-            " device)",
-        )
+    add_step_sizes(parser)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help=GPU_MEMORY_UTILIZATION)
     parser.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
-    parser.add_argument("--quantization", choices=get_args(Quantization), help='"fp8": weights in FP8')
-    parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto", help=KV_CACHE_DTYPE)
+    add_bits_options(parser)
     add_kernel_backend_option(parser)
     add_layout_options(parser)
     add_sharding_options(parser)
@@ -68,6 +58,25 @@ def add_load_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-format", default="auto", choices=("auto", "safetensors", "dummy"), help='"dummy" makes random weights'
     )
+
+
+def add_step_sizes(parser: argparse.ArgumentParser) -> None:
+    """The sizes of steps, and those that programs are compiled for."""
+    parser.add_argument("--max-num-seqs", type=int, help=MAX_NUM_SEQS)
+    parser.add_argument("--max-num-batched-tokens", type=int, help=MAX_NUM_BATCHED_TOKENS)
+    for name, what in (("--decode-buckets", "sequences"), ("--token-buckets", "tokens")):
+        parser.add_argument(
+            name,
+            type=_sizes,
+            metavar="N,N,...",
+            help=f"{what} in a step that programs are compiled for, ascending; the last is the limit above (default: by"
+            " device)",
+        )
+
+
+def add_bits_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quantization", choices=get_args(Quantization), help='"fp8": weights in FP8')
+    parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto", help=KV_CACHE_DTYPE)
 
 
 def add_expert_skew(parser: argparse.ArgumentParser) -> None:

@@ -39,11 +39,13 @@ from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.engine_options import (
     BLOCK_SIZE,
     PIPELINE_DEPTH,
+    add_bits_options,
     add_expert_skew,
     add_layout_options,
     add_model_options,
     add_sampling_options,
     add_sharding_options,
+    add_step_sizes,
     engine_options,
 )
 from jpaged.bench.replayed_steps import run_again
@@ -75,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--max-model-len", type=int, help="tokens of the longest sequence (default: what the steps need)"
     )
+    add_step_sizes(result)
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
+    add_bits_options(result)
     add_kernel_backend_option(result)
     add_layout_options(result)
     add_sharding_options(result)
