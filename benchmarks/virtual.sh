@@ -66,7 +66,7 @@ figure18() {
             --max-model-len 256)
     fi
     # --quick and --duration are of the simulation, which runs first, on the host.
-    step figure18 200 "$PYTHON" -m jpaged bench memory --figure 18 --quick --duration 10 "${model[@]}" --few-programs \
+    step figure18 260 "$PYTHON" -m jpaged bench memory --figure 18 --quick --duration 10 "${model[@]}" --few-programs \
         "${PROMPTS[@]}" --json "$OUT/virtual-figure18$SUFFIX"
 }
 

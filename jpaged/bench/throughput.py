@@ -91,8 +91,13 @@ def main(argv: list[str] | None = None) -> int:
     llm = make_llm(args) if args.structured is None else make_structured_llm(args)
     startup_s = time.perf_counter() - begun
     figures = []
-    for name, workload in _workloads(args).items():
-        requests = _requests(args, workload, llm) if conversations is None else conversations.draw(llm)
+    workloads = _workloads(args)
+    if conversations is None:
+        drawn = {name: _requests(args, workload, llm, name) for name, workload in workloads.items()}
+    else:
+        drawn = {name: conversations.draw(llm) for name in workloads}
+    for name, workload in workloads.items():
+        requests = drawn[name]
         figure = {"name": name, "workload": asdict(workload), **measure(llm, requests, workload, args.runs)}
         if args.profile:
             figure["device_idle"] = profile(llm, requests, workload, args.profile / name)
@@ -150,8 +155,9 @@ class _Conversations:
         return sharegpt_requests(self._turns, self._tokenizer, args.num_prompts, seed=args.seed, max_model_len=most)
 
 
-def _requests(args: argparse.Namespace, workload: Workload, llm: LLM) -> list[BenchRequest]:
-    return make_requests(
+def _requests(args: argparse.Namespace, workload: Workload, llm: LLM, name: str) -> list[BenchRequest]:
+    """Raises InvalidParameterError: the longest has more tokens than the engine takes."""
+    requests = make_requests(
         workload.dataset,
         workload.num_prompts,
         llm.engine.vocab_size,
@@ -160,6 +166,13 @@ def _requests(args: argparse.Namespace, workload: Workload, llm: LLM) -> list[Be
         prefix_len=workload.prefix_len,
         seed=args.seed,
     )
+    longest = max(len(request.prompt_token_ids) + request.output_len for request in requests)
+    if longest > llm.engine.max_model_len:
+        raise InvalidParameterError(
+            f"the longest request of '{name}' has {longest} tokens, and this engine takes {llm.engine.max_model_len}:"
+            f" use --max-model-len {longest} or more."
+        )
+    return requests
 
 
 def measure(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: int) -> dict:

@@ -40,6 +40,8 @@ from jpaged.bench import sharing
 from jpaged.bench.arguments import bench_parser, check_least
 from jpaged.bench.engine_options import add_engine_options, engine_options
 from jpaged.bench.engine_processes import EngineProcess, decode, engine_argv, free_gb, obey
+from jpaged.bench.kernel_cases import card
+from jpaged.bench.kernels import measure
 from jpaged.bench.mapping_calls import count_calls
 from jpaged.bench.report import write_report
 from jpaged.bench.workloads import WORKLOADS, make_requests
@@ -154,7 +156,9 @@ def measure_mapping() -> list[dict[str, Any]]:
 
 
 def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
-    """32 query heads, 8 of keys and values, of 128, in 16 bits: a layer of an 8B model. Microseconds a call."""
+    """32 query heads, 8 of keys and values, of 128, in 16 bits: a layer of an 8B model. Microseconds a call; on a GPU
+    beside what the card reads and multiplies at most.
+    """
     heads, kv_heads, head_dim, block_size, calls = 32, 8, 128, 16, 16
     on_gpu = jax.default_backend() == "gpu"
     dtype = jnp.bfloat16 if on_gpu else jnp.float32
@@ -170,13 +174,8 @@ def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
                 q = call(q, *arrays).astype(q.dtype)
             return q
 
-        program(q, *arrays).block_until_ready()
-        seconds = []
-        for _ in range(_ROUNDS):
-            begun = time.perf_counter()
-            program(q, *arrays).block_until_ready()
-            seconds.append(time.perf_counter() - begun)
-        return float(np.median(seconds)) / calls
+        seconds, _ = measure(lambda: (program, (q, *arrays), calls, 0.0), _ROUNDS)
+        return float(np.median(seconds))
 
     def contiguous(q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         implementation: Literal["cudnn", "xla"] = "cudnn" if on_gpu else "xla"
@@ -188,7 +187,12 @@ def measure_attention(rows: int, context: int) -> list[dict[str, Any]]:
     num_blocks = rows * width
     ours = partial(_by_table, kv_lens=lens)
     key = jax.random.key(1)
-    figures = []
+    figures: list[dict[str, Any]] = []
+    for case in card.cases() if on_gpu else ():
+        if case.unit != "us":
+            seconds, work = measure(case.build, _ROUNDS)
+            rate = work / float(np.median(seconds))
+            figures.append({"what": case.name, "gb_per_s" if case.unit == "GB/s" else "gflop_per_s": rate / 1e9})
 
     def figure(what: str, seconds: float) -> None:
         figures.append({"what": what, "rows": rows, "context": context, "us": 1e6 * seconds} | _rate(kv_bytes, seconds))

@@ -106,3 +106,12 @@ def test_a_workload_is_measured_with_and_without_a_schema(tmp_path, capsys):
 def test_a_configuration_without_a_tokenizer_needs_one_for_a_schema():
     with pytest.raises(InvalidParameterError, match="--structured needs --tokenizer"):
         main(["--model", "qwen3-0.6b", "--load-format", "dummy", "--structured", "all"])
+
+
+@small_engine.GROUP
+def test_a_workload_that_the_engine_cannot_take_is_refused_before_any_is_measured(tmp_path, capsys):
+    longest = 2 * small_engine.MAX_LENGTH
+    arguments = [*small_engine.options(tmp_path), "--num-prompts", "2", "--input-len", str(longest - 5)]
+    with pytest.raises(InvalidParameterError, match=f"'random' has {longest} tokens, .*--max-model-len {longest} or"):
+        main([*arguments, "--output-len", "5"])
+    assert "output tokens/s" not in capsys.readouterr().out

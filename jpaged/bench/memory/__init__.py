@@ -60,6 +60,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="256 sequences at most, and few sizes of programs: engines start sooner, and steps are padded more",
     )
+    device.add_argument(
+        "--block-size", type=int, action="append", help="of figure 18; may be repeated (default: 16, 32, 64 and 128)"
+    )
     device.add_argument("--num-prompts", type=int, default=400, help="requests of each run")
     device.add_argument("--tokens", type=int, default=1024, help="of the sequence that figure 19 swaps")
     device.add_argument("--max-model-len", type=int, default=2048, help="longest request, in tokens")
