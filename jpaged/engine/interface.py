@@ -162,12 +162,11 @@ class StepPlan:
         their end, or in place of a shared block. Blocks that a group gives back are not among them: no later query
         reads them, and steps run in order.
     mask_slots, masks: int32 [m]; m arrays; the tokens that these slots may sample from now on. Either uint32
-        [ceil(vocabulary / 32)]: bit v % 32 of word v // 32 is set for token v; or int32 [n], n at most FEW_TOKENS:
-        these tokens. Only slots whose `SamplingParams` have structured_outputs, and these only when their masks have
-        changed.
+        [ceil(vocabulary / 32)]: bit v % 32 of word v // 32 is set for token v; or int32 [n], n from 1 to FEW_TOKENS:
+        these tokens, or, where NO_TOKEN stands first, all but those behind it. Only slots whose `SamplingParams` have
+        structured_outputs, and these only when their masks have changed.
     mask_tokens: int32 [m]; for each of them NO_TOKEN, or the token that is the slot's last again: the one sampled after
         it is dropped. The slot's length shrinks by one, and it is active, even if the dropped token had ended it.
-    unmasked_slots: int32 [u]; slots that may sample any token from now on, though they have structured_outputs.
     decode_slots: int32 [d]; slots that compute their last token and sample the next.
     num_sharing, shared_len: the first `num_sharing` of them begin with the same `shared_len` computed tokens, full
         blocks of the first one's table in the first group without a window, which an executor may read once for all.
@@ -191,7 +190,6 @@ class StepPlan:
     mask_slots: np.ndarray = field(default_factory=no_rows)
     masks: tuple[np.ndarray, ...] = ()
     mask_tokens: np.ndarray = field(default_factory=no_rows)
-    unmasked_slots: np.ndarray = field(default_factory=no_rows)
     decode_slots: np.ndarray = field(default_factory=no_rows)
     num_sharing: int = 0
     shared_len: int = 0

@@ -1,9 +1,10 @@
 """A process that follows grammars: `python -P -m jpaged.text.grammar_process MEMORY THREADS WORDS FD FD...`.
 
     its parent, `GrammarCompiler`                                    this process
-    first FD          Follow: guides and a token of each        -->  Followed: which of them must have masks
-                      Resume: a guide and many of its tokens    -->  the same
-                      MakeMasks: guides                         -->  Made; the masks are in the shared memory
+    first FD          Follow: guides and a token of each        -->  Followed: which of them must have masks; quick ones
+                                                                     are in the shared memory's first half
+                      Resume: a guide and many of its tokens    -->  the same, without masks
+    second FD         MakeMasks: guides                         -->  Made; the masks are in its second half
     each other FD     Start: the tokenizer, on one of them      -->  what is wrong with it; empty if nothing is
                       Compile: a constraint                     -->  Compiled
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MASK_ROWS = 256
-"""Masks that the shared memory holds."""
+"""Masks that half of the shared memory holds."""
 _COMPILER_STACK_BYTES = 4 * STACK_BYTES
 """Of virtual memory; what the checking process could compile can be compiled here."""
 
@@ -82,8 +83,7 @@ class Changes(msgspec.Struct, array_like=True):
 
 class Follow(msgspec.Struct, array_like=True, tag=True):
     """tokens: a token for each guide. guessed: of which tokens it is to be said first whether they may follow.
-    last: which of them end their sequences. with_masks: the masks of those that need one are made at once; of at most
-    MASK_ROWS guides.
+    last: which of them end their sequences.
     """
 
     changes: Changes
@@ -91,7 +91,6 @@ class Follow(msgspec.Struct, array_like=True, tag=True):
     tokens: list[int]
     guessed: list[bool]
     last: list[bool]
-    with_masks: bool
 
 
 class Resume(msgspec.Struct, array_like=True, tag=True):
@@ -109,8 +108,8 @@ class Place(NamedTuple):
     """Where a guide stands; as `jpaged.engine.constraints.mask_maker.Place`.
 
     forced: tokens that must follow. needs_mask: what may follow them is to be asked for; otherwise a row may guess.
-    is_refused: the token was guessed and must not follow: the guide stands before it still. failure: why it cannot go
-    on, or empty.
+    is_refused: the token was guessed and must not follow: the guide stands before it still; without a mask, another one
+    may be guessed. failure: why it cannot go on, or empty.
     """
 
     forced: tuple[int, ...] = ()
@@ -125,14 +124,19 @@ class Place(NamedTuple):
 
 
 class Followed(msgspec.Struct, array_like=True):
-    """A place for each guide. masks: of those that need one, in order, as of Made; empty if none were asked for."""
+    """A place for each guide. masked: guides, by their places here, whose masks were made quickly; masks: these, in
+    order, as of Made.
+    """
 
     places: list[Place]
+    masked: list[int] = []
     masks: list[list[int] | str | None] = []
 
 
 class MakeMasks(msgspec.Struct, array_like=True, tag=True):
-    """At most MASK_ROWS guides; the mask of each is written to the row of its place here."""
+    """At most MASK_ROWS guides; the mask of each is written to the second half's row of its place here. changes: begun
+    alone.
+    """
 
     changes: Changes
     guides: list[int]
@@ -144,23 +148,21 @@ class Made(msgspec.Struct, array_like=True):
     masks: list[list[int] | str | None]
 
 
-_REFUSED = Place(is_refused=True)
-
-
 class GrammarServer:
     """What the process does, without its sockets.
 
-    masks: uint32 [MASK_ROWS, words]; shared with the parent. num_threads: that make masks.
+    masks: uint32 [2, MASK_ROWS, words]; shared with the parent. num_threads: that make masks.
     """
 
     def __init__(self, masks: np.ndarray, num_threads: int) -> None:
         from llguidance import LLExecutor
 
         self._masks, self._num_threads = masks, num_threads
-        self._executor = LLExecutor(num_threads)
+        self._executors = LLExecutor(num_threads), LLExecutor(num_threads)  # of quick masks, and of the others
+        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(num_threads, "jpaged-lanes")
         self._tokenizer: LLTokenizer | None = None
-        self._vocabulary = Vocabulary.of(0, (), masks.shape[1])
+        self._vocabulary = Vocabulary.of(0, (), masks.shape[-1])
         self._grammars: dict[int, FollowedGrammar] = {}
         self._guides: dict[int, Guide] = {}
 
@@ -170,7 +172,7 @@ class GrammarServer:
             self._tokenizer = GrammarTokenizer(message.json, message.vocab_size, message.eos_token_ids).make()
         except InvalidParameterError as error:
             return str(error)
-        self._vocabulary = Vocabulary.of(message.vocab_size, message.eos_token_ids, self._masks.shape[1])
+        self._vocabulary = Vocabulary.of(message.vocab_size, message.eos_token_ids, self._masks.shape[-1])
         return ""
 
     def compile(self, message: Compile) -> Compiled:
@@ -184,7 +186,7 @@ class GrammarServer:
             return Compiled(str(error), is_refused=True)
         except BaseException as error:  # whatever the bindings raise: a panic of the library is no Exception
             return Compiled(f"structured_outputs.{kind} cannot be compiled: {error}")
-        mask = np.zeros((self._masks.shape[1],), np.uint32)
+        mask = np.zeros((self._masks.shape[-1],), np.uint32)
         if wrong := grammar.first_mask(mask):
             return Compiled(f"structured_outputs.{kind} cannot be used: {wrong}", is_refused=True)
         self._grammars[message.number] = grammar
@@ -197,14 +199,11 @@ class GrammarServer:
         sampled = zip(guides, message.tokens, message.guessed, strict=True)
         masked = [(guide.matcher, token) for guide, token, guessed in sampled if not guessed]
         if masked:
-            self._executor.consume_token_par(masked)
+            self._executors[0].consume_token_par(masked)
         every = zip(guides, message.tokens, message.guessed, message.last, strict=True)
         places = [_followed(*one) for one in every]
-        if not message.with_masks:
-            return Followed(places)
-        return Followed(
-            places, self._masks_of([guide for guide, place in zip(guides, places, strict=True) if place.waits])
-        )
+        quick = [i for i, place in enumerate(places) if place.waits and guides[i].is_quick][:MASK_ROWS]
+        return Followed(places, quick, self._masks_of([guides[i] for i in quick], 0))
 
     def resume(self, message: Resume) -> Followed:
         """Moves a guide past its tokens; as `follow`. It fails at the first token that may not follow."""
@@ -226,13 +225,15 @@ class GrammarServer:
     def make_masks(self, message: MakeMasks) -> Made:
         """Writes what may follow into the shared masks."""
         self._take(message.changes)
-        return Made(self._masks_of([self._guides[number] for number in message.guides]))
+        return Made(self._masks_of([self._guides[number] for number in message.guides], 1))
 
-    def _masks_of(self, guides: list[Guide]) -> list[list[int] | str | None]:
-        """Writes their masks, in order; returns as `Made` has it."""
-        masks = self._masks
+    def _masks_of(self, guides: list[Guide], half: int) -> list[list[int] | str | None]:
+        """Writes their masks, in order, into this half; returns as `Made` has it."""
+        if not guides:
+            return []
+        masks = self._masks[half]
         by_lane = sorted(range(len(guides)), key=lambda i: (id(guides[i].grammar), guides[i].lane))
-        self._executor.unsafe_compute_mask_ptr(
+        self._executors[half].unsafe_compute_mask_ptr(
             [(guides[i].matcher, i) for i in by_lane], masks.ctypes.data, masks.strides[0], len(masks)
         )
         for i, guide in enumerate(guides):
@@ -242,17 +243,18 @@ class GrammarServer:
         for guide, count in zip(guides, counts.tolist(), strict=True):
             guide.heed_mask(count)
         few = few_tokens(made, counts, FEW_TOKENS)
-        return [_failure(guide) or tokens for guide, tokens in zip(guides, few, strict=True)]
+        return [_failure(guide) or tokens or None for guide, tokens in zip(guides, few, strict=True)]
 
     def _take(self, changes: Changes) -> None:
-        for number in changes.ended:
-            guide = self._guides.pop(number)
-            guide.grammar.num_live[guide.lane] -= 1
-        self._forget(changes.forgotten)
-        for number, count in Counter(number for _, number, *_ in changes.begun).items():
-            self._grammars[number].grow(count, self._num_threads, self._pool)
-        for number, grammar, ends_late, guesses in changes.begun:
-            self._guides[number] = Guide(self._grammars[grammar], self._vocabulary, ends_late, guesses)
+        with self._lock:
+            for number in changes.ended:
+                guide = self._guides.pop(number)
+                guide.grammar.num_live[guide.lane] -= 1
+            self._forget(changes.forgotten)
+            for number, count in Counter(number for _, number, *_ in changes.begun).items():
+                self._grammars[number].grow(count, self._num_threads, self._pool)
+            for number, grammar, ends_late, guesses in changes.begun:
+                self._guides[number] = Guide(self._grammars[grammar], self._vocabulary, ends_late, guesses)
 
     def _forget(self, grammars: list[int]) -> None:
         for number in grammars:
@@ -263,7 +265,7 @@ def _followed(guide: Guide, token: int, guessed: bool, is_last: bool) -> Place:
     """Where a guide stands behind a token. guessed: it is moved past the token here, if it may follow."""
     if guessed and not guide.take_guess(token):
         failure = _failure(guide)
-        return Place(failure=failure) if failure else _REFUSED
+        return Place(failure=failure) if failure else Place((), guide.needs_mask(), is_refused=True)
     if is_last:
         return Place(needs_mask=False)
     return _place(guide, guide.take_forced())
@@ -308,8 +310,8 @@ def main() -> None:
     """Serves each socket in a thread."""
     memory, num_threads, num_words, *sockets = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    shared = mmap.mmap(memory, MASK_ROWS * num_words * 4)
-    server = GrammarServer(np.frombuffer(shared, np.uint32).reshape(MASK_ROWS, num_words), num_threads)
+    shared = mmap.mmap(memory, 2 * MASK_ROWS * num_words * 4)
+    server = GrammarServer(np.frombuffer(shared, np.uint32).reshape(2, MASK_ROWS, num_words), num_threads)
     threading.stack_size(_COMPILER_STACK_BYTES)
     threads = [threading.Thread(target=_serve_or_end, args=(server, socket.socket(fileno=fd))) for fd in sockets]
     for thread in threads:

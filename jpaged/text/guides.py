@@ -6,7 +6,9 @@ a mask, which tries them all, up to milliseconds. So a guide that stands where a
 mask:
 
     after a guess that was allowed       guess again
-    after one that was not               a mask for this place, which says how many tokens are allowed. Most: guess next
+    after one that was not               try a token at random; if it is allowed, guess again without the one that was
+                                         not, twice at most. Else a mask for this place, which says how many tokens are
+                                         allowed. Most: guess next
     after a mask that allows few         try one token at random; if it is allowed, many are: guess. Else a mask, which
                                          is made quickly where few are allowed
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _random = Random(0)
+_MOST_REFUSED = 2
+"""Guesses for one place that are refused before its mask is made."""
 _QUICK_S = 0.1
 """Lanes of grammars that are compiled within this are made at once; those of others beside the work."""
 
@@ -53,22 +57,23 @@ class Guide:
     masks. lane: which of the grammar's it was copied from.
     """
 
-    __slots__ = ("_is_sure", "_vocabulary", "ends_late", "grammar", "guesses", "lane", "matcher")
+    __slots__ = ("_is_sure", "_num_refused", "_vocabulary", "ends_late", "grammar", "guesses", "lane", "matcher")
 
     def __init__(self, grammar: "FollowedGrammar", vocabulary: Vocabulary, ends_late: bool, guesses: bool) -> None:
         self.grammar, self.ends_late, self.guesses = grammar, ends_late, guesses
         self.lane, self.matcher = grammar.begin()
         self._vocabulary = vocabulary
         self._is_sure = True  # a guess at the next place is likely to hold
+        self._num_refused = 0  # guesses at this place that did not
 
     def take_guess(self, token: int) -> bool:
-        """Moves past a token if it may follow; otherwise nothing has changed, and a mask is needed."""
+        """Moves past a token if it may follow; otherwise nothing has changed."""
         matcher = self.matcher
         if token in self._vocabulary.ends:
             is_allowed = self._may_end(token)
         else:
             is_allowed = matcher.try_consume_tokens([token]) == 1
-        self._is_sure = is_allowed
+        self._is_sure, self._num_refused = is_allowed, 0 if is_allowed else self._num_refused + 1
         return is_allowed
 
     def take_forced(self) -> list[int]:
@@ -84,7 +89,14 @@ class Guide:
             return True
         if self._is_sure:
             return False
+        if self._num_refused > _MOST_REFUSED:
+            return True
         return bool(self.matcher.validate_tokens([_random.randrange(self._vocabulary.size)]) == 0)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether few tokens are allowed here, as far as is known: then its mask is made quickly."""
+        return self._num_refused == 0
 
     def finish_mask(self, mask: np.ndarray) -> None:
         """Its mask has been made: uint32 [words]. The end of sequence is taken out where it must come late."""
@@ -95,7 +107,7 @@ class Guide:
 
     def heed_mask(self, num_allowed: int) -> None:
         """Learns how many tokens its mask allows."""
-        self._is_sure = 2 * num_allowed > self._vocabulary.size
+        self._is_sure, self._num_refused = 2 * num_allowed > self._vocabulary.size, 0
 
     def _may_end(self, token: int) -> bool:
         """As `take_guess`, for an end-of-sequence token."""

@@ -40,6 +40,8 @@ TOP_K = 20
 ANY = np.full((-(-VOCAB_SIZE // 32),), 0xFFFFFFFF, np.uint32)
 """The mask that allows all."""
 _MASK = 2**62 - 1
+_STRIDE = 29
+"""A prime: its multiples reach every token."""
 
 
 def fingerprint(previous: int, token_id: int) -> int:
@@ -64,20 +66,23 @@ def top_tokens(last_fingerprint: int, n: int) -> list[int]:
 
 
 def allowed_token(token: int, mask: np.ndarray) -> int:
-    """The token that the fake model samples where it would sample `token`, but may only what the mask allows: the same
-    if it may, as the most likely of all is the most likely of some.
+    """The token that the fake model samples where it would sample `token`, but may only what the mask allows: the first
+    allowed one in an order of all that begins with it, as the most likely of all comes before the others.
     """
-    if mask[token // 32] >> (token % 32) & 1:
-        return token
-    allowed = [t for t in range(VOCAB_SIZE) if mask[t // 32] >> (t % 32) & 1]
-    return allowed[token % len(allowed)]
+    assert VOCAB_SIZE % _STRIDE
+    ranked = ((token + i * _STRIDE) % VOCAB_SIZE for i in range(VOCAB_SIZE))
+    return next(t for t in ranked if mask[t // 32] >> (t % 32) & 1)
 
 
 def mask_of(tokens: np.ndarray) -> np.ndarray:
-    """The mask that allows these tokens alone."""
+    """The mask that allows these tokens alone; or, where NO_TOKEN stands first, all but those behind it."""
     assert 0 < len(tokens) <= FEW_TOKENS
     bits = np.zeros((32 * len(ANY),), np.bool_)
-    bits[tokens] = True
+    if tokens[0] == NO_TOKEN:
+        bits[tokens[1:]] = True
+        bits = ~bits
+    else:
+        bits[tokens] = True
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
@@ -186,12 +191,11 @@ class FakeExecutor:
         for slot, mask, token in zip(plan.mask_slots.tolist(), plan.masks, plan.mask_tokens.tolist(), strict=True):
             assert self._slots[slot].start.sampling.structured_outputs is not None
             self._slots[slot].mask = mask_of(mask) if mask.dtype == np.int32 else mask.copy()
+            if mask.dtype == np.int32 and mask[0] == NO_TOKEN:
+                assert needed_variant(self._slots[slot].start) == SamplingVariant.MASKED
+                assert not self._slots[slot].start.sampling.truncates
             if token != NO_TOKEN:
                 self._go_back(self._slots[slot], token)
-        for slot in plan.unmasked_slots.tolist():
-            assert needed_variant(self._slots[slot].start) == SamplingVariant.MASKED
-            assert not self._slots[slot].start.sampling.truncates
-            self._slots[slot].mask = ANY
         for back in plan.swap_ins:
             held = self._host[back.chunk] if back.keep else self._host.pop(back.chunk)
             wanted = np.flatnonzero(back.block_ids != NULL_BLOCK)

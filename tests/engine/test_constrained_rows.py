@@ -19,7 +19,7 @@ from jpaged.api.errors import InvalidParameterError
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.engine.constraints.grammars import LEAST_HALVED, ConstrainedRows
 from jpaged.engine.constraints.searches import Searches
-from jpaged.engine.interface import CacheGroup
+from jpaged.engine.interface import NO_TOKEN, CacheGroup
 from jpaged.text.grammar_process import Place
 from tests.engine.fake_executor import VOCAB_SIZE, allowed_token, fingerprint, next_token
 from tests.engine.helpers import Engine, assert_complete, assert_found, make_request, make_search, name_of
@@ -67,8 +67,9 @@ class MadeUpGrammar:
 
 
 class MadeUpGrammars:
-    """delay_s: of masks and checks. share: of the places where rows that may guess do so; two in three guesses are
-    refused. may_compile: set when compilations may end. fails_after: guides fail at its multiples.
+    """delay_s: of checks, and of those masks, one in two, that are not at hand at once. share: of the places where rows
+    that may guess do so; two in three guesses are refused, and two in three of these may be followed by others.
+    may_compile: set when compilations may end. fails_after: guides fail at its multiples.
     """
 
     num_words = WORDS
@@ -115,8 +116,16 @@ class MadeUpGrammars:
         time.sleep(self.delay_s)
         return [self._answer(*one) for one in zip(guides, token_ids, guessed, last, strict=True)]
 
+    def masks_at_hand(self, guides, before):
+        at_hand = [guide.state // 2 % 2 for guide in guides]
+        masks = iter(self._masks([guide for guide, yes in zip(guides, at_hand, strict=True) if yes]))
+        return [next(masks) if yes else None for yes in at_hand]
+
     def make_masks(self, guides, before):
         time.sleep(self.delay_s)
+        return self._masks(guides)
+
+    def _masks(self, guides):
         self.num_masks += len(guides)
         masks = [mask_after(guide.state) for guide in guides]
         listed = [np.flatnonzero(np.unpackbits(m.view(np.uint8), bitorder="little")).astype(np.int32) for m in masks]
@@ -129,7 +138,7 @@ class MadeUpGrammars:
             self.num_allowed += int(allowed)
             self.num_refused += not allowed
             if not allowed:
-                return Place(is_refused=True)
+                return Place(is_refused=True, needs_mask=self.num_refused % 3 == 0)
         else:
             assert not is_last
         return Place(needs_mask=False) if is_last else self._place(guide, token)
@@ -219,7 +228,7 @@ def test_what_was_guessed_is_told_only_when_it_is_known_to_be_allowed():
     engine.add(request)
     kind = engine.core.scheduler._dependents._kinds[2]
     grammars.may_answer.set()
-    while not engine.executor.plans or not len(engine.executor.plans[-1].unmasked_slots):
+    while not engine.executor.plans or not any(m[0] == NO_TOKEN for m in engine.executor.plans[-1].masks):
         engine.step()
     grammars.may_answer.clear()
     told = list(engine.reported.get("constrained", ()))
@@ -330,6 +339,9 @@ def test_only_masks_that_changed_are_sent():
     class Alike(MadeUpGrammars):
         def advance(self, guides, token_ids, guessed, last):
             return [Place() for _ in guides]
+
+        def masks_at_hand(self, guides, before):
+            return [None] * len(guides)
 
         def make_masks(self, guides, before):
             mask = MadeUpGrammar().mask

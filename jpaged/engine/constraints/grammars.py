@@ -24,8 +24,8 @@ milliseconds. Until it has said so the token is held back: nobody has seen it, a
 
     step i        {"name": "Ada ?      sampled among all tokens; held back
     allowed                            it is stored and reported, and ends the sequence if it was to
-    refused                            the slot goes back by a token, with the mask for this place:
-    step i + n    {"name": "Ada L      the same position again
+    refused                            the slot goes back by a token, with the mask for this place, or without one:
+    step i + n    {"name": "Ada L      the same position again; a second guess, which leaves out the first one's token
 
 A slot that lost its last token computes the token before it again, into the place where that stands already. Layers
 with recurrent states cannot go back, so models with them do not guess. `jpaged/text/guides.py` decides where a guess is
@@ -53,7 +53,7 @@ from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Group, Request
 from jpaged.engine.sequences.slots import Slots
 
-LEAST_HALVED = 8
+LEAST_HALVED = 64
 """So many rows run in one step, even where all constrained rows are ready at once."""
 
 _NO_SLOTS = np.zeros((0,), np.int64)
@@ -65,8 +65,8 @@ _WAIT_S = 0.0005
 """The longest wait for a mask or a grammar before the engine looks for new requests."""
 
 
-_ANY = np.zeros((0,), np.uint32)
-"""Stands for the mask of a row that guesses: all tokens."""
+_ANY = np.array([NO_TOKEN], np.int32)
+"""The mask of a row that guesses: all tokens. One that guesses again has all but those behind the first."""
 
 
 class _Held(NamedTuple):
@@ -80,7 +80,7 @@ class _Held(NamedTuple):
 class _Sequence:
     """One constrained sequence.
 
-    forced: tokens that must come next. mask: what may come after them, as of `StepPlan.masks`; `_ANY`: its rows guess.
+    forced: tokens that must come next. mask: what may come after them, as of `StepPlan.masks`.
     skips: whether forced tokens may be appended without being sampled.
     unreported: appended tokens that its caller has not been told of.
     failure: why the grammar cannot be followed further.
@@ -329,12 +329,9 @@ class ConstrainedRows(DependentRows):
             if mask is None or mask is self._sent[slot]:
                 continue
             self._sent[slot] = mask
-            if mask is _ANY:
-                plan.unmasked_slots.append(slot)
-            else:
-                changed.append(slot)
-                plan.masks.append(mask)
-                plan.mask_tokens.append(self._token_to_go_back_to(slot))
+            changed.append(slot)
+            plan.masks.append(mask)
+            plan.mask_tokens.append(self._token_to_go_back_to(slot))
         plan.mask_slots += changed
 
     def _token_to_go_back_to(self, slot: int) -> int:
@@ -357,7 +354,7 @@ class ConstrainedRows(DependentRows):
         for i, (slot, code, token) in enumerate(zip(slots[rows].tolist(), codes, tokens, strict=True)):
             sequence = self._by_slot[slot]
             assert sequence is not None
-            is_guess, goes_on = self._sent[slot] is _ANY, code == FinishCode.RUNNING
+            is_guess, goes_on = _leaves_open(self._sent[slot]), code == FinishCode.RUNNING
             if is_guess:
                 is_told[i] = False
                 self._held[slot] = _Held(token, code)
@@ -441,14 +438,17 @@ class ConstrainedRows(DependentRows):
             self._fail(sequence, place.failure)
             return
         if place.is_refused:
+            assert held is not None
             self._slots.take_back(slot)
             self._refused.add(slot)
-            return
-        sequence.forced.extend(place.forced)
-        if held is not None:
-            self._confirmed[slot] = held
+            others = np.append(sequence.mask, np.int32(held.token))
+        else:
+            sequence.forced.extend(place.forced)
+            if held is not None:
+                self._confirmed[slot] = held
+            others = _ANY
         if not place.needs_mask:
-            sequence.mask = _ANY
+            sequence.mask = others
             self._in_making.discard(slot)
             self._come.append(slot)
 
@@ -478,3 +478,8 @@ class ConstrainedRows(DependentRows):
         if sequence.forced:
             mask = np.array([sequence.forced[0]], np.int32)
         self._masks[slot] = mask
+
+
+def _leaves_open(mask: np.ndarray | None) -> bool:
+    """Whether a row under this mask guesses: its token need not be allowed."""
+    return mask is not None and mask.dtype == np.int32 and bool(mask[0] == NO_TOKEN)

@@ -5,8 +5,7 @@ init_full          makes the full sampling state, when some request first asks f
 start_full         writes a slot's row of it
 known_tokens       counts the tokens that a slot starts with
 set_masks[N]       what slots may sample from now on; some of them lose the token that they sampled last
-set_few[N]         the same, where few tokens may be sampled
-unmask             slots that may sample any token from now on
+set_few[N]         the same, where few tokens may be sampled, or all but a few
 move_beams[N]      slots go on from other slots, with the tokens that a search chose
 """
 
@@ -178,7 +177,9 @@ class SetMasks(StepProgram):
 
 @dataclass(frozen=True)
 class SetFew(StepProgram):
-    """As `SetMasks`, for slots that may sample few tokens from now on; these are listed."""
+    """As `SetMasks`, for slots that may sample few tokens from now on, those listed; or, where NO_TOKEN stands first,
+    all but those behind it.
+    """
 
     rows: int
 
@@ -205,26 +206,9 @@ class SetFew(StepProgram):
         bit = jnp.left_shift(jnp.uint32(1), (allowed % 32).astype(jnp.uint32))
         rows = jnp.zeros((self.rows, words), jnp.uint32)
         rows = rows.at[jnp.arange(self.rows)[:, None], word].add(bit, mode="drop")
+        rows = jnp.where(allowed[:, :1] == NO_TOKEN, ~rows, rows)
         state = go_back(state, slots, host["tokens"])
         return {"masks": sampling_state.set_masks(masks, slots, rows), "state": state}, None
 
 
-@dataclass(frozen=True)
-class Unmask(SingleProgram):
-    """Lets slots sample any token."""
-
-    kind = "unmask"
-    writes = ("masks",)
-
-    def layout(self, setup: Setup) -> PackedLayout:
-        return PackedLayout(slots=Field((setup.config.max_num_seqs,), setup.config.null_slot))
-
-    def body(
-        self, setup: Setup, *, masks: UInt[Array, "slots words"], packed: Int[Array, " n"]
-    ) -> tuple[dict[str, object], None]:
-        slots = self.layout(setup).unpack(packed)["slots"]
-        rows = jnp.full((slots.shape[0], masks.shape[1]), 0xFFFFFFFF, jnp.uint32)
-        return {"masks": sampling_state.set_masks(masks, slots, rows)}, None
-
-
-KINDS = (Update, InitFull, StartFull, KnownTokens, MoveBeams, SetMasks, SetFew, Unmask)
+KINDS = (Update, InitFull, StartFull, KnownTokens, MoveBeams, SetMasks, SetFew)

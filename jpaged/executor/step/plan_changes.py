@@ -23,14 +23,13 @@ from jpaged.executor.step.changes import (
     SetFew,
     SetMasks,
     StartFull,
-    Unmask,
     Update,
 )
 from jpaged.executor.step.copy_states import CopyStates
 from jpaged.executor.step.program import Setup
 
 _UPDATE, _INIT_FULL, _START_FULL, _KNOWN_TOKENS = Update(), InitFull(), StartFull(), KnownTokens()
-_GATHER, _SCATTER, _UNMASK = GatherBlocks(), ScatterBlocks(), Unmask()
+_GATHER, _SCATTER = GatherBlocks(), ScatterBlocks()
 
 
 class PlanChanges:
@@ -51,10 +50,6 @@ class PlanChanges:
             self._move_beams(plan.beams)
         if len(plan.mask_slots):
             self._set_masks(plan)
-        if len(plan.unmasked_slots):
-            buffer, host = self._packed(_UNMASK)
-            host["slots"][: len(plan.unmasked_slots)] = plan.unmasked_slots
-            self._run(_UNMASK, packed=buffer)
         for back in plan.swap_ins:
             self._swap_in(back)
         if len(plan.copies):

@@ -2,7 +2,7 @@
 
     plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N] ..] --> [scatter] --> [copy_blocks[N]]
                           (`plan_changes.py`; `copy_states[N]` after beams, and after forks, of recurrent layers;
-                          `set_few[N]` and `unmask` with the masks)
+                          `set_few[N]` with the masks)
                                             |
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ..., pool[T]] --'

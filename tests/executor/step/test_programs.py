@@ -190,23 +190,19 @@ def test_a_stop_token_ends_the_slot_on_the_device(model, weights, runner):
     assert [int(r.finish_codes[0]) for r in results].count(FinishCode.STOP) == 1
 
 
-@pytest.mark.parametrize("form", ["few", "whole"])
+@pytest.mark.parametrize("form", ["few", "whole", "again"])
 def test_a_slot_whose_guess_was_refused_samples_again_as_if_it_had_had_its_mask(setup, weights, programs, form):
     """What it guessed had ended it; the slot beside it goes on unmoved, and guesses afterwards."""
     prompts = [np.arange(3, 9, dtype=np.int32), np.arange(20, 25, dtype=np.int32)]
     sampling = replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="unused"))
-    few = np.array([5, 31, 32, 63, VOCAB_SIZE - 1], np.int32)
-    mask = np.zeros((32 * -(-VOCAB_SIZE // 32),), np.bool_)
-    mask[few] = True
-    allowed = {"few": few, "whole": np.packbits(mask, bitorder="little").view(np.uint32)}[form]
+    few = allowed = np.array([5, 31, 32, 63, VOCAB_SIZE - 1], np.int32)
 
-    def run(runner, step, masked, slots, chunks, starts=(), **more):
-        tokens = np.array([more.pop("back", NO_TOKEN)] * len(masked), np.int32)
-        fields = {"mask_slots": np.array(masked, np.int32), "masks": (allowed,) * len(masked), "mask_tokens": tokens}
+    def run(runner, step, masked, open_slots, slots, chunks=(), starts=(), back=NO_TOKEN, without=()):
+        masks = (allowed,) * len(masked) + (np.array([NO_TOKEN, *without], np.int32),) * len(open_slots)
+        changed = np.array([*masked, *open_slots], np.int32)
+        fields = {"mask_slots": changed, "masks": masks, "mask_tokens": np.full(len(changed), back, np.int32)}
         decode_slots = np.array(slots, np.int32)
-        made = StepPlan(
-            step, SamplingVariant.MASKED, starts=starts, chunks=chunks, decode_slots=decode_slots, **fields, **more
-        )
+        made = StepPlan(step, SamplingVariant.MASKED, starts=starts, chunks=chunks, decode_slots=decode_slots, **fields)
         result = runner.execute(made).result()
         return result.token_ids[:, 0].tolist(), result.finish_codes.tolist()
 
@@ -217,19 +213,25 @@ def test_a_slot_whose_guess_was_refused_samples_again_as_if_it_had_had_its_mask(
             for slot, prompt in enumerate(prompts)
         )
         chunks = tuple(Chunk(slot, 0, prompt, samples=True) for slot, prompt in enumerate(prompts))
-        unmasked = np.array([slot for slot in (0, 1) if slot not in masked], np.int32)
-        return runner, run(runner, 0, masked, [], chunks, starts, unmasked_slots=unmasked)
+        return runner, run(runner, 0, masked, [slot for slot in (0, 1) if slot not in masked], [], chunks, starts)
 
     runner, ((guess, beside), _) = begun(-2, [])
+    mask = np.zeros((32 * -(-VOCAB_SIZE // 32),), np.bool_)
+    mask[few] = True
+    if form == "again":  # all but what was guessed
+        mask = np.arange(len(mask)) != guess
+    if form != "few":
+        allowed = np.packbits(mask, bitorder="little").view(np.uint32)
     expected_runner, (expected, _) = begun(-2, [0])
-    assert expected[0] in few
-    assert (expected[1], guess in few) == (beside, False)
+    assert mask[expected[0]]
+    assert (expected[1], mask[guess]) == (beside, False)
     runner, (_, codes) = begun(guess, [])
     assert codes[0] == FinishCode.STOP
-    again, codes = run(runner, 1, [0], [0], (), back=int(prompts[0][-1]))
+    masked, open_slots = ([], [0]) if form == "again" else ([0], [])
+    again, codes = run(runner, 1, masked, open_slots, [0], back=int(prompts[0][-1]), without=[guess])
     assert (again, codes) == ([expected[0]], [FinishCode.RUNNING])
-    then = run(runner, 2, [], [0, 1], (), unmasked_slots=np.array([0], np.int32))
-    assert then == run(expected_runner, 1, [], [0, 1], (), unmasked_slots=np.array([0], np.int32))
+    then = run(runner, 2, [], [0], [0, 1])
+    assert then == run(expected_runner, 1, [], [0], [0, 1])
 
 
 def test_more_changes_than_one_buffer_holds_are_all_applied(model, weights, programs, runner):
