@@ -97,8 +97,13 @@ class ExecutorConfig:
 
     @property
     def mask_buckets(self) -> tuple[int, ...]:
-        """Sizes that the program for masks exists for; more masks take several calls."""
-        return tuple(sorted({min(size, self.max_num_seqs) for size in (8, 64)}))
+        """Slots that a program for masks exists for: few, since listed tokens take little room."""
+        return tuple(sorted({min(64, self.max_num_seqs), self.max_num_seqs}))
+
+    @property
+    def whole_mask_buckets(self) -> tuple[int, ...]:
+        """How many of these slots' masks may have a bit for each token; more take several calls."""
+        return (0, *sorted({min(size, self.max_num_seqs) for size in (8, 64)}))
 
     def sample_buckets(self, variant: SamplingVariant) -> tuple[int, ...]:
         """Rows that the variant's sampling programs exist for."""

@@ -5,7 +5,8 @@ one that is allowed, the mask would have led it there, too. To say whether a tok
 a mask, which tries them all, up to milliseconds. So a guide that stands where a guess is likely to hold asks for no
 mask:
 
-    after a guess that was allowed       guess again
+    after a guess that was allowed       guess again; but if one of the last 32 was not, only where one of two tokens
+                                         tried at random is allowed: where few are, such a model is likely to be refused
     after one that was not               try a token at random; if it is allowed, guess again without the one that was
                                          not, twice at most. Else a mask for this place, which says how many tokens are
                                          allowed. Most: guess next
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _random = Random(0)
 _MOST_REFUSED = 2
 """Guesses for one place that are refused before its mask is made."""
+_TRUSTED = 32
+"""So many guesses in a row that were allowed make others likely to be, too, however few tokens are."""
 _QUICK_S = 0.1
 """Lanes of grammars that are compiled within this are made at once; those of others beside the work."""
 
@@ -57,7 +60,17 @@ class Guide:
     masks. lane: which of the grammar's it was copied from.
     """
 
-    __slots__ = ("_is_sure", "_num_refused", "_vocabulary", "ends_late", "grammar", "guesses", "lane", "matcher")
+    __slots__ = (
+        "_is_sure",
+        "_num_allowed",
+        "_num_refused",
+        "_vocabulary",
+        "ends_late",
+        "grammar",
+        "guesses",
+        "lane",
+        "matcher",
+    )
 
     def __init__(self, grammar: "FollowedGrammar", vocabulary: Vocabulary, ends_late: bool, guesses: bool) -> None:
         self.grammar, self.ends_late, self.guesses = grammar, ends_late, guesses
@@ -65,6 +78,7 @@ class Guide:
         self._vocabulary = vocabulary
         self._is_sure = True  # a guess at the next place is likely to hold
         self._num_refused = 0  # guesses at this place that did not
+        self._num_allowed = _TRUSTED  # guesses since the last one that did not
 
     def take_guess(self, token: int) -> bool:
         """Moves past a token if it may follow; otherwise nothing has changed."""
@@ -73,7 +87,11 @@ class Guide:
             is_allowed = self._may_end(token)
         else:
             is_allowed = matcher.try_consume_tokens([token]) == 1
-        self._is_sure, self._num_refused = is_allowed, 0 if is_allowed else self._num_refused + 1
+        self._is_sure = is_allowed
+        if is_allowed:
+            self._num_allowed, self._num_refused = self._num_allowed + 1, 0
+        else:
+            self._num_allowed, self._num_refused = 0, self._num_refused + 1
         return is_allowed
 
     def take_forced(self) -> list[int]:
@@ -85,13 +103,11 @@ class Guide:
 
     def needs_mask(self) -> bool:
         """Whether its row is not to guess what follows."""
-        if not self.guesses:
+        if not self.guesses or self._num_refused > _MOST_REFUSED:
             return True
-        if self._is_sure:
+        if self._is_sure and self._num_allowed >= _TRUSTED:
             return False
-        if self._num_refused > _MOST_REFUSED:
-            return True
-        return bool(self.matcher.validate_tokens([_random.randrange(self._vocabulary.size)]) == 0)
+        return not any(self._allows_one_at_random() for _ in range(2 if self._is_sure else 1))
 
     @property
     def is_quick(self) -> bool:
@@ -108,6 +124,9 @@ class Guide:
     def heed_mask(self, num_allowed: int) -> None:
         """Learns how many tokens its mask allows."""
         self._is_sure, self._num_refused = 2 * num_allowed > self._vocabulary.size, 0
+
+    def _allows_one_at_random(self) -> bool:
+        return bool(self.matcher.validate_tokens([_random.randrange(self._vocabulary.size)]))
 
     def _may_end(self, token: int) -> bool:
         """As `take_guess`, for an end-of-sequence token."""

@@ -4,13 +4,13 @@ update             ends, starts and block-table entries
 init_full          makes the full sampling state, when some request first asks for something kept there
 start_full         writes a slot's row of it
 known_tokens       counts the tokens that a slot starts with
-set_masks[N]       what slots may sample from now on; some of them lose the token that they sampled last
-set_few[N]         the same, where few tokens may be sampled, or all but a few
+set_masks[N, W]    what slots may sample from now on; some of them lose the token that they sampled last
 move_beams[N]      slots go on from other slots, with the tokens that a search chose
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Self
 
 import jax.numpy as jnp
@@ -143,72 +143,51 @@ class MoveBeams(StepProgram):
 
 @dataclass(frozen=True)
 class SetMasks(StepProgram):
-    """Writes masks: what some slots may sample from now on.
+    """Writes masks: what some slots may sample from now on. The first ones' masks have a bit for each token, at most
+    `whole` of them; of the others tokens are listed that may be sampled, or, where NO_TOKEN stands first, all but those
+    behind it.
 
-    A slot with a token here goes back by one: that token is its last again, and is computed once more, into the same
-    place. The slot is active, since only the token that it has lost can have ended it.
+    A slot with a token in `tokens` goes back by one: that token is its last again, and is computed once more, into the
+    same place. The slot is active, since only the token that it has lost can have ended it.
     """
 
     rows: int
+    whole: int
 
     kind = "set_masks"
     writes = ("masks", "state")
 
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
-        return map(cls, setup.config.mask_buckets)
+        config = setup.config
+        sizes = product(config.mask_buckets, config.whole_mask_buckets)
+        return (cls(rows, whole) for rows, whole in sizes if whole <= rows)
 
     def layout(self, setup: Setup) -> PackedLayout:
         words = sampling_records.mask_words(setup.model.vocab_size)
         return PackedLayout(
+            num_whole=Field((), 0),
             slots=Field((self.rows,), setup.config.null_slot),
             tokens=Field((self.rows,), NO_TOKEN),
-            masks=Field((self.rows, words), 0),
+            listed=Field((self.rows, FEW_TOKENS), NO_TOKEN),
+            masks=Field((self.whole, words), 0),
         )
 
     def body(
         self, setup: Setup, *, masks: UInt[Array, "slots words"], state: SlotState, packed: Int[Array, " n"]
     ) -> tuple[dict[str, object], None]:
         host = self.layout(setup).unpack(packed)
-        slots, rows = host["slots"], lax.bitcast_convert_type(host["masks"], jnp.uint32)
-        state = go_back(state, slots, host["tokens"])
-        return {"masks": sampling_state.set_masks(masks, slots, rows), "state": state}, None
-
-
-@dataclass(frozen=True)
-class SetFew(StepProgram):
-    """As `SetMasks`, for slots that may sample few tokens from now on, those listed; or, where NO_TOKEN stands first,
-    all but those behind it.
-    """
-
-    rows: int
-
-    kind = "set_few"
-    writes = ("masks", "state")
-
-    @classmethod
-    def programs(cls, setup: Setup) -> Iterable[Self]:
-        return map(cls, setup.config.mask_buckets)
-
-    def layout(self, setup: Setup) -> PackedLayout:
-        return PackedLayout(
-            slots=Field((self.rows,), setup.config.null_slot),
-            tokens=Field((self.rows,), NO_TOKEN),
-            allowed=Field((self.rows, FEW_TOKENS), NO_TOKEN),
-        )
-
-    def body(
-        self, setup: Setup, *, masks: UInt[Array, "slots words"], state: SlotState, packed: Int[Array, " n"]
-    ) -> tuple[dict[str, object], None]:
-        host = self.layout(setup).unpack(packed)
-        slots, allowed, words = host["slots"], host["allowed"], masks.shape[1]
-        word = jnp.where(allowed == NO_TOKEN, words, allowed // 32)  # beyond the last one: dropped
-        bit = jnp.left_shift(jnp.uint32(1), (allowed % 32).astype(jnp.uint32))
+        slots, listed, words = host["slots"], host["listed"], masks.shape[1]
+        word = jnp.where(listed == NO_TOKEN, words, listed // 32)  # beyond the last one: dropped
+        bit = jnp.left_shift(jnp.uint32(1), (listed % 32).astype(jnp.uint32))
         rows = jnp.zeros((self.rows, words), jnp.uint32)
         rows = rows.at[jnp.arange(self.rows)[:, None], word].add(bit, mode="drop")
-        rows = jnp.where(allowed[:, :1] == NO_TOKEN, ~rows, rows)
+        rows = jnp.where(listed[:, :1] == NO_TOKEN, ~rows, rows)
+        whole = lax.bitcast_convert_type(host["masks"], jnp.uint32)
+        is_whole = jnp.arange(self.whole)[:, None] < host["num_whole"]
+        rows = rows.at[: self.whole].set(jnp.where(is_whole, whole, rows[: self.whole]))
         state = go_back(state, slots, host["tokens"])
         return {"masks": sampling_state.set_masks(masks, slots, rows), "state": state}, None
 
 
-KINDS = (Update, InitFull, StartFull, KnownTokens, MoveBeams, SetMasks, SetFew)
+KINDS = (Update, InitFull, StartFull, KnownTokens, MoveBeams, SetMasks)

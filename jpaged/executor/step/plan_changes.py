@@ -1,6 +1,6 @@
 """What a plan changes before its step: slots that end and start, beams, masks, swaps and copies of blocks.
 
-[gather] --> [update] --> [move_beams[N]] --> [set_masks[N] ..] --> [scatter] --> [copy_blocks[N]]
+[gather] --> [update] --> [move_beams[N]] --> [set_masks[N, W]] --> [scatter] --> [copy_blocks[N]]
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ from jpaged.executor.step.changes import (
     InitFull,
     KnownTokens,
     MoveBeams,
-    SetFew,
     SetMasks,
     StartFull,
     Update,
@@ -147,21 +146,26 @@ class PlanChanges:
             self._run(program, packed=buffer)
 
     def _set_masks(self, plan: StepPlan) -> None:
-        """In calls of at most the largest size: a mask takes as many bits as the vocabulary has tokens."""
-        are_few = np.array([mask.dtype == np.int32 for mask in plan.masks])
-        for kind, chosen in ((SetFew, np.flatnonzero(are_few)), (SetMasks, np.flatnonzero(~are_few))):
-            sizes = self._setup.config.mask_buckets
-            for first in range(0, len(chosen), sizes[-1]):
-                some = chosen[first : first + sizes[-1]]
-                program = kind(bucket_for(len(some), sizes))
-                buffer, host = self._packed(program)
-                host["slots"][: len(some)] = plan.mask_slots[some]
-                host["tokens"][: len(some)] = plan.mask_tokens[some]
-                field = host["allowed" if kind is SetFew else "masks"]
-                for row, which in enumerate(some.tolist()):
-                    mask = plan.masks[which]
-                    field[row, : len(mask)] = mask.view(np.int32)
-                self._run(program, packed=buffer)
+        """In calls of at most the largest sizes: a mask takes as many bits as the vocabulary has tokens."""
+        config = self._setup.config
+        most, most_whole = config.mask_buckets[-1], config.whole_mask_buckets[-1]
+        left: dict[bool, list[int]] = {True: [], False: []}  # by whether the mask has a bit for each token
+        for which, mask in enumerate(plan.masks):
+            left[mask.dtype != np.int32].append(which)
+        while left[True] or left[False]:
+            num_whole = min(len(left[True]), most_whole)
+            some = left[True][:num_whole] + left[False][: most - num_whole]
+            left = {True: left[True][num_whole:], False: left[False][most - num_whole :]}
+            whole = bucket_for(num_whole, config.whole_mask_buckets)
+            program = SetMasks(bucket_for(max(len(some), whole), config.mask_buckets), whole)
+            buffer, host = self._packed(program)
+            host["num_whole"][...] = num_whole
+            host["slots"][: len(some)] = plan.mask_slots[some]
+            host["tokens"][: len(some)] = plan.mask_tokens[some]
+            for row, which in enumerate(some):
+                mask = plan.masks[which]
+                (host["masks"] if row < num_whole else host["listed"])[row, : len(mask)] = mask.view(np.int32)
+            self._run(program, packed=buffer)
 
     def _copy_blocks(self, copies: np.ndarray) -> None:
         """In calls of at most the largest size, since each cache group may have a copy for each slot."""

@@ -1,8 +1,7 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
-    plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N] ..] --> [scatter] --> [copy_blocks[N]]
-                          (`plan_changes.py`; `copy_states[N]` after beams, and after forks, of recurrent layers;
-                          `set_few[N]` with the masks)
+    plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N, W]] --> [scatter] --> [copy_blocks[N]]
+                          (`plan_changes.py`; `copy_states[N]` after beams, and after forks, of recurrent layers)
                                             |
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ..., pool[T]] --'
