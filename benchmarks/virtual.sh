@@ -5,20 +5,20 @@
 #     OUT=benchmarks/results bash benchmarks/virtual.sh STEP...
 #
 #     step          GPUs  expected   what
-#     open          1     8 min      attention, steps, growth, sharing, mapping and figure18, in BUDGET_S seconds (480)
-#     attention     1     40 s       decode and a chunk of one layer: cuDNN over contiguous addresses, our kernels
-#     steps         1     100 s      8B, decode steps: mean and p99: paged; virtual, pages mapped ahead and in the step
-#     growth        1     110 s      8B, the same of 1,000 sequences of equal lengths, which grow together
-#     sharing       1     100 s      8B, two engines on one card: its memory while one needs what the other does not
-#     mapping       1     30 s       pages mapped and unmapped a second
-#     figure18      1     150 s      8B, the PagedAttention paper's Figure 18: block sizes 16, 32, 64 and 128
+#     open          1     9 min      attention, steps, growth, sharing, mapping and figure18, in BUDGET_S seconds (540)
+#     attention     1     30 s       decode and a chunk of one layer: cuDNN over contiguous addresses, our kernels
+#     steps         1     80 s       8B, decode steps: mean and p99: paged; virtual, pages mapped ahead and in the step
+#     growth        1     150 s      8B, the same of 1,000 sequences of equal lengths, which grow together
+#     sharing       1     50 s       8B, two engines on one card: its memory while one needs what the other does not
+#     mapping       1     5 s        pages mapped and unmapped a second
+#     figure18      1     220 s      8B, the PagedAttention paper's Figure 18: block sizes 16, 32, 64 and 128
 #     calls         0     1 min      the driver's calls for 1,000 tokens, by the scheduler alone
 #     sharegpt      1     3 min      8B, ShareGPT-like: paged, virtual
 #     long          1     4 min      8B, decode-16k and prefill-16k: paged, virtual
 #     tp2           2     4 min      8B, TP 2, ShareGPT-like and decode-16k: paged, virtual
 #
-# Expected times of `open` and its steps are estimates: none has run as it stands. What a step has measured is in its
-# file when its time ends. BUDGET_S, if set, is for all steps together; those for which no time is left are not run.
+# Times are of an H200. What a step has measured is in its file when its time ends. BUDGET_S, if set, is for all steps
+# together; those for which no time is left are not run.
 # SMALL=1 runs them with the embedded model and small numbers, on a CPU, too: whether they run to their end.
 # A virtual run says how many pages were in the way of a step, and how long steps waited for pages. Compare the
 # throughputs with `python benchmarks/compare.py $OUT/virtual-sharegpt-paged.json $OUT/virtual-sharegpt-virtual.json`.
@@ -73,7 +73,7 @@ figure18() {
 named=()
 for name in "$@"; do
     if [[ $name == open ]]; then
-        BUDGET_S=${BUDGET_S:-480}
+        BUDGET_S=${BUDGET_S:-540}
         named+=(attention steps growth sharing mapping figure18)
     else
         named+=("$name")
