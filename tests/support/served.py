@@ -15,6 +15,7 @@ import httpx
 from jpaged.processes.spare import TAKEN
 
 _START_S = 600.0
+_LAST_LINES = 20
 
 
 class Server:
@@ -41,7 +42,7 @@ class Server:
                 if self.get("/health").status_code == 200:
                     return
             if self.process.poll() is not None or time.monotonic() > end:
-                raise SystemExit("The server did not start.")
+                raise SystemExit(f"The server did not start.{_last_lines(log)}")
             time.sleep(0.2)
 
     def get(self, path: str) -> httpx.Response:
@@ -104,3 +105,11 @@ def serving(options: Sequence[str]) -> Iterator[Server]:
         yield server
     finally:
         server.close()
+
+
+def _last_lines(log: IO[str] | None) -> str:
+    """What a server wrote last, behind a line break; nothing where it is not to be read here."""
+    if log is None or not log.readable():
+        return ""
+    log.seek(0)
+    return "".join(["\n", *log.readlines()[-_LAST_LINES:]])
