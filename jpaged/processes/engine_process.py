@@ -248,6 +248,8 @@ def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket
         if start.reports == "steps":
             args = replace(args, skip_tokenizer_init=True)  # text is the clients' business
         engine = LLMEngine(args)
+        if engine.startup.on_first_use is not None:
+            engine.startup.on_first_use.before = pulse.rest  # to compile is not to hang
     except Exception as error:  # JAX and the operating system have many; whoever started this is told
         _send_last(connections, wire.Failed(type(error).__name__, str(error)))
         return False
