@@ -16,7 +16,6 @@ from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models import ModelConfig, Weights, build, dense_causal_attend
 from jpaged.models.row_tiles import in_row_tiles
 from jpaged.training import token_logprobs
-from tests.support.logprob_programs import logprob_programs
 from tests.tiny_models import TINY_ENGINE, tiny_model, write_tiny_model
 
 SHAPES: dict[str, Any] = {"decode_buckets": (32,), "token_buckets": (8, 64), "max_num_batched_tokens": 64}
@@ -39,8 +38,7 @@ def start(name: str, directory: Any, **options: Any) -> LLMEngine:
         own["model"] = str(write_tiny_model(tiny_model(name), directory, use_torch=False))
     else:  # in its own type, of 16 bits on a GPU
         own["dtype"] = "auto"
-    with logprob_programs():
-        return LLMEngine(EngineArgs(**TINY_ENGINE | SHAPES | own | options))
+    return LLMEngine(EngineArgs(**TINY_ENGINE | SHAPES | own | options))
 
 
 @pytest.fixture(scope="module", params=MODELS)

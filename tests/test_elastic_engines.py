@@ -7,9 +7,7 @@ import pytest
 from jpaged import EngineArgs, LLMEngine, PoolingParams, RequestOutputKind, SamplingParams
 from jpaged.api.errors import InvalidParameterError
 from jpaged.executor.cache.virtual.memfd import Memory
-from jpaged.executor.step.blocks import GatherBlocks, ScatterBlocks
 from tests.parallel.tensor_parallel_runs import ARGS, NUM_TOKENS, prompts, run
-from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import tiny_model, write_tiny_model
 
 IDLE_S = 0.05
@@ -20,9 +18,8 @@ def engines(tmp_path_factory) -> Iterator[tuple[LLMEngine, LLMEngine]]:
     """On a device that has room for most of what one of them may have."""
     directory = write_tiny_model(tiny_model("qwen3-layer-types"), tmp_path_factory.mktemp("model"), use_torch=False)
     options = {name: getattr(ARGS, name) for name in ARGS.__dataclass_fields__} | {"model": str(directory)}
-    with greedy_programs(GatherBlocks, ScatterBlocks):
-        args = EngineArgs(**options | {"kv_cache_layout": "virtual", "kv_idle_release_s": IDLE_S, "block_size": 1})
-        both = LLMEngine(args), LLMEngine(args)
+    args = EngineArgs(**options | {"kv_cache_layout": "virtual", "kv_idle_release_s": IDLE_S, "block_size": 1})
+    both = LLMEngine(args), LLMEngine(args)
     drivers = [engine.startup.runner.memory._ranges[0].driver for engine in both]
     least = [driver.memory.num_used for driver in drivers]
     card = Memory(drivers[0].memory.num_bytes * 6 // 10, sum(least))

@@ -10,7 +10,6 @@ from jpaged import EngineArgs, LLMEngine, PoolingParams, SamplingParams
 from jpaged.api.errors import InvalidParameterError
 from jpaged.engine.sequences.request import Request
 from jpaged.frontend.embedding_config import EmbeddingConfig
-from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, tiny_model, torch_model, write_tiny_model
 
 torch = pytest.importorskip("torch")
@@ -25,8 +24,7 @@ LAST, MEAN = PoolingParams(normalize=False), PoolingParams(pooling="mean", norma
 def started(request, tmp_path_factory):
     case = tiny_model(request.param)
     args = EngineArgs(**TINY_ENGINE, model=str(write_tiny_model(case, tmp_path_factory.mktemp(case.name))))
-    with greedy_programs():
-        return args, LLMEngine(args).startup, torch_model(case)
+    return args, LLMEngine(args).startup, torch_model(case)
 
 
 def embed(engine, prompts, params):

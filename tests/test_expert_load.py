@@ -16,7 +16,6 @@ from jpaged.executor.step.expert_load import ExpertLoadReader, add_counts
 from jpaged.models import ModelConfig
 from jpaged.processes.request_metrics import NUM_COLUMNS, RequestMetrics
 from jpaged.serving.metrics import exposition
-from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, tiny_model, torch_model, write_tiny_model
 
 CASE = tiny_model("qwen3-moe-some-layers")  # layer 1 of 4 has experts, 16 of them, 4 a token
@@ -26,8 +25,7 @@ NUM_TOKENS = 8
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> LLMEngine:
     directory = write_tiny_model(CASE, tmp_path_factory.mktemp("sparse"), use_torch=False)
-    with greedy_programs():
-        return LLMEngine(EngineArgs(model=str(directory), expert_load=True, **TINY_ENGINE))
+    return LLMEngine(EngineArgs(model=str(directory), expert_load=True, **TINY_ENGINE))
 
 
 def generate(engine: LLMEngine, prompts: list[list[int]]) -> list[list[int]]:

@@ -11,7 +11,6 @@ import pytest
 
 from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.executor.start.started import Startup
-from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, TinyModel, tiny_models, torch_model, write_tiny_model
 
 torch = pytest.importorskip("torch")
@@ -33,8 +32,7 @@ def started(request, tmp_path_factory) -> tuple[EngineArgs, Startup, torch.nn.Mo
     case: TinyModel = request.param
     directory = write_tiny_model(case, tmp_path_factory.mktemp(case.name))
     args = replace(ARGS, model=str(directory))
-    with greedy_programs():
-        return args, LLMEngine(args).startup, torch_model(case)
+    return args, LLMEngine(args).startup, torch_model(case)
 
 
 def mixed_prompts(seed: int) -> list[list[int]]:

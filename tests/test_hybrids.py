@@ -20,7 +20,6 @@ from jpaged.engine.constraints.grammars import ConstrainedRows
 from jpaged.executor.start.startup import most_sequences
 from jpaged.models import ModelConfig
 from jpaged.training import token_logprobs
-from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import VOCAB_SIZE, tiny_model, torch_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("hybrids")  # one worker, which compiles once
@@ -154,8 +153,7 @@ def test_as_many_sequences_run_by_default_as_have_their_states_in_half_of_what_w
 
 def test_the_virtual_layout_serves_them_alike(engine: LLMEngine, directory: Path) -> None:
     args = EngineArgs(model=str(directory), kv_cache_layout="virtual", **ARGS | {"num_gpu_blocks_override": 64})
-    with greedy_programs():
-        virtual = LLMEngine(args)
+    virtual = LLMEngine(args)
     assert run(virtual, prompts(5)) == run(engine, prompts(5))
     virtual.startup.close()
 

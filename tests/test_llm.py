@@ -217,7 +217,8 @@ def test_an_aborted_request_frees_everything_and_the_others_go_on(engine):
     assert engine.get_metrics().num_used_blocks == 0
 
 
-def test_nothing_compiles_after_warm_up(llm):
+def test_nothing_compiles_after_a_start_that_compiles_all(options):
+    llm = LLM(**options, compile_programs="at_start")
     prompts = prompts_of(20, seed=6)
     kinds = [
         GREEDY,

@@ -7,8 +7,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from tests.support.logprob_programs import logprob_programs
-
 EXAMPLE = Path(__file__).parents[1] / "examples" / "teach_stories"
 
 
@@ -47,8 +45,7 @@ def test_a_few_steps_of_training_raise_the_reward():
     from teach import Settings, engine, teach
 
     settings = Settings(steps=6, requests=2, stories=8, tokens=96, learning_rate=7e-4)
-    with logprob_programs():
-        llm = engine(settings)
+    llm = engine(settings)
     with llm:
         steps = list(teach(llm, settings))
     rewards = [step.total for step in steps]

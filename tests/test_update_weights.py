@@ -20,7 +20,6 @@ from flax import nnx
 from jpaged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.api.errors import EngineAsleepError, InvalidParameterError, UnsupportedParameterError
 from jpaged.models import Model, ModelConfig, Weights, build, dense_causal_attend, registry
-from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import TINY_ENGINE, tiny_model, write_tiny_model
 
 NAME = "llama-biases"
@@ -39,8 +38,7 @@ def args_of(directory: Path, **options: Any) -> EngineArgs:
 
 @pytest.fixture(scope="module")
 def shared(directory) -> Iterator[LLMEngine]:
-    with greedy_programs():
-        engine = LLMEngine(args_of(directory))
+    engine = LLMEngine(args_of(directory))
     yield engine
     engine.close()
 
@@ -153,8 +151,7 @@ def test_after_each_of_a_hundred_updates_the_tokens_are_those_of_the_new_weights
     gc.collect()
     assert len(jax.live_arrays()) == arrays
     assert compilations.count == compiled
-    with greedy_programs():
-        fresh = LLMEngine(engine.args, weights=model.init(99))
+    fresh = LLMEngine(engine.args, weights=model.init(99))
     assert greedy(fresh, num_tokens=3) == found
     fresh.close()
 
@@ -321,8 +318,7 @@ def test_arrays_of_numpy_and_names_with_params_before_them_are_taken(engine, ref
 
 
 def test_an_llm_takes_weights_from_another_thread_between_its_steps(directory):
-    with greedy_programs():
-        llm = LLM(str(directory), **TINY_ENGINE)
+    llm = LLM(str(directory), **TINY_ENGINE)
     weights = llm.engine.startup.model.init(17)
     reference = Reference(llm.engine.startup.model)
     updated = threading.Event()
@@ -358,7 +354,7 @@ def test_an_llm_begins_from_a_configuration_and_arrays_alone(reference, shared, 
     (tmp_path / "config.json").write_text(json.dumps(contents))
     kinds = {"contents": contents, "transformers": Config(), "jpaged": ModelConfig.from_dict(contents)}
     weights = model_of(shared).init(18)
-    with greedy_programs(), LLM(kinds.get(kind, tmp_path), weights=weights, **TINY_ENGINE) as llm:
+    with LLM(kinds.get(kind, tmp_path), weights=weights, **TINY_ENGINE) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params(5), use_tqdm=False)
         assert [list(output.outputs[0].token_ids) for output in outputs] == reference.greedy(weights)
         assert llm.sleep(2)
@@ -408,7 +404,7 @@ def phi(tmp_path) -> Iterator[Model]:
 
 def test_a_family_from_outside_the_package_takes_weights_in_every_form(phi):
     reference, first = Reference(phi), phi.init(0)
-    with greedy_programs(), LLM(PHI, weights=first, **TINY_ENGINE) as llm:
+    with LLM(PHI, weights=first, **TINY_ENGINE) as llm:
         for i, form in enumerate(("huggingface", "parameters", "state", "module")):
             weights = phi.init(i)
             llm.update_weights(llm.engine.startup.updater.read(weights, form))

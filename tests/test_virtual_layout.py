@@ -9,7 +9,6 @@ from jpaged import LLM, EngineArgs, LLMEngine, SamplingParams
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor.start.weights import CheckpointReader
 from tests import test_generation, test_pressure
-from tests.support.greedy_programs import greedy_programs
 from tests.test_generation import assert_greedy, mixed_prompts, run
 from tests.tiny_models import TINY_ENGINE, tiny_model, tiny_models, torch_model, write_tiny_model
 
@@ -137,7 +136,7 @@ def test_beams_samples_swaps_and_copies_give_the_paged_layouts_tokens(model, exp
 @pytest.mark.parametrize("layout", ["paged", "virtual"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_that_slept_goes_on_as_before(model, layout, level):
-    with greedy_programs(), LLM(model, **PRESSURE, num_gpu_blocks_override=512, kv_cache_layout=layout) as llm:
+    with LLM(model, **PRESSURE, num_gpu_blocks_override=512, kv_cache_layout=layout) as llm:
         prompts = [{"prompt_token_ids": prompt[:40]} for prompt in mixed_prompts(5)[:8]]
         before = llm.generate(prompts, GREEDY, use_tqdm=False)
         startup = llm.engine.startup
@@ -160,7 +159,7 @@ def test_an_engine_for_whose_weights_there_is_no_room_sleeps_on(model, monkeypat
     def no_room(_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
-    with greedy_programs(), LLM(model, **PRESSURE, num_gpu_blocks_override=512) as llm:
+    with LLM(model, **PRESSURE, num_gpu_blocks_override=512) as llm:
         assert llm.sleep(2)
         with monkeypatch.context() as patch:
             patch.setattr(CheckpointReader, "__call__", no_room)
@@ -174,8 +173,7 @@ def test_an_engine_for_whose_weights_there_is_no_room_sleeps_on(model, monkeypat
 @pytest.mark.xdist_group("virtual under pressure")
 def test_an_engine_with_requests_does_not_sleep(model):
     args = EngineArgs(**PRESSURE, model=model, num_gpu_blocks_override=512, kv_cache_layout="virtual")
-    with greedy_programs():
-        engine = LLMEngine(args)
+    engine = LLMEngine(args)
     engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, GREEDY)
     assert not engine.sleep()
     engine.step()
@@ -201,8 +199,7 @@ def test_a_layout_that_does_not_exist_is_refused_by_name(model, options, said):
 
 @pytest.mark.xdist_group("virtual under pressure")
 def test_a_level_that_does_not_exist_is_refused_by_name(model):
-    with greedy_programs():
-        engine = LLMEngine(EngineArgs(**PRESSURE, model=model, num_gpu_blocks_override=512))
+    engine = LLMEngine(EngineArgs(**PRESSURE, model=model, num_gpu_blocks_override=512))
     for level in (0, 3, True):
         with pytest.raises(InvalidParameterError, match="level must be"):
             engine.sleep(level)

@@ -24,6 +24,7 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 RerankerName = Literal["qwen3"]
+CompilePrograms = Literal["auto", "at_start", "on_first_use"]
 Quantization = Literal["fp8", "awq", "compressed-tensors", "fbgemm_fp8", "gptq", "mxfp4", "none"]
 
 _FREE = {"free": True}
@@ -102,6 +103,10 @@ class EngineArgs(SchedulingOptions):
             begins small, and gpu_memory_utilization or num_gpu_blocks_override says how far it grows. None: it keeps
             all its memory.
         decode_buckets, token_buckets: ascending sizes that programs are compiled for.
+        compile_programs: when the step programs are compiled. "at_start": all of them before the first request, so that
+            none waits for one. "on_first_use": at start what nearly every request runs, and each other program when a
+            step first needs it, with which that step waits for it; for CPUs alone. The engine starts sooner, and what
+            no request asks for is never compiled. "auto": on first use on a CPU, at start elsewhere.
         seed: of sampling, for requests without one, and of random weights.
         kernel_backend: implementation of attention and cache writes: "hopper" (Mosaic kernels for Hopper, also called
             "mosaic"), "triton" (GPUs since Ampere), "cudnn" (GPUs since Hopper, for the virtual layout with per-layer
@@ -163,6 +168,7 @@ class EngineArgs(SchedulingOptions):
     kv_idle_release_s: float | None = None
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
+    compile_programs: CompilePrograms = "auto"
     seed: int = field(default=0, metadata=_FREE)
     kernel_backend: str | None = None
     tensor_parallel_size: int = 1
@@ -207,6 +213,7 @@ class EngineArgs(SchedulingOptions):
             check_choice("reranker", self.reranker, RerankerName)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KVCacheDType)
         object.__setattr__(self, "kv_cache_dtype", _DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype))
+        check_choice("compile_programs", self.compile_programs, CompilePrograms)
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
         check_choice("kv_cache_layout", self.kv_cache_layout, KVCacheLayout)
         check_choice("virtual_page_layout", self.virtual_page_layout, VirtualPageLayout)

@@ -117,14 +117,15 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of the options that are fields of `EngineArgs`, for an engine without a tokenizer.
+    """Those of the options that are fields of `EngineArgs`, for an engine without a tokenizer that has compiled all its
+    programs when it has started.
 
     Raises:
         InvalidParameterError: a skew for a model without experts, or with a checkpoint.
     """
     names = EngineArgs.__dataclass_fields__.keys() & vars(args).keys()
     options = {name: getattr(args, name) for name in names}
-    return options | {"model": _directory(args), "skip_tokenizer_init": True}
+    return options | {"model": _directory(args), "skip_tokenizer_init": True, "compile_programs": "at_start"}
 
 
 def _directory(args: argparse.Namespace) -> str | None:

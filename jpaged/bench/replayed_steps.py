@@ -47,7 +47,8 @@ def run_again(recorded: Mapping[str, Any]) -> Iterator[str]:
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     if options.get("kv_cache_layout") == "virtual":
         raise InvalidParameterError('--run takes no recording of kv_cache_layout="virtual".')
-    startup = LLMEngine(EngineArgs(**options | {"data_parallel_size": 1, "verbose": False})).startup
+    options |= {"data_parallel_size": 1, "verbose": False, "compile_programs": "at_start"}
+    startup = LLMEngine(EngineArgs(**options)).startup
     yield f"{'step':>9} {'recorded ms':>12} {'again ms':>9}  rows\n"
     used: np.ndarray = np.zeros((0,), np.int32)
     for step in recorded["steps"]:

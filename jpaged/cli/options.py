@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from jpaged.api.config import (
+    CompilePrograms,
     DType,
     EngineArgs,
     KVCacheDType,
@@ -111,6 +112,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--preemption-mode",
         choices=get_args(PreemptionMode),
         help="swap preempted sequences or compute them again (default: auto)",
+    )
+    group.add_argument(
+        "--compile-programs",
+        choices=get_args(CompilePrograms),
+        help="all before the first request, or each when first needed, as auto does on a CPU alone (default: auto)",
     )
     group.add_argument(
         "--logprobs-mode",

@@ -1,6 +1,8 @@
 """Keeps long-lived objects away from Python's garbage collector."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def set_objects_apart() -> None:
@@ -12,3 +14,15 @@ def set_objects_apart() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Leaves garbage lie: lowering makes millions of objects, and looking through them took a fifth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

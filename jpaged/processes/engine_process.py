@@ -26,6 +26,7 @@ import numpy as np
 
 from jpaged.api.errors import EngineDeadError, JPagedError
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
+from jpaged.host.imports import keep_torch_out
 from jpaged.host.parent import end_with_parent
 from jpaged.processes import handover, wire
 from jpaged.processes.client_requests import ClientRequests, make_client_requests
@@ -218,6 +219,7 @@ def main(argv: list[str]) -> int:
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C and a service manager's SIGTERM reach every
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process; the client decides when this one ends
+    keep_torch_out()
     faulthandler.register(signal.SIGUSR1)  # whoever finds this process hanging asks where, before it kills it
     if argv[0] == "--spare":
         end_with_parent(parent)
@@ -248,6 +250,8 @@ def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket
         if start.reports == "steps":
             args = replace(args, skip_tokenizer_init=True)  # text is the clients' business
         engine = LLMEngine(args)
+        if engine.startup.on_first_use is not None:
+            engine.startup.on_first_use.before = pulse.rest  # to compile is not to hang
     except Exception as error:  # JAX and the operating system have many; whoever started this is told
         _send_last(connections, wire.Failed(type(error).__name__, str(error)))
         return False

@@ -4,7 +4,9 @@ from importlib import import_module
 
 import pytest
 
+from jpaged import EngineArgs
 from jpaged.api.errors import InvalidParameterError
+from jpaged.bench.engine_options import engine_options
 
 
 @pytest.mark.parametrize(
@@ -20,3 +22,9 @@ from jpaged.api.errors import InvalidParameterError
 def test_a_number_out_of_range_is_refused_by_name(benchmark, argv, said):
     with pytest.raises(InvalidParameterError, match=said):
         import_module(f"jpaged.bench.{benchmark}").main(argv)
+
+
+@pytest.mark.parametrize("benchmark", ["latency", "throughput"])
+def test_engines_that_are_measured_have_compiled_all_their_programs_at_start(benchmark):
+    parser = import_module(f"jpaged.bench.{benchmark}").parser()
+    assert EngineArgs(**engine_options(parser.parse_args([]))).compile_programs == "at_start"

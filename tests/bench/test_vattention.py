@@ -13,7 +13,6 @@ from jpaged.bench import sharing, vattention
 from jpaged.bench.engine_processes import EngineProcess, digest, engine_argv, obey
 from jpaged.bench.models import model_directory
 from tests.bench import small_engine
-from tests.support.greedy_programs import greedy_programs
 
 SIZES = ["--rows", "4", "--context", "24", "--steps", "16"]
 
@@ -26,8 +25,7 @@ def test_an_engine_process_grows_gives_back_sleeps_and_wakes_as_it_is_told(
     args = vattention.parser().parse_args([*options, "--block-size", "1"])
     said = "rest 0\nserve\nrest 0.2\nsleep\nwake\nserve\nserve 2\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(said))
-    with greedy_programs():
-        obey(args)
+    obey(args)
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     started, served, rested, asleep, awake, again, two = answers
     assert started["start_s"] > 0

@@ -19,7 +19,6 @@ from tunix.rl.rollout import base_rollout
 from jpaged.api.errors import InvalidParameterError
 from jpaged.integrations.tunix import JpagedRollout, TunixModel
 from jpaged.models import ModelConfig, build
-from tests.support.logprob_programs import logprob_programs
 from tests.tiny_models import TINY_ENGINE, tiny_model
 
 EOS, PAD = 1, 0
@@ -60,8 +59,7 @@ def policy(seed: int) -> TunixModel:
 
 @pytest.fixture(scope="module")
 def rollout() -> JpagedRollout:
-    with logprob_programs():
-        return JpagedRollout(policy(0), Letters(), rollout_config=rollout_config(), **ENGINE)
+    return JpagedRollout(policy(0), Letters(), rollout_config=rollout_config(), **ENGINE)
 
 
 def test_a_rollout_has_what_tunix_expects(rollout):
@@ -111,8 +109,7 @@ def test_grpo_of_tunix_trains_on_rollouts_of_jpaged():
         ),
         rollout_config=rollout_config(),
     )
-    with logprob_programs():
-        cluster = rl_cluster.RLCluster(actor=actor, reference=policy(0), tokenizer=Letters(), cluster_config=config)
+    cluster = rl_cluster.RLCluster(actor=actor, reference=policy(0), tokenizer=Letters(), cluster_config=config)
     seen: list[list[str]] = []
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:

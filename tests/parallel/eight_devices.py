@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from jpaged.host.imports import keep_torch_out
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -27,5 +29,6 @@ def call_with_eight_devices(function: str, *arguments: Any, timeout_s: float = 6
 
 
 if __name__ == "__main__":
+    keep_torch_out()
     module, _, name = sys.argv[1].partition(":")
     print(json.dumps(getattr(import_module(module), name)(*json.loads(sys.argv[2]))))

@@ -9,7 +9,6 @@ import numpy as np
 
 from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.models.loading import checkpoint
-from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 NUM_REQUESTS, NUM_TOKENS, NUM_SAMPLES = 6, 10, 3
@@ -62,7 +61,7 @@ def prompts() -> list[list[int]]:
 
 def tokens_by_path(*names: str) -> dict[str, dict[str, Any]]:
     """For each model the greedy tokens of the prompts by each path, what shows that the path was taken, and scores."""
-    with greedy_programs(), mock.patch.object(checkpoint, "MOST_BYTES", MOST_BYTES):
+    with mock.patch.object(checkpoint, "MOST_BYTES", MOST_BYTES):
         return {name: _tokens_by_path(name) for name in names}
 
 

@@ -17,7 +17,7 @@ from jpaged.models import ModelConfig, build
 from jpaged.models.loading import checkpoint
 from jpaged.models.sharding import load_sharded
 from tests.parallel.models import eight_heads
-from tests.parallel.tensor_parallel_runs import ARGS, greedy_programs_only, prompts, run
+from tests.parallel.tensor_parallel_runs import ARGS, prompts, run
 from tests.tiny_models import write_tiny_model
 
 
@@ -53,16 +53,15 @@ def trained() -> dict[str, Any]:
         state = nnx.state(model.module(checkpoint.load(model, directory / "hf")), nnx.Param)
         trees = {"state": state, "pure": {"params": nnx.to_pure_dict(state), "opt_state": {"count": np.array(3)}}}
         tokens: dict[str, Any] = {}
-        with greedy_programs_only():
-            tokens["hf"] = run(LLMEngine(replace(ARGS, model=str(directory / "hf"))), prompts())
-            for kind, tree in trees.items():
-                target = directory / kind
-                target.mkdir()
-                (target / "config.json").write_bytes((directory / "hf" / "config.json").read_bytes())
-                with ocp.StandardCheckpointer() as checkpointer:
-                    checkpointer.save(target / "params", tree)
-                args = replace(ARGS, model=str(target), tensor_parallel_size=4)
-                tokens[kind] = run(LLMEngine(args), prompts())
+        tokens["hf"] = run(LLMEngine(replace(ARGS, model=str(directory / "hf"))), prompts())
+        for kind, tree in trees.items():
+            target = directory / kind
+            target.mkdir()
+            (target / "config.json").write_bytes((directory / "hf" / "config.json").read_bytes())
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(target / "params", tree)
+            args = replace(ARGS, model=str(target), tensor_parallel_size=4)
+            tokens[kind] = run(LLMEngine(args), prompts())
         return tokens
 
 

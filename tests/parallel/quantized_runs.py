@@ -16,20 +16,19 @@ from jpaged.models.loading import checkpoint
 from jpaged.models.sharding import load_sharded, shard_of
 from tests.models.loading import test_mxfp4
 from tests.parallel.family_runs import ARGS, MOST_BYTES, _run
-from tests.support.greedy_programs import greedy_programs
 from tests.support.quantized import dequantized_checkpoint, plain_checkpoint, quantized_checkpoint
 
 
 def tokens(*layouts: str) -> dict[str, dict[str, Any]]:
     """By layout, the engine's greedy tokens: of dequantized weights on one device, of quantized ones on one and two."""
-    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+    with tempfile.TemporaryDirectory() as directory:
         plain = plain_checkpoint("qwen3-layer-types", Path(directory) / "plain")
         return {layout: _tokens(plain, Path(directory), layout) for layout in layouts}
 
 
 def experts(layout: str) -> dict[str, Any]:
     """Likewise, of a mixture of experts, whose columns or experts two devices share."""
-    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+    with tempfile.TemporaryDirectory() as directory:
         plain = plain_checkpoint("qwen3-moe", Path(directory) / "plain", moe_intermediate_size=64)
         return _tokens(plain, Path(directory), layout, "whole")
 
@@ -39,7 +38,7 @@ def padded_experts(layout: str) -> dict[str, Any]:
 
     layout: "mxfp4" for gpt-oss, whose experts have five groups of 32 columns; else of a Qwen3-MoE with three of 128.
     """
-    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+    with tempfile.TemporaryDirectory() as directory:
         if layout == "mxfp4":
             config = test_mxfp4.CONFIG | {"intermediate_size": 160, "num_key_value_heads": 4}
             source = test_mxfp4.write(Path(directory) / layout, test_mxfp4.stored_tensors(config)[0], config)
@@ -66,7 +65,7 @@ def _tokens(plain: Path, directory: Path, layout: str, *further: str) -> dict[st
 
 def fp8_cache() -> dict[str, Any]:
     """Greedy tokens with keys and values in FP8, on one device and on two."""
-    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+    with tempfile.TemporaryDirectory() as directory:
         args = replace(ARGS, model=str(plain_checkpoint("qwen3-layer-types", Path(directory))), kv_cache_dtype="fp8")
         return {
             "one": _run(LLMEngine(args)),

@@ -3,8 +3,6 @@
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,10 +20,7 @@ from jpaged.executor.sampling.logprobs import logprobs_of
 from jpaged.executor.sampling.sampler import drawn_from, sample
 from jpaged.executor.sampling.state import init_full_state, init_state
 from jpaged.executor.start.compilation import Compiler
-from jpaged.executor.step.blocks import GatherBlocks, ScatterBlocks
-from jpaged.executor.step.bodies import Decode, Mixed
-from jpaged.executor.step.changes import Update
-from jpaged.executor.step.heads import Sample
+from jpaged.executor.step.bodies import Decode
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
 from jpaged.models.collectives import ALONE, Collectives
@@ -100,29 +95,7 @@ def embed(engine: LLMEngine, prompts: list[list[int]]) -> list[list[float]]:
 
 
 def tokens_by_degree(name: str) -> dict[str, Any]:
-    """For each degree: the greedy tokens of the same prompts, in one go, through preemptions, and after prefix hits.
-
-    Only the programs of greedy decoding, and those that prefixes in host memory need, are compiled.
-    """
-    with greedy_programs_only():
-        return _tokens_by_degree(name)
-
-
-@contextmanager
-def greedy_programs_only() -> Iterator[None]:
-    """Compiling the others takes most of an engine's start."""
-    bodies = mock.patch.object(Compiler, "submit_pool_programs", _submit_greedy)
-    heads = mock.patch.object(Compiler, "submit_other_programs")
-    with bodies, heads, mock.patch.object(Runner, "warm_up"):
-        yield
-
-
-def _submit_greedy(compiler: Compiler) -> None:
-    steps = [Mixed(ARGS.token_buckets[0]), Decode(NUM_REQUESTS), Sample(NUM_REQUESTS, SamplingVariant.GREEDY)]
-    compiler.submit([Update(), *steps, GatherBlocks(), ScatterBlocks()])
-
-
-def _tokens_by_degree(name: str) -> dict[str, Any]:
+    """For each degree: the greedy tokens of the same prompts, in one go, through preemptions, and after prefix hits."""
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(eight_heads(name), directory, use_torch=False)
         args = replace(ARGS, model=directory)
@@ -132,7 +105,7 @@ def _tokens_by_degree(name: str) -> dict[str, Any]:
 
 def tokens_of_experts(name: str) -> dict[str, Any]:
     """Greedy tokens of one device, and of several that have parts of each expert, or some experts whole."""
-    with tempfile.TemporaryDirectory() as directory, greedy_programs_only():
+    with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(eight_heads(name), directory, use_torch=False)
         found = {}
         for degree, whole in ((1, False), (2, True), (4, False)):
@@ -214,7 +187,7 @@ def everything_by_degree(name: str) -> dict[str, Any]:
     """For one device and for four: tokens of each sampling variant, and what is known of programs and memory."""
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(eight_heads(name), directory, use_torch=False)
-        args = replace(ARGS, model=directory, shared_prefix_attention=True)
+        args = replace(ARGS, model=directory, shared_prefix_attention=True, compile_programs="at_start")
         one, four = args, replace(args, tensor_parallel_size=4, one_shot_rows=NUM_REQUESTS)  # not for mixed steps
         engines = {1: LLMEngine(one), 4: LLMEngine(four)}
         return {

@@ -6,10 +6,8 @@ from typing import Any
 
 from jpaged import LLMEngine
 from jpaged.executor.cache.virtual.memory import VirtualMemory
-from jpaged.executor.step.blocks import GatherBlocks, ScatterBlocks
 from tests.parallel.models import eight_heads
 from tests.parallel.tensor_parallel_runs import ARGS, prompts, run
-from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import write_tiny_model
 
 IDLE_S = 0.02
@@ -19,7 +17,7 @@ FEW_TOKENS = (176, 150, 130, 110)
 
 def tokens_by_layout(name: str, page_layout: str) -> dict[str, Any]:
     """Greedy tokens of one device with the paged layout, and of the virtual one on 2 and 4, by every path."""
-    with tempfile.TemporaryDirectory() as directory, greedy_programs(GatherBlocks, ScatterBlocks):
+    with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(eight_heads(name), directory, use_torch=False)
         args = replace(ARGS, model=directory)
         found: dict[str, Any] = {"paged": run(LLMEngine(args), prompts())}
@@ -66,7 +64,7 @@ def _pieces(memory: VirtualMemory) -> list[list[int]]:
 
 def idle_memory_goes_back() -> dict[str, Any]:
     """Two devices whose pool grows with requests and shrinks when it idles."""
-    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+    with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(eight_heads("llama-gqa-d64-tied"), directory, use_torch=False)
         args = replace(ARGS, model=directory, tensor_parallel_size=2, kv_cache_layout="virtual", block_size=1)
         engine = LLMEngine(replace(args, kv_idle_release_s=IDLE_S))

@@ -14,7 +14,6 @@ from jpaged.models import Model, ModelConfig, Weights, build, save_pretrained
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.models.sharding import load_sharded
 from tests.parallel.models import eight_heads
-from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import TINY_ENGINE, write_tiny_model
 
 PROMPTS = [[5, 9, 2], [17, 3, 88, 41, 6, 7, 100, 23, 55]]
@@ -58,7 +57,7 @@ def updates(name: str, degrees: list[int], num_rounds: int) -> dict[str, Any]:
         compiled[0] += event == "/jax/core/compile/backend_compile_duration"
 
     jax.monitoring.register_event_duration_secs_listener(count)
-    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+    with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(case, directory, use_torch=False)
         for degree in degrees:
             engine = LLMEngine(EngineArgs(model=directory, **TINY_ENGINE, tensor_parallel_size=degree))

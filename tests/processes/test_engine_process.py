@@ -1,5 +1,6 @@
 """The engine process's loop, in a thread, before a fake executor: what it does between requests."""
 
+import os
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.pace import Pace
 from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.processes import engine_process
 from jpaged.processes.client_requests import StepRequests
 from jpaged.processes.connection import Connection
 from jpaged.processes.engine_process import EngineProcess
@@ -148,3 +150,21 @@ def test_a_process_whose_weights_were_left_half_written_ends_and_says_so(tmp_pat
     Client(theirs).send(Call(0, UpdateWeights(str(tmp_path / "weights"), [], True, "recompute")))
     with pytest.raises(EngineDeadError, match="while its weights were replaced"):
         process.run()
+
+
+def test_it_keeps_pytorch_out_before_it_starts_an_engine(monkeypatch):
+    """A replica with a tokenizer has transformers, which would import PyTorch."""
+    done = []
+    for name in ("keep_torch_out", "serve", "end_with_parent"):
+        monkeypatch.setattr(engine_process, name, lambda *_, name=name: done.append(name))
+    monkeypatch.setattr(engine_process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(engine_process.faulthandler, "register", lambda *_: None)
+    ours, theirs = socket.socketpair()
+    pulse = Pulse.create()
+    try:
+        assert engine_process.main([str(pulse.fd), str(os.dup(ours.fileno())), str(os.dup(theirs.fileno()))]) == 1
+    finally:
+        ours.close()
+        theirs.close()
+        pulse.close()
+    assert done.index("keep_torch_out") < done.index("serve")

@@ -51,7 +51,7 @@ class EchoEngine:
     vocab_size, eos_token_ids = 100, (1,)
     default_sampling_params = SamplingParams()
     args = EngineArgs()
-    startup = SimpleNamespace(device="a thread", seconds=dict[str, float](), on_gpu=False)
+    startup = SimpleNamespace(on_first_use=None, device="a thread", seconds=dict[str, float](), on_gpu=False)
     has_prefix_cache = True
     core: ClassVar[None] = None
 

@@ -82,6 +82,7 @@ def _engine(args: argparse.Namespace, block_size: int) -> LLMEngine:
             num_gpu_blocks_override=max(2, blocks * 16 // block_size) if blocks else None,
             skip_tokenizer_init=True,
             seed=args.seed,
+            compile_programs="at_start",
             **(_FEW_PROGRAMS if args.few_programs else {}),
         )
     )

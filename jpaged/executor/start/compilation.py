@@ -6,7 +6,8 @@
          | no
     lower in the caller's thread, compile in a pool of threads
 
-After this nothing compiles: the runner holds executables, and an executable refuses inputs of another shape.
+After this nothing compiles: the runner holds executables, and an executable refuses inputs of another shape. On a CPU,
+most programs are compiled later (`on_first_use.py`).
 """
 
 import threading
@@ -199,6 +200,13 @@ class Compiler:
             if not are_many(missing):
                 self._helpers.turns.end(self._cache.claim)
         return missing
+
+    def compile_now(self, program: StepProgram) -> CompiledProgram:
+        """The program, compiled by the caller's thread if it is not kept."""
+        task = self._new_task(program)
+        compiled = (task.load("kept") if task.is_kept else None) or task.lower()()
+        assert compiled is not None
+        return compiled
 
     def submit_largest(self) -> list[StepProgram]:
         """The programs that need most memory while they run, or have the largest results. Returns them."""

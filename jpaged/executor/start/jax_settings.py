@@ -3,6 +3,8 @@
 Which of them change a program is JAX's business and differs between its versions; so all count but a few that cannot.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -29,6 +31,24 @@ def adopt(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         if getattr(jax.config, name, value) != value:
             jax.config.update(name, value)
+
+
+@contextmanager
+def settings_as(settings: dict[str, Any]) -> Iterator[None]:
+    """Within it, this thread's settings are these, where they were others. Those for which JAX has no context manager,
+    and which are the process's, are the process's meanwhile."""
+    with ExitStack() as stack:
+        for name, value in settings.items():
+            now = getattr(jax.config, name, value)
+            if now == value:
+                continue
+            context = getattr(jax, name.removeprefix("jax_"), None)
+            if context is not None:
+                stack.enter_context(context(value))
+            else:
+                stack.callback(jax.config.update, name, now)
+                jax.config.update(name, value)
+        yield
 
 
 def _is_plain(value: Any) -> bool:

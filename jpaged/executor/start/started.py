@@ -14,6 +14,7 @@ from jpaged.engine.interface import CacheGroup, Executor
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start.memory import MemoryPlan
+from jpaged.executor.start.on_first_use import OnFirstUse
 from jpaged.executor.start.shapes import needed_pages
 from jpaged.executor.start.weights import CheckpointReader, zero_weights
 from jpaged.executor.step.compiled import Origin
@@ -41,6 +42,7 @@ class Startup:
     mesh: what it runs on. load_weights: reads the checkpoint, again if need be.
     updater: knows the places of weights by name.
     has_given_weights: it has weights that somebody gave, and that no checkpoint holds.
+    on_first_use: what compiles programs when they are first needed; None: all are compiled.
     leader: what runs plans here and in all other processes, where there are several.
     user: the engine whose keys and values the pool holds: the last one that ran on it.
     asleep: the level of `sleep`; 0 while awake.
@@ -61,6 +63,7 @@ class Startup:
     user: ReferenceType[Any] | None = None
     asleep: int = 0
     has_given_weights: bool = False
+    on_first_use: OnFirstUse | None = None
 
     @property
     def config(self) -> ExecutorConfig:
@@ -210,13 +213,19 @@ class Startup:
             ("KV pool", f"{_size(self.memory.pool)}{in_fp8}: {self.num_blocks:,} {self._blocks}, {tokens:,} tokens"),
             *self._states_row(),
             ("max_model_len", f"{self.config.max_model_len:,} tokens; {concurrency:,.1f} such sequences fit the pool"),
-            ("programs", f"{whence(self.origins)}{reserved}"),
+            ("programs", f"{whence(self.origins)}{self._to_come}{reserved}"),
             ("start-up", f"{sum(self.seconds.values()):.1f} s: {phases}"),
         ]
         if self.config.one_shot_rows:
             rows.insert(-1, ("all-reduce", f"one-shot in steps of up to {self.config.one_shot_rows} rows"))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows)
+
+    @property
+    def _to_come(self) -> str:
+        """How many programs are compiled later, in words; "" if none is."""
+        missing = 0 if self.on_first_use is None else len(self.on_first_use.missing)
+        return f", {missing} more when they are first needed" if missing else ""
 
     @property
     def _reading(self) -> str:

@@ -1,6 +1,5 @@
 """From a model directory to a runner that is ready: plan memory, load weights and compile side by side, warm up."""
 
-import gc
 import logging
 import os
 import sys
@@ -39,6 +38,7 @@ from jpaged.executor.start.memory import (
     reserve_device_memory,
     unreserved_device_memory,
 )
+from jpaged.executor.start.on_first_use import OnFirstUse, compiles_on_first_use
 from jpaged.executor.start.one_shot import one_shot_rows
 from jpaged.executor.start.shapes import (
     cut_into_pages,
@@ -54,10 +54,11 @@ from jpaged.executor.start.weights import CheckpointReader, fill_weights
 from jpaged.executor.start.worker_threads import WorkerThreads
 from jpaged.executor.step.compiled import CompiledProgram
 from jpaged.executor.step.held import initial_held
+from jpaged.executor.step.kinds import first_programs
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
 from jpaged.host.cores import usable_cores
-from jpaged.host.garbage import set_objects_apart
+from jpaged.host.garbage import set_objects_apart, without_collections
 from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build
 from jpaged.models.experts import split_by_experts
@@ -91,8 +92,10 @@ def start(args: EngineArgs, directory: Path, weights: Any = None) -> Startup:
     enable_persistent_cache()
     mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
     _check_backend(args.kernel_backend)
-    with mesh.as_default(), _without_collections(), KeptInterrupt() as interrupt:
-        return _start_on(mesh, args, directory, weights, seconds, progress, interrupt)
+    with without_collections(), mesh.as_default(), KeptInterrupt() as interrupt:
+        startup = _start_on(mesh, args, directory, weights, seconds, progress, interrupt)
+        set_objects_apart()
+        return startup
 
 
 def with_known_backend(args: EngineArgs) -> EngineArgs:
@@ -139,6 +142,7 @@ def _start_on(
     interrupt: KeptInterrupt,
 ) -> Startup:
     device = mesh.local_devices[0]
+    waits_for_use = compiles_on_first_use(args.compile_programs, mesh)
     model_config = ModelConfig.from_directory(directory, args.max_model_len, args.quantization)
     refuse_skew(model_config, are_random=args.load_format == "dummy" and given is None)
     if args.enable_expert_parallel:
@@ -190,17 +194,21 @@ def _start_on(
             compiler = Compiler(setup, mesh, threads=threads, helpers=helpers, kept_on=kept_on)
             heads_are_ready = limit is not None and fitted.max_model_len == config.max_model_len
             with _refusals_of(args.kernel_backend):
-                compiler.submit_pool_programs()
-                if not heads_are_ready:
-                    compiler.submit_other_programs()
+                if waits_for_use:
+                    compiler.submit(first_programs(setup))
+                else:
+                    compiler.submit_pool_programs()
+                    if not heads_are_ready:
+                        compiler.submit_other_programs()
             programs = (nominal.results() if heads_are_ready else {}) | compiler.results(progress=progress)
         with _timed(seconds, "load weights"):  # what loading takes beyond the phases it ran beside
             weights = loading.result()
 
+    on_first_use = OnFirstUse(compiler, mesh, programs) if waits_for_use else None
     with _timed(seconds, "warm up"):
         pages = VirtualMemory(setup.cache, mesh) if isinstance(setup.cache, VirtualCache) else None
         pools = None if pages is None else pages.pools
-        runner = Runner(setup, programs, initial_held(setup, mesh, weights, pools), pages)
+        runner = Runner(setup, programs, initial_held(setup, mesh, weights, pools), pages, on_first_use)
         runner.warm_up()
         if pages is not None:
             memory = replace(memory, num_blocks=_back_pages(pages, setup, memory.num_blocks, args))
@@ -221,6 +229,7 @@ def _start_on(
         updater,
         seconds,
         has_given_weights=has_given,
+        on_first_use=on_first_use,
     )
 
 
@@ -293,19 +302,6 @@ def _refusals_of(kernel_backend: str | None) -> Iterator[None]:
         if kernel_backend is None:
             raise
         raise InvalidParameterError(f"kernel_backend={kernel_backend!r} cannot serve this: {error}") from error
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Leaves garbage lie: lowering makes millions of objects, and looking through them took a fifth of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-        set_objects_apart()
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -139,6 +139,10 @@ class Decode(_Body):
     def programs(cls, setup: Setup) -> Iterable[Self]:
         return map(cls, setup.config.decode_buckets)
 
+    @classmethod
+    def first(cls, setup: Setup) -> Self | None:
+        return None if cls.shares_prefix else cls(setup.config.decode_buckets[0])
+
     def layout(self, setup: Setup) -> PackedLayout:
         shared = {"num_sharing": Field((), 0), "shared_len": Field((), 0)} if self.shares_prefix else {}
         return PackedLayout(
@@ -192,6 +196,10 @@ class Mixed(_Body):
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
         return map(cls, setup.config.token_buckets)
+
+    @classmethod
+    def first(cls, setup: Setup) -> Self:
+        return cls(setup.config.token_buckets[0])
 
     @classmethod
     def largest(cls, setup: Setup) -> Self:

@@ -1,7 +1,7 @@
 """Calls compiled step programs on what is held on the device."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,17 +17,42 @@ it waits for its peers: two that come to the devices in different orders, from e
 wait for each other for ever."""
 
 
+CompileOnFirstUse = Callable[[StepProgram], CompiledProgram]
+"""Gives a program that has not been compiled yet. Raises KeyError if there is no such program."""
+
+
+class _Programs(dict[StepProgram, CompiledProgram]):
+    """Compiled programs. One that is not there is compiled when it is looked up, where `compile` is given."""
+
+    def __init__(self, programs: Mapping[StepProgram, CompiledProgram], compile: CompileOnFirstUse | None) -> None:
+        super().__init__(programs)
+        self._compile = compile
+
+    def __missing__(self, program: StepProgram) -> CompiledProgram:
+        if self._compile is None:
+            raise KeyError(program)
+        self[program] = compiled = self._compile(program)
+        return compiled
+
+
 class Calls:
     """Every call of a runner's programs goes through here.
 
+    compile: gives the programs that are not there; None: all are there.
+
     Attributes:
-        programs: all of them.
+        programs: those that are compiled, and by lookup all.
         held: what they read and update, as of the last call.
         dispatch: a context to dispatch any program in.
     """
 
-    def __init__(self, programs: Mapping[StepProgram, CompiledProgram], held: Held) -> None:
-        self.programs = dict(programs)
+    def __init__(
+        self,
+        programs: Mapping[StepProgram, CompiledProgram],
+        held: Held,
+        compile: CompileOnFirstUse | None = None,
+    ) -> None:
+        self.programs = _Programs(programs, compile)
         self.held = held
         is_split = len(held["pools"][0].sharding.device_set) > 1
         self.dispatch: AbstractContextManager[object] = _IN_ONE_ORDER if is_split else nullcontext()

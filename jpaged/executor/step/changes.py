@@ -38,6 +38,10 @@ class Update(SingleProgram):
     kind = "update"
     writes = ("state", "sampling")
 
+    @classmethod
+    def first(cls, setup: Setup) -> Self:
+        return cls()
+
     def layout(self, setup: Setup) -> PackedLayout:
         null = setup.config.null_slot
         return PackedLayout(

@@ -89,6 +89,10 @@ class Sample(StepProgram):
                 yield from (cls(batch, variant) for batch in setup.config.sample_buckets(variant))
 
     @classmethod
+    def first(cls, setup: Setup) -> Self:
+        return cls(setup.config.decode_buckets[0], SamplingVariant.GREEDY)
+
+    @classmethod
     def largest(cls, setup: Setup) -> Self:
         return cls(setup.config.decode_buckets[-1], SamplingVariant.FULL)
 

@@ -18,6 +18,11 @@ def step_programs(setup: Setup) -> list[StepProgram]:
     return [program for kind in KINDS for program in kind.programs(setup)]
 
 
+def first_programs(setup: Setup) -> list[StepProgram]:
+    """The programs that nearly every first request runs."""
+    return [program for kind in KINDS if (program := kind.first(setup)) is not None]
+
+
 def largest_programs(setup: Setup) -> list[StepProgram]:
     """The programs that may need most memory while they run, or have the largest results."""
     return [program for kind in KINDS if (program := kind.largest(setup)) is not None]

@@ -122,6 +122,13 @@ class StepProgram:
         raise NotImplementedError
 
     @classmethod
+    def first(cls, setup: Setup) -> Self | None:
+        """The program of this kind that nearly every first request runs. It is compiled at start even where others wait
+        until they are needed; so a model or kernel that cannot be traced is found there. None: of this kind, none.
+        """
+        return None
+
+    @classmethod
     def largest(cls, setup: Setup) -> Self | None:
         """The program of this kind that the memory plan has to look at. None if a program of another kind always needs
         more memory to run and has larger results.

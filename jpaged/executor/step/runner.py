@@ -6,8 +6,8 @@
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ..., pool[T]] --'
 
-A handle's tokens are on their way to the host. Nothing here waits for the device and nothing compiles;
-`DispatchedStep.result` is the only place that blocks.
+A handle's tokens are on their way to the host. Nothing here waits for the device, and nothing compiles where all
+programs were compiled at start; `DispatchedStep.result` is the only place that blocks.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ from jpaged.executor.cache.virtual.memory import VirtualMemory
 from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs
 from jpaged.executor.step.blocks import GatherBlocks, ScatterBlocks
 from jpaged.executor.step.bodies import Decode, Mixed, RowFlags, Rows, SharedDecode
-from jpaged.executor.step.calls import Calls
+from jpaged.executor.step.calls import Calls, CompileOnFirstUse
 from jpaged.executor.step.changes import InitFull
 from jpaged.executor.step.compiled import CompiledProgram
 from jpaged.executor.step.expert_load import ReadExpertTokens
@@ -44,10 +44,11 @@ class Runner:
 
     Args:
         setup: what the programs were made for.
-        programs: all of them, as `Compiler.results` gives them.
+        programs: all of them, as `Compiler.results` gives them; or some, and `compile_others`.
         held: what they read and update (`initial_held`); the runner takes it over, and donates to each program what
             it updates.
         memory: what is below the pools in the virtual layout; None in the paged one.
+        compile_others: compiles a program when a step first needs it.
 
     Attributes:
         closed: whether `close` was called.
@@ -59,10 +60,11 @@ class Runner:
         programs: Mapping[StepProgram, CompiledProgram],
         held: Held,
         memory: VirtualMemory | None = None,
+        compile_others: CompileOnFirstUse | None = None,
     ) -> None:
         self._setup = setup
         self._config = setup.config
-        calls = Calls(programs, held)
+        calls = Calls(programs, held, compile_others)
         self._programs, self._held, self._dispatch = calls.programs, calls.held, calls.dispatch
         self._packed, self._run = calls.packed, calls.run
         self._changes = PlanChanges(setup, calls)
@@ -196,12 +198,14 @@ class Runner:
             array.delete()
 
     def warm_up(self) -> None:
-        """Runs every program once on padding, so that modules are loaded and graphs built before the first request.
+        """Runs every program that is compiled once on padding, so that modules are loaded and graphs built before the
+        first request.
 
         With the one-shot all-reduce one body at a time: what a first run still has to load may take a lock or an idle
         device, and no sum of another program should wait for a peer meanwhile.
         """
-        self._changes.ensure_full_state()
+        if InitFull() in self._programs:
+            self._changes.ensure_full_state()
         for program, compiled in self._programs.items():
             if isinstance(program, InitFull | GatherBlocks | ScatterBlocks):
                 continue
@@ -213,8 +217,7 @@ class Runner:
             if "exchange" in compiled.signature.updates:
                 jax.block_until_ready((self._held["pools"], self._held["exchange"]))
         self._changes.swap_nothing()
-        jax.block_until_ready((self._held["pools"], self._held["state"], self._held["full"]))
-        del self._held["full"]
+        jax.block_until_ready((self._held["pools"], self._held["state"], self._held.pop("full", None)))
 
     def _wait(self) -> None:
         """Until all that was dispatched has run, or failed."""

@@ -286,7 +286,7 @@ def announced(*args, **options):
     print("compiles a program", file=sys.stderr, flush=True)
     return compile(*args, **options)
 Lowered.compile = announced
-LLM(token_buckets=tuple(range(17, 257)), decode_buckets=(64,), max_num_batched_tokens=256)
+LLM(token_buckets=tuple(range(17, 257)), decode_buckets=(64,), max_num_batched_tokens=256, compile_programs="at_start")
 """
     own = {"JPAGED_CACHE_DIR": str(tmp_path), COUNT_VARIABLE: "1"}
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"} | own

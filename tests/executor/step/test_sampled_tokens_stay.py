@@ -10,11 +10,8 @@ import pytest
 
 from jpaged import EngineArgs, LLMEngine
 from jpaged.engine.interface import SamplingVariant
-from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.start.started import Startup
 from jpaged.executor.start.startup import start
-from jpaged.executor.step.bodies import Decode, Mixed
-from jpaged.executor.step.changes import Update
 from jpaged.executor.step.handle import DispatchedStep
 from jpaged.executor.step.heads import Sample, SampleResult
 from jpaged.executor.step.runner import Runner
@@ -23,21 +20,12 @@ from tests.tiny_models import tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("sampled-tokens")  # one worker, which compiles once
 
-TOKENS = ARGS.token_buckets[0]
-
-
-def submit_few(compiler: Compiler) -> None:
-    """What greedy tokens need."""
-    compiler.submit([Update(), Mixed(TOKENS), Decode(NUM_REQUESTS), Sample(NUM_REQUESTS, SamplingVariant.GREEDY)])
-
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory) -> tuple[EngineArgs, Startup]:
     directory = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path_factory.mktemp("tokens"), use_torch=False)
     args = replace(ARGS, model=str(directory))
-    few = mock.patch.object(Compiler, "submit_pool_programs", submit_few)
-    with few, mock.patch.object(Compiler, "submit_other_programs"), mock.patch.object(Runner, "warm_up"):
-        return args, start(args, directory)
+    return args, start(args, directory)
 
 
 def test_a_head_updates_all_that_it_returns_in_place(started):

@@ -16,7 +16,6 @@ from jpaged.pallas_kernels import registry
 from jpaged.pallas_kernels.contiguous_attention.reference import contiguous_attention
 from tests import test_pressure
 from tests.parallel.tensor_parallel_runs import ARGS, prompts, run
-from tests.support.greedy_programs import greedy_programs
 from tests.tiny_models import models_of_blocks, tiny_models, write_tiny_model
 
 VIRTUAL: dict[str, Any] = {"kv_cache_layout": "virtual", "virtual_page_layout": "per-layer"}
@@ -48,13 +47,10 @@ def written(name: str, directory: Path) -> str:
 @pytest.mark.parametrize("name", ["qwen3-tied-d64", "llama-mqa-d80", "gpt2"])
 def test_greedy_tokens_are_those_of_the_paged_layout(name: str, tmp_path: Path, request: Any) -> None:
     args = SMALL | {"model": written(name, tmp_path)}
-    with greedy_programs():
-        expected = run(
-            LLMEngine(EngineArgs(**args)), prompts()
-        )  # before there is a backend whose programs are not kept
-        request.getfixturevalue("stand_in")
-        args |= {**VIRTUAL, "num_gpu_blocks_override": 96, "kernel_backend": "stand-in"}
-        engine = LLMEngine(EngineArgs(**args))
+    expected = run(LLMEngine(EngineArgs(**args)), prompts())  # before there is a backend whose programs are not kept
+    request.getfixturevalue("stand_in")
+    args |= {**VIRTUAL, "num_gpu_blocks_override": 96, "kernel_backend": "stand-in"}
+    engine = LLMEngine(EngineArgs(**args))
     assert run(engine, prompts()) == expected
     memory = engine.startup.runner.memory
     assert memory is not None
