@@ -81,6 +81,13 @@ def latents() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         q = Shape((2048, heads, value_dim + 64), dtype)
         arguments |= {"q": q, "query_starts": ids(17)}
         yield f"ragged {name}", partial(ops.ragged_attention, value_dim=value_dim), arguments
+    for dtype, heads, rank in ((jnp.bfloat16, 16, 512), (jnp.float32, 128, 256)):
+        q, pool = Shape((2048, heads, rank + 64), dtype), Shape((20_000, 1, 1, 16, rank + 64), dtype)
+        to_keys, own_q = Shape((heads, 128, rank), dtype), Shape((2048, heads, 192), dtype)
+        arguments = {"q": q, "latents": Shape((2048, rank + 64), dtype), "kv_pool": pool, "block_tables": ids(16, 256)}
+        arguments |= {"kv_lens": ids(16), "query_starts": ids(17), "num_decodes": ids()}
+        arguments["expansion"] = ops.Expansion(own_q, to_keys, to_keys)
+        yield f"expanded {jnp.dtype(dtype)} heads {heads}", ops.expanded_attention, arguments
     pool = Shape((20_000, 1, 1, 16, 576), jnp.bfloat16)
     written = {"kv_pool": pool, "k": Shape((24, 1, 576), jnp.bfloat16), "slot_mapping": ids(24)}
     yield "write_kv latents", partial(ops.write_kv, v=None), written
