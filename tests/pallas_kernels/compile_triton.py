@@ -217,17 +217,23 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
 
 
 def recurrence() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """A step of the gated delta rule, of Qwen3-Next's heads and of larger ones."""
-    for key_heads, heads, key_dim, value_dim, dtype in (
-        (16, 32, 128, 128, jnp.bfloat16),
-        (4, 4, 256, 96, jnp.float16),
-        (2, 8, 512, 128, jnp.float32),
+    """The gated delta rule, of Qwen3-Next's heads and of others: steps, and chunks."""
+    for key_heads, heads, key_dim, value_dim, dtype, ragged in (
+        (16, 32, 128, 128, jnp.bfloat16, False),
+        (4, 4, 256, 96, jnp.float16, False),
+        (2, 8, 512, 128, jnp.float32, False),
+        (16, 32, 128, 128, jnp.bfloat16, True),
+        (4, 4, 96, 80, jnp.float16, True),
+        (16, 32, 128, 128, jnp.float32, True),
     ):
-        q, gates = Shape((64, key_heads, key_dim), dtype), Shape((64, heads), jnp.float32)
+        tokens, rows = (2048, 32) if ragged else (64, 64)
+        q, gates = Shape((tokens, key_heads, key_dim), dtype), Shape((tokens, heads), jnp.float32)
         arguments = {"states": Shape((256, heads, key_dim, value_dim), jnp.float32), "q": q, "k": q}
-        arguments |= {"v": Shape((64, heads, value_dim), dtype), "log_decay": gates, "beta": gates}
-        arguments |= {"slots": ids(64), "fresh": Shape((64,), jnp.bool_)}
-        yield f"gated_delta_rule {heads} x {key_dim} x {value_dim} {jnp.dtype(dtype)}", ops.gated_delta_rule, arguments
+        arguments |= {"v": Shape((tokens, heads, value_dim), dtype), "log_decay": gates, "beta": gates}
+        arguments |= {"slots": ids(rows), "fresh": Shape((rows,), jnp.bool_)}
+        arguments |= {"query_starts": ids(rows + 1)} if ragged else {}
+        name = f"{heads} x {key_dim} x {value_dim} {jnp.dtype(dtype)}{', chunks' if ragged else ''}"
+        yield f"gated_delta_rule {name}", ops.gated_delta_rule, arguments
 
 
 def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
