@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 
 from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged.executor.cache import paged
 from jpaged.models import latent
 from jpaged.models.loading import checkpoint
 from tests.support.greedy_programs import greedy_programs
@@ -70,8 +71,10 @@ def tokens_by_path(*names: str) -> dict[str, dict[str, Any]]:
         found = {}
         for name in names:
             least = ARGS.max_num_batched_tokens if name in EXPANDED else latent.EXPANDED_FROM
-            with mock.patch.object(latent, "EXPANDED_FROM", least):
+            op = mock.patch.object(paged, "expanded_attention", wraps=paged.expanded_attention)
+            with mock.patch.object(latent, "EXPANDED_FROM", least), op as expanded:
                 found[name] = _tokens_by_path(name)
+            found[name]["expanded"] = expanded.called
         return found
 
 
