@@ -12,7 +12,7 @@ import pytest
 from jpaged import models
 from jpaged.models.loading import checkpoint
 from tests.parallel.eight_devices import call_with_eight_devices
-from tests.parallel.family_runs import HYBRID, NUM_SAMPLES, SPARSE, UNSPLIT, prompts
+from tests.parallel.family_runs import EXPANDED, HYBRID, NUM_SAMPLES, SPARSE, UNSPLIT, prompts
 from tests.tiny_models import TinyModel, models_of_blocks, torch_model
 
 torch = pytest.importorskip("torch")
@@ -51,6 +51,7 @@ def test_tokens_and_scores_by_every_path_are_those_of_transformers(
         assert generated == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
     assert len({token for generated in tokens for token in generated}) > 10, "a text that wanders"
 
+    assert found["expanded"] == (case.name in EXPANDED)
     assert found["prefix hits"] == tokens
     assert (found["hits"] > 0) == (case.name not in HYBRID)
     assert all(generated == tokens for generated in found["preempted"])

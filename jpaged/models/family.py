@@ -14,6 +14,7 @@ from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.residual import PLAIN_XLA, Kernels
+from jpaged.pallas_kernels import Expansion
 
 Config = TypeVar("Config")
 """A family's configuration: a frozen dataclass derived from `ModelConfig`."""
@@ -42,7 +43,10 @@ class Attend(Protocol):
     value_dim: qkv has no values, [T, kv_heads, group + 1, head_dim]: they are the first so many columns of the keys, of
         which the cache keeps nothing else (`pallas_kernels.split_latents`). Given only where `ModelConfig.value_dim`
         says so, and equal to it; without rotation and norms, which such a layer has done.
-    Returns [T, heads, head_dim], or [T, heads, value_dim].
+    expansion: with value_dim, and only to a caller's `attend` that has `takes_expansion` set: what makes queries, keys
+        and values of heads (`pallas_kernels.expanded_attention`).
+    Returns [T, heads, head_dim], or [T, heads, value_dim], or with an expansion the values of heads,
+    [T, heads, head_values].
     """
 
     def __call__(
@@ -58,6 +62,7 @@ class Attend(Protocol):
         alibi_slopes: jax.Array | None = None,
         sinks: jax.Array | None = None,
         value_dim: int | None = None,
+        expansion: Expansion | None = None,
     ) -> jax.Array: ...
 
 

@@ -27,6 +27,7 @@ from jpaged.pallas_kernels.all_reduce.inbox import initial_all_reduce_state
 from jpaged.pallas_kernels.contiguous_attention.addresses import Addresses
 from jpaged.pallas_kernels.contiguous_attention.api import contiguous_attention
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
+from jpaged.pallas_kernels.expanded_attention.api import Expansion, expanded_attention
 from jpaged.pallas_kernels.fp8_product.api import fp8_product
 from jpaged.pallas_kernels.gated_delta_rule.api import gated_delta_rule
 from jpaged.pallas_kernels.gated_product.api import gated_product
@@ -48,12 +49,14 @@ from jpaged.pallas_kernels.write_kv.api import write_kv
 
 __all__ = [
     "Addresses",
+    "Expansion",
     "all_reduce_add_norm",
     "all_reduce_peers",
     "all_reduce_unsupported",
     "contiguous_attention",
     "copy_blocks",
     "decode_attention",
+    "expanded_attention",
     "fp8_product",
     "gated_delta_rule",
     "gated_grouped_product",

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jpaged.bench import kernels
-from jpaged.bench.kernel_cases import attention, contiguous, experts
+from jpaged.bench.kernel_cases import attention, contiguous, experts, latents, recurrence
 from jpaged.bench.kernel_cases.attention import Setting
 from jpaged.bench.kernel_cases.experts import Experts
 from jpaged.bench.routing import experts_touched
@@ -126,3 +126,34 @@ def test_contiguous_cases_stand_beside_those_over_block_tables_whatever_the_back
     for name in beside:
         assert names[name].of_the_card
         assert names[name].unit == names[name.removeprefix("cuDNN ").removesuffix(", contiguous")].unit
+
+
+def test_prefill_over_latents_is_the_same_expanded_and_absorbed_and_counts_its_operations(monkeypatch) -> None:
+    monkeypatch.setattr(latents, "_CALLS", 1)
+    shape = latents.Heads(heads=2, rank=64, rotated=16, plain=32, values=32, dtype=np.float32)
+    found, works = {}, {}
+    for expanded in (True, False):
+        program, arguments, _, works[expanded] = latents.prefill_case(20, 13, shape, "xla", expanded=expanded)
+        q, pool, table, own, *others = arguments
+        pool = np.array(pool)
+        for i, latent in enumerate(own, start=13):  # as if the step had written them
+            pool[table[0, i // 16], 0, 0, i % 16] = latent
+        found[expanded] = program(q, pool, table, own, *others)
+    np.testing.assert_allclose(found[True], found[False], atol=1e-4, rtol=1e-3)
+    pairs = 20 * 21 / 2
+    assert works[False] == 2 * 2 * (20 * 64 * 64 + (pairs + 20 * 13) * (80 + 64))
+    assert works[True] == 2 * 2 * (2 * 20 * 64 * 64 + pairs * (48 + 32) + 20 * 13 * (80 + 64))
+
+
+@pytest.mark.parametrize("lengths", [[40, 24], [1, 1]], ids=["chunks", "steps"])
+def test_the_delta_rules_cases_compute_what_their_floors_count(monkeypatch, lengths) -> None:
+    monkeypatch.setattr(recurrence, "_CHUNK_CALLS", 1)
+    monkeypatch.setattr(recurrence, "_STEP_CALLS", 1)
+    shape = recurrence.DeltaRule(key_heads=2, heads=4, key_dim=16, value_dim=32, dtype=np.float32)
+    program, arguments, _, work = recurrence.delta_rule_case(np.array(lengths), shape, "xla")
+    states, v, q, k, log_decay, beta, *_ = arguments
+    assert work == 2 * states.nbytes + 2 * v.nbytes + q.nbytes + k.nbytes + log_decay.nbytes + beta.nbytes
+    assert np.isfinite(program(*arguments)).all()
+    products = 2 * (2 * 64 * 16 + 2 * 64 * 32 + 3 * 16 * 32) * 4  # of a token: K K', Q K'; T R, P U; K S, Q S, K' U
+    assert shape.operations(64) == 64 * products
+    assert (shape.floors_us(2, sum(lengths))[1] > 0) == (sum(lengths) > 2)

@@ -60,6 +60,10 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         pool = Shape((4096, 2, kv_heads, 16, 128), jnp.bfloat16)
         arguments = (Shape((1024, heads, 128), jnp.bfloat16), pool, ids(rows, blocks), ids(rows), ids(rows + 1), ids())
         yield f"mixed 1,024 tokens, {rows} rows, {heads}/{kv_heads} D 128 block 16", call, arguments, False
+    pool = Shape((1280, 2, 16, 16, 192), jnp.bfloat16)  # keys and values of DeepSeek's heads, for a step's own tokens
+    arguments = (Shape((4096, 16, 192), jnp.bfloat16), pool, ids(64, 256), ids(64), ids(65))
+    call = partial(ops.ragged_attention, backend="hopper", value_dim=128, return_lse=True)
+    yield "ragged 16/16 D 192, values 128", call, arguments, False
     for rows, heads, kv_heads, head_dim, block_size, options in (
         (64, 32, 8, 128, 16, {}),
         (512, 16, 8, 128, 16, {"sinks": jnp.ones(16)}),

@@ -81,6 +81,13 @@ def latents() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         q = Shape((2048, heads, value_dim + 64), dtype)
         arguments |= {"q": q, "query_starts": ids(17)}
         yield f"ragged {name}", partial(ops.ragged_attention, value_dim=value_dim), arguments
+    for dtype, heads, rank in ((jnp.bfloat16, 16, 512), (jnp.float32, 128, 256)):
+        q, pool = Shape((2048, heads, rank + 64), dtype), Shape((20_000, 1, 1, 16, rank + 64), dtype)
+        to_keys, own_q = Shape((heads, 128, rank), dtype), Shape((2048, heads, 192), dtype)
+        arguments = {"q": q, "latents": Shape((2048, rank + 64), dtype), "kv_pool": pool, "block_tables": ids(16, 256)}
+        arguments |= {"kv_lens": ids(16), "query_starts": ids(17), "num_decodes": ids()}
+        arguments["expansion"] = ops.Expansion(own_q, to_keys, to_keys)
+        yield f"expanded {jnp.dtype(dtype)} heads {heads}", ops.expanded_attention, arguments
     pool = Shape((20_000, 1, 1, 16, 576), jnp.bfloat16)
     written = {"kv_pool": pool, "k": Shape((24, 1, 576), jnp.bfloat16), "slot_mapping": ids(24)}
     yield "write_kv latents", partial(ops.write_kv, v=None), written
@@ -210,17 +217,23 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
 
 
 def recurrence() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """A step of the gated delta rule, of Qwen3-Next's heads and of larger ones."""
-    for key_heads, heads, key_dim, value_dim, dtype in (
-        (16, 32, 128, 128, jnp.bfloat16),
-        (4, 4, 256, 96, jnp.float16),
-        (2, 8, 512, 128, jnp.float32),
+    """The gated delta rule, of Qwen3-Next's heads and of others: steps, and chunks."""
+    for key_heads, heads, key_dim, value_dim, dtype, ragged in (
+        (16, 32, 128, 128, jnp.bfloat16, False),
+        (4, 4, 256, 96, jnp.float16, False),
+        (2, 8, 512, 128, jnp.float32, False),
+        (16, 32, 128, 128, jnp.bfloat16, True),
+        (4, 4, 96, 80, jnp.float16, True),
+        (16, 32, 128, 128, jnp.float32, True),
     ):
-        q, gates = Shape((64, key_heads, key_dim), dtype), Shape((64, heads), jnp.float32)
+        tokens, rows = (2048, 32) if ragged else (64, 64)
+        q, gates = Shape((tokens, key_heads, key_dim), dtype), Shape((tokens, heads), jnp.float32)
         arguments = {"states": Shape((256, heads, key_dim, value_dim), jnp.float32), "q": q, "k": q}
-        arguments |= {"v": Shape((64, heads, value_dim), dtype), "log_decay": gates, "beta": gates}
-        arguments |= {"slots": ids(64), "fresh": Shape((64,), jnp.bool_)}
-        yield f"gated_delta_rule {heads} x {key_dim} x {value_dim} {jnp.dtype(dtype)}", ops.gated_delta_rule, arguments
+        arguments |= {"v": Shape((tokens, heads, value_dim), dtype), "log_decay": gates, "beta": gates}
+        arguments |= {"slots": ids(rows), "fresh": Shape((rows,), jnp.bool_)}
+        arguments |= {"query_starts": ids(rows + 1)} if ragged else {}
+        name = f"{heads} x {key_dim} x {value_dim} {jnp.dtype(dtype)}{', chunks' if ragged else ''}"
+        yield f"gated_delta_rule {name}", ops.gated_delta_rule, arguments
 
 
 def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:

@@ -8,6 +8,8 @@ from unittest import mock
 import numpy as np
 
 from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jpaged.executor.cache import paged
+from jpaged.models import latent
 from jpaged.models.loading import checkpoint
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
@@ -29,6 +31,9 @@ UNSPLIT |= {
 }
 UNSPLIT |= {"deepseek-v2", "kimi-k2-style", "moonlight-style"}
 """Models that are split over devices as another of their family is, and run on one alone."""
+
+EXPANDED = {"deepseek-v2-lite", "deepseek-v3"}
+"""Models with latents whose programs for prompts make keys and values of heads, as larger programs do."""
 
 SPARSE = {"gpt-oss-20b-style", "deepseek-v3", "granite-moe-shared"}
 """Models whose experts are split over devices in both ways."""
@@ -62,7 +67,14 @@ def prompts() -> list[list[int]]:
 def tokens_by_path(*names: str) -> dict[str, dict[str, Any]]:
     """For each model the greedy tokens of the prompts by each path, what shows that the path was taken, and scores."""
     with mock.patch.object(checkpoint, "MOST_BYTES", MOST_BYTES):
-        return {name: _tokens_by_path(name) for name in names}
+        found = {}
+        for name in names:
+            least = ARGS.max_num_batched_tokens if name in EXPANDED else latent.EXPANDED_FROM
+            op = mock.patch.object(paged, "expanded_attention", wraps=paged.expanded_attention)
+            with mock.patch.object(latent, "EXPANDED_FROM", least), op as expanded:
+                found[name] = _tokens_by_path(name)
+            found[name]["expanded"] = expanded.called
+        return found
 
 
 def _tokens_by_path(name: str) -> dict[str, Any]:

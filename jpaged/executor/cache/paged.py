@@ -29,8 +29,10 @@ from jpaged.models import row_tiles
 from jpaged.models.linear import times
 from jpaged.models.sharding import MODEL_AXIS
 from jpaged.pallas_kernels import (
+    Expansion,
     copy_blocks,
     decode_attention,
+    expanded_attention,
     gather_blocks,
     invariant_attention,
     mixed_attention,
@@ -282,6 +284,8 @@ class PagedAttention:
         if features.get("value_dim") is not None:
             q, latents = split_latents(qkv, rotation=rotation, norms=norms)
             self.pool = write_kv(self.pool, latents, None, self.mapping, backend=backend)
+            if (expansion := features.pop("expansion", None)) is not None:
+                return self._attend_expanded(q, latents[:, 0], expansion, features["scale"])
             return self._attend(q, sliding_window, features)
         scaled = self.scales != (1.0, 1.0)
         q, self.pool = rope_and_write(
@@ -306,6 +310,22 @@ class PagedAttention:
         if self.mixed is None:
             return decode_attention(q, *paged, sliding_window=window, backend=backend, **features)
         return mixed_attention(q, *paged, *self.mixed, sliding_window=window, backend=backend, **features)
+
+    @property
+    def takes_expansion(self) -> bool:
+        """Whether a call may have an expansion (`Attend`): where rows have several queries."""
+        return self.mixed is not None
+
+    def _attend_expanded(
+        self,
+        q: Float[Array, "tokens heads columns"],
+        latents: Float[Array, "tokens columns"],
+        expansion: Expansion,
+        scale: float,
+    ) -> Any:
+        assert self.mixed is not None
+        paged = self.pool, self.block_tables, self.kv_lens, *self.mixed
+        return expanded_attention(q, latents, expansion, *paged, scale=scale, backend=self.backend)
 
     def attend_rows(self, asked: row_tiles.Attention) -> jax.Array:
         """The same for queries, keys and values that are made already; each query's result by itself."""

@@ -48,29 +48,33 @@ def check_features(
     sliding_window: int | None,
     logit_softcap: float | None,
     value_dim: int | None,
+    *,
+    narrow_values: bool = False,
 ) -> Features:
-    """The attention ops' options, checked, with the default scale in its place."""
+    """The attention ops' options, checked, with the default scale in its place. narrow_values: as of
+    `check_value_dim`."""
     if block_tables.shape[1] < 1:
         raise ValueError(f"block_tables must have at least one column, got shape {tuple(block_tables.shape)}")
-    value_dim = check_value_dim(value_dim, kv_pool)
+    value_dim = check_value_dim(value_dim, kv_pool, narrow_values=narrow_values)
     scale = check_scale(scale, q.shape[2])
     return Features(scale, check_window(sliding_window), check_softcap(logit_softcap), value_dim)
 
 
-def check_value_dim(value_dim: int | None, pool: ArrayLike) -> int | None:
+def check_value_dim(value_dim: int | None, pool: ArrayLike, *, narrow_values: bool = False) -> int | None:
     """Raises ValueError unless it says how wide values are where a (checked) pool holds latents, and is None where it
-    does not."""
-    if not holds_latents(pool):
+    does not. narrow_values: values apart from keys may be narrower than these, too."""
+    if not holds_latents(pool) and (value_dim is None or not narrow_values):
         if value_dim is not None:
             raise ValueError(f"value_dim must be None for a pool that has values apart from keys, got {value_dim!r}")
         return None
+    kept = "latents" if holds_latents(pool) else "values"
     if (
         isinstance(value_dim, bool)
         or not isinstance(value_dim, numbers.Integral)
         or not 1 <= value_dim <= pool.shape[4]
     ):
         raise ValueError(
-            f"value_dim must be an int from 1 to the {pool.shape[4]} columns of the pool's latents, got {value_dim!r}"
+            f"value_dim must be an int from 1 to the {pool.shape[4]} columns of the pool's {kept}, got {value_dim!r}"
         )
     return int(value_dim)
 

@@ -41,16 +41,17 @@ def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) 
     return None
 
 
-def column_constants(head_dim: int, features: Features) -> dict[str, Any]:
+def column_constants(head_dim: int, features: Features, latent: bool) -> dict[str, Any]:
     """The kernels' constants for what a pool has of a token: columns of a key and of a value, the latter rounded up to
-    a power of two; and of latents, how many columns of a key are behind the value's, rounded up likewise."""
+    a power of two; and where keys have more than values, how many more, rounded up likewise. latent: values are columns
+    of the keys."""
     value_dim = features.value_dim or head_dim
     tail = head_dim - value_dim
     return {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
         "DIM": max(16, triton.next_power_of_2(value_dim)),
-        "LATENT": features.value_dim is not None,
+        "LATENT": latent,
         "TAIL": max(16, triton.next_power_of_2(tail)) if tail else 0,
     }
 
@@ -89,8 +90,8 @@ def as_operand(kept, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_queries(at, is_query, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr):
-    """Queries of the rows that begin at `at` [ROWS], 0 where there is none: [ROWS, DIM]; and of latents the columns
-    behind the value's [ROWS, TAIL], else anything."""
+    """Queries of the rows that begin at `at` [ROWS], 0 where there is none: [ROWS, DIM]; and where values are narrower
+    than keys, the columns behind [ROWS, TAIL], else anything."""
     d = tl.arange(0, DIM)
     queries = tl.load(at[:, None] + d[None, :], mask=is_query[:, None] & (d < VALUE_DIM)[None, :], other=0.0)
     behind = queries

@@ -194,7 +194,7 @@ def decode_attention(
         SLOTS=slots,
         MOST_LEAVES=cuts.most_leaves,
         CUT_CHUNKS=most_cut,
-        **column_constants(head_dim, features),
+        **column_constants(head_dim, features, features.value_dim is not None),
         **score_constants(features, alibi_slopes),
     )
     return out, lse

@@ -23,7 +23,7 @@ from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.registry import Op, is_hopper
 
 STEP = Op("gated_delta_step", __package__, also={"triton": is_hopper})
-CHUNKS = Op("gated_delta_chunks", __package__)
+CHUNKS = Op("gated_delta_chunks", __package__, also={"triton": is_hopper})
 
 
 def gated_delta_rule(
@@ -41,9 +41,8 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes tokens of several sequences, and updates their states; in place when the caller's jit donates them.
 
-    Arithmetic is float32, but for "xla" on a GPU, which rounds factors of the chunks' products to TF32 unless q is
-    float32. Queries and keys are scaled to length 1 first (with 1e-6 added to the squared length), and queries by
-    key_dim ** -0.5 then.
+    Arithmetic is float32, but on a GPU factors of the chunks' products are rounded to TF32 unless q is float32. Queries
+    and keys are scaled to length 1 first (with 1e-6 added to the squared length), and queries by key_dim ** -0.5 then.
 
     Args:
         states: float32 [num_slots, heads, key_dim, value_dim].
@@ -81,7 +80,7 @@ def gated_delta_rule(
     if query_starts is None:
         return step(states, q, k, v, log_decay, beta, slots, fresh)
     check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
-    chunks = CHUNKS.pick(backend, states, q).run
+    chunks = CHUNKS.pick(backend, states, q, query_starts).run
     starts, lengths = query_starts[:-1], query_starts[1:] - query_starts[:-1]
     out, states = chunks(
         states, q, k, v, log_decay, beta, jnp.where(lengths > 1, slots, num_slots), fresh, query_starts

@@ -10,13 +10,19 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.triton_call import Launch, call
+from jpaged.pallas_kernels.gated_delta_rule import triton_chunks
+from jpaged.pallas_kernels.gated_delta_rule.triton_chunks import gated_delta_chunks
+
+__all__ = ["gated_delta_chunks", "gated_delta_step", "unsupported"]
 
 _CTA_NUMBERS = 4096
 """Of a state; 32 each a thread. Not measured."""
 
 
-def unsupported(states: jax.Array, q: jax.Array) -> str | None:
-    """Why the kernel cannot take these (checked) arguments; None if it can."""
+def unsupported(states: jax.Array, q: jax.Array, query_starts: jax.Array | None = None) -> str | None:
+    """Why a kernel cannot take these (checked) arguments; None if it can. query_starts: given for chunks."""
+    if query_starts is not None:
+        return triton_chunks.unsupported(states, q)
     if q.dtype.itemsize > 4:
         return f"dtype {q.dtype} is wider than 32 bits"
     key_dim = states.shape[2]

@@ -43,15 +43,19 @@ def mixed_attention(
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
     value_dim: int | None = None,
+    cached_only: bool = False,
+    return_lse: bool = False,
     backend: str | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`ragged_attention` whose first rows have one query each.
 
     Args:
         q, kv_pool, block_tables, kv_lens, query_starts: as in `ragged_attention`.
         num_decodes: int32 []; rows 0 .. num_decodes - 1 have one query each, the last token's.
         scale, sliding_window, logit_softcap, alibi_slopes, sinks, value_dim: as in `ragged_attention`.
-        backend: None (by device), "hopper", "triton" or "xla".
+        cached_only: queries of the other rows see only the tokens before the step's own, kv_lens[r] less the row's
+            queries, all of them alike.
+        return_lse, backend: as in `ragged_attention`.
     Returns:
         [T, heads, head_dim] of q's dtype, or [T, heads, value_dim], as `ragged_attention` does.
     Raises:
@@ -60,6 +64,11 @@ def mixed_attention(
     check.check_pool("kv_pool", kv_pool, latents=True)
     check_queries(q, kv_pool)
     check.check_scalar("num_decodes", num_decodes)
+    cached_only = check.check_flag("cached_only", cached_only)
+    if cached_only:
+        check.check_int32("query_starts", query_starts, "R + 1", (kv_lens.shape[0] + 1,))
+        decodes = jnp.arange(kv_lens.shape[0]) < num_decodes
+        kv_lens = kv_lens - jnp.where(decodes, 0, query_starts[1:] - query_starts[:-1])
     features: dict[str, Any] = {
         "scale": scale,
         "sliding_window": sliding_window,
@@ -69,27 +78,33 @@ def mixed_attention(
         "backend": backend,
     }
     asked = to_pick_by(q, kv_pool, value_dim)
+    operands = Operands(q, kv_pool, block_tables, kv_lens, alibi_slopes)
     if q.shape[0] >= LEAST_TOKENS and all(op.pick(backend, *asked).backend != REFERENCE for op in (DECODE, RAGGED)):
-        operands = Operands(q, kv_pool, block_tables, kv_lens, alibi_slopes)
-        return attend_apart(operands, query_starts, num_decodes, **features)
-    features["alibi_slopes"] = alibi_slopes
-    out, _ = ragged_attention(q, kv_pool, block_tables, kv_lens, query_starts, return_lse=True, **features)
-    return out
+        out, lse = attend_apart(operands, query_starts, num_decodes, causal=not cached_only, **features)
+    else:
+        features |= {"alibi_slopes": alibi_slopes, "causal": not cached_only, "return_lse": True}
+        out, lse = ragged_attention(*operands[:4], query_starts, **features)
+    return (out, lse) if return_lse else out
 
 
-def attend_apart(operands: Operands, query_starts: jax.Array, num_decodes: jax.Array, **features: Any) -> jax.Array:
-    """`mixed_attention` in two calls, whatever the backend."""
+def attend_apart(
+    operands: Operands, query_starts: jax.Array, num_decodes: jax.Array, *, causal: bool = True, **features: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`mixed_attention` in two calls, whatever the backend, and its log-sum-exp. causal: as of `ragged_attention`, for
+    the rows that do not decode."""
     q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
     features |= {"alibi_slopes": alibi_slopes, "return_lse": True}
     tokens, rows = q.shape[0], kv_lens.shape[0]
     most = min(rows, tokens)
     own_lens = jnp.where(jnp.arange(most) < num_decodes, kv_lens[:most], 0)
-    alone, _ = decode_attention(q[:most], kv_pool, block_tables[:most], own_lens, **features)
+    alone, alone_lse = decode_attention(q[:most], kv_pool, block_tables[:most], own_lens, **features)
     # Rows that decode have no queries here; nobody computes theirs.
     starts = jnp.maximum(query_starts, num_decodes)
-    together, _ = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, **features)
+    together, lse = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, causal=causal, **features)
     # Behind a barrier: XLA (JAX 0.11.2) fuses a kernel with the update of a part of its result, which it then refuses
     # ("DynamicSliceFusion: DUS target must be a fusion parameter").
-    alone, together = lax.optimization_barrier((alone, together))
-    decoded = (jnp.arange(most) < num_decodes)[:, None, None]
-    return together.at[:most].set(jnp.where(decoded, alone, together[:most]))  # in place: few of many tokens
+    alone, alone_lse, together, lse = lax.optimization_barrier((alone, alone_lse, together, lse))
+    decoded = (jnp.arange(most) < num_decodes)[:, None]
+    # In place: few of many tokens.
+    out = together.at[:most].set(jnp.where(decoded[..., None], alone, together[:most]))
+    return out, lse.at[:most].set(jnp.where(decoded, alone_lse, lse[:most]))

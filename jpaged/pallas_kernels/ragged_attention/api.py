@@ -43,8 +43,9 @@ def ragged_attention(
             nobody's, and what comes out for them is undefined.
         causal: False lets every query of a row stand at the row's last token, as if each were its one decode query:
             they all see its kv_lens[r] tokens, which may then be fewer than the queries, or none.
-        scale, sliding_window, logit_softcap, alibi_slopes, sinks, value_dim, return_lse, backend: as in
-            `decode_attention`.
+        value_dim: as in `decode_attention`; of a pool with values apart from keys, how many of their columns count,
+            None for all.
+        scale, sliding_window, logit_softcap, alibi_slopes, sinks, return_lse, backend: as in `decode_attention`.
     Returns:
         [T, heads, head_dim] of q's dtype, or [T, heads, value_dim]; with return_lse also float32 [T, heads], natural
         logarithm.
@@ -57,7 +58,9 @@ def ragged_attention(
     rows = block_tables.shape[0]
     check.check_int32("kv_lens", kv_lens, "R", (rows,))
     check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
-    features = attention.check_features(q, kv_pool, block_tables, scale, sliding_window, logit_softcap, value_dim)
+    features = attention.check_features(
+        q, kv_pool, block_tables, scale, sliding_window, logit_softcap, value_dim, narrow_values=True
+    )
     causal = check.check_flag("causal", causal)
     slopes = attention.check_alibi(alibi_slopes, q.shape[1])
     sinks = attention.check_per_head("sinks", sinks, q.shape[1])

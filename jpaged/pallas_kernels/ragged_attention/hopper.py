@@ -80,9 +80,9 @@ def pick_tiling(head_dim: int) -> Tiling:
 
 def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> str | None:
     """Why the kernel cannot take these (checked) arguments; None if it can."""
-    if value_dim is not None:
+    _, arrays, _, block_size, head_dim = kv_pool.shape
+    if arrays == 1:
         return "it takes keys and values apart, not latents"
-    _, _, _, block_size, head_dim = kv_pool.shape
     if kv_pool.dtype not in (jnp.bfloat16.dtype, jnp.float16.dtype):
         return f"it takes bfloat16 and float16, not {kv_pool.dtype}"
     if head_dim % 16 or not 16 <= head_dim <= 256:
@@ -164,7 +164,7 @@ def ragged_attention(
         interpret=interpret,
     )
     out, lse = kernel(q, kv_pool, block_tables, work, count, _slopes_by_row(s, alibi_slopes))
-    return out[:tokens], lse[:tokens]
+    return out[:tokens, :, : features.value_dim], lse[:tokens]  # values are computed whole, whatever counts of them
 
 
 def _heads_per_tile(group: int) -> int:

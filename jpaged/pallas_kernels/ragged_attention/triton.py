@@ -103,6 +103,17 @@ _OF_LATENTS = {
 }
 """By family of GPUs, and bytes of a number: for the 512 + 64 columns of DeepSeek's latents. Not measured."""
 
+_LARGE_EXPANDED = Config(rows=128, block_kv=64, warps=8, stages=2)
+_SMALL_EXPANDED = Config(rows=128, block_kv=32, warps=8, stages=2)
+_OF_EXPANDED = {
+    80: _LARGE_EXPANDED,
+    86: _SMALL_EXPANDED,
+    90: _LARGE_EXPANDED,
+    100: _LARGE_EXPANDED,
+    120: _SMALL_EXPANDED,
+}
+"""By family of GPUs: for keys of 128 + 64 columns and values of 128, in 16 bits. Not measured."""
+
 
 def default_config(head_dim: int, itemsize: int, plain: bool, *, widens: bool = False) -> Config:
     """For a head_dim, bytes of a query's number, and whether the scores are those of a causal mask alone. widens: keys
@@ -143,8 +154,11 @@ def ragged_attention(
     q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
-    if config is None and features.value_dim is not None:
+    latent = kv_pool.shape[1] == 1
+    if config is None and latent:
         config = for_family(_OF_LATENTS)[q.dtype.itemsize]
+    elif config is None and (head_dim, features.value_dim) == (192, 128) and q.dtype.itemsize == 2:
+        config = for_family(_OF_EXPANDED)
     elif config is None:
         plain = alibi_slopes is None and features.sliding_window is None and features.logit_softcap is None
         config = default_config(head_dim, q.dtype.itemsize, plain, widens=kv_pool.dtype != q.dtype)
@@ -178,7 +192,7 @@ def ragged_attention(
         BLOCK=block_size,
         TABLE=block_tables.shape[1],
         CAUSAL=causal,
-        **column_constants(head_dim, features),
+        **column_constants(head_dim, features, latent),
         **score_constants(features, alibi_slopes),
     )
     return out, lse

@@ -13,9 +13,9 @@ NUM_SLOTS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 7, 2, 4, 16, 32
 TOKENS = 160
 
 
-def operands(tokens, rng, dtype=np.float32, repeated=False):
+def operands(tokens, rng, dtype=np.float32, repeated=False, key_dim=KEY_DIM):
     """Queries, keys, values, decays and betas of so many tokens. repeated: one key for all, written whole each time."""
-    q, k = (rng.standard_normal((tokens, KEY_HEADS, KEY_DIM)) for _ in range(2))
+    q, k = (rng.standard_normal((tokens, KEY_HEADS, key_dim)) for _ in range(2))
     v = rng.standard_normal((tokens, HEADS, VALUE_DIM))
     log_decay, beta = -rng.exponential(0.3, (tokens, HEADS)), rng.uniform(0, 1, (tokens, HEADS))
     if repeated:
@@ -38,15 +38,15 @@ def exact(states, of_tokens, slots, fresh, lengths):
                 key, query = (x[t, head // (HEADS // KEY_HEADS)] for x in (k, q))
                 kept = np.exp(log_decay[t, head]) * state[head]
                 state[head] = kept + beta[t, head] * np.outer(key, v[t, head] - key @ kept)
-                out[t, head] = query @ state[head] / np.sqrt(KEY_DIM)
+                out[t, head] = query @ state[head] / np.sqrt(q.shape[2])
             t += 1
         if live and length:
             states[slot] = state
     return out, states
 
 
-def states_of(rng):
-    states = rng.standard_normal((NUM_SLOTS, HEADS, KEY_DIM, VALUE_DIM)).astype(np.float32)
+def states_of(rng, key_dim=KEY_DIM):
+    states = rng.standard_normal((NUM_SLOTS, HEADS, key_dim, VALUE_DIM)).astype(np.float32)
     states[2] = np.nan  # what a former tenant may have left
     return states
 
@@ -81,16 +81,28 @@ def test_ragged_rows_are_those_of_the_definition(backend, lengths):
     states, of_tokens = states_of(rng), operands(TOKENS, rng)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     right = exact(states, of_tokens, slots, fresh, lengths)
-    check(*gated_delta_rule(states, *of_tokens, slots, fresh, starts, backend=f"{backend},xla"), *right)
+    check(*gated_delta_rule(states, *of_tokens, slots, fresh, starts, backend=backend), *right)
 
 
-def test_keys_that_repeat_lose_nothing():
+@pytest.mark.parametrize("backend", WITH_TRITON)
+@pytest.mark.parametrize(("key_dim", "dtype"), [(96, jnp.bfloat16), (128, np.float32)])
+def test_ragged_rows_of_wide_keys_are_those_of_the_definition(backend, key_dim, dtype):
+    rng = np.random.default_rng(key_dim)
+    slots, fresh = np.array([3, 2, 0], np.int32), np.array([False, True, False])
+    states, of_tokens = states_of(rng, key_dim), operands(TOKENS, rng, dtype, key_dim=key_dim)
+    right = exact(states, of_tokens, slots, fresh, [70, 1, 66])
+    starts = np.array([0, 70, 71, 137], np.int32)
+    check(*gated_delta_rule(states, *of_tokens, slots, fresh, starts, backend=backend), *right, dtype)
+
+
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_keys_that_repeat_lose_nothing(backend):
     rng = np.random.default_rng(5)
     states, of_tokens = states_of(rng), operands(TOKENS, rng, repeated=True)
     slots, fresh = np.array([1, 7, 7, 7, 7, 7], np.int32), np.zeros((6,), bool)
     starts = np.array([0] + [TOKENS] * 6, np.int32)
     right = exact(states, of_tokens, slots, fresh, starts[1:] - starts[:-1])
-    check(*gated_delta_rule(states, *of_tokens, slots, fresh, starts), *right)
+    check(*gated_delta_rule(states, *of_tokens, slots, fresh, starts, backend=backend), *right)
 
 
 def test_whole_sequences_are_those_of_the_definition_and_pass_gradients():
@@ -120,6 +132,9 @@ def test_what_the_kernel_does_not_take_is_refused_where_it_is_forced():
     _, _, _, *gates = operands(2, rng)
     with pytest.raises(ValueError, match="key_dim 1024 is above 512"):
         gated_delta_rule(states, q, q, np.zeros((2, HEADS, 1), np.float32), *gates, slots, fresh, backend="triton")
+    of_tokens, starts = operands(2, rng, key_dim=160), np.array([0, 2, 2], np.int32)
+    with pytest.raises(ValueError, match="key_dim 160 is above 128"):
+        gated_delta_rule(states_of(rng, 160), *of_tokens, slots, fresh, starts, backend="triton")
 
 
 @pytest.mark.parametrize(
