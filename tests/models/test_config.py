@@ -146,8 +146,9 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),
         ("mpt", {"no_bias": False}, "no_bias"),
-        ("granite4-experts", {"layer_types": None}, "mamba"),
-        ("granite4-rope", {"layer_types": ["mamba", "attention"]}, "mamba"),
+        ("granite4-experts", {"layer_types": None}, "mamba layers alone"),
+        ("granite4-rope", {"layer_types": ["mamba", "lstm"]}, "layer type 'lstm'"),
+        ("granite4-h-micro", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ("glm4", {"hidden_act": "xielu"}, "xielu"),
     ],
@@ -188,6 +189,11 @@ def test_a_damaged_entry_is_blamed_by_name(changes: dict[str, Any], named: str) 
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping"),
         ("mpt", {"attn_config": "alibi"}, "attn_config"),
+        ("granite4-h-micro", {"layer_types": ["mamba"]}, "layer_types must list 4 layers"),
+        ("granite4-h-micro", {"mamba_d_head": 24}, "mamba_d_head"),
+        ("granite4-h-micro", {"mamba_n_groups": 3}, "mamba_n_groups"),
+        ("granite4-h-micro", {"mamba_d_conv": 1}, "mamba_d_conv"),
+        ("granite4-h-micro", {"time_step_limit": [1.0]}, "time_step_limit"),
     ],
 )
 def test_a_damaged_entry_of_another_family_is_blamed_by_name(case: str, changes: dict[str, Any], named: str) -> None:

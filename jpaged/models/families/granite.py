@@ -3,7 +3,7 @@
     GraniteForCausalLM            an MLP in each layer
     GraniteMoeForCausalLM         experts in each layer, chosen by a softmax over the best logits
     GraniteMoeSharedForCausalLM   and a shared expert, or none
-    GraniteMoeHybridForCausalLM   Granite 4: an MLP, or experts and a shared one; RoPE or none. Without Mamba-2 layers
+    GraniteMoeHybridForCausalLM   Granite 4: an MLP, or experts and a shared one; Mamba-2 layers or none; RoPE or none
 
 Checkpoints have one tensor for all experts of a layer.
 """
@@ -11,12 +11,11 @@ Checkpoints have one tensor for all experts of a layer.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.api.errors import UnsupportedModelError, shown
 from jpaged.models.blocks import Decoder, DecoderConfig, Scales, SequentialBlock, decoder_fields
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
@@ -24,14 +23,24 @@ from jpaged.models.experts import Routing, SparseConfig, SparseMLP
 from jpaged.models.layers import Attention, GatedMLP
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
+from jpaged.models.mamba import (
+    ANY_STEP,
+    Mamba2,
+    mamba_pieces,
+    read_dt_limits,
+    read_layer_kinds,
+    read_mamba_state,
+)
 from jpaged.models.norms import RMSNorm
+from jpaged.models.states import MambaState
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(DecoderConfig, SparseConfig):
     """attention_scale: multiplies the product of query and key. residual_scale: what layers add to the stream.
     scales: of embeddings and logits.
-    attention_bias, mlp_bias: which products have biases.
+    attention_bias, mlp_bias, mamba_bias: which products have biases. convolution_bias: of Mamba-2 layers.
+    dt_limits: as of `Mamba2`.
     """
 
     attention_scale: float
@@ -39,6 +48,9 @@ class GraniteConfig(DecoderConfig, SparseConfig):
     scales: Scales
     attention_bias: bool
     mlp_bias: bool
+    mamba_bias: bool = False
+    convolution_bias: bool = True
+    dt_limits: tuple[float, float] = ANY_STEP
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,6 @@ class GraniteFamily:
         num_experts = 0 if self.kind == "dense" else _num_experts(read)
         shared_size = 0
         if self.kind == "hybrid":
-            _refuse_recurrent_layers(read)
             shared_size = read.integer("shared_intermediate_size", 1024)
             if not num_experts:
                 read = read.with_entries(intermediate_size=shared_size)
@@ -64,6 +75,8 @@ class GraniteFamily:
         fields = decoder_fields(read)
         if self.kind == "hybrid" and read.config.get("position_embedding_type") != "rope":
             fields |= {"ropes": (), "layer_ropes": (None,) * fields["num_layers"]}
+        if self.kind == "hybrid":
+            fields |= _recurrent_fields(read, fields["num_layers"], fields["layer_ropes"])
         logits_scaling = read.optional_number("logits_scaling")
         routing = Routing(per_token=read.integer("num_experts_per_tok", 2) if num_experts else 1)
         if num_experts:
@@ -93,17 +106,27 @@ class GraniteFamily:
                 return SparseMLP(config, dtype, rngs, collectives)
             return GatedMLP(config, config.activation, dtype, rngs, bias=config.mlp_bias)
 
-        def block(layer: int) -> SequentialBlock:
-            return SequentialBlock(
-                Attention(
-                    config,
-                    layer,
+        def mixer(layer: int) -> Attention | Mamba2:
+            state = config.layer_states[layer]
+            if isinstance(state, MambaState):
+                return Mamba2(
+                    state,
+                    config.hidden_size,
+                    config.num_layers,
+                    config.norm_eps,
                     dtype,
                     rngs,
-                    scale=config.attention_scale,
-                    qkv_bias=config.attention_bias,
-                    output_bias=config.attention_bias,
-                ),
+                    collectives,
+                    dt_limits=config.dt_limits,
+                    bias=config.mamba_bias,
+                    convolution_bias=config.convolution_bias,
+                )
+            bias = config.attention_bias
+            return Attention(config, layer, dtype, rngs, scale=config.attention_scale, qkv_bias=bias, output_bias=bias)
+
+        def block(layer: int) -> SequentialBlock:
+            return SequentialBlock(
+                mixer(layer),
                 mlp(),
                 attention_norm=norm(),
                 mlp_norm=norm(),
@@ -120,8 +143,13 @@ class GraniteFamily:
             theirs, ours = f"model.layers.{i}", f"layers.{i}"
             attention = f"{ours}.attention"
             yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
-            yield from pieces.separate_qkv(f"{theirs}.self_attn", attention, config, bias=bias)
-            yield from pieces.output_projection(f"{theirs}.self_attn.o_proj", attention, config, bias=bias)
+            state = config.layer_states[i]
+            if isinstance(state, MambaState):
+                biases = {"bias": config.mamba_bias, "convolution_bias": config.convolution_bias}
+                yield from mamba_pieces(f"{theirs}.mamba", attention, hidden, state, **biases)
+            else:
+                yield from pieces.separate_qkv(f"{theirs}.self_attn", attention, config, bias=bias)
+                yield from pieces.output_projection(f"{theirs}.self_attn.o_proj", attention, config, bias=bias)
             yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
             yield from self._mlp(theirs, f"{ours}.mlp", config)
         yield pieces.norm("model.norm", "norm", hidden)
@@ -157,11 +185,20 @@ def _num_experts(read: ConfigReader) -> int:
     return 0 if read.config.get("num_local_experts") == 0 else read.integer("num_local_experts", 8)
 
 
-def _refuse_recurrent_layers(read: ConfigReader) -> None:
-    """Raises UnsupportedModelError: there are Mamba-2 layers, which config.json's default is."""
-    kinds = read.config.get("layer_types") or read.config.get("layers_block_type") or ["mamba"]
-    if not isinstance(kinds, list | tuple) or any(kind not in ("attention", "full_attention") for kind in kinds):
-        raise UnsupportedModelError(f"config.json: layer_types {shown(kinds)} are not supported, only attention.")
+def _recurrent_fields(read: ConfigReader, num_layers: int, ropes: tuple[int | None, ...]) -> dict[str, Any]:
+    """The fields of a `GraniteConfig` that say which layers are Mamba-2 layers, and what these are like."""
+    recurrent = read_layer_kinds(read, num_layers)
+    if not any(recurrent):
+        return {}
+    read.refuse(("hidden_act", "silu"))
+    state = read_mamba_state(read)
+    return {
+        "layer_states": tuple(state if one else None for one in recurrent),
+        "layer_ropes": tuple(None if one else rope for one, rope in zip(recurrent, ropes, strict=True)),
+        "mamba_bias": read.flag("mamba_proj_bias", False),
+        "convolution_bias": read.flag("mamba_conv_bias", True),
+        "dt_limits": read_dt_limits(read),
+    }
 
 
 GRANITE = GraniteFamily("granite", "dense")
