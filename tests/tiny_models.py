@@ -345,8 +345,8 @@ def models_of_blocks() -> list[TinyModel]:
     }
     # Of granite-4.0-h-micro and so on: the multipliers, and all that a smaller shape can keep.
     granite4_h = dense_hybrid | {
-        "num_hidden_layers": 4,
-        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
         "embedding_multiplier": 12,
         "residual_multiplier": 0.22,
         "position_embedding_type": "nope",
@@ -361,6 +361,9 @@ def models_of_blocks() -> list[TinyModel]:
         "mamba_conv_bias": True,
         "mamba_proj_bias": False,
     }
+    bamba = {name: value for name, value in granite4_h.items() if name.startswith("mamba_")}
+    bamba |= {"num_hidden_layers": 3, "attn_layer_indices": [1], "num_key_value_heads": 2, "rope_theta": 10000.0}
+    bamba |= {"attn_rotary_emb": 8, "pad_token_id": 0}
     granite4_h_experts = {"intermediate_size": 40, "shared_intermediate_size": 48}
     granite_moe = multipliers | {"intermediate_size": 40, "tie_word_embeddings": True}
     granite_experts = {"num_local_experts": 8, "num_experts_per_tok": 3}
@@ -512,6 +515,7 @@ def models_of_blocks() -> list[TinyModel]:
             | {"mamba_n_groups": 2, "mamba_proj_bias": True, "position_embedding_type": "rope"}
             | {"time_step_limit": [0.5, 1.5], "tie_word_embeddings": False, "attention_bias": True},
         ),
+        _of("bamba", "bamba", "BambaForCausalLM", **bamba),
         _of(
             "smollm3",
             "smollm3",

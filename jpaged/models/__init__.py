@@ -47,6 +47,7 @@ from jpaged.models.loading.checkpoint import load, save_pretrained
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.loading.quantize import quantize_checkpoint
 from jpaged.models.mamba import Mamba2, mamba_pieces
+from jpaged.models.mamba_config import PLAIN_MAMBA, MambaOptions, read_mamba_layers
 from jpaged.models.model import Model, Weights, build, resolve_dtype
 from jpaged.models.norms import (
     LayerNorm,
@@ -69,6 +70,7 @@ del _families
 __all__ = [
     "MLP",
     "OTHER_PARTS",
+    "PLAIN_MAMBA",
     "PLAIN_XLA",
     "TEXT_PART_NAMES",
     "About",
@@ -94,6 +96,7 @@ __all__ = [
     "LayerState",
     "Linear",
     "Mamba2",
+    "MambaOptions",
     "MambaState",
     "Model",
     "ModelConfig",
@@ -131,6 +134,7 @@ __all__ = [
     "parse_rope",
     "pieces",
     "quantize_checkpoint",
+    "read_mamba_layers",
     "register",
     "resolve",
     "resolve_dtype",

@@ -9,27 +9,21 @@ devices, each device computes b and c of all groups, and the norm of a group add
 """
 
 from collections.abc import Iterator
-from math import inf, prod
-from typing import Any
+from math import prod
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.api.checks import is_number
-from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
 from jpaged.models.collectives import Collectives
-from jpaged.models.config_reader import ConfigReader
 from jpaged.models.family import Attend
 from jpaged.models.linear import Linear, PartialSum
 from jpaged.models.loading.pieces import Part, Piece, as_is
+from jpaged.models.mamba_config import ANY_STEP, PLAIN_MAMBA, MambaOptions
 from jpaged.models.norms import HeadNorms, Norm
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.recurrence import Recurrence, recurrence_of
 from jpaged.models.states import MambaState
-
-ANY_STEP = (0.0, inf)
-"""Limits of dt that limit nothing."""
 
 
 class GatedGroupNorm(nnx.Module):
@@ -77,8 +71,7 @@ class Mamba2(nnx.Module):
         bc    [hidden, 2, groups, state_dim]    b, then c, of each group
         dt_in [hidden, heads]
 
-    num_layers: of the model, for the scale of random weights. dt_limits: the least and the largest dt.
-    bias: of the products. convolution_bias: of the convolution.
+    num_layers: of the model, for the scale of random weights.
     """
 
     def __init__(
@@ -90,12 +83,10 @@ class Mamba2(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
         collectives: Collectives,
-        *,
-        dt_limits: tuple[float, float] = ANY_STEP,
-        bias: bool = False,
-        convolution_bias: bool = True,
+        options: MambaOptions = PLAIN_MAMBA,
     ) -> None:
-        self.state, self.dt_limits, self.collectives = state, dt_limits, collectives
+        self.state, self.dt_limits, self.collectives = state, options.dt_limits, collectives
+        bias = options.bias
         heads, size, wide = state.heads, state.head_dim, jnp.dtype(jnp.float32)
         std, by_group = hidden**-0.5, 2 if state.has_whole_groups else None
         shared = (2, state.groups, state.state_dim)
@@ -105,7 +96,7 @@ class Mamba2(nnx.Module):
         taps, zero = Normal(state.width**-0.5), Constant(0.0)
         self.input_taps = parameter(rngs, taps, (state.width, heads, size), dtype, 1)
         self.shared_taps = parameter(rngs, taps, (state.width, *shared), dtype, by_group)
-        biased, axis = convolution_bias, None if by_group is None else 1
+        biased, axis = options.convolution_bias, None if by_group is None else 1
         self.input_bias = parameter(rngs, zero, (heads, size), dtype, 0) if biased else None
         self.shared_bias = parameter(rngs, zero, shared, dtype, axis) if biased else None
         self.a_log = parameter(rngs, zero, (heads,), wide, 0)
@@ -159,9 +150,9 @@ def _side_by_side(of_heads: jax.Array, shared: jax.Array, axis: int) -> jax.Arra
 
 
 def mamba_pieces(
-    theirs: str, ours: str, hidden: int, state: MambaState, *, bias: bool = False, convolution_bias: bool = True
+    theirs: str, ours: str, hidden: int, state: MambaState, options: MambaOptions = PLAIN_MAMBA
 ) -> Iterator[Piece]:
-    """The tensors of a Mamba-2 layer in checkpoints, into `Mamba2`. bias, convolution_bias: as of that.
+    """The tensors of a Mamba-2 layer in checkpoints, into `Mamba2`.
 
     in_proj has the rows of z, of inputs, of b, of c and of dt; conv1d the channels of inputs, of b and of c.
     """
@@ -182,7 +173,7 @@ def mamba_pieces(
         product = f"{ours}.{name}"
         tensor, shape = f"{theirs}.in_proj.weight", (count, hidden)
         yield Piece(tensor, shape, product, (*split, hidden), (last, *axes), place, part=part)
-        if bias:
+        if options.bias:
             of_bias = Part((count,), 0, part.first, part.count)
             yield Piece(f"{theirs}.in_proj.bias", (count,), f"{product}_bias", split, axes, start, part=of_bias)
     first = 0
@@ -193,103 +184,12 @@ def mamba_pieces(
         axes, last = tuple(range(len(split))), len(split)
         tensor, taps = f"{theirs}.conv1d.weight", f"{ours}.{name}_taps"
         yield Piece(tensor, (channels, 1, width), taps, (*split, width), (last, *axes), part=part)
-        if convolution_bias:
+        if options.convolution_bias:
             of_bias = Part((channels,), 0, part.first, part.count)
             yield Piece(f"{theirs}.conv1d.bias", (channels,), f"{ours}.{name}_bias", split, axes, part=of_bias)
     for tensor, own in (("A_log", "a_log"), ("dt_bias", "dt_bias"), ("D", "d")):
         yield as_is(f"{theirs}.{tensor}", f"{ours}.{own}", heads)
     yield Piece(f"{theirs}.norm.weight", (inner,), f"{ours}.norm.scale", of_heads, (0, 1))
     yield Piece(f"{theirs}.out_proj.weight", (hidden, inner), f"{ours}.out", (hidden, *of_heads), (1, 2, 0))
-    if bias:
+    if options.bias:
         yield as_is(f"{theirs}.out_proj.bias", f"{ours}.out_bias", hidden)
-
-
-def read_mamba_state(read: ConfigReader) -> MambaState:
-    """As config.json of Granite 4 and Bamba has it: mamba_n_heads and so on.
-
-    Raises:
-        CheckpointError: entries are missing, or do not go together.
-    """
-    hidden, heads = read.integer("hidden_size"), read.integer("mamba_n_heads", 128)
-    inner = read.integer("mamba_expand", 2) * hidden
-    size = read.config.get("mamba_d_head", "auto")
-    head_dim = inner // heads if size in ("auto", None) else read.integer("mamba_d_head")
-    if heads * head_dim != inner:
-        raise CheckpointError(
-            f"config.json: mamba_n_heads ({heads}) times mamba_d_head ({shown(size)}) must be mamba_expand times"
-            f" hidden_size ({inner})."
-        )
-    groups, width = read.integer("mamba_n_groups", 1), read.integer("mamba_d_conv", 4)
-    return checked_state(
-        MambaState(
-            heads=heads,
-            groups=groups,
-            group_heads=heads // groups,
-            head_dim=head_dim,
-            state_dim=read.integer("mamba_d_state", 256),
-            width=width,
-        ),
-        "mamba_n_heads",
-        "mamba_n_groups",
-        "mamba_d_conv",
-    )
-
-
-def checked_state(state: MambaState, heads: str, groups: str, width: str) -> MambaState:
-    """The state. heads, groups, width: what config.json calls these.
-
-    Raises:
-        CheckpointError: groups do not divide the heads, or the convolution has one tap.
-    """
-    if state.heads % state.groups or state.width < 2:
-        raise CheckpointError(
-            f"config.json: {groups} ({state.groups}) must divide {heads} ({state.heads}), and {width} ({state.width})"
-            " must be at least 2."
-        )
-    return state
-
-
-def read_dt_limits(read: ConfigReader) -> tuple[float, float]:
-    """config.json's time_step_limit; infinity is a number there, or {"__float__": "Infinity"} (transformers 5).
-
-    Raises:
-        CheckpointError: it is no pair of numbers, the least first.
-    """
-    limits: Any = read.config.get("time_step_limit")
-    if limits is None:
-        return ANY_STEP
-    pair = [inf if one == {"__float__": "Infinity"} else one for one in limits] if _is_pair(limits) else []
-    if not pair or not all(is_number(one) for one in pair) or not 0 <= pair[0] <= pair[1]:
-        raise CheckpointError(
-            f"config.json: time_step_limit must be two numbers, the least first, got {shown(limits)}."
-        )
-    return float(pair[0]), float(pair[1])
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2
-
-
-def read_layer_kinds(read: ConfigReader, num_layers: int) -> tuple[bool, ...]:
-    """Of each layer whether it is recurrent, as config.json's layer_types (or layers_block_type) says; all are if it
-    does not.
-
-    Raises:
-        CheckpointError: it is no list of so many layers.
-        UnsupportedModelError: there are others than Mamba-2 layers and attention, or no attention.
-    """
-    kinds = read.config.get("layer_types") or read.config.get("layers_block_type") or ["mamba"] * num_layers
-    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
-        raise CheckpointError(f"config.json: layer_types must list {num_layers} layers, got {shown(kinds)}.")
-    recurrent = ("mamba", "linear_attention")  # the latter is what transformers 5 calls them
-    attention = ("attention", "full_attention")
-    for kind in kinds:
-        if kind not in (*recurrent, *attention):
-            raise UnsupportedModelError(
-                f"config.json: layer type {shown(kind)} is not supported; supported: mamba, attention."
-            )
-    if not any(kind in attention for kind in kinds):
-        raise UnsupportedModelError(
-            "config.json: layer_types of mamba layers alone are not supported, only with attention among them."
-        )
-    return tuple(kind in recurrent for kind in kinds)

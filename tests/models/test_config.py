@@ -189,7 +189,7 @@ def test_a_damaged_entry_is_blamed_by_name(changes: dict[str, Any], named: str) 
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping"),
         ("mpt", {"attn_config": "alibi"}, "attn_config"),
-        ("granite4-h-micro", {"layer_types": ["mamba"]}, "layer_types must list 4 layers"),
+        ("granite4-h-micro", {"layer_types": ["mamba"]}, "layer_types must list 3 layers"),
         ("granite4-h-micro", {"mamba_d_head": 24}, "mamba_d_head"),
         ("granite4-h-micro", {"mamba_n_groups": 3}, "mamba_n_groups"),
         ("granite4-h-micro", {"mamba_d_conv": 1}, "mamba_d_conv"),

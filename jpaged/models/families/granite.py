@@ -11,7 +11,7 @@ Checkpoints have one tensor for all experts of a layer.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -23,14 +23,8 @@ from jpaged.models.experts import Routing, SparseConfig, SparseMLP
 from jpaged.models.layers import Attention, GatedMLP
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
-from jpaged.models.mamba import (
-    ANY_STEP,
-    Mamba2,
-    mamba_pieces,
-    read_dt_limits,
-    read_layer_kinds,
-    read_mamba_state,
-)
+from jpaged.models.mamba import Mamba2, mamba_pieces
+from jpaged.models.mamba_config import PLAIN_MAMBA, MambaOptions, read_mamba_layers
 from jpaged.models.norms import RMSNorm
 from jpaged.models.states import MambaState
 
@@ -39,8 +33,7 @@ from jpaged.models.states import MambaState
 class GraniteConfig(DecoderConfig, SparseConfig):
     """attention_scale: multiplies the product of query and key. residual_scale: what layers add to the stream.
     scales: of embeddings and logits.
-    attention_bias, mlp_bias, mamba_bias: which products have biases. convolution_bias: of Mamba-2 layers.
-    dt_limits: as of `Mamba2`.
+    attention_bias, mlp_bias: which products have biases. mamba: what Mamba-2 layers are like.
     """
 
     attention_scale: float
@@ -48,9 +41,7 @@ class GraniteConfig(DecoderConfig, SparseConfig):
     scales: Scales
     attention_bias: bool
     mlp_bias: bool
-    mamba_bias: bool = False
-    convolution_bias: bool = True
-    dt_limits: tuple[float, float] = ANY_STEP
+    mamba: MambaOptions
 
 
 @dataclass(frozen=True)
@@ -75,8 +66,9 @@ class GraniteFamily:
         fields = decoder_fields(read)
         if self.kind == "hybrid" and read.config.get("position_embedding_type") != "rope":
             fields |= {"ropes": (), "layer_ropes": (None,) * fields["num_layers"]}
+        mamba = PLAIN_MAMBA
         if self.kind == "hybrid":
-            fields |= _recurrent_fields(read, fields["num_layers"], fields["layer_ropes"])
+            fields["layer_states"], mamba = read_mamba_layers(read, fields["num_layers"])
         logits_scaling = read.optional_number("logits_scaling")
         routing = Routing(per_token=read.integer("num_experts_per_tok", 2) if num_experts else 1)
         if num_experts:
@@ -96,6 +88,7 @@ class GraniteFamily:
             ),
             attention_bias=read.flag("attention_bias", False),
             mlp_bias=self.kind == "dense" and read.flag("mlp_bias", False),
+            mamba=mamba,
         )
 
     def module(self, config: GraniteConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
@@ -109,18 +102,8 @@ class GraniteFamily:
         def mixer(layer: int) -> Attention | Mamba2:
             state = config.layer_states[layer]
             if isinstance(state, MambaState):
-                return Mamba2(
-                    state,
-                    config.hidden_size,
-                    config.num_layers,
-                    config.norm_eps,
-                    dtype,
-                    rngs,
-                    collectives,
-                    dt_limits=config.dt_limits,
-                    bias=config.mamba_bias,
-                    convolution_bias=config.convolution_bias,
-                )
+                hidden, layers, eps = config.hidden_size, config.num_layers, config.norm_eps
+                return Mamba2(state, hidden, layers, eps, dtype, rngs, collectives, config.mamba)
             bias = config.attention_bias
             return Attention(config, layer, dtype, rngs, scale=config.attention_scale, qkv_bias=bias, output_bias=bias)
 
@@ -130,7 +113,7 @@ class GraniteFamily:
                 mlp(),
                 attention_norm=norm(),
                 mlp_norm=norm(),
-                rope=config.layer_ropes[layer],
+                rope=None if config.layer_states[layer] else config.layer_ropes[layer],
                 residual_scale=config.residual_scale,
             )
 
@@ -145,8 +128,7 @@ class GraniteFamily:
             yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
             state = config.layer_states[i]
             if isinstance(state, MambaState):
-                biases = {"bias": config.mamba_bias, "convolution_bias": config.convolution_bias}
-                yield from mamba_pieces(f"{theirs}.mamba", attention, hidden, state, **biases)
+                yield from mamba_pieces(f"{theirs}.mamba", attention, hidden, state, config.mamba)
             else:
                 yield from pieces.separate_qkv(f"{theirs}.self_attn", attention, config, bias=bias)
                 yield from pieces.output_projection(f"{theirs}.self_attn.o_proj", attention, config, bias=bias)
@@ -183,22 +165,6 @@ def _shared(theirs: str, ours: str, hidden: int, inner: int) -> Iterator[Piece]:
 def _num_experts(read: ConfigReader) -> int:
     """0 is a number of experts here."""
     return 0 if read.config.get("num_local_experts") == 0 else read.integer("num_local_experts", 8)
-
-
-def _recurrent_fields(read: ConfigReader, num_layers: int, ropes: tuple[int | None, ...]) -> dict[str, Any]:
-    """The fields of a `GraniteConfig` that say which layers are Mamba-2 layers, and what these are like."""
-    recurrent = read_layer_kinds(read, num_layers)
-    if not any(recurrent):
-        return {}
-    read.refuse(("hidden_act", "silu"))
-    state = read_mamba_state(read)
-    return {
-        "layer_states": tuple(state if one else None for one in recurrent),
-        "layer_ropes": tuple(None if one else rope for one, rope in zip(recurrent, ropes, strict=True)),
-        "mamba_bias": read.flag("mamba_proj_bias", False),
-        "convolution_bias": read.flag("mamba_conv_bias", True),
-        "dt_limits": read_dt_limits(read),
-    }
 
 
 GRANITE = GraniteFamily("granite", "dense")
