@@ -1,4 +1,4 @@
-"""`jpaged bench kernels`: attention, block moves, experts and sampling against the card's own limits.
+"""`jpaged bench kernels`: attention, block moves, experts, recurrences and sampling against the card's own limits.
 
 Every case is one jitted program of many calls, each of which needs the one before it. Several programs are enqueued at
 once, so dispatch does not count. Calls rotate among block tables that together point at more memory than the L2 cache
@@ -23,7 +23,7 @@ import numpy as np
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.arguments import HelpFormatter, check_expert_skew
-from jpaged.bench.kernel_cases import attention, card, contiguous, experts, moves, products, sampling
+from jpaged.bench.kernel_cases import attention, card, contiguous, experts, moves, products, recurrence, sampling
 from jpaged.bench.kernel_cases.case import Built, Case
 from jpaged.bench.report import write_report
 from jpaged.pallas_kernels import registry
@@ -39,6 +39,7 @@ def cases(backend: str | None, zipf: float = 1.0) -> Iterator[Case]:
     yield from moves.cases(backend)
     yield from experts.cases(backend, zipf)
     yield from products.cases(backend)
+    yield from recurrence.cases(backend)
     yield from sampling.cases(backend)
 
 

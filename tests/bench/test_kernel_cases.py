@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jpaged.bench import kernels
-from jpaged.bench.kernel_cases import attention, contiguous, experts
+from jpaged.bench.kernel_cases import attention, contiguous, experts, recurrence
 from jpaged.bench.kernel_cases.attention import Setting
 from jpaged.bench.kernel_cases.experts import Experts
 from jpaged.bench.routing import experts_touched
@@ -37,6 +37,19 @@ def test_every_call_of_a_sparse_layer_reads_as_many_experts_as_its_tokens_touch(
     assert len(touched) == calls
     wanted = experts_touched(Routing(per_token=4, zipf=zipf), 64, 16)
     assert touched == pytest.approx([wanted] * calls, rel=0.25)
+
+
+@pytest.mark.parametrize("layer", [recurrence.DeltaNet(2, 4, 16, 24), recurrence.Mamba(1, 4, 24, 16)])
+def test_a_step_of_recurrent_layers_moves_every_row_s_state_once_in_and_once_out(monkeypatch, layer) -> None:
+    monkeypatch.setattr(recurrence, "L2_BYTES", 3 * 5 * 4 * 16 * 24 * 4)
+    program, (states, *rest), calls, work = recurrence.step_case(layer, 5, "xla")
+    assert (len(states), calls) == (15, 16)
+    given, out = sum(x.nbytes for x in rest[0]), 2 * 5 * 4 * layer.state[1 if layer.state[1] == 24 else 2]
+    assert work == 2 * states[:5].nbytes + given + out
+    before = np.asarray(states)
+    after = np.asarray(program(states, *rest))
+    assert after.shape == before.shape
+    assert (np.abs(after - before).max(axis=(1, 2, 3)) > 0).all(), "all slots have their turn"
 
 
 def test_floors_are_the_bytes_of_experts_touched_and_the_operations_of_their_rows() -> None:
