@@ -4,8 +4,8 @@
       --bc--> b, c      } --short convolution--> inputs, b, c --state space duality--> y --times silu(z), norm--> out
       --dt_in--> dt = softplus(dt + dt_bias), within limits; a = -exp(a_log)
 
-Heads are split over devices, and groups of heads, which share b and c, with them. Where there are fewer groups than
-devices, each device computes b and c of all groups, and the norm of a group adds up squares over devices.
+Heads are split over devices. Each device computes b and c of all groups of heads, which share them; where it has a part
+of a group alone, the group's norm adds up squares over devices.
 """
 
 from collections.abc import Iterator
@@ -40,27 +40,27 @@ class GatedGroupNorm(nnx.Module):
 
     def __call__(self, y: jax.Array, gate: jax.Array) -> jax.Array:
         """[T, heads, head_dim], twice -> [T, heads, head_dim]."""
-        state, tokens = self.state, y.shape[0]
+        state = self.state
         wide = y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
-        own = state.groups if state.has_whole_groups else 1
-        grouped = wide.reshape(tokens, own, -1)
+        grouped = wide.reshape(y.shape[0], state.own_groups, -1)
         sums = jnp.sum(jnp.square(grouped), axis=-1, keepdims=True)
-        if not state.has_whole_groups:
-            sums = self._of_whole_groups(sums)
+        if state.heads < state.group_heads:
+            sums = self._of_whole_group(sums)
         factors = jax.lax.rsqrt(sums / (state.group_heads * state.head_dim) + self.eps)
         return self.scale[...] * (grouped * factors).reshape(y.shape).astype(y.dtype)
 
-    def _of_whole_groups(self, sums: jax.Array) -> jax.Array:
-        """[T, 1, 1], of a part of one group on each shard -> of the whole group."""
+    def _of_whole_group(self, sums: jax.Array) -> jax.Array:
+        """[T, 1, 1], of each shard's part of a group -> of the whole group."""
         groups = self.state.groups
         if groups == 1:
             return self.collectives.all_reduce(sums)
-        mine = jnp.arange(groups)[:, None] == own_group(self.state, self.collectives)
-        return jnp.sum(jnp.where(mine, self.collectives.all_reduce(jnp.where(mine, sums, 0.0)), 0.0), 1, keepdims=True)
+        mine = jnp.arange(groups)[:, None] == first_group(self.state, self.collectives)
+        of_all = self.collectives.all_reduce(jnp.where(mine, sums, 0.0))
+        return jnp.sum(jnp.where(mine, of_all, 0.0), axis=1, keepdims=True)
 
 
-def own_group(state: MambaState, collectives: Collectives) -> jax.Array | int:
-    """Which group this shard's heads are of, where they are some of one."""
+def first_group(state: MambaState, collectives: Collectives) -> jax.Array | int:
+    """The first group that this shard's heads are of."""
     return collectives.first(state.heads) // state.group_heads
 
 
@@ -87,18 +87,17 @@ class Mamba2(nnx.Module):
     ) -> None:
         self.state, self.dt_limits, self.collectives = state, options.dt_limits, collectives
         bias = options.bias
-        heads, size, wide = state.heads, state.head_dim, jnp.dtype(jnp.float32)
-        std, by_group = hidden**-0.5, 2 if state.has_whole_groups else None
+        heads, size, std, wide = state.heads, state.head_dim, hidden**-0.5, jnp.dtype(jnp.float32)
         shared = (2, state.groups, state.state_dim)
         self.zx = Linear((hidden,), (heads, 2, size), std, dtype, rngs, shard_axis=1, bias=bias)
-        self.bc = Linear((hidden,), shared, std, dtype, rngs, shard_axis=by_group, bias=bias)
+        self.bc = Linear((hidden,), shared, std, dtype, rngs, bias=bias)
         self.dt_in = Linear((hidden,), (heads,), std, dtype, rngs, shard_axis=1, bias=bias)
         taps, zero = Normal(state.width**-0.5), Constant(0.0)
         self.input_taps = parameter(rngs, taps, (state.width, heads, size), dtype, 1)
-        self.shared_taps = parameter(rngs, taps, (state.width, *shared), dtype, by_group)
-        biased, axis = options.convolution_bias, None if by_group is None else 1
+        self.shared_taps = parameter(rngs, taps, (state.width, *shared), dtype)
+        biased = options.convolution_bias
         self.input_bias = parameter(rngs, zero, (heads, size), dtype, 0) if biased else None
-        self.shared_bias = parameter(rngs, zero, shared, dtype, axis) if biased else None
+        self.shared_bias = parameter(rngs, zero, shared, dtype) if biased else None
         self.a_log = parameter(rngs, zero, (heads,), wide, 0)
         self.dt_bias = parameter(rngs, Constant(1.0), (heads,), wide, 0)
         self.d = parameter(rngs, Constant(1.0), (heads,), wide, 0)
@@ -132,9 +131,9 @@ class Mamba2(nnx.Module):
         if self.input_bias is not None and self.shared_bias is not None:
             bias = _side_by_side(self.input_bias[...], self.shared_bias[...], 0)
         inputs, b, c = state.split(recurrence.convolve(channels, taps, bias))
-        if not state.has_whole_groups and state.groups > 1:
-            group = own_group(state, self.collectives)
-            b, c = (jax.lax.dynamic_slice_in_dim(z, group, 1, axis=1) for z in (b, c))
+        if state.own_groups < state.groups:
+            first = first_group(state, self.collectives)
+            b, c = (jax.lax.dynamic_slice_in_dim(z, first, state.own_groups, axis=1) for z in (b, c))
         dt = jax.nn.softplus(self.dt_in(x, jnp.dtype(jnp.float32), backend) + self.dt_bias[...])
         if self.dt_limits != ANY_STEP:
             dt = jnp.clip(dt, *self.dt_limits)

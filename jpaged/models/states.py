@@ -91,8 +91,8 @@ class MambaState(LayerState):
     matrices   float32 [heads, head_dim, state_dim]
     history    channels: the inputs of each head, then b of each group, then c of each group
 
-    groups: of heads that share b and c. group_heads: heads of a group, of all shards together. A shard whose heads are
-        only some of a group's computes b and c of all groups.
+    groups: of heads that share b and c. group_heads: heads of a group, of all shards together. A shard has some of the
+        heads, and computes b and c of all groups: they are few columns, one group's in most models.
     """
 
     heads: int
@@ -111,9 +111,9 @@ class MambaState(LayerState):
         return self.heads * self.head_dim + 2 * self.groups * self.state_dim
 
     @property
-    def has_whole_groups(self) -> bool:
-        """Whether the heads are all of the groups'; else they are some of one group."""
-        return self.heads == self.groups * self.group_heads
+    def own_groups(self) -> int:
+        """Groups that the heads are of: whole ones, or a part of one."""
+        return max(1, self.heads // self.group_heads)
 
     def split(self, channels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[T, channels] -> inputs [T, heads, head_dim], b and c [T, groups, state_dim]."""
@@ -132,8 +132,7 @@ class MambaState(LayerState):
                 f"tensor_parallel_size={shards} neither divides the {self.groups} groups of heads of the model's"
                 f" recurrent layers, nor do they divide it; use one of {', '.join(map(str, fits))}."
             )
-        groups = self.groups if self.groups % shards else self.groups // shards
-        return replace(self, heads=self.heads // shards, groups=groups)
+        return replace(self, heads=self.heads // shards)
 
 
 def _check_divides(shards: int, heads: int, what: str) -> None:

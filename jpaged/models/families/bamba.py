@@ -46,8 +46,12 @@ class BambaFamily:
             )
         kinds = ["attention" if i in indices else "mamba" for i in range(layers)]
         fields["layer_states"], mamba = read_mamba_layers(read.with_entries(layer_types=kinds), layers)
-        biases = {name: read.flag(name, False) for name in ("attention_bias", "mlp_bias")}
-        return BambaConfig(**fields, **biases, mamba=mamba)
+        return BambaConfig(
+            **fields,
+            attention_bias=read.flag("attention_bias", False),
+            mlp_bias=read.flag("mlp_bias", False),
+            mamba=mamba,
+        )
 
     def module(self, config: BambaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
         hidden, layers, eps, bias = config.hidden_size, config.num_layers, config.norm_eps, config.attention_bias
