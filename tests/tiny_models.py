@@ -363,7 +363,7 @@ def models_of_blocks() -> list[TinyModel]:
     }
     bamba = {name: value for name, value in granite4_h.items() if name.startswith("mamba_")}
     bamba |= {"num_hidden_layers": 3, "attn_layer_indices": [1], "num_key_value_heads": 2, "rope_theta": 10000.0}
-    bamba |= {"attn_rotary_emb": 8, "pad_token_id": 0}
+    bamba |= {"attn_rotary_emb": 8, "pad_token_id": 0, "mamba_d_head": "auto"}
     granite4_h_experts = {"intermediate_size": 40, "shared_intermediate_size": 48}
     granite_moe = multipliers | {"intermediate_size": 40, "tie_word_embeddings": True}
     granite_experts = {"num_local_experts": 8, "num_experts_per_tok": 3}

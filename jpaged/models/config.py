@@ -131,11 +131,6 @@ class ModelConfig:
             read = read.with_router_skew(float(skew))
         if scheme is None:
             return read
-        if read.is_hybrid:
-            raise UnsupportedModelError(
-                f"{architecture}: models with recurrent layers are not supported in {scheme.name}; use the checkpoint"
-                " that is not quantized, and leave quantization out."
-            )
         return replace(read, quantization=scheme)
 
     @staticmethod

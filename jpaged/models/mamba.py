@@ -90,7 +90,7 @@ class Mamba2(nnx.Module):
         heads, size, std, wide = state.heads, state.head_dim, hidden**-0.5, jnp.dtype(jnp.float32)
         shared = (2, state.groups, state.state_dim)
         self.zx = Linear((hidden,), (heads, 2, size), std, dtype, rngs, shard_axis=1, bias=bias)
-        self.bc = Linear((hidden,), shared, std, dtype, rngs, bias=bias)
+        self.bc = Linear((hidden,), shared, std, dtype, rngs, bias=bias, joined=True)
         self.dt_in = Linear((hidden,), (heads,), std, dtype, rngs, shard_axis=1, bias=bias)
         taps, zero = Normal(state.width**-0.5), Constant(0.0)
         self.input_taps = parameter(rngs, taps, (state.width, heads, size), dtype, 1)
