@@ -18,13 +18,14 @@ from jpaged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, mode
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from jpaged.engine.constraints.grammars import ConstrainedRows
 from jpaged.executor.start.startup import most_sequences
-from jpaged.models import ModelConfig
+from jpaged.models import MambaState, ModelConfig
 from jpaged.training import token_logprobs
-from tests.tiny_models import VOCAB_SIZE, tiny_model, torch_model, write_tiny_model
+from tests.tiny_models import VOCAB_SIZE, TinyModel, tiny_model, torch_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("hybrids")  # one worker, which compiles once
 
-CASE = tiny_model("qwen3.5")
+CASE, MAMBA = tiny_model("qwen3.5"), tiny_model("granite4-h-all-options")
+del MAMBA.config["time_step_limit"]  # of which transformers' decode steps know nothing
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 ARGS: dict[str, Any] = {
     "dtype": "float32",
@@ -47,6 +48,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> LLMEngine:
+    return LLMEngine(EngineArgs(model=str(directory), **ARGS))
+
+
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory: pytest.TempPathFactory) -> LLMEngine:
+    directory = write_tiny_model(MAMBA, tmp_path_factory.mktemp("mamba"), use_torch=False)
     return LLMEngine(EngineArgs(model=str(directory), **ARGS))
 
 
@@ -78,7 +85,9 @@ def fill_states(engine: LLMEngine, value: float) -> None:
     held["recurrent"] = jax.tree.map(lambda x: jnp.full_like(x, value), held["recurrent"])
 
 
-def test_a_sequence_takes_nothing_from_the_slots_former_tenants(engine: LLMEngine) -> None:
+@pytest.mark.parametrize("kind", ["engine", "mamba"])
+def test_a_sequence_takes_nothing_from_the_slots_former_tenants(kind: str, request: pytest.FixtureRequest) -> None:
+    engine: LLMEngine = request.getfixturevalue(kind)
     requests = prompts(12)
     expected = run(engine, requests)
     assert len({token for tokens in expected for token in tokens}) > 10
@@ -95,8 +104,10 @@ def test_a_sequence_takes_nothing_from_the_slots_former_tenants(engine: LLMEngin
 
 
 @pytest.mark.transformers
-def test_beams_take_their_parents_states_along(engine: LLMEngine) -> None:
+@pytest.mark.parametrize(("kind", "case"), [("engine", CASE), ("mamba", MAMBA)], ids=["delta net", "mamba"])
+def test_beams_take_their_parents_states_along(kind: str, case: TinyModel, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("torch")
+    engine: LLMEngine = request.getfixturevalue(kind)
     from tests.test_beam_search import assert_same, transformers_search
 
     params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True, stop_token_ids=[])
@@ -105,7 +116,20 @@ def test_beams_take_their_parents_states_along(engine: LLMEngine) -> None:
     outputs = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
-    assert_same(outputs[-1], transformers_search(torch_model(CASE), prompt, params))
+    assert_same(outputs[-1], transformers_search(torch_model(case), prompt, params))
+
+
+def test_a_running_engine_takes_other_weights_and_gives_them_back_in_every_form(mamba: LLMEngine) -> None:
+    requests, model = prompts(4), mamba.startup.model
+    expected, before = run(mamba, requests), mamba.weights_as("huggingface")
+    assert set(before) == {piece.tensor for piece in model.pieces}
+    other = model.init(5)
+    mamba.update_weights(model.module(other))
+    found = mamba.weights_as("parameters")
+    assert all(np.array_equal(found[name], one) for name, one in zip(model.parameter_names, other, strict=True))
+    assert run(mamba, requests) != expected
+    mamba.update_weights(before)
+    assert run(mamba, requests) == expected
 
 
 def test_states_are_given_back_while_the_engine_sleeps(engine: LLMEngine) -> None:
@@ -200,9 +224,16 @@ def test_shards_that_do_not_divide_the_key_heads_are_refused() -> None:
         config.shard(4)
 
 
-def test_quantized_they_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="models with recurrent layers are not supported in"):
-        ModelConfig.from_dict(CASE.config, quantization="fp8")
+def test_shards_of_mamba_layers_have_whole_groups_or_parts_of_one() -> None:
+    config = ModelConfig.from_dict(MAMBA.config | {"num_attention_heads": 8})
+    states = [config.shard(shards).layer_states[0] for shards in (1, 2, 4, 8)]
+    found = [(s.heads, s.groups, s.own_groups) for s in states if isinstance(s, MambaState)]
+    assert found == [(8, 2, 2), (4, 2, 1), (2, 2, 1), (1, 2, 1)]
+    uneven = MambaState(heads=12, groups=4, group_heads=3, head_dim=8, state_dim=8, width=4)
+    with pytest.raises(InvalidParameterError, match=r"neither divides the 4 groups.*use one of 1, 2, 4, 12"):
+        uneven.shard(6)
+    with pytest.raises(InvalidParameterError, match=r"does not divide the 12 heads"):
+        uneven.shard(5)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
@@ -218,8 +249,9 @@ def test_of_multimodal_checkpoints_the_text_part_is_read(name: str) -> None:
     assert again.pieces == model.pieces
 
 
-def test_sequences_side_by_side_are_computed_as_alone_when_training() -> None:
-    model = models.build(ModelConfig.from_dict(CASE.config), "float32")
+@pytest.mark.parametrize("case", [CASE, MAMBA], ids=["delta net", "mamba"])
+def test_sequences_side_by_side_are_computed_as_alone_when_training(case: TinyModel) -> None:
+    model = models.build(ModelConfig.from_dict(case.config), "float32")
     weights = model.init(0)
     first, second = (jnp.asarray(prompt, jnp.int32) for prompt in ([5, 9, 70, 3, 31] * 4, [8, 100, 4] * 5))
 

@@ -257,7 +257,8 @@ def draw(case: TinyModel, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
         return 1 + values * np.float32(0.2)
     for part, std in _STDS.items():
         if part in tensor:
-            return values * np.float32(std)
+            scale = case.config.get("embedding_multiplier", 1.0) if part == "embed_tokens" else 1.0
+            return values * np.float32(std / max(1.0, scale / 4))
     fan_in = shape[0] if case.family == "gpt2" else shape[1]
     # DeepSeek's temperature doubles scores; that of the weights is lower, so that softmaxes do not amplify rounding.
     std = 1.2 if case.family == "deepseek" and "self_attn" in tensor else 2.0
@@ -342,6 +343,28 @@ def models_of_blocks() -> list[TinyModel]:
         "layer_types": ["attention", "attention"],
         "tie_word_embeddings": True,
     }
+    # Of granite-4.0-h-micro and so on: the multipliers, and all that a smaller shape can keep.
+    granite4_h = dense_hybrid | {
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.22,
+        "position_embedding_type": "nope",
+        "rope_theta": 10000,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    }
+    bamba = {name: value for name, value in granite4_h.items() if name.startswith("mamba_")}
+    bamba |= {"num_hidden_layers": 3, "attn_layer_indices": [1], "num_key_value_heads": 2, "rope_theta": 10000.0}
+    bamba |= {"attn_rotary_emb": 8, "pad_token_id": 0, "mamba_d_head": "auto"}
+    granite4_h_experts = {"intermediate_size": 40, "shared_intermediate_size": 48}
     granite_moe = multipliers | {"intermediate_size": 40, "tie_word_embeddings": True}
     granite_experts = {"num_local_experts": 8, "num_experts_per_tok": 3}
     glm = {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}
@@ -460,6 +483,39 @@ def models_of_blocks() -> list[TinyModel]:
         ),
         _of("granite4-rope", "granite", "GraniteMoeHybridForCausalLM", position_embedding_type="rope", **dense_hybrid),
         _of("granite4-nope", "granite", "GraniteMoeHybridForCausalLM", position_embedding_type="nope", **dense_hybrid),
+        _of(
+            "granite4-h-tiny",
+            "granite",
+            "GraniteMoeHybridForCausalLM",
+            **granite4_h
+            | granite4_h_experts
+            | {"attention_multiplier": 0.0078125, "logits_scaling": 6, "num_local_experts": 16}
+            | {"num_experts_per_tok": 6},
+        ),
+        _of(
+            "granite4-h-micro",
+            "granite",
+            "GraniteMoeHybridForCausalLM",
+            **granite4_h | {"attention_multiplier": 0.015625, "logits_scaling": 8},
+        ),
+        _of(
+            "granite4-h-small",
+            "granite",
+            "GraniteMoeHybridForCausalLM",
+            **granite4_h
+            | granite4_h_experts
+            | {"attention_multiplier": 0.0078125, "logits_scaling": 16, "num_local_experts": 18}
+            | {"num_experts_per_tok": 10},
+        ),
+        _of(
+            "granite4-h-all-options",
+            "granite",
+            "GraniteMoeHybridForCausalLM",
+            **granite4_h
+            | {"mamba_n_groups": 2, "mamba_proj_bias": True, "position_embedding_type": "rope"}
+            | {"time_step_limit": [0.5, 1.5], "tie_word_embeddings": False, "attention_bias": True},
+        ),
+        _of("bamba", "bamba", "BambaForCausalLM", **bamba),
         _of(
             "smollm3",
             "smollm3",

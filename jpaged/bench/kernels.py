@@ -1,4 +1,4 @@
-"""`jpaged bench kernels`: attention, block moves, experts, recurrent layers and sampling against the card's own limits.
+"""`jpaged bench kernels`: attention, block moves, experts, recurrences and sampling against the card's own limits.
 
 Every case is one jitted program of many calls, each of which needs the one before it. Several programs are enqueued at
 once, so dispatch does not count. Calls rotate among block tables that together point at more memory than the L2 cache

@@ -35,6 +35,7 @@ from jpaged.models.blocks import (
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
+from jpaged.models.delta_net import GatedDeltaNet, delta_net_pieces
 from jpaged.models.dense import dense_causal_attend
 from jpaged.models.experts import ClampedSwiGLU, Routing, SparseConfig, SparseMLP, feed_forward, sigmoid_routing
 from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, CausalLM, Family
@@ -45,6 +46,8 @@ from jpaged.models.loading import pieces
 from jpaged.models.loading.checkpoint import load, save_pretrained
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.loading.quantize import quantize_checkpoint
+from jpaged.models.mamba import Mamba2, mamba_pieces
+from jpaged.models.mamba_config import PLAIN_MAMBA, MambaOptions, read_mamba_layers
 from jpaged.models.model import Model, Weights, build, resolve_dtype
 from jpaged.models.norms import (
     LayerNorm,
@@ -56,17 +59,18 @@ from jpaged.models.norms import (
     WideRMSNorm,
 )
 from jpaged.models.parameters import Normal, parameter
-from jpaged.models.recurrent import GatedDeltaNet, Recurrence, delta_net_pieces
+from jpaged.models.recurrence import Recurrence
 from jpaged.models.registry import About, described_architectures, register, supported_architectures
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope, window_rope, yarn_temperature
-from jpaged.models.states import DeltaState
+from jpaged.models.states import DeltaState, LayerState, MambaState
 
 del _families
 
 __all__ = [
     "MLP",
     "OTHER_PARTS",
+    "PLAIN_MAMBA",
     "PLAIN_XLA",
     "TEXT_PART_NAMES",
     "About",
@@ -89,7 +93,11 @@ __all__ = [
     "LatentConfig",
     "LayerNorm",
     "LayerNormOfHeads",
+    "LayerState",
     "Linear",
+    "Mamba2",
+    "MambaOptions",
+    "MambaState",
     "Model",
     "ModelConfig",
     "Norm",
@@ -121,10 +129,12 @@ __all__ = [
     "divide_into_heads",
     "feed_forward",
     "load",
+    "mamba_pieces",
     "parameter",
     "parse_rope",
     "pieces",
     "quantize_checkpoint",
+    "read_mamba_layers",
     "register",
     "resolve",
     "resolve_dtype",

@@ -13,7 +13,7 @@ from jpaged.models.config_reader import ConfigReader, read_json
 from jpaged.models.loading.safetensors_file import read_header
 from jpaged.models.quantization import Scheme, find_scheme, stored_method
 from jpaged.models.registry import architecture_of, family_of
-from jpaged.models.states import DeltaState
+from jpaged.models.states import LayerState
 
 VOCAB_UNIT = 32
 """A shard's token ids are a multiple of this: a word of the sampler's masks."""
@@ -60,7 +60,7 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int
     layer_windows: tuple[int | None, ...] = ()
-    layer_states: tuple[DeltaState | None, ...] = ()
+    layer_states: tuple[LayerState | None, ...] = ()
     value_dim: int | None = None
     tie_word_embeddings: bool
     num_experts: int = 0
@@ -131,11 +131,6 @@ class ModelConfig:
             read = read.with_router_skew(float(skew))
         if scheme is None:
             return read
-        if read.is_hybrid:
-            raise UnsupportedModelError(
-                f"{architecture}: models with recurrent layers are not supported in {scheme.name}; use the checkpoint"
-                " that is not quantized, and leave quantization out."
-            )
         return replace(read, quantization=scheme)
 
     @staticmethod

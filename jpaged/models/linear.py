@@ -56,6 +56,7 @@ class LinearLayout:
     """What a `Linear` maps to what, and which axis of its kernel tensor parallelism splits; see there.
 
     experts: matrices of a `GroupedLinear`, whose kernel is [experts, *inputs, *outputs]; 0 for a `Linear`.
+    joined: see `Linear`.
     """
 
     inputs: tuple[int, ...]
@@ -65,6 +66,7 @@ class LinearLayout:
     kv_heads: bool
     outputs_first: bool
     experts: int = 0
+    joined: bool = False
 
     @property
     def input_size(self) -> int:
@@ -114,6 +116,8 @@ class Linear(nnx.Module):
     shard_axis: the axis of the kernel that tensor parallelism splits; None for none.
     kv_heads: outputs are (kv_heads, group + 2, head_dim): see `parameter`.
     outputs_first: the kernel is [*outputs, *inputs] instead of [*inputs, *outputs].
+    joined: in checkpoints it is one layer with others, so that it is quantized where they are. Without this, none is
+        quantized while it is read that every shard has all of.
     """
 
     def __init__(
@@ -128,8 +132,9 @@ class Linear(nnx.Module):
         bias: bool = False,
         kv_heads: bool = False,
         outputs_first: bool = False,
+        joined: bool = False,
     ) -> None:
-        self.layout = LinearLayout(inputs, outputs, std, shard_axis, kv_heads, outputs_first)
+        self.layout = LinearLayout(inputs, outputs, std, shard_axis, kv_heads, outputs_first, joined=joined)
         self.dtype = dtype
         shape = outputs + inputs if outputs_first else inputs + outputs
         self.kernel = parameter(rngs, Normal(std), shape, dtype, shard_axis, kv_heads=kv_heads, suffix="")

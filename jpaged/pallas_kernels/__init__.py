@@ -45,6 +45,7 @@ from jpaged.pallas_kernels.sample_tokens.api import sample_tokens, sample_tokens
 from jpaged.pallas_kernels.shared_prefix_attention.api import shared_prefix_attention
 from jpaged.pallas_kernels.shared_prefix_attention.merge import merge_attention
 from jpaged.pallas_kernels.short_convolution.api import short_convolution
+from jpaged.pallas_kernels.state_space_dual.api import state_space_dual
 from jpaged.pallas_kernels.write_kv.api import write_kv
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "sort_by_expert",
     "split_latents",
     "split_qkv",
+    "state_space_dual",
     "unregister_backend",
     "weighted_grouped_product",
     "write_kv",

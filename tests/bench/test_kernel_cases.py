@@ -39,6 +39,19 @@ def test_every_call_of_a_sparse_layer_reads_as_many_experts_as_its_tokens_touch(
     assert touched == pytest.approx([wanted] * calls, rel=0.25)
 
 
+@pytest.mark.parametrize("layer", [recurrence.DeltaNet(2, 4, 16, 24), recurrence.Mamba(1, 4, 24, 16)])
+def test_a_step_of_recurrent_layers_moves_every_row_s_state_once_in_and_once_out(monkeypatch, layer) -> None:
+    monkeypatch.setattr(recurrence, "L2_BYTES", 3 * 5 * 4 * 16 * 24 * 4)
+    program, (states, *rest), calls, work = recurrence.step_case(layer, 5, "xla")
+    assert (len(states), calls) == (15, 16)
+    given, out = sum(x.nbytes for x in rest[0]), 2 * 5 * 4 * layer.state[1 if layer.state[1] == 24 else 2]
+    assert work == 2 * states[:5].nbytes + given + out
+    before = np.asarray(states)
+    after = np.asarray(program(states, *rest))
+    assert after.shape == before.shape
+    assert (np.abs(after - before).max(axis=(1, 2, 3)) > 0).all(), "all slots have their turn"
+
+
 def test_floors_are_the_bytes_of_experts_touched_and_the_operations_of_their_rows() -> None:
     """Of Qwen3-30B-A3B: one token touches 8 experts of 3 x 2,048 x 768 weights, 8,192 tokens touch all 128."""
     qwen, (e4m3, int4, mxfp4) = Experts(), experts.FEW_BITS
@@ -148,9 +161,8 @@ def test_prefill_over_latents_is_the_same_expanded_and_absorbed_and_counts_its_o
 @pytest.mark.parametrize("lengths", [[40, 24], [1, 1]], ids=["chunks", "steps"])
 def test_the_delta_rules_cases_compute_what_their_floors_count(monkeypatch, lengths) -> None:
     monkeypatch.setattr(recurrence, "_CHUNK_CALLS", 1)
-    monkeypatch.setattr(recurrence, "_STEP_CALLS", 1)
-    shape = recurrence.DeltaRule(key_heads=2, heads=4, key_dim=16, value_dim=32, dtype=np.float32)
-    program, arguments, _, work = recurrence.delta_rule_case(np.array(lengths), shape, "xla")
+    shape = recurrence.DeltaNet(key_heads=2, heads=4, key_dim=16, value_dim=32)
+    program, arguments, _, work = recurrence.chunks_case(np.array(lengths), shape, "xla")
     states, v, q, k, log_decay, beta, *_ = arguments
     assert work == 2 * states.nbytes + 2 * v.nbytes + q.nbytes + k.nbytes + log_decay.nbytes + beta.nbytes
     assert np.isfinite(program(*arguments)).all()

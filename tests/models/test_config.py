@@ -146,8 +146,9 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),
         ("mpt", {"no_bias": False}, "no_bias"),
-        ("granite4-experts", {"layer_types": None}, "mamba"),
-        ("granite4-rope", {"layer_types": ["mamba", "attention"]}, "mamba"),
+        ("granite4-experts", {"layer_types": None}, "mamba layers alone"),
+        ("granite4-rope", {"layer_types": ["mamba", "lstm"]}, "layer type 'lstm'"),
+        ("granite4-h-micro", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ("glm4", {"hidden_act": "xielu"}, "xielu"),
     ],
@@ -188,6 +189,12 @@ def test_a_damaged_entry_is_blamed_by_name(changes: dict[str, Any], named: str) 
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping"),
         ("mpt", {"attn_config": "alibi"}, "attn_config"),
+        ("granite4-h-micro", {"layer_types": ["mamba"]}, "layer_types must list 3 layers"),
+        ("granite4-h-micro", {"mamba_d_head": 24}, "mamba_d_head"),
+        ("granite4-h-micro", {"mamba_n_groups": 3}, "mamba_n_groups"),
+        ("granite4-h-micro", {"mamba_d_conv": 1}, "mamba_d_conv"),
+        ("granite4-h-micro", {"time_step_limit": [1.0]}, "time_step_limit"),
+        ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices"),
     ],
 )
 def test_a_damaged_entry_of_another_family_is_blamed_by_name(case: str, changes: dict[str, Any], named: str) -> None:
@@ -339,9 +346,63 @@ GPT2 = {
     "n_positions": 1024,
     "vocab_size": 50257,
 }
+GRANITE_4_H = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "vocab_size": 100352,
+    "num_hidden_layers": 40,
+    "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "position_embedding_type": "nope",
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+}
 
 
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "granite-4.0-h-tiny": (
+        GRANITE_4_H
+        | {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48}
+        | {"intermediate_size": 512, "shared_intermediate_size": 1024}
+        | {"num_local_experts": 64, "num_experts_per_tok": 6},
+        6_939_037_248,
+    ),
+    "granite-4.0-h-micro": (
+        GRANITE_4_H
+        | {"hidden_size": 2048, "mamba_n_heads": 64, "intermediate_size": 8192, "shared_intermediate_size": 8192}
+        | {"num_local_experts": 0, "num_experts_per_tok": 0},
+        3_191_396_096,
+    ),
+    "granite-4.0-h-small": (
+        GRANITE_4_H
+        | {"hidden_size": 4096, "mamba_n_heads": 128, "intermediate_size": 768, "shared_intermediate_size": 1536}
+        | {"num_local_experts": 72, "num_experts_per_tok": 10},
+        32_207_337_984,
+    ),
+    "bamba-9b": (
+        {
+            "architectures": ["BambaForCausalLM"],
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "attn_layer_indices": [9, 18, 27],
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "mamba_n_heads": 128,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+        },
+        9_780_235_392,
+    ),
     "gemma-2b": (
         {
             "architectures": ["GemmaForCausalLM"],

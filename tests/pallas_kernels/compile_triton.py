@@ -217,7 +217,9 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
 
 
 def recurrence() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """The gated delta rule, of Qwen3-Next's heads and of others: steps, and chunks."""
+    """The gated delta rule, of Qwen3-Next's heads and of others: steps, and chunks. A step of Granite 4's state space
+    layers, and of others.
+    """
     for key_heads, heads, key_dim, value_dim, dtype, ragged in (
         (16, 32, 128, 128, jnp.bfloat16, False),
         (4, 4, 256, 96, jnp.float16, False),
@@ -234,6 +236,16 @@ def recurrence() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         arguments |= {"query_starts": ids(rows + 1)} if ragged else {}
         name = f"{heads} x {key_dim} x {value_dim} {jnp.dtype(dtype)}{', chunks' if ragged else ''}"
         yield f"gated_delta_rule {name}", ops.gated_delta_rule, arguments
+    for groups, heads, head_dim, state_dim, dtype in (
+        (1, 48, 64, 128, jnp.bfloat16),
+        (8, 128, 80, 256, jnp.float16),
+        (1, 4, 64, 1024, jnp.float32),
+    ):
+        of_heads, b = Shape((heads,), jnp.float32), Shape((64, groups, state_dim), dtype)
+        arguments = {"states": Shape((256, heads, head_dim, state_dim), jnp.float32), "a": of_heads, "d": of_heads}
+        arguments |= {"x": Shape((64, heads, head_dim), dtype), "dt": Shape((64, heads), jnp.float32), "b": b, "c": b}
+        arguments |= {"slots": ids(64), "fresh": Shape((64,), jnp.bool_)}
+        yield f"state_space_dual {heads} x {head_dim} x {state_dim} {jnp.dtype(dtype)}", ops.state_space_dual, arguments
 
 
 def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:

@@ -29,7 +29,7 @@ UNSPLIT |= {
     "granite4-experts",
     "granite-moe",
 }
-UNSPLIT |= {"deepseek-v2", "kimi-k2-style", "moonlight-style"}
+UNSPLIT |= {"deepseek-v2", "kimi-k2-style", "moonlight-style", "granite4-h-tiny", "granite4-h-small", "bamba"}
 """Models that are split over devices as another of their family is, and run on one alone."""
 
 EXPANDED = {"deepseek-v2-lite", "deepseek-v3"}
@@ -39,6 +39,7 @@ SPARSE = {"gpt-oss-20b-style", "deepseek-v3", "granite-moe-shared"}
 """Models whose experts are split over devices in both ways."""
 
 HYBRID = {"qwen3-next", "qwen3-next-some-layers", "qwen3.5", "qwen3.5-moe"}
+HYBRID |= {"granite4-h-tiny", "granite4-h-micro", "granite4-h-small", "granite4-h-all-options", "bamba"}
 """Models with recurrent layers, which have no prefix cache. They run with smaller chunks, too."""
 
 MOST_BYTES = 8192

@@ -20,10 +20,17 @@ from tests.support.quantized import dequantized_checkpoint, plain_checkpoint, qu
 
 
 def tokens(*layouts: str) -> dict[str, dict[str, Any]]:
-    """By layout, the engine's greedy tokens: of dequantized weights on one device, of quantized ones on one and two."""
-    with tempfile.TemporaryDirectory() as directory:
-        plain = plain_checkpoint("qwen3-layer-types", Path(directory) / "plain")
-        return {layout: _tokens(plain, Path(directory), layout) for layout in layouts}
+    """By layout, the engine's greedy tokens: of dequantized weights on one device, of quantized ones on one and two.
+
+    layouts: of a Qwen3; or behind a model's name and a slash of that one.
+    """
+    found = {}
+    for one in layouts:
+        name, _, layout = one.rpartition("/")
+        with tempfile.TemporaryDirectory() as directory:
+            plain = plain_checkpoint(name or "qwen3-layer-types", Path(directory) / "plain")
+            found[one] = _tokens(plain, Path(directory), layout)
+    return found
 
 
 def experts(layout: str) -> dict[str, Any]:

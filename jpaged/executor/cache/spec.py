@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from jpaged.models import Model
-from jpaged.models.states import DeltaState
+from jpaged.models.states import LayerState
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class LayerCache:
 class StateCache:
     """What one layer keeps of a sequence, whatever its length. state: its sizes, on one device. dtype: the model's."""
 
-    state: DeltaState
+    state: LayerState
     dtype: np.dtype[Any]
 
 

@@ -1,6 +1,6 @@
 """States of sequences, for recurrent layers: an array by slot for each.
 
-    arrays    of each such layer: history [slots, width - 1, channels], matrices [slots, heads, key_dim, value_dim]
+    arrays    of each such layer: history [slots, width - 1, channels], matrices [slots, heads, rows, columns]
     slot      a sequence's own, from its admission to its end, in which its other state lives, too (`step/state.py`)
 
 Nothing is allocated, and nothing is cleared: a sequence's first token finds `fresh` set, and its layers begin with
@@ -21,24 +21,23 @@ from jaxtyping import Array, Bool, Int
 from jpaged.executor.cache.paged import Layers, PagedAttention, Pools
 from jpaged.executor.cache.spec import CacheSpec, StateCache
 from jpaged.executor.config import ExecutorConfig
-from jpaged.models.recurrent import Recurrence
+from jpaged.models.recurrence import Recurrence
 from jpaged.models.sharding import MODEL_AXIS
-from jpaged.models.states import DeltaState
-from jpaged.pallas_kernels import gated_delta_rule, short_convolution
+from jpaged.pallas_kernels import gated_delta_rule, short_convolution, state_space_dual
 
 
-class LayerState(NamedTuple):
+class SlotArrays(NamedTuple):
     """What a layer holds of all slots, or the shapes or specs of that.
 
     history: of the model's dtype [slots, width - 1, channels].
-    matrices: float32 [slots, heads, key_dim, value_dim].
+    matrices: float32 [slots, heads, rows, columns].
     """
 
     history: Any
     matrices: Any
 
 
-States = tuple[LayerState, ...]
+States = tuple[SlotArrays, ...]
 
 
 class StateRows(NamedTuple):
@@ -63,7 +62,7 @@ class StateSlots:
     spec: CacheSpec
     config: ExecutorConfig
 
-    states_spec: ClassVar[LayerState] = LayerState(
+    states_spec: ClassVar[SlotArrays] = SlotArrays(
         PartitionSpec(None, None, MODEL_AXIS), PartitionSpec(None, MODEL_AXIS)
     )
 
@@ -76,15 +75,13 @@ class StateSlots:
         return bool(self.layers)
 
     @property
-    def shapes(self) -> tuple[LayerState, ...]:
+    def shapes(self) -> tuple[SlotArrays, ...]:
         """Shapes of the arrays, as trees of `ShapeDtypeStruct`s."""
         slots = self.config.max_num_seqs
         return tuple(
-            LayerState(
+            SlotArrays(
                 jax.ShapeDtypeStruct((slots, layer.state.width - 1, layer.state.channels), layer.dtype),
-                jax.ShapeDtypeStruct(
-                    (slots, layer.state.value_heads, layer.state.key_dim, layer.state.value_dim), jnp.float32
-                ),
+                jax.ShapeDtypeStruct((slots, *layer.state.matrices), jnp.float32),
             )
             for layer in self.layers
         )
@@ -105,7 +102,7 @@ class StateSlots:
         def copied(x: Array) -> Array:
             return x.at[target].set(x.at[source].get(mode="clip"), mode="drop")
 
-        return tuple(LayerState(copied(history), copied(matrices)) for history, matrices in states)
+        return tuple(SlotArrays(copied(history), copied(matrices)) for history, matrices in states)
 
 
 @jax.tree_util.register_dataclass
@@ -113,18 +110,30 @@ class StateSlots:
 class SlotRecurrence(Recurrence):
     """The recurrence of one layer over a step's rows. A call replaces `state` by the updated one."""
 
-    state: LayerState
+    state: SlotArrays
     rows: StateRows
     backend: str | None = field(metadata={"static": True})
 
-    def __call__(
-        self, channels: jax.Array, kernel: jax.Array, log_decay: jax.Array, beta: jax.Array, state: DeltaState
+    def convolve(self, channels: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        held = self.state.history
+        mixed, history = short_convolution(held, channels, kernel, *self.rows, bias=bias, backend=self.backend)
+        self.state = self.state._replace(history=history)
+        return mixed
+
+    def gated_delta_rule(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array
     ) -> jax.Array:
-        (history, matrices), backend = self.state, self.backend
-        channels, history = short_convolution(history, channels, kernel, *self.rows, backend=backend)
-        operands = (*state.split(channels), log_decay, beta)
-        out, matrices = gated_delta_rule(matrices, *operands, *self.rows, backend=backend)
-        self.state = LayerState(history, matrices)
+        operands = q, k, v, log_decay, beta
+        out, matrices = gated_delta_rule(self.state.matrices, *operands, *self.rows, backend=self.backend)
+        self.state = self.state._replace(matrices=matrices)
+        return out
+
+    def state_space_dual(
+        self, x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array
+    ) -> jax.Array:
+        operands = x, dt, a, b, c, d
+        out, matrices = state_space_dual(self.state.matrices, *operands, *self.rows, backend=self.backend)
+        self.state = self.state._replace(matrices=matrices)
         return out
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.executor.cache.paged import Pools
-from jpaged.executor.cache.states import LayerState, States
+from jpaged.executor.cache.states import SlotArrays, States
 from jpaged.executor.mesh import EXCHANGE, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.step.expert_load import counts_shape
@@ -68,7 +68,7 @@ def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
     }
     if setup.states:
         spec = setup.states.states_spec
-        shapes = tuple(LayerState(*map(mesh.split, layer, spec)) for layer in setup.states.shapes)
+        shapes = tuple(SlotArrays(*map(mesh.split, layer, spec)) for layer in setup.states.shapes)
         held["recurrent"] = HeldShapes(shapes, (spec,) * len(shapes))
     if config.one_shot_rows:
         state = initial_all_reduce_state(mesh.size, config.one_shot_rows, model.config.hidden_size, model.dtype)

@@ -1,5 +1,6 @@
 """The families of this package, registered as those from outside it are."""
 
+from jpaged.models.families.bamba import BambaFamily
 from jpaged.models.families.bloom import BloomFamily
 from jpaged.models.families.cohere import COHERE, COHERE2
 from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -50,9 +51,10 @@ _GRANITE = About("Granite 3", "3.0 to 3.3: 2B, 8B", "multipliers of embeddings, 
 _GRANITE_MOE = About("Granite 3 MoE", "3.0, 3.1: 1B-A400M, 3B-A800M", "as Granite 3; experts, one shared or none")
 _GRANITE4 = About(
     "Granite 4",
-    "4.0: Micro, 350M, 1B; not those with Mamba-2 layers (H)",
-    "as Granite 3; joined gate, up; RoPE or none; experts, of which one is shared",
+    "4.0: Micro, 350M, 1B; H-Micro, H-Tiny, H-Small, H-350M, H-1B",
+    "as Granite 3; joined gate, up; RoPE or none; experts, of which one is shared; Mamba-2 in nine layers of ten (H)",
 )
+_BAMBA = About("Bamba", "9B v1, v2", "as Llama; Mamba-2 in most layers; RoPE on half of a head in the others")
 _SMOLLM3 = About("SmolLM3", "3B", "no RoPE in every fourth layer; tied head")
 _GLM = About(
     "GLM-4, 2024", "glm-4-9b-hf, GLM-Edge", "RoPE on half of a head, interleaved; biases of q, k, v; joined gate, up"
@@ -141,6 +143,7 @@ register("GraniteForCausalLM", GRANITE, _GRANITE)
 register("GraniteMoeForCausalLM", GRANITE_MOE, _GRANITE_MOE)
 register("GraniteMoeSharedForCausalLM", GRANITE_MOE_SHARED, _GRANITE_MOE)
 register("GraniteMoeHybridForCausalLM", GRANITE_HYBRID, _GRANITE4)
+register("BambaForCausalLM", BambaFamily(), _BAMBA)
 register("SmolLM3ForCausalLM", SmolLM3Family(), _SMOLLM3)
 register("GlmForCausalLM", GLM, _GLM)
 register("Glm4ForCausalLM", GLM4, _GLM4)

@@ -3,7 +3,7 @@
     GraniteForCausalLM            an MLP in each layer
     GraniteMoeForCausalLM         experts in each layer, chosen by a softmax over the best logits
     GraniteMoeSharedForCausalLM   and a shared expert, or none
-    GraniteMoeHybridForCausalLM   Granite 4: an MLP, or experts and a shared one; RoPE or none. Without Mamba-2 layers
+    GraniteMoeHybridForCausalLM   Granite 4: an MLP, or experts and a shared one; Mamba-2 layers or none; RoPE or none
 
 Checkpoints have one tensor for all experts of a layer.
 """
@@ -16,7 +16,6 @@ from typing import Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.api.errors import UnsupportedModelError, shown
 from jpaged.models.blocks import Decoder, DecoderConfig, Scales, SequentialBlock, decoder_fields
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
@@ -24,14 +23,17 @@ from jpaged.models.experts import Routing, SparseConfig, SparseMLP
 from jpaged.models.layers import Attention, GatedMLP
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
+from jpaged.models.mamba import Mamba2, mamba_pieces
+from jpaged.models.mamba_config import PLAIN_MAMBA, MambaOptions, read_mamba_layers
 from jpaged.models.norms import RMSNorm
+from jpaged.models.states import MambaState
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(DecoderConfig, SparseConfig):
     """attention_scale: multiplies the product of query and key. residual_scale: what layers add to the stream.
     scales: of embeddings and logits.
-    attention_bias, mlp_bias: which products have biases.
+    attention_bias, mlp_bias: which products have biases. mamba: what Mamba-2 layers are like.
     """
 
     attention_scale: float
@@ -39,6 +41,7 @@ class GraniteConfig(DecoderConfig, SparseConfig):
     scales: Scales
     attention_bias: bool
     mlp_bias: bool
+    mamba: MambaOptions
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,6 @@ class GraniteFamily:
         num_experts = 0 if self.kind == "dense" else _num_experts(read)
         shared_size = 0
         if self.kind == "hybrid":
-            _refuse_recurrent_layers(read)
             shared_size = read.integer("shared_intermediate_size", 1024)
             if not num_experts:
                 read = read.with_entries(intermediate_size=shared_size)
@@ -64,6 +66,9 @@ class GraniteFamily:
         fields = decoder_fields(read)
         if self.kind == "hybrid" and read.config.get("position_embedding_type") != "rope":
             fields |= {"ropes": (), "layer_ropes": (None,) * fields["num_layers"]}
+        mamba = PLAIN_MAMBA
+        if self.kind == "hybrid":
+            fields["layer_states"], mamba = read_mamba_layers(read, fields["num_layers"])
         logits_scaling = read.optional_number("logits_scaling")
         routing = Routing(per_token=read.integer("num_experts_per_tok", 2) if num_experts else 1)
         if num_experts:
@@ -83,6 +88,7 @@ class GraniteFamily:
             ),
             attention_bias=read.flag("attention_bias", False),
             mlp_bias=self.kind == "dense" and read.flag("mlp_bias", False),
+            mamba=mamba,
         )
 
     def module(self, config: GraniteConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
@@ -93,21 +99,21 @@ class GraniteFamily:
                 return SparseMLP(config, dtype, rngs, collectives)
             return GatedMLP(config, config.activation, dtype, rngs, bias=config.mlp_bias)
 
+        def mixer(layer: int) -> Attention | Mamba2:
+            state = config.layer_states[layer]
+            if isinstance(state, MambaState):
+                hidden, layers, eps = config.hidden_size, config.num_layers, config.norm_eps
+                return Mamba2(state, hidden, layers, eps, dtype, rngs, collectives, config.mamba)
+            bias = config.attention_bias
+            return Attention(config, layer, dtype, rngs, scale=config.attention_scale, qkv_bias=bias, output_bias=bias)
+
         def block(layer: int) -> SequentialBlock:
             return SequentialBlock(
-                Attention(
-                    config,
-                    layer,
-                    dtype,
-                    rngs,
-                    scale=config.attention_scale,
-                    qkv_bias=config.attention_bias,
-                    output_bias=config.attention_bias,
-                ),
+                mixer(layer),
                 mlp(),
                 attention_norm=norm(),
                 mlp_norm=norm(),
-                rope=config.layer_ropes[layer],
+                rope=None if config.layer_states[layer] else config.layer_ropes[layer],
                 residual_scale=config.residual_scale,
             )
 
@@ -120,8 +126,12 @@ class GraniteFamily:
             theirs, ours = f"model.layers.{i}", f"layers.{i}"
             attention = f"{ours}.attention"
             yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
-            yield from pieces.separate_qkv(f"{theirs}.self_attn", attention, config, bias=bias)
-            yield from pieces.output_projection(f"{theirs}.self_attn.o_proj", attention, config, bias=bias)
+            state = config.layer_states[i]
+            if isinstance(state, MambaState):
+                yield from mamba_pieces(f"{theirs}.mamba", attention, hidden, state, config.mamba)
+            else:
+                yield from pieces.separate_qkv(f"{theirs}.self_attn", attention, config, bias=bias)
+                yield from pieces.output_projection(f"{theirs}.self_attn.o_proj", attention, config, bias=bias)
             yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
             yield from self._mlp(theirs, f"{ours}.mlp", config)
         yield pieces.norm("model.norm", "norm", hidden)
@@ -155,13 +165,6 @@ def _shared(theirs: str, ours: str, hidden: int, inner: int) -> Iterator[Piece]:
 def _num_experts(read: ConfigReader) -> int:
     """0 is a number of experts here."""
     return 0 if read.config.get("num_local_experts") == 0 else read.integer("num_local_experts", 8)
-
-
-def _refuse_recurrent_layers(read: ConfigReader) -> None:
-    """Raises UnsupportedModelError: there are Mamba-2 layers, which config.json's default is."""
-    kinds = read.config.get("layer_types") or read.config.get("layers_block_type") or ["mamba"]
-    if not isinstance(kinds, list | tuple) or any(kind not in ("attention", "full_attention") for kind in kinds):
-        raise UnsupportedModelError(f"config.json: layer_types {shown(kinds)} are not supported, only attention.")
 
 
 GRANITE = GraniteFamily("granite", "dense")

@@ -16,13 +16,13 @@ from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
 from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
+from jpaged.models.delta_net import GatedDeltaNet, delta_net_pieces
 from jpaged.models.experts import Routing, SparseConfig, feed_forward
 from jpaged.models.family import TEXT_PART_NAMES
 from jpaged.models.layers import Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import OnePlusRMSNorm
-from jpaged.models.recurrent import GatedDeltaNet, delta_net_pieces
 from jpaged.models.rope import parse_rope
 from jpaged.models.states import DeltaState
 
@@ -105,7 +105,7 @@ class QwenHybridFamily:
         def block(layer: int) -> SequentialBlock:
             state = config.layer_states[layer]
             mlp = feed_forward(config, layer, dtype, rngs, collectives)
-            if state is not None:
+            if isinstance(state, DeltaState):
                 delta = GatedDeltaNet(state, hidden, config.num_layers, eps, dtype, rngs)
                 return SequentialBlock(delta, mlp, attention_norm=norm(), mlp_norm=norm(), rope=None)
             attention = Attention(config, layer, dtype, rngs, qkv_bias=bias, output_bias=bias, gated=True)
@@ -122,11 +122,11 @@ class QwenHybridFamily:
         for i in range(config.num_layers):
             theirs, ours, state = f"model.layers.{i}", f"layers.{i}", config.layer_states[i]
             yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
-            if state is None:
-                yield from _attention(f"{theirs}.self_attn", ours, config)
-            else:
+            if isinstance(state, DeltaState):
                 delta = f"{theirs}.linear_attn", f"{ours}.attention"
                 yield from delta_net_pieces(*delta, hidden, state, joined=config.joined)
+            else:
+                yield from _attention(f"{theirs}.self_attn", ours, config)
             yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
             if config.dense_layers[i]:
                 yield from pieces.gate_and_up(f"{theirs}.mlp", f"{ours}.mlp", config)

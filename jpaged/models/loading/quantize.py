@@ -67,8 +67,8 @@ def quantize_checkpoint(
         InvalidParameterError: the scheme does not exist, or an option is out of range or not for it, or something is in
             `out` already.
         ModelNotFoundError: there is no such model.
-        UnsupportedModelError: it is quantized, has recurrent layers or all experts in one tensor, stores its weights
-            transposed (GPT-2), has layers whose sizes the scheme cannot store, or experts and is to be calibrated.
+        UnsupportedModelError: it is quantized, has all experts in one tensor, stores its weights transposed (GPT-2),
+            has layers whose sizes the scheme cannot store, or experts or recurrent layers and is to be calibrated.
         CheckpointError: a tensor is missing, damaged or not finite.
         OutputError: `out` cannot be written, for want of space for example.
     What was begun is removed when anything fails.
@@ -115,11 +115,6 @@ class _Plan:
         source = read_json(directory / "config.json")
         _check_plain(directory, source)
         plain = ModelConfig.from_directory(directory)
-        if plain.is_hybrid:
-            raise UnsupportedModelError(
-                f"{plain.architecture}: models with recurrent layers are not supported in scheme {scheme!r}, nor in any"
-                " other; serve the checkpoint as it is."
-            )
         # Online, those layers are quantized that are to be here.
         model = build(ModelConfig.from_directory(directory, quantization="fp8"))
         self._stored = find_tensors(directory)
@@ -141,6 +136,11 @@ class _Plan:
         if model.config.num_experts:
             raise UnsupportedModelError(
                 f"{model.config.architecture}: mixtures of experts are not supported with calibration; leave it out."
+            )
+        if model.config.is_hybrid:
+            raise UnsupportedModelError(
+                f"{model.config.architecture}: models with recurrent layers are not supported with calibration; leave"
+                " it out."
             )
         for piece in model.pieces:
             found = re.match(r"layers\.(\d+)\.", piece.parameter)

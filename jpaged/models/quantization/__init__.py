@@ -33,7 +33,8 @@ def quantize(
 ) -> tuple[dict[str, LinearLayout], frozenset[str]]:
     """Puts the scheme's layers in the place of a module's `Linear`s and experts, except for embeddings and heads.
 
-    Online, those are quantized that tensor parallelism splits: the products of attention and MLPs.
+    Online, those are quantized that tensor parallelism splits: the products of attention and MLPs, and of recurrent
+    layers with what is one layer with these in checkpoints.
 
     pieces: of the whole model's checkpoint, whose names say which layers the scheme covers.
     shards: of the model; the module is one of them.
@@ -93,7 +94,7 @@ def _check_split(scheme: Scheme, layout: LinearLayout, shards: int) -> None:
 
 
 def _covers(scheme: Scheme, layout: LinearLayout, name: str, pieces: list[Piece]) -> bool:
-    if scheme.online and layout.shard_axis is None:
+    if scheme.online and layout.shard_axis is None and not layout.joined:
         return False
     layers = [stored_layer(piece, layout) for piece in pieces]
     covered = {layer.name: scheme.modules.covers(layer.name) for layer in layers}

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
+from jpaged.pallas_kernels.common.segments import Operands, by_length
 from jpaged.pallas_kernels.registry import Op, is_hopper
 
 STEP = Op("gated_delta_step", __package__, also={"triton": is_hopper})
@@ -81,11 +82,11 @@ def gated_delta_rule(
         return step(states, q, k, v, log_decay, beta, slots, fresh)
     check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
     chunks = CHUNKS.pick(backend, states, q, query_starts).run
-    starts, lengths = query_starts[:-1], query_starts[1:] - query_starts[:-1]
-    out, states = chunks(
-        states, q, k, v, log_decay, beta, jnp.where(lengths > 1, slots, num_slots), fresh, query_starts
-    )
-    alone = lengths == 1
-    of_row = [x[jnp.minimum(starts, tokens - 1)] for x in (q, k, v, log_decay, beta)]
-    stepped, states = step(states, *of_row, jnp.where(alone, slots, num_slots), fresh)
-    return out.at[jnp.where(alone, starts, tokens)].set(stepped, mode="drop"), states
+
+    def by_chunks(states: jax.Array, of_tokens: Operands, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return chunks(states, *of_tokens, slots, fresh, query_starts)
+
+    def by_steps(states: jax.Array, of_rows: Operands, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return step(states, *of_rows, slots, fresh)
+
+    return by_length(by_chunks, by_steps, states, (q, k, v, log_decay, beta), slots, query_starts)

@@ -1,6 +1,6 @@
 """A causal convolution of a few taps over each channel, and SiLU: the contract.
 
-    out[t] = silu(sum over d of kernel[width - 1 - d] * x[t - d])        d = 0 .. width - 1, within the sequence
+    out[t] = silu(bias + sum over d of kernel[width - 1 - d] * x[t - d])        d = 0 .. width - 1, in the sequence
 
 What a row's first tokens need of the tokens before them lives in a slot: the sequence's last width - 1 inputs.
 """
@@ -22,6 +22,7 @@ def short_convolution(
     fresh: jax.Array,
     query_starts: jax.Array | None = None,
     *,
+    bias: jax.Array | None = None,
     backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Convolves tokens of several sequences, and updates their histories; in place when the caller's jit donates them.
@@ -33,6 +34,7 @@ def short_convolution(
         x: [T, channels], of history's dtype.
         kernel: [width, channels], of history's dtype; the last tap meets the token itself.
         slots, fresh, query_starts: as of `gated_delta_rule`; what comes before a fresh row is zeros.
+        bias: [channels], of history's dtype; None for none.
         backend: None (by device) or "xla".
     Returns:
         out [T, channels] of x's dtype, where tokens of no row hold anything; and the histories.
@@ -47,6 +49,8 @@ def short_convolution(
     tokens = x.shape[0]
     check.check_like("x", x, "T, channels", (tokens, channels), "history", history.dtype)
     check.check_like("kernel", kernel, "width, channels", (before + 1, channels), "history", history.dtype)
+    if bias is not None:
+        check.check_like("bias", bias, "channels", (channels,), "history", history.dtype)
     check.check_int32("slots", slots, "R", (tokens if query_starts is None else None,))
     rows = slots.shape[0]
     check.check_array("fresh", fresh, jnp.bool_, "R", (rows,))
@@ -55,4 +59,4 @@ def short_convolution(
     run = OP.pick(backend, history).run
     if not tokens or not rows or not num_slots:
         return jnp.zeros_like(x), history
-    return run(history, x, kernel, slots, fresh, query_starts)
+    return run(history, x, kernel, slots, fresh, query_starts, bias)

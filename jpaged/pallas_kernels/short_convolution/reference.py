@@ -12,6 +12,7 @@ def short_convolution(
     slots: jax.Array,
     fresh: jax.Array,
     query_starts: jax.Array | None,
+    bias: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`short_convolution` of the package, checked."""
     num_slots, before, _ = history.shape
@@ -22,7 +23,7 @@ def short_convolution(
     if query_starts is None:
         inputs = jnp.concatenate([held, x[:, None]], axis=1)  # [R, width, channels]
         total = jnp.sum(inputs.astype(jnp.float32) * kernel.astype(jnp.float32), axis=1)
-        return _silu(total).astype(x.dtype), history.at[written].set(inputs[:, 1:], mode="drop")
+        return _activated(total, bias).astype(x.dtype), history.at[written].set(inputs[:, 1:], mode="drop")
     starts, lengths = query_starts[:-1], query_starts[1:] - query_starts[:-1]
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.minimum(jnp.sum(token[:, None] >= query_starts[None, 1:], axis=1, dtype=jnp.int32), rows - 1)
@@ -39,16 +40,18 @@ def short_convolution(
     old = jnp.take_along_axis(held, jnp.clip(index + before, 0, before - 1)[..., None], axis=1)
     last = jnp.where((index >= 0)[..., None], own, old)
     written = jnp.where(lengths > 0, written, num_slots)
-    return _silu(total).astype(x.dtype), history.at[written].set(last, mode="drop")
+    return _activated(total, bias).astype(x.dtype), history.at[written].set(last, mode="drop")
 
 
-def convolved_sequences(x: jax.Array, kernel: jax.Array, position: jax.Array) -> jax.Array:
+def convolved_sequences(
+    x: jax.Array, kernel: jax.Array, position: jax.Array, bias: jax.Array | None = None
+) -> jax.Array:
     """The short convolution over whole sequences. It is differentiable.
 
     x: [T, channels]. kernel: [width, channels]. position: int32 [T], of each token in its sequence, whose tokens are
-    consecutive. Returns [T, channels].
+    consecutive. bias: [channels], or None. Returns [T, channels].
     """
-    return _silu(within_rows(x, kernel, position)).astype(x.dtype)
+    return _activated(within_rows(x, kernel, position), bias).astype(x.dtype)
 
 
 def within_rows(x: jax.Array, kernel: jax.Array, position: jax.Array) -> jax.Array:
@@ -62,5 +65,7 @@ def within_rows(x: jax.Array, kernel: jax.Array, position: jax.Array) -> jax.Arr
     return total
 
 
-def _silu(x: jax.Array) -> jax.Array:
-    return x * jax.nn.sigmoid(x)
+def _activated(total: jax.Array, bias: jax.Array | None) -> jax.Array:
+    if bias is not None:
+        total = total + bias.astype(jnp.float32)
+    return total * jax.nn.sigmoid(total)

@@ -96,6 +96,21 @@ def test_weights_are_those_of_the_published_layout_to_the_bit(layout, plain, tmp
     assert ours[0].num_bytes < 0.6 * model.num_bytes
 
 
+@pytest.mark.parametrize("layout", ["fp8-blocks", "awq"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3.5", "qwen3-next"])
+def test_so_are_those_of_recurrent_layers(layout, name, tmp_path):
+    """Whose products are joined of parts of one tensor, or of several."""
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} if name == "qwen3-next" else {}
+    source = plain_checkpoint(name, tmp_path / "plain", **sizes)
+    ours = load(quantized_checkpoint(source, tmp_path / "quantized", layout))
+    model, weights = load(dequantized_checkpoint(source, tmp_path / "dequantized", layout))
+    found = dequantized(*ours)
+    inputs = {"attention.zx", "attention.bc", "attention.dt_in"} if name == "bamba" else {"attention.qkvz"}
+    assert inputs | {"attention.out"} <= {name.split(".", 2)[2] for name in ours[0].quantized}
+    for parameter, expected in zip(model.parameter_names, weights, strict=True):
+        np.testing.assert_array_equal(found[parameter], np.asarray(expected), err_msg=parameter)
+
+
 @partial(jax.jit, static_argnums=0)
 def next_tokens(model: models.Model, weights: models.Weights, tokens: jax.Array) -> jax.Array:
     positions = jnp.arange(tokens.size, dtype=jnp.int32)
@@ -161,7 +176,9 @@ def test_online_each_output_has_a_scale_and_is_rounded_to_the_nearest(plain):
         assert np.all(np.abs(found[name] - expected) <= np.maximum(np.abs(expected) / 16, largest / 448 / 1024) * 1.001)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt-350m-style", "falcon-7b-style", "phi3-window", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "opt-350m-style", "falcon-7b-style", "phi3-window", "bloom", "qwen3.5", "granite4-h-all-options"]
+)
 def test_online_other_families_keep_their_layout(name, tmp_path):
     directory = write_tiny_model(tiny_model(name), tmp_path / name, use_torch=False)
     model, weights = load(directory, "fp8")

@@ -109,6 +109,22 @@ def test_a_quantized_checkpoint_is_read_as_the_formula_has_it_and_generates(
         assert all(0 <= token < VOCAB_SIZE for token in output.token_ids)
 
 
+@pytest.mark.parametrize(("name", "scheme"), [("bamba", "fp8-block"), ("qwen3.5", "int4")])
+def test_recurrent_layers_are_quantized_too(name: str, scheme: str, tmp_path: Path) -> None:
+    source = plain_checkpoint(name, tmp_path / "source", **SIZES[scheme])
+    quantize_checkpoint(source, tmp_path / "out", scheme)
+    tensors = read_tensors(source / "model.safetensors")
+    layers = {one for one in tensors if "_proj" in one and one.endswith(".weight")}
+    (tmp_path / "expected").mkdir()
+    shutil.copy(source / "config.json", tmp_path / "expected")
+    made = {one: dequantized_by_formula(scheme, x) if one in layers else x for one, x in tensors.items()}
+    write_tensors(tmp_path / "expected" / "model.safetensors", made)
+    ours, theirs = dequantized(*load(tmp_path / "out")), dequantized(*load(tmp_path / "expected"))
+    assert ours.keys() == theirs.keys()
+    for parameter, array in theirs.items():
+        np.testing.assert_array_equal(ours[parameter], array, err_msg=parameter)
+
+
 def test_what_stays_as_it_is_keeps_its_bytes_and_type_and_all_tensors_are_aligned(plain: Path, tmp_path: Path) -> None:
     source = stored_as(plain, tmp_path / "source", BF16)
     quantize_checkpoint(source, tmp_path / "out", "fp8")
@@ -184,9 +200,6 @@ def test_models_and_schemes_that_cannot_be_quantized_are_named(plain: Path, tmp_
     for source, scheme, words in refused:
         with pytest.raises(UnsupportedModelError, match=words):
             quantize_checkpoint(source, tmp_path / "out", scheme)
-    hybrid = write_tiny_model(tiny_model("qwen3-next"), tmp_path / "hybrid", use_torch=False)
-    with pytest.raises(UnsupportedModelError, match="recurrent layers are not supported in scheme 'int4', nor in any"):
-        quantize_checkpoint(hybrid, tmp_path / "out", "int4")
     with pytest.raises(InvalidParameterError, match="scheme must be one of fp8, fp8-block, int4, got 'int3'"):
         quantize_checkpoint(plain, tmp_path / "out", "int3")
     with pytest.raises(InvalidParameterError, match="shard_bytes must be at least 1"):

@@ -10,7 +10,7 @@ from jpaged.pallas_kernels.short_convolution.reference import convolved_sequence
 NUM_SLOTS, CHANNELS = 6, 10
 
 
-def exact(history, x, kernel, slots, fresh, lengths):
+def exact(history, x, kernel, slots, fresh, lengths, bias=0.0):
     history, x, kernel = (np.array(a, np.float64) for a in (history, x, kernel))
     before, out, t = len(kernel) - 1, np.zeros_like(x), 0
     for slot, is_fresh, length in zip(slots, fresh, lengths, strict=True):
@@ -18,7 +18,7 @@ def exact(history, x, kernel, slots, fresh, lengths):
         held = history[slot] if live and not is_fresh else np.zeros((before, x.shape[1]))
         inputs = np.concatenate([held, x[t : t + length]])
         for i in range(length):
-            total = (inputs[i : i + before + 1] * kernel).sum(0)
+            total = (inputs[i : i + before + 1] * kernel).sum(0) + bias
             out[t + i] = total / (1 + np.exp(-total))
         t += length
         if live and length:
@@ -38,8 +38,10 @@ def test_rows_go_on_from_what_their_slots_hold(width, lengths):
     slots = np.array([3, 1, 5, 0, NUM_SLOTS][:rows], np.int32)
     fresh = slots == 1
     starts = None if lengths is None else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    out, left = short_convolution(history, x, kernel, slots, fresh, starts)
-    right, right_left, count = exact(history, x, kernel, slots, fresh, lengths or [1] * rows)
+    bias = rng.standard_normal(CHANNELS).astype(np.float32) if width == 4 else None
+    out, left = short_convolution(history, x, kernel, slots, fresh, starts, bias=bias)
+    added = 0.0 if bias is None else bias
+    right, right_left, count = exact(history, x, kernel, slots, fresh, lengths or [1] * rows, added)
     np.testing.assert_allclose(out[:count], right[:count], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(left, right_left.astype(np.float32))
 
@@ -49,8 +51,9 @@ def test_whole_sequences_begin_with_zeros():
     x, kernel = (rng.standard_normal((n, CHANNELS)).astype(np.float32) for n in (12, 4))
     lengths = [5, 1, 6]
     position = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
-    right, _, _ = exact(np.zeros((NUM_SLOTS, 3, CHANNELS)), x, kernel, range(3), [True] * 3, lengths)
-    np.testing.assert_allclose(convolved_sequences(x, kernel, position), right, rtol=1e-5, atol=1e-6)
+    bias = rng.standard_normal(CHANNELS).astype(np.float32)
+    right, _, _ = exact(np.zeros((NUM_SLOTS, 3, CHANNELS)), x, kernel, range(3), [True] * 3, lengths, bias)
+    np.testing.assert_allclose(convolved_sequences(x, kernel, position, bias), right, rtol=1e-5, atol=1e-6)
 
 
 def test_sums_of_16_bits_are_rounded_once():
@@ -69,6 +72,7 @@ def test_sums_of_16_bits_are_rounded_once():
         ({"x": np.zeros((4, 9), np.float32)}, "x must be"),
         ({"history": np.zeros((NUM_SLOTS, 0, CHANNELS), np.float32)}, "history must keep one input"),
         ({"kernel": np.zeros((3, CHANNELS), np.float32)}, "kernel must be"),
+        ({"bias": np.zeros((9,), np.float32)}, "bias must be"),
         ({"slots": np.zeros((4,), np.float32)}, "slots must be int32"),
         ({"fresh": np.zeros((5,), bool)}, "fresh .* must have R = 4"),
     ],

@@ -1,16 +1,10 @@
-"""Layers that keep a state of each sequence instead of its tokens: the gated delta net (Yang et al. 2024,
-arXiv:2412.06464), as Qwen3-Next and Qwen3.5 have it.
+"""The gated delta net (Yang et al. 2024, arXiv:2412.06464), as Qwen3-Next and Qwen3.5 have it.
 
-    x --qkvz-> queries, keys, values --short convolution--> the gated delta rule --norm, times silu(z)--> out
-      --ba---> beta = sigmoid(b), log_decay = -exp(a_log) softplus(a + dt_bias)
-
-What such a layer calls instead of attention is a `Recurrence`, which knows where the states are. A family says in
-`ModelConfig.layer_states` which layers have one.
+x --qkvz-> queries, keys, values --short convolution--> the gated delta rule --norm, times silu(z)--> out
+  --ba---> beta = sigmoid(b), log_decay = -exp(a_log) softplus(a + dt_bias)
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,54 +16,8 @@ from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Part, Piece
 from jpaged.models.norms import HeadNorms, Norm, RMSNorm
 from jpaged.models.parameters import Constant, Normal, parameter
+from jpaged.models.recurrence import Recurrence, recurrence_of
 from jpaged.models.states import DeltaState
-from jpaged.pallas_kernels.gated_delta_rule.reference import gated_delta_sequences
-from jpaged.pallas_kernels.short_convolution.reference import convolved_sequences
-
-
-class Recurrence:
-    """The contract of what a recurrent layer calls; the caller decides where states live."""
-
-    def __call__(
-        self, channels: jax.Array, kernel: jax.Array, log_decay: jax.Array, beta: jax.Array, state: DeltaState
-    ) -> jax.Array:
-        """The short convolution, and the gated delta rule of what it gives (`pallas_kernels`).
-
-        channels: [T, state.channels], as `DeltaState.split` takes them. kernel: [width, state.channels].
-        log_decay, beta: float32 [T, heads].
-        Returns [T, heads, value_dim].
-        """
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class WholeSequences(Recurrence):
-    """Over whole sequences, without slots: for training and for tests, as `dense_causal_attend` is.
-
-    segment_ids: int32 [T], as of that; None for one sequence.
-    """
-
-    segment_ids: jax.Array | None = None
-
-    def __call__(
-        self, channels: jax.Array, kernel: jax.Array, log_decay: jax.Array, beta: jax.Array, state: DeltaState
-    ) -> jax.Array:
-        index = jnp.arange(channels.shape[0], dtype=jnp.int32)
-        ids = jnp.zeros_like(index) if self.segment_ids is None else self.segment_ids
-        begins = jnp.concatenate([jnp.ones((1,), bool), ids[1:] != ids[:-1]])
-        position = index - jax.lax.cummax(jnp.where(begins, index, 0))
-        row = jnp.cumsum(begins, dtype=jnp.int32)
-        return gated_delta_sequences(
-            *state.split(convolved_sequences(channels, kernel, position)), log_decay, beta, row
-        )
-
-
-def recurrence_of(attend: Attend | Recurrence) -> Recurrence:
-    """What a recurrent layer calls, given what its model was called with."""
-    if isinstance(attend, Recurrence):
-        return attend
-    bound: dict[str, Any] = getattr(attend, "keywords", {})  # of a functools.partial
-    return WholeSequences(bound.get("segment_ids"))
 
 
 class GatedRMSNorm(RMSNorm):
@@ -129,13 +77,10 @@ class GatedDeltaNet(nnx.Module):
         channels, z = jnp.split(qkvz, [kernel.shape[2]], axis=-1)
         b, a = jnp.split(ba, 2, axis=-1)
         log_decay = -jnp.exp(self.a_log[...]) * jax.nn.softplus(a + self.dt_bias[...])
-        y = recurrence_of(attend)(
-            channels.reshape(tokens, -1),
-            kernel.reshape(kernel.shape[0], -1),
-            log_decay.reshape(tokens, -1),
-            jax.nn.sigmoid(b).reshape(tokens, -1),
-            state,
-        )
+        recurrence = recurrence_of(attend)
+        mixed = recurrence.convolve(channels.reshape(tokens, -1), kernel.reshape(kernel.shape[0], -1))
+        gates = log_decay.reshape(tokens, -1), jax.nn.sigmoid(b).reshape(tokens, -1)
+        y = recurrence.gated_delta_rule(*state.split(mixed), *gates)
         return self.out.partial_sum(self.norm.gated(y, z.reshape(y.shape)), backend)
 
 
