@@ -65,13 +65,16 @@ def _tokens(plain: Path, directory: Path, layout: str, *further: str) -> dict[st
 
 
 def fp8_cache() -> dict[str, Any]:
-    """Greedy tokens with keys and values in FP8, on one device and on two."""
+    """Greedy tokens with keys and values in FP8, and their scales, on one device, on two and on four."""
     with tempfile.TemporaryDirectory() as directory, greedy_programs():
-        args = replace(ARGS, model=str(plain_checkpoint("qwen3-layer-types", Path(directory))), kv_cache_dtype="fp8")
-        return {
-            "one": _run(LLMEngine(args)),
-            "two": _run(LLMEngine(replace(args, tensor_parallel_size=2))),
-        }
+        args = replace(
+            ARGS,
+            model=str(plain_checkpoint("qwen3-layer-types", Path(directory))),
+            kv_cache_dtype="fp8",
+            calculate_kv_scales=True,
+        )
+        engines = [LLMEngine(replace(args, tensor_parallel_size=number)) for number in (1, 2, 4)]
+        return {"tokens": [_run(one) for one in engines], "scales": [one.startup.config.kv_scales for one in engines]}
 
 
 def shards_equal_the_whole(*layouts: str) -> list[str]:

@@ -31,10 +31,14 @@ def test_experts_whose_groups_do_not_divide_give_the_tokens_of_one_device_on_two
     assert len({token for tokens in found["1"] for token in tokens}) > 8, "a text that wanders"
 
 
-def test_keys_and_values_in_fp8_give_the_same_tokens_on_two_devices():
+def test_keys_and_values_in_fp8_have_the_same_scales_and_give_the_same_tokens_on_two_and_four_devices():
     found = call_with_eight_devices(f"{RUNS}:fp8_cache")
-    assert found["one"] == found["two"]
-    assert len({token for tokens in found["one"] for token in tokens}) > 8, "a text that wanders"
+    one, *others = found["tokens"]
+    assert others == [one, one]
+    scales, *others = found["scales"]
+    assert others == [scales, scales]
+    assert all(scale != 1 for of_layer in scales for scale in of_layer)
+    assert len({token for tokens in one for token in tokens}) > 8, "a text that wanders"
 
 
 def test_shards_side_by_side_are_the_whole_parameters():
