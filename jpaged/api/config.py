@@ -24,7 +24,7 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 RerankerName = Literal["qwen3"]
-Quantization = Literal["fp8", "awq", "compressed-tensors", "fbgemm_fp8", "gptq", "mxfp4", "none"]
+Quantization = Literal["fp8", "awq", "compressed-tensors", "fbgemm_fp8", "gptq", "modelopt", "mxfp4", "none"]
 
 _FREE = {"free": True}
 """Marks a field whose value may differ between engines that use one runner (`EngineArgs.differs_from`)."""

@@ -143,7 +143,8 @@ class ModelConfig:
         path: str | Path, max_model_len: int | None = None, quantization: str | None = None
     ) -> "ModelConfig":
         """Reads config.json, the end-of-text tokens of generation_config.json where there is one, and, when
-        config.json does not tell the type of the weights, that of the first weight.
+        config.json does not tell the type of the weights, that of the first weight; and what ModelOpt's
+        hf_quant_config.json says of quantization, when config.json says nothing.
 
         max_model_len, quantization: as of `from_dict`.
         """
@@ -161,6 +162,10 @@ class ModelConfig:
                 config["eos_token_id"] = eos
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["torch_dtype"] = _stored_dtype(path)
+        if not config.get("quantization_config") and (path / "hf_quant_config.json").is_file():  # ModelOpt's
+            apart = read_json(path / "hf_quant_config.json").get("quantization")
+            if isinstance(apart, dict) and apart.get("quant_algo"):  # else of keys and values alone
+                config["quantization_config"] = {"quant_method": "modelopt"} | apart
         return ModelConfig.from_dict(config, max_model_len, quantization)
 
     def saved_as(self, dtype: str) -> dict[str, Any]:

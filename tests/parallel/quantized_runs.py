@@ -37,14 +37,15 @@ def experts(layout: str) -> dict[str, Any]:
 def padded_experts(layout: str) -> dict[str, Any]:
     """Greedy tokens by number of devices, of experts whose groups that share a scale the devices do not divide.
 
-    layout: "mxfp4" for gpt-oss, whose experts have five groups of 32 columns; else of a Qwen3-MoE with three of 128.
+    layout: "mxfp4" for gpt-oss, whose experts have five groups of 32 columns; else of a Qwen3-MoE with three groups.
     """
     with tempfile.TemporaryDirectory() as directory, greedy_programs():
         if layout == "mxfp4":
             config = test_mxfp4.CONFIG | {"intermediate_size": 160, "num_key_value_heads": 4}
             source = test_mxfp4.write(Path(directory) / layout, test_mxfp4.stored_tensors(config)[0], config)
         else:
-            sizes = {"moe_intermediate_size": 384, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1}
+            inner = 384 if layout == "fp8-blocks" else 96
+            sizes = {"moe_intermediate_size": inner, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1}
             plain = plain_checkpoint("qwen3-moe", Path(directory) / "plain", **sizes)
             source = quantized_checkpoint(plain, Path(directory) / layout, layout)
         args = replace(ARGS, model=str(source))

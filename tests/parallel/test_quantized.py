@@ -12,7 +12,7 @@ RUNS = "tests.parallel.quantized_runs"
 
 
 def test_two_devices_give_the_tokens_of_one_and_of_dequantized_weights():
-    for found in call_with_eight_devices(f"{RUNS}:tokens", "fp8-blocks", "awq").values():
+    for found in call_with_eight_devices(f"{RUNS}:tokens", "fp8-blocks", "awq", "nvfp4").values():
         assert found["one"] == found["two"] == found["exact"]
         assert len({token for tokens in found["one"] for token in tokens}) > 8, "a text that wanders"
 
@@ -23,7 +23,7 @@ def test_experts_in_4_bits_give_the_same_tokens_split_by_columns_and_by_experts(
     assert len({token for tokens in found["one"] for token in tokens}) > 8, "a text that wanders"
 
 
-@pytest.mark.parametrize("layout", ["mxfp4", "fp8-blocks"])
+@pytest.mark.parametrize("layout", ["mxfp4", "fp8-blocks", "nvfp4"])
 def test_experts_whose_groups_do_not_divide_give_the_tokens_of_one_device_on_two_and_four(layout):
     """gpt-oss-20b's on four devices, 720 columns each; Qwen3-30B-A3B's in blocks, 192 each."""
     found = call_with_eight_devices(f"{RUNS}:padded_experts", layout)

@@ -22,6 +22,7 @@ _TYPES = {
     np.dtype(np.float16): "F16",
     np.dtype(ml_dtypes.bfloat16): "BF16",
     E4M3: "F8_E4M3",
+    np.dtype(np.uint8): "U8",
     np.dtype(np.int32): "I32",
     np.dtype(np.int64): "I64",
 }
@@ -217,7 +218,54 @@ def _packed(weight: np.ndarray, *, symmetric: bool, act_order: bool = False) -> 
     return tensors | ({} if index is None else {"weight_g_idx": index}), whole
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def _nvfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32, np.ndarray]:
+    """Bytes [out, in / 2], scales in e4m3 [out, in / 16], what they are divided by, and what that stands for."""
+    outputs = len(weight)
+    outer = np.float32(448 * 6 / np.abs(weight).max())
+    groups = weight.reshape(outputs, -1, 16)
+    scale = (np.abs(groups).max(axis=2) / 6 * outer).astype(E4M3)
+    scale[0, 0] = 0  # of weights that are too small
+    wide = np.repeat(scale.astype(np.float32) / outer, 16, axis=1)
+    parts = np.divide(np.abs(weight), wide, out=np.zeros_like(weight), where=wide > 0)
+    nearest = np.abs(parts[..., None] - E2M1).argmin(axis=-1)
+    bits = (nearest + 8 * (weight < 0)).astype(np.uint8)
+    whole = np.where(weight < 0, -E2M1[nearest], E2M1[nearest]) * wide
+    return bits[:, ::2] | bits[:, 1::2] << 4, scale, outer, whole
+
+
+def _compressed_nvfp4(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    packed, scale, outer, whole = _nvfp4(weight)
+    tensors = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": outer.reshape(1)}
+    return tensors | {"input_global_scale": np.full(1, 50.0, np.float32)}, whole
+
+
+def _modelopt_nvfp4(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    """Its scale of a tensor is the inverse, and so is that of what compressed-tensors makes of it."""
+    packed, scale, outer, _ = _nvfp4(weight)
+    inverse = np.float32(1) / outer
+    bits = np.stack([packed & 15, packed >> 4], axis=-1).reshape(weight.shape)
+    wide = np.repeat(scale.astype(np.float32) / (np.float32(1) / inverse), 16, axis=1)
+    whole = np.concatenate([E2M1, -E2M1])[bits] * wide
+    of_input = {"input_scale": np.full((), 0.02, np.float32)}
+    return {"weight": packed, "weight_scale": scale, "weight_scale_2": inverse.reshape(())} | of_input, whole
+
+
+def _modelopt_fp8(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    tensors, whole = _fp8_tensor(weight)
+    return {name: one.reshape(()) if one.size == 1 else one for name, one in tensors.items()}, whole
+
+
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+_NVFP4 = _INT4 | {"type": "float", "strategy": "tensor_group", "group_size": 16}
+_MODELOPT = {
+    "quant_method": "modelopt",
+    "ignore": ["*lm_head", "model.embed*"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.37.0"},
+}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 
 PUBLISHED: dict[str, Published] = {
@@ -262,4 +310,7 @@ PUBLISHED: dict[str, Published] = {
         _compressed(_INT4 | {"symmetric": False, "actorder": "group"}, None, "pack-quantized"),
         lambda weight: _packed(weight, symmetric=False, act_order=True),
     ),
+    "nvfp4": Published(_compressed(_NVFP4, _NVFP4 | {"dynamic": "local"}, "nvfp4-pack-quantized"), _compressed_nvfp4),
+    "modelopt-nvfp4": Published(_MODELOPT | {"quant_algo": "NVFP4"}, _modelopt_nvfp4),
+    "modelopt-fp8": Published(_MODELOPT | {"quant_algo": "FP8"}, _modelopt_fp8),
 }

@@ -9,6 +9,7 @@ scheme.py               what a scheme declares
 layers.py               what quantized layers have in common
 fp8.py                  layers that keep FP8                 fp8_weights.py, compressed_tensors.py   checkpoints
     int4.py                 layers that keep 4 bits              packed_weights.py, compressed_tensors.py
+    nvfp4.py                layers that keep NVFP4               compressed_tensors.py, modelopt.py
     grouped.py              those of experts, in either
 """
 

@@ -1,8 +1,9 @@
 """Experts' linear layers that keep 8 or 4 bits.
 
     kernel    e4m3 [E, *outputs, inputs], or uint8 [E, *outputs, inputs / 2]
-    scale     [E, *outputs, G]     of each output of each expert, of each group of inputs
-    zero      uint8 likewise       of 4-bit checkpoints whose groups have zero points
+    scale     [E, *outputs, G]           of each output of each expert, of each group of inputs
+    zero      uint8 likewise             of 4-bit checkpoints whose groups have zero points
+    outer     float32 [E, *outputs, 1]   of NVFP4
 
 Only weights are in fewer bits: `pallas_kernels.quantized_grouped_product` widens them as it reads them.
 """
@@ -27,13 +28,15 @@ from jpaged.pallas_kernels.quantized_grouped_product.api import Form
 @dataclass(frozen=True)
 class Values:
     """What weights are. form, group: as of `pallas_kernels.quantized_grouped_product`. dtype: of the array that has
-    them. start: of random ones. zero_points: groups have some."""
+    them. start: of random ones. zero_points: groups have some. outer: what those of NVFP4 start from; None for other
+    forms."""
 
     form: Form
     group: int | None
     dtype: Any
     start: Start
     zero_points: bool = False
+    outer: float | None = None
 
     @property
     def each(self) -> int:
@@ -62,21 +65,24 @@ class QuantizedGroupedLinear(GroupedLinear):
         self.scale = rows_parameter(self.layout, rngs, scale, groups, scale_dtype, "_scale", by_input=by_input)
         zero = partial(rows_parameter, self.layout, rngs, Constant(MIDDLE), groups, jnp.uint8, "_zero")
         self.zero = zero(by_input=by_input) if values.zero_points else None
+        outer = partial(rows_parameter, self.layout, rngs, size=1, dtype=jnp.float32, suffix="_outer", by_input=False)
+        self.outer = None if values.outer is None else outer(start=Constant(values.outer))
 
     def product(self) -> GroupedProduct:
-        zero = None if self.zero is None else self.zero[...]
-        return QuantizedProduct(self.layout, self.values, self.kernel[...], self.scale[...], zero)
+        zero, outer = (None if one is None else one[...] for one in (self.zero, self.outer))
+        return QuantizedProduct(self.layout, self.values, self.kernel[...], self.scale[...], zero, outer)
 
 
 @dataclass(frozen=True)
 class QuantizedProduct:
-    """A `GroupedProduct`. kernel, scale, zero: see above."""
+    """A `GroupedProduct`. kernel, scale, zero, outer: see above."""
 
     layout: LinearLayout
     values: Values
     kernel: jax.Array
     scale: jax.Array
     zero: jax.Array | None
+    outer: jax.Array | None
 
     def promoted(self, dtype: jnp.dtype) -> jnp.dtype:
         return dtype
@@ -101,6 +107,7 @@ class QuantizedProduct:
             form=self.values.form,
             group=self.values.group,
             zero=None if self.zero is None else self.zero.reshape(*shape, -1),
+            outer=None if self.outer is None else self.outer.reshape(shape),
             weights=weights,
             activation=activation,
             backend=backend,

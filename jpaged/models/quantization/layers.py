@@ -15,7 +15,7 @@ from jpaged.models.loading.pieces import Part, Piece
 from jpaged.models.parameters import Start, parameter
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
-SUFFIXES = ("_scale", "_input_scale", "_zero", "_order")
+SUFFIXES = ("_scale", "_input_scale", "_zero", "_order", "_outer")
 """What the names of a quantized layer's further parameters end with, beside its values'."""
 
 

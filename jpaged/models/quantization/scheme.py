@@ -183,3 +183,13 @@ class Entries:
 
     def __iter__(self) -> Any:
         return iter(self._entries)
+
+
+def check_kv_cache(scheme: Entries | None) -> None:
+    """Scales of keys and values in the cache, which `kv_cache_dtype="fp8"` reads, and nothing else does."""
+    if scheme is not None:
+        scheme.one_of("num_bits", (8,))
+        scheme.one_of("type", ("float",))
+        scheme.one_of("strategy", ("tensor",), "tensor")
+        scheme.one_of("dynamic", (False,), False)
+        scheme.one_of("symmetric", (True,), True)

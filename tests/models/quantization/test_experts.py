@@ -32,8 +32,10 @@ CASES = [
     ("awq", "mixtral"),
     ("gptq", "qwen3-moe"),
     ("int4-symmetric", "qwen3-moe"),
+    ("nvfp4", "mixtral"),
+    ("modelopt-nvfp4", "qwen3-moe"),
 ]
-GREEDY = [("fp8-blocks", "deepseek-v3"), ("int4-symmetric", "qwen3-moe")]
+GREEDY = [("fp8-blocks", "deepseek-v3"), ("int4-symmetric", "qwen3-moe"), ("modelopt-nvfp4", "qwen3-moe")]
 PLAIN = {"deepseek-v3": {"to_keys", "to_values"}}
 """What is read as plain numbers."""
 
@@ -101,7 +103,7 @@ def test_large_tensors_are_quantized_in_runs_of_their_experts_or_outputs(name, t
 
 
 def test_random_experts_are_of_the_usual_size(plain, tmp_path):
-    for layout in ("online", "int4-symmetric"):
+    for layout in ("online", "int4-symmetric", "nvfp4"):
         directory = plain["qwen3-moe"]
         if layout != "online":
             directory = quantized_checkpoint(directory, tmp_path / layout, layout)
