@@ -211,10 +211,13 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         (32, 1, "none", jnp.float16),
         (64, 32, "none", jnp.bfloat16),
         (512, 32, "none", jnp.bfloat16),
+        (32, 128, "dynamic", jnp.bfloat16),
+        (8192, 128, "dynamic", jnp.bfloat16),
+        (512, 128, "none", jnp.bfloat16),
     ):
         arguments: dict[str, Any] = {"x": Shape((rows, 4096), dtype), "w": Shape((4096, 4096), jnp.float8_e4m3fn)}
         arguments |= {"scale": Shape((4096, groups), jnp.float32)}
-        options: dict[str, Any] = {"group": None if groups == 1 else 128, "activations": activations}
+        options: dict[str, Any] = {"group": None if groups == 1 else 4096 // groups, "activations": activations}
         name = f"fp8_product {rows} of {jnp.dtype(dtype)}, {activations}, {groups} groups"
         yield name, partial(ops.fp8_product, **options), arguments
 

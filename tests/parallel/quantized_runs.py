@@ -52,6 +52,18 @@ def padded_experts(layout: str) -> dict[str, Any]:
         return {str(number): _run(LLMEngine(replace(args, tensor_parallel_size=number))) for number in (1, 2, 4)}
 
 
+def shared_blocks() -> dict[str, Any]:
+    """Greedy tokens of FP8 in blocks by number of devices, and of the dequantized weights."""
+    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+        sizes = {"intermediate_size": 212, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+        plain = plain_checkpoint("llama-biases", Path(directory) / "plain", **sizes)
+        source = quantized_checkpoint(plain, Path(directory) / "quantized", "fp8-blocks")
+        exact = dequantized_checkpoint(plain, Path(directory) / "exact", "fp8-blocks")
+        args = replace(ARGS, model=str(source))
+        found = {str(n): _run(LLMEngine(replace(args, tensor_parallel_size=n))) for n in (1, 2, 4)}
+        return found | {"exact": _run(LLMEngine(replace(args, model=str(exact))))}
+
+
 def _tokens(plain: Path, directory: Path, layout: str, *further: str) -> dict[str, Any]:
     quantized = str(quantized_checkpoint(plain, directory / layout, layout))
     exact = str(dequantized_checkpoint(plain, directory / f"{layout}-exact", layout))

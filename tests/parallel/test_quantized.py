@@ -31,6 +31,13 @@ def test_experts_whose_groups_do_not_divide_give_the_tokens_of_one_device_on_two
     assert len({token for tokens in found["1"] for token in tokens}) > 8, "a text that wanders"
 
 
+def test_dense_blocks_that_devices_share_give_the_tokens_of_dequantized_weights_on_two_and_four():
+    """Each of four has 48 inputs of a product, and of another 56, with padding: parts of blocks of 128."""
+    found = call_with_eight_devices(f"{RUNS}:shared_blocks")
+    assert found["exact"] == found["1"] == found["2"] == found["4"]
+    assert len({token for tokens in found["1"] for token in tokens}) > 8, "a text that wanders"
+
+
 def test_keys_and_values_in_fp8_have_the_same_scales_and_give_the_same_tokens_on_two_and_four_devices():
     found = call_with_eight_devices(f"{RUNS}:fp8_cache")
     one, *others = found["tokens"]
@@ -50,10 +57,11 @@ def test_shards_side_by_side_are_the_whole_parameters():
     ("layout", "degree", "said"),
     [
         ("gptq-act-order", 2, "tensor_parallel_size=2 is not supported for GPTQ with act-order"),
-        ("fp8-blocks", 4, "tensor_parallel_size=4 gives each device 64 inputs"),
+        ("nvfp4", 4, "tensor_parallel_size=4 gives each device 56 inputs of some products, which 32, the inputs that"),
     ],
 )
 def test_layers_whose_scales_devices_would_share_are_refused(layout, degree, said):
-    config = tiny("llama-biases").config | {"quantization_config": PUBLISHED[layout].config}
+    sizes = {"intermediate_size": 224}
+    config = tiny("llama-biases", **sizes).config | {"quantization_config": PUBLISHED[layout].config}
     with pytest.raises(InvalidParameterError, match=said):
         shard_of(models.build(models.ModelConfig.from_dict(config), "float32"), degree)

@@ -57,11 +57,28 @@ def expected_tensors(model: Model, piece: Piece) -> dict[str, Stored]:
     return {f"{layer.name}.{suffix}": tensor for suffix, tensor in wanted.items()}
 
 
-class QuantizedLayers:
-    """Reads one after the other. device: where weights are quantized; the default device if None."""
+def repeated_scales(model: Model, shard: Model) -> dict[str, int]:
+    """How often each scale stands in a parameter whose shards share those of groups (`Kind.in_groups_of`): by the
+    parameter's name, of those that stand there more than once."""
+    scheme = model.config.quantization
+    if scheme is None or scheme.kind.group is None:
+        return {}
+    shapes = dict(zip(shard.parameter_names, shard.abstract_weights, strict=True))
+    found = {}
+    for name, layout in shard.quantized.items():
+        if layout.splits_inputs and not layout.experts and (scale := shapes.get(f"{name}_scale")) is not None:
+            times = scheme.kind.group * scale.shape[-1] // layout.input_size
+            if times > 1 and layout.input_size % scheme.kind.group:
+                found[f"{name}_scale"] = times
+    return found
 
-    def __init__(self, model: Model, device: jax.Device | None) -> None:
-        self._model, self._device = model, device
+
+class QuantizedLayers:
+    """Reads one after the other. device: where weights are quantized; the default device if None. repeated: as
+    `repeated_scales`, of the shards that are filled."""
+
+    def __init__(self, model: Model, device: jax.Device | None, repeated: Mapping[str, int]) -> None:
+        self._model, self._device, self._repeated = model, device, repeated
         self._orders: dict[str, np.ndarray] = {}
 
     def are_plain(self, piece: Piece) -> bool:
@@ -141,4 +158,6 @@ class QuantizedLayers:
         """Where arrays belong. arrays: of the layer; or of a plain piece, whose tensor is the only one."""
         layout = self._model.quantized.get(piece.parameter)
         for suffix, array in arrays.items():
+            if (times := self._repeated.get(piece.parameter + suffix, 1)) > 1:
+                array = np.repeat(array, times, axis=1)
             yield (piece if layout is None else derived_piece(piece, layout, suffix, array.shape)), array

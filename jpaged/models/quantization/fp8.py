@@ -9,7 +9,7 @@ takes 4 bytes for the thousands that an output's weights take. The scales of 128
 their 128 outputs, 3 % of the weights' bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
-from jpaged.models.quantization.layers import QuantizedLinear, RowOrder, rows_parameter
+from jpaged.models.quantization.layers import Kind, QuantizedLinear, RowOrder, rows_parameter
 from jpaged.pallas_kernels import fp8_product
 from jpaged.pallas_kernels.fp8_product.api import Activations
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8
@@ -40,6 +40,9 @@ class Fp8:
     upper_bound: float | None = None
 
     reorders_inputs = False
+
+    def in_groups_of(self, group: int) -> Kind:
+        return replace(self, group=group)
 
     def linear(self, plain: Linear, rngs: nnx.Rngs) -> QuantizedLinear:
         return Fp8Linear(plain, self, rngs)

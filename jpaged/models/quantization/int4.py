@@ -20,7 +20,7 @@ from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Ascending, Bits, Constant, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
-from jpaged.models.quantization.layers import QuantizedLinear, rows_parameter
+from jpaged.models.quantization.layers import QuantizedLinear, WholeGroups, rows_parameter
 from jpaged.pallas_kernels import int4_product
 from jpaged.pallas_kernels.int4_product.api import MIDDLE
 from jpaged.pallas_kernels.int4_product.reference import pack
@@ -30,7 +30,7 @@ _RANDOM_STD = 4.6
 
 
 @dataclass(frozen=True)
-class Int4:
+class Int4(WholeGroups):
     """group: inputs that share a scale. zero_points: groups have some. act_order: inputs of a group are scattered."""
 
     group: int

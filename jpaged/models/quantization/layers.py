@@ -77,11 +77,23 @@ class Kind(Protocol):
     @property
     def reorders_inputs(self) -> bool: ...
 
+    def in_groups_of(self, group: int) -> "Kind | None":
+        """The same with fewer inputs that share a scale, a divisor of `group`, for shards that do not have whole ones;
+        the scale of each is that of those which it is among. None where groups cannot be divided."""
+
     def linear(self, plain: Linear, rngs: nnx.Rngs) -> QuantizedLinear:
         """A layer of this kind in place of the plain one."""
 
     def grouped(self, plain: GroupedLinear, rngs: nnx.Rngs) -> GroupedLinear:
         """Likewise, of experts. Raises UnsupportedModelError where they cannot be of this kind."""
+
+
+class WholeGroups:
+    """What kinds have in common whose groups cannot be divided."""
+
+    def in_groups_of(self, group: int) -> Kind | None:
+        del group
+        return None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Bits, Constant
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
-from jpaged.models.quantization.layers import QuantizedLinear, StoredLayer
+from jpaged.models.quantization.layers import QuantizedLinear, StoredLayer, WholeGroups
 from jpaged.models.quantization.scheme import BadTensor, Entries, Modules, Scheme, Stored
 from jpaged.pallas_kernels.int4_product.reference import pack
 from jpaged.pallas_kernels.quantized_grouped_product.api import MX_GROUP
@@ -31,7 +31,7 @@ _BIAS, _LARGEST, _NAN = 127, 252, 255
 
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4(WholeGroups):
     """What experts keep."""
 
     group = MX_GROUP

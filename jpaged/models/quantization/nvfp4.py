@@ -32,7 +32,7 @@ from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Bits, Constant
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
-from jpaged.models.quantization.layers import QuantizedLinear, StoredLayer, rows_parameter
+from jpaged.models.quantization.layers import QuantizedLinear, StoredLayer, WholeGroups, rows_parameter
 from jpaged.models.quantization.scheme import FLOAT_TYPES, BadTensor, Scheme, Stored, checked_scales
 from jpaged.pallas_kernels import int4_product
 from jpaged.pallas_kernels.int4_product.api import NV_GROUP, NV_PACK
@@ -43,7 +43,7 @@ _RANDOM_STD = 2.93
 
 
 @dataclass(frozen=True)
-class Nvfp4:
+class Nvfp4(WholeGroups):
     """What layers and experts keep. group: inputs that devices have together: those that share bytes."""
 
     group = NV_PACK
