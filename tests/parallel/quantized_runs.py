@@ -17,7 +17,13 @@ from jpaged.models.sharding import load_sharded, shard_of
 from tests.models.loading import test_mxfp4
 from tests.parallel.family_runs import ARGS, MOST_BYTES, _run
 from tests.support.greedy_programs import greedy_programs
-from tests.support.quantized import dequantized_checkpoint, plain_checkpoint, quantized_checkpoint
+from tests.support.quantized import (
+    dequantized_checkpoint,
+    plain_checkpoint,
+    quantized_checkpoint,
+    read_tensors,
+    write_tensors,
+)
 
 
 def tokens(*layouts: str) -> dict[str, dict[str, Any]]:
@@ -50,6 +56,27 @@ def padded_experts(layout: str) -> dict[str, Any]:
             source = quantized_checkpoint(plain, Path(directory) / layout, layout)
         args = replace(ARGS, model=str(source))
         return {str(number): _run(LLMEngine(replace(args, tensor_parallel_size=number))) for number in (1, 2, 4)}
+
+
+def experts_in_act_order() -> dict[str, Any]:
+    """Greedy tokens by number of devices, and of the dequantized weights, of which attention's are not quantized."""
+    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+        sizes = {"moe_intermediate_size": 64, "num_key_value_heads": 4, "num_hidden_layers": 1}
+        plain = plain_checkpoint("qwen3-moe", Path(directory) / "plain", **sizes)
+        ignored = {"modules_to_not_convert": ["self_attn"]}
+        source = quantized_checkpoint(plain, Path(directory) / "quantized", "gptq-act-order", **ignored)
+        exact = dequantized_checkpoint(plain, Path(directory) / "exact", "gptq-act-order")
+        tensors, whole = (read_tensors(path / "model.safetensors") for path in (source, exact))
+        attention = {
+            name: one for name, one in read_tensors(plain / "model.safetensors").items() if "self_attn" in name
+        }
+        for path, found in ((source, tensors), (exact, whole)):
+            kept = {name: one for name, one in found.items() if "self_attn" not in name}
+            write_tensors(path / "model.safetensors", kept | attention)
+        args = replace(ARGS, model=str(source))
+        found = {"1": _run(LLMEngine(args)), "exact": _run(LLMEngine(replace(args, model=str(exact))))}
+        split = replace(args, enable_expert_parallel=True, tensor_parallel_size=2)
+        return found | {str(n): _run(LLMEngine(replace(split, tensor_parallel_size=n))) for n in (2, 4)}
 
 
 def shared_blocks() -> dict[str, Any]:

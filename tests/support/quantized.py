@@ -5,6 +5,7 @@ dequantized_checkpoint(plain, target, "awq")     what the layout's definition sa
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +31,19 @@ Tensors = dict[str, np.ndarray]
 
 
 class Published(NamedTuple):
-    """A layout. config: "quantization_config". pack: a weight [out, in] -> its tensors, and what they stand for."""
+    """A layout. config: "quantization_config". pack: a weight [out, in] -> its tensors, and what they stand for.
+    of_expert: likewise, of a weight of the expert of a number; None where they are as others."""
 
     config: dict[str, Any]
     pack: Callable[[np.ndarray], tuple[Tensors, np.ndarray]]
+    of_expert: Callable[[np.ndarray, int], tuple[Tensors, np.ndarray]] | None = None
+
+    def packed(self, name: str, weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+        """Of the layer of a name."""
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if self.of_expert is None or expert is None:
+            return self.pack(weight)
+        return self.of_expert(weight, int(expert[1]))
 
 
 def tiny(name: str, **changes: Any) -> TinyModel:
@@ -54,13 +64,15 @@ def quantized_checkpoint(plain: Path, target: Path, layout: str, **entries: Any)
     config = {"quantization_config": published.config | entries}
 
     def pack(name: str, weight: np.ndarray) -> Tensors:
-        return {f"{name}.{suffix}": tensor for suffix, tensor in published.pack(weight)[0].items()}
+        return {f"{name}.{suffix}": tensor for suffix, tensor in published.packed(name, weight)[0].items()}
 
     return _rewritten(plain, target, config, pack)
 
 
 def dequantized_checkpoint(plain: Path, target: Path, layout: str) -> Path:
-    return _rewritten(plain, target, {}, lambda name, weight: {f"{name}.weight": PUBLISHED[layout].pack(weight)[1]})
+    return _rewritten(
+        plain, target, {}, lambda name, weight: {f"{name}.weight": PUBLISHED[layout].packed(name, weight)[1]}
+    )
 
 
 def _rewritten(plain: Path, target: Path, config: dict[str, Any], pack: Callable[[str, np.ndarray], Tensors]) -> Path:
@@ -190,14 +202,16 @@ def _awq(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     return tensors, whole
 
 
-def scattered(inputs: int, size: int) -> np.ndarray:
-    """The group of each input of a layer in act-order: the same for all layers of as many inputs."""
-    return np.random.default_rng(inputs).permutation(np.arange(inputs) // size).astype(np.int32)
+def scattered(inputs: int, size: int, expert: int = 0) -> np.ndarray:
+    """The group of each input of a layer in act-order: the same for all layers of as many inputs, and of an expert."""
+    return np.random.default_rng((inputs, expert)).permutation(np.arange(inputs) // size).astype(np.int32)
 
 
-def _gptq(weight: np.ndarray, size: int, *, act_order: bool, stored_offset: int) -> tuple[Tensors, np.ndarray]:
+def _gptq(
+    weight: np.ndarray, size: int, *, act_order: bool, stored_offset: int, expert: int = 0
+) -> tuple[Tensors, np.ndarray]:
     inputs = weight.shape[1]
-    index = scattered(inputs, size) if act_order else None
+    index = scattered(inputs, size, expert) if act_order else None
     values, scales, zeros, whole = _int4(weight, size, symmetric=False, index=index)
     plain = np.zeros(inputs, np.int32) if size == -1 else (np.arange(inputs) // size).astype(np.int32)
     tensors = {
@@ -301,7 +315,9 @@ PUBLISHED: dict[str, Published] = {
         lambda weight: _gptq(weight, -1, act_order=False, stored_offset=0),
     ),
     "gptq-act-order": Published(
-        _GPTQ | {"desc_act": True}, lambda weight: _gptq(weight, 32, act_order=True, stored_offset=1)
+        _GPTQ | {"desc_act": True},
+        lambda weight: _gptq(weight, 32, act_order=True, stored_offset=1),
+        lambda weight, expert: _gptq(weight, 32, act_order=True, stored_offset=1, expert=expert),
     ),
     "int4-symmetric": Published(
         _compressed(_INT4, None, "pack-quantized"), lambda weight: _packed(weight, symmetric=True)

@@ -79,7 +79,7 @@ class QuantizedLayers:
 
     def __init__(self, model: Model, device: jax.Device | None, repeated: Mapping[str, int]) -> None:
         self._model, self._device, self._repeated = model, device, repeated
-        self._orders: dict[str, np.ndarray] = {}
+        self._orders: dict[tuple[str, int], int] = {}
 
     def are_plain(self, piece: Piece) -> bool:
         """Whether a piece is of a stored tensor as it stands."""
@@ -137,8 +137,9 @@ class QuantizedLayers:
             here = {suffix: jax.device_put(array, self._device) for suffix, array in arrays.items()}
             return {"": scheme.dequantized(here, self._model.dtype)}
         if "_order" in arrays:
-            known = self._orders.setdefault(piece.parameter, arrays["_order"])
-            if not np.array_equal(known, arrays["_order"]):
+            expert = piece.offsets[0] if layout is not None and layout.experts else 0
+            order = hash(np.asarray(arrays["_order"]).tobytes())
+            if self._orders.setdefault((piece.parameter, expert), order) != order:
                 raise CheckpointError(
                     f"{layer.name} orders its inputs in another way than the layers that are one product with it"
                     f" ({piece.parameter}), which is not supported; use a checkpoint without act-order."

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.api.errors import UnsupportedModelError
 from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Ascending, Bits, Constant, parameter
@@ -45,12 +44,7 @@ class Int4(WholeGroups):
         return Int4Linear(plain, self, rngs)
 
     def grouped(self, plain: GroupedLinear, rngs: nnx.Rngs) -> GroupedLinear:
-        if self.act_order:
-            raise UnsupportedModelError(
-                "Experts in 4 bits with act-order (desc_act, actorder) are not supported, as each would read its inputs"
-                " in an order of its own; use a checkpoint without act-order."
-            )
-        values = Values("int4", self.group, jnp.uint8, Bits(), self.zero_points)
+        values = Values("int4", self.group, jnp.uint8, Bits(), self.zero_points, act_order=self.act_order)
         return QuantizedGroupedLinear(plain, values, Constant(plain.layout.std / _RANDOM_STD), jnp.float32, rngs)
 
     def arrays(

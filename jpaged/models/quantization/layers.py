@@ -130,9 +130,11 @@ def derived_piece(piece: Piece, layout: LinearLayout, suffix: str, shape: Sequen
 
     piece: of a plain layer's kernel.
     suffix: of the parameter's name. shape: [outputs, n] as the rows of torch's weight (`RowOrder`); or [n], for all
-        outputs at once.
+        outputs at once, of experts for all of one's.
     """
     name = piece.parameter + suffix
+    if len(shape) == 1 and layout.experts:
+        return Piece(piece.tensor, (shape[0],), name, (1, shape[0]), (0, 1), (piece.offsets[0], 0))
     if len(shape) == 1:
         return Piece(piece.tensor, (shape[0],), name, (shape[0],), (0,), keeps_largest=True)
     last, places = shape[1], [piece.axes[axis] for axis in layout.row_axes]

@@ -80,7 +80,10 @@ def values_of(model: models.Model, named: dict[str, Any], name: str) -> Any:
     if isinstance(kind, Fp8):
         return fp8_dequantized(flat[""], flat["_scale"], kind.group)
     values = int4_dequantized(flat[""], flat["_scale"], flat.get("_zero"), kind.group)
-    return values if "_order" not in flat else values[:, np.argsort(flat["_order"][0])]
+    if "_order" not in flat:
+        return values
+    orders = np.argsort(flat["_order"], axis=1)  # of the layer, or of each expert
+    return np.take_along_axis(np.asarray(values), np.repeat(orders, len(values) // len(orders), axis=0), axis=1)
 
 
 def arrays_of(named: dict[str, Any], name: str) -> dict[str, Any]:
