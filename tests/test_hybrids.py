@@ -202,11 +202,6 @@ def test_shards_that_do_not_divide_the_key_heads_are_refused() -> None:
         config.shard(4)
 
 
-def test_quantized_they_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="models with recurrent layers are not supported in"):
-        ModelConfig.from_dict(CASE.config, quantization="fp8")
-
-
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
 def test_of_multimodal_checkpoints_the_text_part_is_read(name: str) -> None:
     text = tiny_model(name).config

@@ -131,10 +131,10 @@ class ModelConfig:
             read = read.with_router_skew(float(skew))
         if scheme is None:
             return read
-        if read.is_hybrid:
+        if any(type(state) not in (DeltaState, type(None)) for state in read.layer_states):
             raise UnsupportedModelError(
-                f"{architecture}: models with recurrent layers are not supported in {scheme.name}; use the checkpoint"
-                " that is not quantized, and leave quantization out."
+                f"{architecture}: recurrent layers other than gated delta nets are not supported in {scheme.name}; use"
+                " the checkpoint that is not quantized, and leave quantization out."
             )
         return replace(read, quantization=scheme)
 

@@ -40,6 +40,19 @@ def experts(layout: str) -> dict[str, Any]:
         return _tokens(plain, Path(directory), layout, "whole")
 
 
+def hybrid() -> dict[str, Any]:
+    """Greedy tokens of a Qwen3-Next in FP8 blocks, which devices share, and of its dequantized weights."""
+    with tempfile.TemporaryDirectory() as directory, greedy_programs():
+        sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "moe_intermediate_size": 64}
+        sizes |= {"num_key_value_heads": 4, "shared_expert_intermediate_size": 48, "num_experts": 8}
+        plain = plain_checkpoint("qwen3-next", Path(directory) / "plain", **sizes)
+        source = quantized_checkpoint(plain, Path(directory) / "quantized", "fp8-blocks")
+        exact = dequantized_checkpoint(plain, Path(directory) / "exact", "fp8-blocks")
+        args = replace(ARGS, model=str(source))
+        found = {str(n): _run(LLMEngine(replace(args, tensor_parallel_size=n))) for n in (2, 4)}
+        return found | {"exact": _run(LLMEngine(replace(args, model=str(exact))))}
+
+
 def padded_experts(layout: str) -> dict[str, Any]:
     """Greedy tokens by number of devices, of experts whose groups that share a scale the devices do not divide.
 

@@ -45,6 +45,12 @@ def test_dense_blocks_that_devices_share_give_the_tokens_of_dequantized_weights_
     assert len({token for tokens in found["1"] for token in tokens}) > 8, "a text that wanders"
 
 
+def test_hybrids_in_fp8_blocks_give_the_tokens_of_dequantized_weights_on_two_and_four_devices():
+    found = call_with_eight_devices(f"{RUNS}:hybrid")
+    assert found["exact"] == found["2"] == found["4"]
+    assert len({token for tokens in found["2"] for token in tokens}) > 8, "a text that wanders"
+
+
 def test_keys_and_values_in_fp8_have_the_same_scales_and_give_the_same_tokens_on_two_and_four_devices():
     found = call_with_eight_devices(f"{RUNS}:fp8_cache")
     one, *others = found["tokens"]

@@ -27,7 +27,8 @@ from jpaged.models.rope import parse_rope
 from jpaged.models.states import DeltaState
 
 _FUSED = "experts_in_one_tensor"
-"""An entry of ours in config.json: whether a checkpoint has one tensor for all experts of a layer."""
+"""An entry of ours in config.json: whether a checkpoint has one tensor for all experts of a layer. Published ones of
+Qwen3.5 do, but for those in FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,9 @@ class QwenHybridFamily:
     def read_config(self, read: ConfigReader) -> QwenHybridConfig:
         if "text_config" in read.config:
             part = read.text_part(self.text)
-            read = ConfigReader(self.text, {**part.config, _FUSED: True}, part.max_model_len)
+            stored = ("quantization_config", "compression_config")
+            is_quantized = any(one.config.get(name) for one in (read, part) for name in stored)
+            read = ConfigReader(self.text, {**part.config, _FUSED: not is_quantized}, part.max_model_len)
             read.refuse(("model_type", f"{self.model_type}_text"))
         read.refuse(("hidden_act", "silu"), ("attn_output_gate", True), ("use_sliding_window", False))
         num_layers, num_heads = read.integer("num_hidden_layers"), read.integer("num_attention_heads")

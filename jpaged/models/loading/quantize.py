@@ -72,7 +72,7 @@ def quantize_checkpoint(
         InvalidParameterError: the scheme does not exist, or an option is out of range or not for it, or something is in
             `out` already.
         ModelNotFoundError: there is no such model.
-        UnsupportedModelError: it is quantized, has recurrent layers or all experts in one tensor, stores its weights
+        UnsupportedModelError: it is quantized, has all experts of a layer in one tensor, stores its weights
             transposed (GPT-2), has layers whose sizes the scheme cannot store, or experts and is to be calibrated.
         CheckpointError: a tensor is missing, damaged or not finite.
         OutputError: `out` cannot be written, for want of space for example.
@@ -129,11 +129,6 @@ class _Plan:
         source = read_json(directory / "config.json")
         _check_plain(directory, source)
         plain = ModelConfig.from_directory(directory)
-        if plain.is_hybrid:
-            raise UnsupportedModelError(
-                f"{plain.architecture}: models with recurrent layers are not supported in scheme {scheme!r}, nor in any"
-                " other; serve the checkpoint as it is."
-            )
         # Online, those layers are quantized that are to be here.
         model = build(ModelConfig.from_directory(directory, quantization="fp8"))
         self._stored = find_tensors(directory)
@@ -146,6 +141,7 @@ class _Plan:
             self.config["torch_dtype"] = plain.source["torch_dtype"]
         self._check_readable(model)
         self._quantized = model.quantized
+        self._num_layers = plain.num_layers
         self._calibration: Calibration | None = None
         self._layer_of: dict[str, int] = {}
         self._done, self._made = -1, dict[str, tuple[np.ndarray, np.ndarray]]()
@@ -307,7 +303,8 @@ class _Plan:
             for piece in model.pieces
             if (found := re.match(r"layers\.(\d+)\.attention\.qkv$", piece.parameter))
         }
-        names = [f"{owners.get(layer)}.{kind}_scale" for layer in range(model.config.num_layers) for kind in "kv"]
+        layers = [layer for layer, state in enumerate(model.config.layer_states) if state is None]
+        names = [f"{owners.get(layer)}.{kind}_scale" for layer in layers for kind in "kv"]
         if model.config.value_dim is not None or not all(KV_SCALE.search(name) for name in names):
             raise UnsupportedModelError(
                 f"kv_cache='fp8' is not supported for a {model.config.architecture}, whose checkpoints have no place"
@@ -320,9 +317,12 @@ class _Plan:
         if not self._kv_scales:
             return
         assert self._calibration is not None
-        self._calibrate_to(len(self._kv_scales) // 2 - 1)
-        scales = np.array(self._calibration.kv_scales, np.float32).reshape(-1, 1)
-        yield from zip(self._kv_scales, scales, strict=True)
+        self._calibrate_to(self._num_layers - 1)
+        of_layers = np.array(self._calibration.kv_scales, np.float32)
+        for name in self._kv_scales:
+            found = KV_SCALE.search(name)
+            assert found is not None
+            yield name, of_layers[int(found["layer"]), "kv".index(found["kind"]), None]
 
 
 def _renamed(tensor: StoredTensor, suffix: str) -> str:

@@ -21,7 +21,7 @@ from flax import nnx
 
 from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models.grouped_linear import GroupedLinear
-from jpaged.models.linear import Linear, LinearLayout
+from jpaged.models.linear import DelicateLinear, Linear, LinearLayout
 from jpaged.models.loading.pieces import Piece
 from jpaged.models.quantization.layers import SUFFIXES, Kind, is_fused, stored_layer
 from jpaged.models.quantization.registry import find_scheme, stored_method
@@ -55,7 +55,11 @@ def quantize(
         name = ".".join(map(str, path))
         if isinstance(node, Linear | GroupedLinear):
             linear.add(name)
-        if type(node) in (Linear, GroupedLinear) and _covers(scheme, node.layout, name, of_parameter.get(name, [])):
+        if scheme.online and isinstance(node, DelicateLinear):
+            continue
+        if type(node) in (Linear, DelicateLinear, GroupedLinear) and _covers(
+            scheme, node.layout, name, of_parameter.get(name, [])
+        ):
             found[name] = (path, node)
     if not found:
         raise UnsupportedModelError(f"The scheme {scheme.name!r} quantizes no layer of this model.")

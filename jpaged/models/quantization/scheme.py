@@ -44,7 +44,7 @@ class Modules:
 
     targets, ignored: names or parts of names, whole between dots ("mlp.gate" is not "mlp.gate_proj"), or regular
         expressions that match from a name's beginning, after "re:". "Linear" is every layer. What is ignored is not
-        quantized though it is a target.
+        quantized though it is a target. Names may be those of the text part of a multimodal checkpoint.
     """
 
     targets: tuple[str, ...] = ("Linear",)
@@ -52,9 +52,10 @@ class Modules:
 
     def covers(self, name: str) -> bool:
         """name: of a layer, such as "model.layers.0.mlp.down_proj"."""
-        if any(_names(entry, name) for entry in self.ignored):
+        spellings = (name, f"language_model.{name}", f"model.language_model.{name.removeprefix('model.')}")
+        if any(_names(entry, one) for entry in self.ignored for one in spellings):
             return False
-        return any(entry == "Linear" or _names(entry, name) for entry in self.targets)
+        return any(entry == "Linear" or _names(entry, one) for entry in self.targets for one in spellings)
 
 
 def _names(entry: str, name: str) -> bool:
