@@ -32,7 +32,8 @@ def test_experts_with_act_order_are_split_whole():
 
 @pytest.mark.parametrize("layout", ["mxfp4", "fp8-blocks", "nvfp4"])
 def test_experts_whose_groups_do_not_divide_give_the_tokens_of_one_device_on_two_and_four(layout):
-    """gpt-oss-20b's on four devices, 720 columns each; Qwen3-30B-A3B's in blocks, 192 each."""
+    """As of gpt-oss-20b on four devices, with 720 columns each, and of Qwen3-30B-A3B in blocks, 192 on four, 96 on
+    eight."""
     found = call_with_eight_devices(f"{RUNS}:padded_experts", layout)
     assert found["1"] == found["2"] == found["4"]
     assert len({token for tokens in found["1"] for token in tokens}) > 8, "a text that wanders"

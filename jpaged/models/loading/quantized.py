@@ -66,7 +66,7 @@ def repeated_scales(model: Model, shard: Model) -> dict[str, int]:
     shapes = dict(zip(shard.parameter_names, shard.abstract_weights, strict=True))
     found = {}
     for name, layout in shard.quantized.items():
-        if layout.splits_inputs and not layout.experts and (scale := shapes.get(f"{name}_scale")) is not None:
+        if layout.splits_inputs and (scale := shapes.get(f"{name}_scale")) is not None:
             times = scheme.kind.group * scale.shape[-1] // layout.input_size
             if times > 1 and layout.input_size % scheme.kind.group:
                 found[f"{name}_scale"] = times

@@ -31,6 +31,10 @@ _RANDOM_STD = 64.0
 """Of random values: about what the largest of some thousands at 448 leaves the others."""
 
 
+_LEAST_GROUP = 64
+"""Of experts: `pallas_kernels.quantized_grouped_product` has a kernel for groups of 64 and of 128."""
+
+
 @dataclass(frozen=True)
 class Fp8:
     """group: inputs that share a scale; None for all. activations, upper_bound: as of `pallas_kernels.fp8_product`."""
@@ -40,6 +44,10 @@ class Fp8:
     upper_bound: float | None = None
 
     reorders_inputs = False
+
+    @property
+    def least_group(self) -> int | None:
+        return None if self.group is None else min(self.group, _LEAST_GROUP)
 
     def in_groups_of(self, group: int) -> Kind:
         return replace(self, group=group)

@@ -68,12 +68,15 @@ def rows_parameter(
 class Kind(Protocol):
     """What layers keep. A kind is hashable, and its repr tells it from others.
 
-    group: inputs that share a scale; None if all do.
+    group: inputs that share a scale; None if all do. least_group: those that a device should have whole numbers of,
+        where the columns of experts are filled up; fewer than a group where `in_groups_of` divides it.
     reorders_inputs: inputs that share a scale do not follow each other in a checkpoint.
     """
 
     @property
     def group(self) -> int | None: ...
+    @property
+    def least_group(self) -> int | None: ...
     @property
     def reorders_inputs(self) -> bool: ...
 
@@ -90,6 +93,12 @@ class Kind(Protocol):
 
 class WholeGroups:
     """What kinds have in common whose groups cannot be divided."""
+
+    group: int
+
+    @property
+    def least_group(self) -> int | None:
+        return self.group
 
     def in_groups_of(self, group: int) -> Kind | None:
         del group

@@ -190,8 +190,8 @@ def test_scales_are_split_as_the_experts_are_and_each_device_has_whole_groups(pl
     assert by_expert["gate_up_scale"] == (4, 2, 64, 2)
     assert by_expert["down_scale"] == (4, 160, 1)
     padded = shapes(shard("fp8-blocks", whole=False))
-    assert padded["gate_up"] == (8, 2, 128, 160)
-    assert padded["down"] == (8, 160, 128)
+    assert padded["gate_up"] == (8, 2, 64, 160)
+    assert padded["down"] == (8, 160, 64)
     assert padded["down_scale"] == (8, 160, 1)
 
 

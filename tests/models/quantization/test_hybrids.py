@@ -15,6 +15,7 @@ from jpaged import models
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.models import quantize_checkpoint
 from jpaged.models.loading import calibration
+from jpaged.models.loading.kv_calibration import largest_of
 from jpaged.models.loading.kv_scales import read_kv_scales
 from jpaged.models.states import DeltaState
 from tests.models.quantization.test_checkpoints import dequantized, greedy, load
@@ -108,10 +109,14 @@ def test_online_what_decays_states_and_writes_to_them_is_not_rounded(plain: dict
     plain_model, plain_weights = load(plain[QWEN35])
     found, before = dequantized(model, weights), dict(zip(plain_model.parameter_names, plain_weights, strict=True))
     assert {"layers.0.attention.qkvz", "layers.0.attention.out"} <= set(model.quantized)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(3, VOCAB_SIZE, 40), jnp.int32)
+    largest = np.asarray(jax.jit(partial(largest_of, model))(weights, tokens))
+    assert not largest[0].any(), "its keys are not kept"
+    assert largest[1].all()
     for name, expected in before.items():
         if name in model.quantized:
-            largest = np.abs(expected).max(axis=0)
-            np.testing.assert_allclose(found[name], expected, rtol=1 / 15, atol=np.abs(largest).max() / 400)
+            of_output = np.abs(expected).max(axis=0)
+            np.testing.assert_allclose(found[name], expected, rtol=1 / 15, atol=of_output.max() / 400)
             assert np.any(found[name] != expected)
         else:
             np.testing.assert_array_equal(found[name], expected)
