@@ -1,6 +1,6 @@
 """What engine and executor need to know of any model, and how it is read from a Hugging Face config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from math import inf, lcm
@@ -166,6 +166,9 @@ class ModelConfig:
             apart = read_json(path / "hf_quant_config.json").get("quantization")
             if isinstance(apart, dict) and apart.get("quant_algo"):  # else of keys and values alone
                 config["quantization_config"] = {"quant_method": "modelopt"} | apart
+        entry, tensor = getattr(family_of(architecture_of(config)), "fused_experts", ("", ""))
+        if entry and stored_method(config) is not None and any(name.endswith(tensor) for name in _names(path)):
+            config[entry] = True
         return ModelConfig.from_dict(config, max_model_len, quantization)
 
     def saved_as(self, dtype: str) -> dict[str, Any]:
@@ -257,6 +260,15 @@ def _restore(architecture: str, module: str, name: str, values: dict[str, Any]) 
     family_of(architecture)  # imports the module, which need not be where others are looked for
     config: ModelConfig = getattr(import_module(module), name)(**values)
     return config
+
+
+def _names(directory: Path) -> Iterable[str]:
+    """Of the tensors of a checkpoint."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = read_json(index).get("weight_map")
+        return names if isinstance(names, dict) else ()
+    return (name for path in sorted(directory.glob("*.safetensors")) for name in read_header(path))
 
 
 def _stored_dtype(directory: Path) -> str | None:

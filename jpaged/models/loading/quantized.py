@@ -44,7 +44,7 @@ def expected_tensors(model: Model, piece: Piece) -> dict[str, Stored]:
     if layout is None or scheme is None or scheme.online:
         return {piece.tensor: Stored(_FLOATS, (piece.shape,))}
     if is_fused(piece, layout):
-        return {piece.tensor: Stored(("BF16",), (piece.shape,))}  # as what MXFP4 is read otherwise
+        return {f"{piece.tensor}{suffix}": tensor for suffix, tensor in scheme.fused_tensors(piece.shape).items()}
     layer = stored_layer(piece, layout)
     if is_transposed(piece, layout):
         raise CheckpointError(
@@ -96,8 +96,12 @@ class QuantizedLayers:
         layout, scheme = self._model.quantized.get(piece.parameter), self._model.config.quantization
         if layout is None:
             return runs(piece, tensors[piece.tensor], most_bytes) if self.are_plain(piece) else []
-        online = scheme is not None and scheme.online and not is_transposed(piece, layout)
-        return runs(piece, tensors[piece.tensor], most_bytes) if online or is_fused(piece, layout) else []
+        assert scheme is not None
+        if is_fused(piece, layout):
+            cuttable = scheme.online or not scheme.separate_experts
+        else:
+            cuttable = scheme.online and not is_transposed(piece, layout)
+        return runs(piece, tensors[piece.tensor], most_bytes) if cuttable else []
 
     def arrays(self, piece: Piece, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
         """What the layer's tensors become: see `Scheme.arrays`; {} where they are not quantized.
@@ -113,23 +117,24 @@ class QuantizedLayers:
             layer = StoredLayer(piece.tensor.removesuffix(".weight"), *piece.shape)
         else:
             layer = stored_layer(piece, layout)
+        fused = layout is not None and is_fused(piece, layout)
+        prefix = piece.tensor if fused else f"{layer.name}."
         found: dict[str, Any]
         if scheme.online:
             assert layout is not None
             weight = jax.device_put(tensors[piece.tensor].read(), self._device)
             found = {"weight": weight, "order": row_order(piece, layout)}
-        elif layout is not None and is_fused(piece, layout):
+        elif fused and not scheme.separate_experts:
             found = self._packed(tensors[piece.tensor])
         else:
-            named = {name.removeprefix(f"{layer.name}."): one for name, one in tensors.items()}
+            named = {name.removeprefix(prefix): one for name, one in tensors.items()}
             if layout is not None and layout.experts:
                 named.pop(_UNREAD, None)
             found = {suffix: one.read() for suffix, one in named.items()}
         try:
             arrays = scheme.arrays(layer, found)
         except BadTensor as error:
-            whole = scheme.online or not error.suffix
-            at_fault = tensors[piece.tensor if whole else f"{layer.name}.{error.suffix}"]
+            at_fault = tensors[piece.tensor if scheme.online else f"{prefix}{error.suffix}"]
             raise CheckpointError(
                 f"{at_fault.path}: tensor {at_fault.name!r} {error.reason}; download or quantize it again."
             ) from None

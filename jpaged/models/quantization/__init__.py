@@ -23,7 +23,7 @@ from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import DelicateLinear, Linear, LinearLayout
 from jpaged.models.loading.pieces import Piece
-from jpaged.models.quantization.layers import SUFFIXES, Kind, is_fused, stored_layer
+from jpaged.models.quantization.layers import SUFFIXES, Kind, is_fused, is_transposed, stored_layer
 from jpaged.models.quantization.registry import find_scheme, stored_method
 from jpaged.models.quantization.scheme import Scheme
 
@@ -117,12 +117,14 @@ def _covers(scheme: Scheme, layout: LinearLayout, name: str, pieces: list[Piece]
     if not any(covered.values()):
         return False
     for layer, piece in zip(layers, pieces, strict=True):
-        if is_fused(piece, layout) and not scheme.online and not scheme.fused_experts:
+        # Inputs come last in what can be read of all experts, but in MXFP4.
+        readable = scheme.fused_experts and not (scheme.separate_experts and is_transposed(piece, layout))
+        if is_fused(piece, layout) and not scheme.online and not readable:
             raise UnsupportedModelError(
                 f"{layer.name} has all experts in one tensor, which is not supported in {scheme.name}; use a checkpoint"
                 " with a tensor for each expert, or one that is not quantized."
             )
-        if scheme.fused_experts and not is_fused(piece, layout):
+        if not scheme.separate_experts and not is_fused(piece, layout):
             raise UnsupportedModelError(
                 f"{layer.name} in {scheme.name} is not supported, only checkpoints with all experts in one tensor."
             )

@@ -53,6 +53,13 @@ class Mxfp4Weights(Scheme):
     def fused_experts(self) -> bool:
         return True
 
+    @property
+    def separate_experts(self) -> bool:
+        return False
+
+    def fused_tensors(self, shape: tuple[int, ...]) -> dict[str, Stored]:
+        return {"": Stored(("BF16",), (shape,))}  # as what MXFP4 is read otherwise
+
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
         raise NotImplementedError("loading knows the tensors of all experts together")
 

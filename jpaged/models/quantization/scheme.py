@@ -86,6 +86,16 @@ class Scheme:
         return False
 
     @property
+    def separate_experts(self) -> bool:
+        """Whether they may each have one."""
+        return True
+
+    def fused_tensors(self, shape: tuple[int, ...]) -> dict[str, Stored]:
+        """What a checkpoint has of all experts of a layer in one tensor, by what the names end with behind the
+        tensor's own. shape: [E, outputs, inputs], or [E, inputs, outputs]. `arrays` takes it."""
+        raise NotImplementedError
+
+    @property
     def dequantizes(self) -> bool:
         """Whether weights that no `Linear` has, such as those of latents, are read from a checkpoint in this scheme,
         too. They become plain numbers (`dequantized`)."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jpaged import models
-from jpaged.api.errors import UnsupportedModelError
+from jpaged.api.errors import CheckpointError, UnsupportedModelError
 from jpaged.models import quantize_checkpoint
 from jpaged.models.loading import calibration
 from jpaged.models.loading.kv_calibration import largest_of
@@ -102,6 +102,52 @@ def test_of_a_multimodal_checkpoint_in_fp8_each_expert_has_its_tensors_and_ignor
     assert "layers.0.mlp.experts.gate_up" in ours[0].quantized
     for one, other in zip(ours[1], theirs[1], strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_fp8_blocks_of_all_experts_in_one_tensor_are_read_as_transformers_saves_them(
+    plain: dict[str, Path], tmp_path: Path
+) -> None:
+    """gate_up_proj and down_proj, each with "_scale_inv". A block has rows of gate and of up."""
+    source = with_left(quantized_checkpoint(plain[MOE], tmp_path / "source", "fp8-blocks"), plain[MOE])
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", "in_proj_b", "in_proj_a"]
+    (source / "config.json").write_text(json.dumps(config))
+    exact = with_left(dequantized_checkpoint(plain[MOE], tmp_path / "exact", "fp8-blocks"), plain[MOE])
+    before, pack = read_tensors(plain[MOE] / "model.safetensors"), PUBLISHED["fp8-blocks"].pack
+    fused, whole = (read_tensors(path / "model.safetensors") for path in (source, exact))
+    fused = {name: one for name, one in fused.items() if ".experts." not in name}
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        parts: dict[str, list[np.ndarray]] = {}
+        for expert in range(8):
+            gate, up, down = (before[f"{experts}.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            for name, weight in (("gate_up_proj", np.concatenate([gate, up])), ("down_proj", down)):
+                tensors, stands_for = pack(weight)
+                parts.setdefault(name, []).append(tensors["weight"])
+                parts.setdefault(f"{name}_scale_inv", []).append(tensors["weight_scale_inv"])
+                names = ("gate", "up") if "up" in name else ("down",)
+                each = dict(zip(names, np.split(stands_for, len(names)), strict=True))
+                whole |= {f"{experts}.{expert}.{one}_proj.weight": array for one, array in each.items()}
+        fused |= {f"{experts}.{name}": np.stack(arrays) for name, arrays in parts.items()}
+    write_tensors(source / "model.safetensors", fused)
+    write_tensors(exact / "model.safetensors", whole)
+    ours, theirs = load(source), load(exact)
+    found = dequantized(*ours)
+    for parameter, expected in zip(theirs[0].parameter_names, theirs[1], strict=True):
+        np.testing.assert_array_equal(found[parameter], np.asarray(expected), err_msg=parameter)
+    assert {"layers.0.mlp.experts.gate_up", "layers.1.mlp.experts.down"} <= set(ours[0].quantized)
+
+    name = "model.layers.1.mlp.experts.down_proj_scale_inv"
+    for value, said in ((-1, f"'{name}' has a scale of -1, which must be above 0"), (None, f"lacks tensor '{name}'")):
+        bad = {} if value is None else {name: np.full_like(fused[name], value)}
+        write_tensors(source / "model.safetensors", {key: one for key, one in fused.items() if key != name} | bad)
+        with pytest.raises(CheckpointError, match=said):
+            load(source)
+    broken = fused["model.layers.0.mlp.experts.gate_up_proj"].copy()
+    broken.view(np.uint8)[3, 5, 7] = 0xFF
+    write_tensors(source / "model.safetensors", fused | {"model.layers.0.mlp.experts.gate_up_proj": broken})
+    with pytest.raises(CheckpointError, match=r"'model.layers.0.mlp.experts.gate_up_proj' has NaN"):
+        load(source)
 
 
 def test_online_what_decays_states_and_writes_to_them_is_not_rounded(plain: dict[str, Path]) -> None:
