@@ -41,7 +41,7 @@ def experts(layout: str) -> dict[str, Any]:
 
 
 def hybrid() -> dict[str, Any]:
-    """Greedy tokens of a Qwen3-Next in FP8 blocks, which devices share, and of its dequantized weights."""
+    """Greedy tokens of a Qwen3-Next in FP8 blocks, which four devices share, and of its dequantized weights."""
     with tempfile.TemporaryDirectory() as directory, greedy_programs():
         sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "moe_intermediate_size": 64}
         sizes |= {"num_key_value_heads": 4, "shared_expert_intermediate_size": 48, "num_experts": 8}
@@ -49,8 +49,8 @@ def hybrid() -> dict[str, Any]:
         source = quantized_checkpoint(plain, Path(directory) / "quantized", "fp8-blocks")
         exact = dequantized_checkpoint(plain, Path(directory) / "exact", "fp8-blocks")
         args = replace(ARGS, model=str(source))
-        found = {str(n): _run(LLMEngine(replace(args, tensor_parallel_size=n))) for n in (2, 4)}
-        return found | {"exact": _run(LLMEngine(replace(args, model=str(exact))))}
+        engines = {"4": replace(args, tensor_parallel_size=4), "exact": replace(args, model=str(exact))}
+        return {name: _run(LLMEngine(one)) for name, one in engines.items()}
 
 
 def padded_experts(layout: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def padded_experts(layout: str) -> dict[str, Any]:
 
 
 def experts_in_act_order() -> dict[str, Any]:
-    """Greedy tokens by number of devices, and of the dequantized weights, of which attention's are not quantized."""
+    """Greedy tokens on four devices, and of the dequantized weights, of which attention's are not quantized."""
     with tempfile.TemporaryDirectory() as directory, greedy_programs():
         sizes = {"moe_intermediate_size": 64, "num_key_value_heads": 4, "num_hidden_layers": 1}
         plain = plain_checkpoint("qwen3-moe", Path(directory) / "plain", **sizes)
@@ -87,9 +87,9 @@ def experts_in_act_order() -> dict[str, Any]:
             kept = {name: one for name, one in found.items() if "self_attn" not in name}
             write_tensors(path / "model.safetensors", kept | attention)
         args = replace(ARGS, model=str(source))
-        found = {"1": _run(LLMEngine(args)), "exact": _run(LLMEngine(replace(args, model=str(exact))))}
-        split = replace(args, enable_expert_parallel=True, tensor_parallel_size=2)
-        return found | {str(n): _run(LLMEngine(replace(split, tensor_parallel_size=n))) for n in (2, 4)}
+        split = replace(args, enable_expert_parallel=True, tensor_parallel_size=4)
+        engines = {"4": split, "exact": replace(args, model=str(exact))}
+        return {name: _run(LLMEngine(one)) for name, one in engines.items()}
 
 
 def shared_blocks() -> dict[str, Any]:
@@ -100,7 +100,7 @@ def shared_blocks() -> dict[str, Any]:
         source = quantized_checkpoint(plain, Path(directory) / "quantized", "fp8-blocks")
         exact = dequantized_checkpoint(plain, Path(directory) / "exact", "fp8-blocks")
         args = replace(ARGS, model=str(source))
-        found = {str(n): _run(LLMEngine(replace(args, tensor_parallel_size=n))) for n in (1, 2, 4)}
+        found = {str(n): _run(LLMEngine(replace(args, tensor_parallel_size=n))) for n in (2, 4)}
         return found | {"exact": _run(LLMEngine(replace(args, model=str(exact))))}
 
 

@@ -147,10 +147,8 @@ def large_keys(directory, tmp_path_factory):
 
 
 def test_scales_are_found_at_start_up_and_hold_keys_that_e4m3_does_not(large_keys, errors, tmp_path):
-    clipped, _ = errors(large_keys, kv_cache_dtype="fp8")
     found, startup = errors(large_keys, kv_cache_dtype="fp8", calculate_kv_scales=True)
     assert all(0 < one.mean() < 0.1 for one in found)
-    assert sum(one.mean() for one in found) < 0.5 * sum(one.mean() for one in clipped)
     assert "calibrate" in startup.seconds
 
     model, weights = startup.model, startup.runner.weights
@@ -160,6 +158,7 @@ def test_scales_are_found_at_start_up_and_hold_keys_that_e4m3_does_not(large_key
     assert np.all(np.log2(scales) % 1 == 0)
     assert np.all(2 * largest / scales <= 448)
     assert np.all(2 * largest / scales > 224), "no larger than they must be"
+    assert largest[:, 0].min() > 448, "all of which become that without scales"
     assert scales[0, 0] > 1 > scales[0, 1]
 
     # What an engine that is started again finds, and one of the same weights whose checkpoint has scales of its own.
