@@ -25,7 +25,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 RerankerName = Literal["qwen3"]
 CompilePrograms = Literal["auto", "at_start", "on_first_use"]
-Quantization = Literal["fp8", "awq", "compressed-tensors", "fbgemm_fp8", "gptq", "mxfp4", "none"]
+Quantization = Literal["fp8", "awq", "compressed-tensors", "fbgemm_fp8", "gptq", "modelopt", "mxfp4", "none"]
 
 _FREE = {"free": True}
 """Marks a field whose value may differ between engines that use one runner (`EngineArgs.differs_from`)."""
@@ -144,6 +144,10 @@ class EngineArgs(SchedulingOptions):
         kv_cache_dtype: of keys and values in the cache. "fp8" (or "fp8_e4m3"): e4m3, which takes half of the memory of
             16 bits; each layer's scales are those of the checkpoint (`k_scale`, `v_scale`), or 1. "auto": the model's
             dtype. Name as in vLLM.
+        calculate_kv_scales: with kv_cache_dtype="fp8", do not take the checkpoint's scales, nor 1, but such as suit the
+            keys and values that the model makes of built-in token ids, which it reads at start-up, before requests
+            come. They stay for the engine's life, and an engine that is started again has the same. Name as in vLLM,
+            which calibrates on the first requests.
         skip_tokenizer_init: take and give token ids only.
         verbose: print the start-up table and progress.
 
@@ -185,6 +189,7 @@ class EngineArgs(SchedulingOptions):
     quantization: Quantization | None = None
     reranker: RerankerName | None = field(default=None, metadata=_FREE)
     kv_cache_dtype: KVCacheDType = "auto"
+    calculate_kv_scales: bool = False
     skip_tokenizer_init: bool = field(default=False, metadata=_FREE)
     verbose: bool = field(default=True, metadata=_FREE)
 
@@ -214,6 +219,12 @@ class EngineArgs(SchedulingOptions):
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KVCacheDType)
         object.__setattr__(self, "kv_cache_dtype", _DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype))
         check_choice("compile_programs", self.compile_programs, CompilePrograms)
+        check_bool("calculate_kv_scales", self.calculate_kv_scales)
+        if self.calculate_kv_scales and self.kv_cache_dtype != "fp8":
+            raise InvalidParameterError(
+                f"calculate_kv_scales=True needs kv_cache_dtype='fp8', got {self.kv_cache_dtype!r}: no other cache has"
+                " scales."
+            )
         check_choice("scheduling_policy", self.scheduling_policy, Policy)
         check_choice("kv_cache_layout", self.kv_cache_layout, KVCacheLayout)
         check_choice("virtual_page_layout", self.virtual_page_layout, VirtualPageLayout)

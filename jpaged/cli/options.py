@@ -135,6 +135,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help='"fp8" keeps keys and values in 8 bits, "auto" in the type of the model (default: auto)',
     )
     group.add_argument(
+        "--calculate-kv-scales",
+        action="store_const",
+        const=True,
+        help="with --kv-cache-dtype fp8: find the scales of keys and values at start-up",
+    )
+    group.add_argument(
         "--kv-cache-layout",
         choices=get_args(KVCacheLayout),
         help="blocks behind block tables, or contiguous addresses with pages mapped below (default: paged)",

@@ -27,7 +27,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
             examples:
               jpaged quantize meta-llama/Llama-3.1-8B-Instruct llama-fp8 --scheme fp8
               jpaged serve --model llama-fp8
-              jpaged quantize meta-llama/Llama-3.1-8B-Instruct llama-int4 --scheme int4 --calibration texts.jsonl"""),
+              jpaged quantize meta-llama/Llama-3.1-8B-Instruct llama-int4 --scheme int4 --calibration texts.jsonl
+
+              jpaged quantize meta-llama/Llama-3.1-8B-Instruct llama-fp8 --scheme fp8 --kv-cache fp8 \\
+                  --calibration texts.jsonl
+              jpaged serve --model llama-fp8 --kv-cache-dtype fp8"""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="DIR_OR_ID", help="a directory in Hugging Face layout or a hub id")
@@ -37,7 +41,12 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--calibration",
         metavar="FILE",
         type=Path,
-        help='for int4: a text a line, or .jsonl with "text", "prompt" or "messages"',
+        help='for int4 and --kv-cache: a text a line, or .jsonl with "text", "prompt" or "messages"',
+    )
+    parser.add_argument(
+        "--kv-cache",
+        choices=("fp8",),
+        help="write scales of keys and values for --kv-cache-dtype fp8, too; needs --calibration",
     )
     parser.add_argument(
         "--group-size", type=int, metavar="N", help="for int4: inputs that share a scale, 32, 64 or 128 (default: 128)"
@@ -59,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
         from jpaged.text.tokenizer import Tokenizer
 
         # Before the tokenizer is fetched and the texts are encoded.
-        checked_recipe(args.out, args.scheme, group_size=args.group_size, calibrated=True)
+        checked_recipe(args.out, args.scheme, group_size=args.group_size, calibrated=True, kv_cache=args.kv_cache)
         texts = read_texts(args.calibration, Tokenizer.load(args.model, args.revision))
-    options = {"group_size": args.group_size, "calibration": texts, "revision": args.revision}
-    quantize_checkpoint(args.model, args.out, args.scheme, progress=progress, **options)
+    options = {"group_size": args.group_size, "calibration": texts, "kv_cache": args.kv_cache}
+    quantize_checkpoint(args.model, args.out, args.scheme, revision=args.revision, progress=progress, **options)
     return 0

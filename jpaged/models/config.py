@@ -1,6 +1,6 @@
 """What engine and executor need to know of any model, and how it is read from a Hugging Face config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from math import inf, lcm
@@ -138,7 +138,8 @@ class ModelConfig:
         path: str | Path, max_model_len: int | None = None, quantization: str | None = None
     ) -> "ModelConfig":
         """Reads config.json, the end-of-text tokens of generation_config.json where there is one, and, when
-        config.json does not tell the type of the weights, that of the first weight.
+        config.json does not tell the type of the weights, that of the first weight; and what ModelOpt's
+        hf_quant_config.json says of quantization, when config.json says nothing.
 
         max_model_len, quantization: as of `from_dict`.
         """
@@ -156,6 +157,13 @@ class ModelConfig:
                 config["eos_token_id"] = eos
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["torch_dtype"] = _stored_dtype(path)
+        if not config.get("quantization_config") and (path / "hf_quant_config.json").is_file():  # ModelOpt's
+            apart = read_json(path / "hf_quant_config.json").get("quantization")
+            if isinstance(apart, dict) and apart.get("quant_algo"):  # else of keys and values alone
+                config["quantization_config"] = {"quant_method": "modelopt"} | apart
+        entry, tensor = getattr(family_of(architecture_of(config)), "fused_experts", ("", ""))
+        if entry and stored_method(config) is not None and any(name.endswith(tensor) for name in _names(path)):
+            config[entry] = True
         return ModelConfig.from_dict(config, max_model_len, quantization)
 
     def saved_as(self, dtype: str) -> dict[str, Any]:
@@ -247,6 +255,15 @@ def _restore(architecture: str, module: str, name: str, values: dict[str, Any]) 
     family_of(architecture)  # imports the module, which need not be where others are looked for
     config: ModelConfig = getattr(import_module(module), name)(**values)
     return config
+
+
+def _names(directory: Path) -> Iterable[str]:
+    """Of the tensors of a checkpoint."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = read_json(index).get("weight_map")
+        return names if isinstance(names, dict) else ()
+    return (name for path in sorted(directory.glob("*.safetensors")) for name in read_header(path))
 
 
 def _stored_dtype(directory: Path) -> str | None:

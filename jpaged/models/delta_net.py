@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models.family import Attend
-from jpaged.models.linear import Linear, PartialSum
+from jpaged.models.linear import DelicateLinear, Linear, PartialSum
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Part, Piece
 from jpaged.models.norms import HeadNorms, Norm, RMSNorm
@@ -45,7 +45,7 @@ class GatedDeltaNet(nnx.Module):
         heads, group, wide = state.key_heads, state.group, jnp.dtype(jnp.float32)
         inner = 2 * state.key_dim + 2 * group * state.value_dim
         self.qkvz = Linear((hidden,), (heads, inner), hidden**-0.5, dtype, rngs, shard_axis=1)
-        self.ba = Linear((hidden,), (heads, 2 * group), hidden**-0.5, dtype, rngs, shard_axis=1)
+        self.ba = DelicateLinear((hidden,), (heads, 2 * group), hidden**-0.5, dtype, rngs, shard_axis=1)
         shape = (state.width, heads, inner - group * state.value_dim)
         self.convolution = parameter(rngs, Normal(state.width**-0.5), shape, dtype, 1)
         self.a_log = parameter(rngs, Constant(0.0), (heads, group), wide, 0)

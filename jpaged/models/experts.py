@@ -173,7 +173,7 @@ class SparseConfig(ModelConfig):
         split = super().shard(shards)
         shared_size = inner_columns(self.shared_size, shards)
         if not self.expert_parallel:
-            group = None if self.quantization is None else self.quantization.kind.group
+            group = None if self.quantization is None else self.quantization.kind.least_group
             expert_size = inner_columns(self.expert_size, shards, group or 1)
             return replace(split, shared_size=shared_size, expert_size=expert_size)
         if self.num_experts % shards:

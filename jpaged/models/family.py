@@ -96,6 +96,8 @@ class Family(Protocol[Config]):
     with in `tensors`; for the text part of multimodal checkpoints. And `quantizations`: values of "quant_method" in
     config.json's "quantization_config" of which loading makes plain numbers with quantization="none" ("mxfp4"). And
     `passed_over`: from a configuration another regular expression like `derived_tensors`, for layers that are not run.
+    And `fused_experts`: an entry that config.json is read with, and what a tensor's name ends with: the entry is true
+    where a quantized checkpoint has such a tensor.
     """
 
     @property

@@ -189,6 +189,11 @@ class PlainLinear(Linear):
     """A `Linear` that no scheme quantizes: small, and what follows depends on close decisions, as in routers."""
 
 
+class DelicateLinear(Linear):
+    """A `Linear` that is quantized where a checkpoint has it so, and is left as it is where weights are rounded here:
+    small, and its errors add up over a sequence."""
+
+
 class Embedding(Linear):
     """A table [vocab, width], split over shards by token id. Called, it is the head: hidden states to logits.
 

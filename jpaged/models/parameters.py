@@ -40,10 +40,10 @@ class Bits:
 
 @dataclass(frozen=True)
 class Ascending:
-    """Starts a vector from 0, 1, 2, ..."""
+    """Starts a vector, or each row of several, from 0, 1, 2, ..."""
 
     def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        return jnp.arange(shape[0], dtype=dtype)
+        return jnp.broadcast_to(jnp.arange(shape[-1], dtype=dtype), shape)
 
 
 Start = Normal | Constant | Bits | Ascending

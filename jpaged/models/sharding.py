@@ -105,7 +105,7 @@ def load_sharded(
     position = {name: i for i, name in enumerate(shard.parameter_names)}
     shards: dict[int, list[jax.Array]] = {}
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
-        for piece, tensor, read in checkpoint.read_each(widened, found, mesh.local_devices[0]):
+        for piece, tensor, read in checkpoint.read_each(widened, found, mesh.local_devices[0], shard):
             i = position[piece.parameter]
             if i not in shards:
                 shards[i] = _zeros(shard.abstract_weights[i], mesh)

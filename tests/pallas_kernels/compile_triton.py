@@ -167,13 +167,18 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
         (8, "mxfp4", 32, jnp.bfloat16, False),
         (4096, "mxfp4", 32, jnp.float16, False),
         (8192, "mxfp4", 32, jnp.bfloat16, False),
+        (8, "nvfp4", 16, jnp.bfloat16, False),
+        (4096, "nvfp4", 16, jnp.float16, False),
+        (8192, "nvfp4", 16, jnp.bfloat16, False),
     ):
         for outputs, depth, activation in ((1536, 2048, "silu"), (2048, 768, None)):
             shape = (128, outputs, depth if form == "fp8" else depth // 2)
             scales = (128, outputs, 1 if group is None else depth // group)
             arguments: dict[str, Any] = {"x": Shape((rows, depth), dtype), "group_sizes": ids(128)}
             arguments |= {"w": Shape(shape, jnp.float8_e4m3fn if form == "fp8" else jnp.uint8)}
-            arguments |= {"scale": Shape(scales, jnp.uint8 if form == "mxfp4" else jnp.float32)}
+            kinds = {"mxfp4": jnp.uint8, "nvfp4": jnp.float8_e4m3fn}
+            arguments |= {"scale": Shape(scales, kinds.get(form, jnp.float32))}
+            arguments |= {"outer": Shape(scales[:2], jnp.float32) if form == "nvfp4" else None}
             arguments |= {"zero": Shape(scales, jnp.uint8) if zeros else None}
             arguments |= {"weights": None if activation else Shape((rows,), jnp.float32)}
             op = partial(ops.quantized_grouped_product, form=form, group=group, activation=activation)
@@ -194,6 +199,11 @@ def int4() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         arguments |= {"scale": Shape(groups, jnp.float32), "zero": Shape(groups, jnp.uint8) if zeros else None}
         name = f"int4_product {rows} of {jnp.dtype(dtype)} in groups of {group}"
         yield name, partial(ops.int4_product, group=group), arguments
+    for rows, dtype in ((8, jnp.bfloat16), (32, jnp.bfloat16), (512, jnp.float16)):
+        arguments = {"x": Shape((rows, 4096), dtype), "w": Shape((6144, 2048), jnp.uint8)}
+        arguments |= {"scale": Shape((6144, 256), jnp.float8_e4m3fn), "outer": Shape((6144,), jnp.float32)}
+        name = f"int4_product {rows} of {jnp.dtype(dtype)} in NVFP4"
+        yield name, partial(ops.int4_product, group=16, form="nvfp4"), arguments
 
 
 def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
@@ -208,10 +218,13 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         (32, 1, "none", jnp.float16),
         (64, 32, "none", jnp.bfloat16),
         (512, 32, "none", jnp.bfloat16),
+        (32, 128, "dynamic", jnp.bfloat16),
+        (8192, 128, "dynamic", jnp.bfloat16),
+        (512, 128, "none", jnp.bfloat16),
     ):
         arguments: dict[str, Any] = {"x": Shape((rows, 4096), dtype), "w": Shape((4096, 4096), jnp.float8_e4m3fn)}
         arguments |= {"scale": Shape((4096, groups), jnp.float32)}
-        options: dict[str, Any] = {"group": None if groups == 1 else 128, "activations": activations}
+        options: dict[str, Any] = {"group": None if groups == 1 else 4096 // groups, "activations": activations}
         name = f"fp8_product {rows} of {jnp.dtype(dtype)}, {activations}, {groups} groups"
         yield name, partial(ops.fp8_product, **options), arguments
 

@@ -16,7 +16,13 @@ from jpaged.models.loading import checkpoint
 from jpaged.models.sharding import load_sharded, shard_of
 from tests.models.loading import test_mxfp4
 from tests.parallel.family_runs import ARGS, MOST_BYTES, _run
-from tests.support.quantized import dequantized_checkpoint, plain_checkpoint, quantized_checkpoint
+from tests.support.quantized import (
+    dequantized_checkpoint,
+    plain_checkpoint,
+    quantized_checkpoint,
+    read_tensors,
+    write_tensors,
+)
 
 
 def tokens(*layouts: str) -> dict[str, dict[str, Any]]:
@@ -40,21 +46,68 @@ def experts(layout: str) -> dict[str, Any]:
         return _tokens(plain, Path(directory), layout, "whole")
 
 
+def hybrid() -> dict[str, Any]:
+    """Greedy tokens of a Qwen3-Next in FP8 blocks, which four devices share, and of its dequantized weights."""
+    with tempfile.TemporaryDirectory() as directory:
+        sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "moe_intermediate_size": 64}
+        sizes |= {"num_key_value_heads": 4, "shared_expert_intermediate_size": 48, "num_experts": 8}
+        plain = plain_checkpoint("qwen3-next", Path(directory) / "plain", **sizes)
+        source = quantized_checkpoint(plain, Path(directory) / "quantized", "fp8-blocks")
+        exact = dequantized_checkpoint(plain, Path(directory) / "exact", "fp8-blocks")
+        args = replace(ARGS, model=str(source))
+        engines = {"4": replace(args, tensor_parallel_size=4), "exact": replace(args, model=str(exact))}
+        return {name: _run(LLMEngine(one)) for name, one in engines.items()}
+
+
 def padded_experts(layout: str) -> dict[str, Any]:
     """Greedy tokens by number of devices, of experts whose groups that share a scale the devices do not divide.
 
-    layout: "mxfp4" for gpt-oss, whose experts have five groups of 32 columns; else of a Qwen3-MoE with three of 128.
+    layout: "mxfp4" for gpt-oss, whose experts have five groups of 32 columns; else of a Qwen3-MoE with three groups.
     """
     with tempfile.TemporaryDirectory() as directory:
         if layout == "mxfp4":
             config = test_mxfp4.CONFIG | {"intermediate_size": 160, "num_key_value_heads": 4}
             source = test_mxfp4.write(Path(directory) / layout, test_mxfp4.stored_tensors(config)[0], config)
         else:
-            sizes = {"moe_intermediate_size": 384, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1}
+            inner = 384 if layout == "fp8-blocks" else 96
+            sizes = {"moe_intermediate_size": inner, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1}
             plain = plain_checkpoint("qwen3-moe", Path(directory) / "plain", **sizes)
             source = quantized_checkpoint(plain, Path(directory) / layout, layout)
         args = replace(ARGS, model=str(source))
         return {str(number): _run(LLMEngine(replace(args, tensor_parallel_size=number))) for number in (1, 2, 4)}
+
+
+def experts_in_act_order() -> dict[str, Any]:
+    """Greedy tokens on four devices, and of the dequantized weights, of which attention's are not quantized."""
+    with tempfile.TemporaryDirectory() as directory:
+        sizes = {"moe_intermediate_size": 64, "num_key_value_heads": 4, "num_hidden_layers": 1}
+        plain = plain_checkpoint("qwen3-moe", Path(directory) / "plain", **sizes)
+        ignored = {"modules_to_not_convert": ["self_attn"]}
+        source = quantized_checkpoint(plain, Path(directory) / "quantized", "gptq-act-order", **ignored)
+        exact = dequantized_checkpoint(plain, Path(directory) / "exact", "gptq-act-order")
+        tensors, whole = (read_tensors(path / "model.safetensors") for path in (source, exact))
+        attention = {
+            name: one for name, one in read_tensors(plain / "model.safetensors").items() if "self_attn" in name
+        }
+        for path, found in ((source, tensors), (exact, whole)):
+            kept = {name: one for name, one in found.items() if "self_attn" not in name}
+            write_tensors(path / "model.safetensors", kept | attention)
+        args = replace(ARGS, model=str(source))
+        split = replace(args, enable_expert_parallel=True, tensor_parallel_size=4)
+        engines = {"4": split, "exact": replace(args, model=str(exact))}
+        return {name: _run(LLMEngine(one)) for name, one in engines.items()}
+
+
+def shared_blocks() -> dict[str, Any]:
+    """Greedy tokens of FP8 in blocks by number of devices, and of the dequantized weights."""
+    with tempfile.TemporaryDirectory() as directory:
+        sizes = {"intermediate_size": 212, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+        plain = plain_checkpoint("llama-biases", Path(directory) / "plain", **sizes)
+        source = quantized_checkpoint(plain, Path(directory) / "quantized", "fp8-blocks")
+        exact = dequantized_checkpoint(plain, Path(directory) / "exact", "fp8-blocks")
+        args = replace(ARGS, model=str(source))
+        found = {str(n): _run(LLMEngine(replace(args, tensor_parallel_size=n))) for n in (2, 4)}
+        return found | {"exact": _run(LLMEngine(replace(args, model=str(exact))))}
 
 
 def _tokens(plain: Path, directory: Path, layout: str, *further: str) -> dict[str, Any]:
@@ -71,13 +124,16 @@ def _tokens(plain: Path, directory: Path, layout: str, *further: str) -> dict[st
 
 
 def fp8_cache() -> dict[str, Any]:
-    """Greedy tokens with keys and values in FP8, on one device and on two."""
+    """Greedy tokens with keys and values in FP8, and their scales, on one device, on two and on four."""
     with tempfile.TemporaryDirectory() as directory:
-        args = replace(ARGS, model=str(plain_checkpoint("qwen3-layer-types", Path(directory))), kv_cache_dtype="fp8")
-        return {
-            "one": _run(LLMEngine(args)),
-            "two": _run(LLMEngine(replace(args, tensor_parallel_size=2))),
-        }
+        args = replace(
+            ARGS,
+            model=str(plain_checkpoint("qwen3-layer-types", Path(directory))),
+            kv_cache_dtype="fp8",
+            calculate_kv_scales=True,
+        )
+        engines = [LLMEngine(replace(args, tensor_parallel_size=number)) for number in (1, 2, 4)]
+        return {"tokens": [_run(one) for one in engines], "scales": [one.startup.config.kv_scales for one in engines]}
 
 
 def shards_equal_the_whole(*layouts: str) -> list[str]:

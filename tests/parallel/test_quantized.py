@@ -23,18 +23,43 @@ def test_experts_in_4_bits_give_the_same_tokens_split_by_columns_and_by_experts(
     assert len({token for tokens in found["one"] for token in tokens}) > 8, "a text that wanders"
 
 
-@pytest.mark.parametrize("layout", ["mxfp4", "fp8-blocks"])
+def test_experts_with_act_order_are_split_whole():
+    """Dense layers with act-order are not, so they are left out here."""
+    found = call_with_eight_devices(f"{RUNS}:experts_in_act_order")
+    assert found["exact"] == found["4"]
+    assert len({token for tokens in found["4"] for token in tokens}) > 8, "a text that wanders"
+
+
+@pytest.mark.parametrize("layout", ["mxfp4", "fp8-blocks", "nvfp4"])
 def test_experts_whose_groups_do_not_divide_give_the_tokens_of_one_device_on_two_and_four(layout):
-    """gpt-oss-20b's on four devices, 720 columns each; Qwen3-30B-A3B's in blocks, 192 each."""
+    """As of gpt-oss-20b on four devices, with 720 columns each, and of Qwen3-30B-A3B in blocks, 192 on four, 96 on
+    eight."""
     found = call_with_eight_devices(f"{RUNS}:padded_experts", layout)
     assert found["1"] == found["2"] == found["4"]
     assert len({token for tokens in found["1"] for token in tokens}) > 8, "a text that wanders"
 
 
-def test_keys_and_values_in_fp8_give_the_same_tokens_on_two_devices():
+def test_dense_blocks_that_devices_share_give_the_tokens_of_dequantized_weights_on_two_and_four():
+    """Each of four has 48 inputs of a product, and of another 56, with padding: parts of blocks of 128."""
+    found = call_with_eight_devices(f"{RUNS}:shared_blocks")
+    assert found["exact"] == found["2"] == found["4"]
+    assert len({token for tokens in found["2"] for token in tokens}) > 8, "a text that wanders"
+
+
+def test_hybrids_in_fp8_blocks_give_the_tokens_of_dequantized_weights_on_four_devices():
+    found = call_with_eight_devices(f"{RUNS}:hybrid")
+    assert found["exact"] == found["4"]
+    assert len({token for tokens in found["4"] for token in tokens}) > 8, "a text that wanders"
+
+
+def test_keys_and_values_in_fp8_have_the_same_scales_and_give_the_same_tokens_on_two_and_four_devices():
     found = call_with_eight_devices(f"{RUNS}:fp8_cache")
-    assert found["one"] == found["two"]
-    assert len({token for tokens in found["one"] for token in tokens}) > 8, "a text that wanders"
+    one, *others = found["tokens"]
+    assert others == [one, one]
+    scales, *others = found["scales"]
+    assert others == [scales, scales]
+    assert all(scale != 1 for of_layer in scales for scale in of_layer)
+    assert len({token for tokens in one for token in tokens}) > 8, "a text that wanders"
 
 
 def test_shards_side_by_side_are_the_whole_parameters():
@@ -47,10 +72,11 @@ def test_shards_side_by_side_are_the_whole_parameters():
     ("layout", "degree", "said"),
     [
         ("gptq-act-order", 2, "tensor_parallel_size=2 is not supported for GPTQ with act-order"),
-        ("fp8-blocks", 4, "tensor_parallel_size=4 gives each device 64 inputs"),
+        ("nvfp4", 4, "tensor_parallel_size=4 gives each device 56 inputs of some products, which 32, the inputs that"),
     ],
 )
 def test_layers_whose_scales_devices_would_share_are_refused(layout, degree, said):
-    config = tiny("llama-biases").config | {"quantization_config": PUBLISHED[layout].config}
+    sizes = {"intermediate_size": 224}
+    config = tiny("llama-biases", **sizes).config | {"quantization_config": PUBLISHED[layout].config}
     with pytest.raises(InvalidParameterError, match=said):
         shard_of(models.build(models.ModelConfig.from_dict(config), "float32"), degree)

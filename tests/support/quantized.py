@@ -5,6 +5,7 @@ dequantized_checkpoint(plain, target, "awq")     what the layout's definition sa
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ _TYPES = {
     np.dtype(np.float16): "F16",
     np.dtype(ml_dtypes.bfloat16): "BF16",
     E4M3: "F8_E4M3",
+    np.dtype(np.uint8): "U8",
     np.dtype(np.int32): "I32",
     np.dtype(np.int64): "I64",
 }
@@ -29,10 +31,19 @@ Tensors = dict[str, np.ndarray]
 
 
 class Published(NamedTuple):
-    """A layout. config: "quantization_config". pack: a weight [out, in] -> its tensors, and what they stand for."""
+    """A layout. config: "quantization_config". pack: a weight [out, in] -> its tensors, and what they stand for.
+    of_expert: likewise, of a weight of the expert of a number; None where they are as others."""
 
     config: dict[str, Any]
     pack: Callable[[np.ndarray], tuple[Tensors, np.ndarray]]
+    of_expert: Callable[[np.ndarray, int], tuple[Tensors, np.ndarray]] | None = None
+
+    def packed(self, name: str, weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+        """Of the layer of a name."""
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if self.of_expert is None or expert is None:
+            return self.pack(weight)
+        return self.of_expert(weight, int(expert[1]))
 
 
 def tiny(name: str, **changes: Any) -> TinyModel:
@@ -53,13 +64,15 @@ def quantized_checkpoint(plain: Path, target: Path, layout: str, **entries: Any)
     config = {"quantization_config": published.config | entries}
 
     def pack(name: str, weight: np.ndarray) -> Tensors:
-        return {f"{name}.{suffix}": tensor for suffix, tensor in published.pack(weight)[0].items()}
+        return {f"{name}.{suffix}": tensor for suffix, tensor in published.packed(name, weight)[0].items()}
 
     return _rewritten(plain, target, config, pack)
 
 
 def dequantized_checkpoint(plain: Path, target: Path, layout: str) -> Path:
-    return _rewritten(plain, target, {}, lambda name, weight: {f"{name}.weight": PUBLISHED[layout].pack(weight)[1]})
+    return _rewritten(
+        plain, target, {}, lambda name, weight: {f"{name}.weight": PUBLISHED[layout].packed(name, weight)[1]}
+    )
 
 
 def _rewritten(plain: Path, target: Path, config: dict[str, Any], pack: Callable[[str, np.ndarray], Tensors]) -> Path:
@@ -189,14 +202,16 @@ def _awq(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     return tensors, whole
 
 
-def scattered(inputs: int, size: int) -> np.ndarray:
-    """The group of each input of a layer in act-order: the same for all layers of as many inputs."""
-    return np.random.default_rng(inputs).permutation(np.arange(inputs) // size).astype(np.int32)
+def scattered(inputs: int, size: int, expert: int = 0) -> np.ndarray:
+    """The group of each input of a layer in act-order: the same for all layers of as many inputs, and of an expert."""
+    return np.random.default_rng((inputs, expert)).permutation(np.arange(inputs) // size).astype(np.int32)
 
 
-def _gptq(weight: np.ndarray, size: int, *, act_order: bool, stored_offset: int) -> tuple[Tensors, np.ndarray]:
+def _gptq(
+    weight: np.ndarray, size: int, *, act_order: bool, stored_offset: int, expert: int = 0
+) -> tuple[Tensors, np.ndarray]:
     inputs = weight.shape[1]
-    index = scattered(inputs, size) if act_order else None
+    index = scattered(inputs, size, expert) if act_order else None
     values, scales, zeros, whole = _int4(weight, size, symmetric=False, index=index)
     plain = np.zeros(inputs, np.int32) if size == -1 else (np.arange(inputs) // size).astype(np.int32)
     tensors = {
@@ -217,7 +232,54 @@ def _packed(weight: np.ndarray, *, symmetric: bool, act_order: bool = False) -> 
     return tensors | ({} if index is None else {"weight_g_idx": index}), whole
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def _nvfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32, np.ndarray]:
+    """Bytes [out, in / 2], scales in e4m3 [out, in / 16], what they are divided by, and what that stands for."""
+    outputs = len(weight)
+    outer = np.float32(448 * 6 / np.abs(weight).max())
+    groups = weight.reshape(outputs, -1, 16)
+    scale = (np.abs(groups).max(axis=2) / 6 * outer).astype(E4M3)
+    scale[0, 0] = 0  # of weights that are too small
+    wide = np.repeat(scale.astype(np.float32) / outer, 16, axis=1)
+    parts = np.divide(np.abs(weight), wide, out=np.zeros_like(weight), where=wide > 0)
+    nearest = np.abs(parts[..., None] - E2M1).argmin(axis=-1)
+    bits = (nearest + 8 * (weight < 0)).astype(np.uint8)
+    whole = np.where(weight < 0, -E2M1[nearest], E2M1[nearest]) * wide
+    return bits[:, ::2] | bits[:, 1::2] << 4, scale, outer, whole
+
+
+def _compressed_nvfp4(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    packed, scale, outer, whole = _nvfp4(weight)
+    tensors = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": outer.reshape(1)}
+    return tensors | {"input_global_scale": np.full(1, 50.0, np.float32)}, whole
+
+
+def _modelopt_nvfp4(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    """Its scale of a tensor is the inverse, and so is that of what compressed-tensors makes of it."""
+    packed, scale, outer, _ = _nvfp4(weight)
+    inverse = np.float32(1) / outer
+    bits = np.stack([packed & 15, packed >> 4], axis=-1).reshape(weight.shape)
+    wide = np.repeat(scale.astype(np.float32) / (np.float32(1) / inverse), 16, axis=1)
+    whole = np.concatenate([E2M1, -E2M1])[bits] * wide
+    of_input = {"input_scale": np.full((), 0.02, np.float32)}
+    return {"weight": packed, "weight_scale": scale, "weight_scale_2": inverse.reshape(())} | of_input, whole
+
+
+def _modelopt_fp8(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    tensors, whole = _fp8_tensor(weight)
+    return {name: one.reshape(()) if one.size == 1 else one for name, one in tensors.items()}, whole
+
+
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+_NVFP4 = _INT4 | {"type": "float", "strategy": "tensor_group", "group_size": 16}
+_MODELOPT = {
+    "quant_method": "modelopt",
+    "ignore": ["*lm_head", "model.embed*"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.37.0"},
+}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 
 PUBLISHED: dict[str, Published] = {
@@ -253,7 +315,9 @@ PUBLISHED: dict[str, Published] = {
         lambda weight: _gptq(weight, -1, act_order=False, stored_offset=0),
     ),
     "gptq-act-order": Published(
-        _GPTQ | {"desc_act": True}, lambda weight: _gptq(weight, 32, act_order=True, stored_offset=1)
+        _GPTQ | {"desc_act": True},
+        lambda weight: _gptq(weight, 32, act_order=True, stored_offset=1),
+        lambda weight, expert: _gptq(weight, 32, act_order=True, stored_offset=1, expert=expert),
     ),
     "int4-symmetric": Published(
         _compressed(_INT4, None, "pack-quantized"), lambda weight: _packed(weight, symmetric=True)
@@ -262,4 +326,7 @@ PUBLISHED: dict[str, Published] = {
         _compressed(_INT4 | {"symmetric": False, "actorder": "group"}, None, "pack-quantized"),
         lambda weight: _packed(weight, symmetric=False, act_order=True),
     ),
+    "nvfp4": Published(_compressed(_NVFP4, _NVFP4 | {"dynamic": "local"}, "nvfp4-pack-quantized"), _compressed_nvfp4),
+    "modelopt-nvfp4": Published(_MODELOPT | {"quant_algo": "NVFP4"}, _modelopt_nvfp4),
+    "modelopt-fp8": Published(_MODELOPT | {"quant_algo": "FP8"}, _modelopt_fp8),
 }

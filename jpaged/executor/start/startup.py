@@ -32,6 +32,7 @@ from jpaged.executor.start.compile_processes import (
 )
 from jpaged.executor.start.executable_cache import KEPT_PLATFORMS, ExecutableCache
 from jpaged.executor.start.jax_settings import jax_settings
+from jpaged.executor.start.kv_scales import kv_scales_of
 from jpaged.executor.start.memory import (
     free_device_memory,
     plan_memory,
@@ -62,7 +63,6 @@ from jpaged.host.garbage import set_objects_apart, without_collections
 from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build
 from jpaged.models.experts import split_by_experts
-from jpaged.models.loading.kv_scales import read_kv_scales
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.pallas_kernels import registry
 
@@ -164,10 +164,16 @@ def _start_on(
     rows = 0 if args.batch_invariant else one_shot_rows(args.one_shot_rows, config.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
     if args.kv_cache_dtype == "fp8":
-        keeps = [state is None for state in model_config.layer_states]
+        loaded = None
+        if args.calculate_kv_scales:
+            with _timed(seconds, "load weights"):
+                loaded = load_weights(progress)
+            load_weights = partial(_as_loaded, loaded)
         # Weights that somebody gives come without scales; those of the directory are another checkpoint's.
-        kv_scales = read_kv_scales("dummy" if given is not None else args.load_format, directory, keeps)
-        config = replace(config, kv_scales=kv_scales)
+        described = args if given is None else replace(args, load_format="dummy")
+        with _timed(seconds, "calibrate") if loaded is not None else nullcontext():
+            config = replace(config, kv_scales=kv_scales_of(described, shard, mesh, directory, loaded))
+        del loaded
     if args.kv_cache_layout == "virtual":
         config = cut_into_pages(config, args, shard, device)
 
@@ -231,6 +237,12 @@ def _start_on(
         has_given_weights=has_given,
         on_first_use=on_first_use,
     )
+
+
+def _as_loaded(weights: Weights, progress: bool) -> Weights:
+    """progress: as of `CheckpointReader`; there is none to show any more."""
+    del progress
+    return weights
 
 
 def _log_costs(programs: Collection[CompiledProgram]) -> None:
@@ -308,5 +320,6 @@ def _refusals_of(kernel_backend: str | None) -> Iterator[None]:
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
-    seconds[phase] = time.perf_counter() - begun
-    log.info("%s took %.1f s", phase, seconds[phase])
+    taken = time.perf_counter() - begun
+    seconds[phase] = seconds.get(phase, 0.0) + taken
+    log.info("%s took %.1f s", phase, taken)

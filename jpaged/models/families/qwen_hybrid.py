@@ -27,7 +27,8 @@ from jpaged.models.rope import parse_rope
 from jpaged.models.states import DeltaState
 
 _FUSED = "experts_in_one_tensor"
-"""An entry of ours in config.json: whether a checkpoint has one tensor for all experts of a layer."""
+"""An entry of ours in config.json: whether a checkpoint has one tensor for all experts of a layer. Published ones of
+Qwen3.5 do, but for those in FP8. Of quantized ones the names of tensors say it (`Family.fused_experts`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +56,15 @@ class QwenHybridFamily:
 
     base_prefix = "model."
     aliases = TEXT_PART_NAMES
+    fused_experts = _FUSED, "experts.gate_up_proj"
 
     def read_config(self, read: ConfigReader) -> QwenHybridConfig:
         if "text_config" in read.config:
             part = read.text_part(self.text)
-            read = ConfigReader(self.text, {**part.config, _FUSED: True}, part.max_model_len)
+            stored = ("quantization_config", "compression_config")
+            is_quantized = any(one.config.get(name) for one in (read, part) for name in stored)
+            fused = not is_quantized or read.flag(_FUSED, False)
+            read = ConfigReader(self.text, {**part.config, _FUSED: fused}, part.max_model_len)
             read.refuse(("model_type", f"{self.model_type}_text"))
         read.refuse(("hidden_act", "silu"), ("attn_output_gate", True), ("use_sliding_window", False))
         num_layers, num_heads = read.integer("num_hidden_layers"), read.integer("num_attention_heads")

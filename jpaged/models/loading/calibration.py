@@ -1,4 +1,5 @@
 """Quantizes layer after layer by what each one's inputs are, of texts that the layers before it, quantized, have read.
+On the way it finds how large the keys and values of each layer are.
 
     tokens --embedding--> rows of hidden states, on the host
     a layer:  weights --> device      run over all rows     --> hessian of the inputs of each `Linear`
@@ -22,6 +23,7 @@ from jpaged.api.errors import CheckpointError, InvalidParameterError, Unsupporte
 from jpaged.models.dense import dense_causal_attend
 from jpaged.models.linear import Linear
 from jpaged.models.loading.checkpoint import Tensors, match, read_each
+from jpaged.models.loading.kv_calibration import measured_attend, scales_of
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model
 from jpaged.models.quantization.gptq import gptq
@@ -45,7 +47,8 @@ class _Row(NamedTuple):
 class Calibration:
     """Gives the 4-bit tensors of one layer after the other.
 
-    model: not quantized, of one device. stored: its checkpoint's tensors. quantized: names of the parameters that are.
+    model: not quantized, of one device. stored: its checkpoint's tensors.
+    quantized: names of the parameters that are to be; none where keys and values alone are looked at.
     texts: token ids of each.
     group, damping: as of `gptq`.
 
@@ -73,6 +76,7 @@ class Calibration:
             )
         rows = list(_packed(texts, min(ROW_TOKENS, model.config.max_position_embeddings), model.vocab_size))
         self._rows = list(self._embedded(rows))
+        self.kv_scales: list[tuple[float, float]] = []  # of the layers that were asked for
 
     def layer(self, number: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Of each quantized tensor of a layer, by the family's name: values int8 [outputs, inputs] and scales. Layers
@@ -83,7 +87,7 @@ class Calibration:
         """
         prefix = f"layers.{number}."
         weights = self._read(prefix)
-        hessians = self._observe(number, weights)
+        hessians = self._observe(number, weights) if self._quantized else {}
         found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for index, tensors in self._matched.items():
             piece = self._model.pieces[index]
@@ -149,16 +153,19 @@ class Calibration:
                 setattr(owner, str(path[-1]), _Recorder(node, name.removeprefix(f"layers.{number}.")))
         graph, state = nnx.split(layer)
         for row in self._rows:
-            _, found = _run(graph, state, row.x, row.shared, row.texts, self._model.collectives)
+            _, found, _ = _run(graph, state, row.x, row.shared, row.texts, self._model.collectives)
             total = found if total is None else jax.tree.map(jnp.add, total, found)
         assert total is not None
         return {f"layers.{number}.{name}": hessian for name, hessian in total.items()}
 
     def _advance(self, number: int, weights: Mapping[str, jax.Array]) -> None:
         graph, state = nnx.split(self._with(weights).layers[number])
+        largest = np.zeros(2, np.float32)
         for i, row in enumerate(self._rows):
-            x, _ = _run(graph, state, row.x, row.shared, row.texts, self._model.collectives)
+            x, _, found = _run(graph, state, row.x, row.shared, row.texts, self._model.collectives)
             self._rows[i] = row._replace(x=np.asarray(x))
+            largest = np.maximum(largest, np.asarray(found))
+        self.kv_scales.append(scales_of(largest, number))
 
 
 _recorded: ContextVar[dict[str, jax.Array] | None] = ContextVar("recorded", default=None)
@@ -168,17 +175,19 @@ _counts: ContextVar[jax.Array | None] = ContextVar("counts", default=None)
 @partial(jax.jit, static_argnums=(0, 5))  # one program for layers of equal structure
 def _run(
     graph: Any, state: Any, x: jax.Array, shared: Any, texts: jax.Array, collectives: Any
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What a layer makes of x, and the hessians that its recorders found."""
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+    """What a layer makes of x, the hessians that its recorders found, and the largest magnitudes of its keys and of its
+    values."""
     found: dict[str, jax.Array] = {}
+    largest: list[jax.Array] = []
     tokens = _recorded.set(found), _counts.set(texts >= 0)
     try:
         stream = Stream(x, None, None, collectives, "xla")
-        nnx.merge(graph, state)(stream, *shared, partial(dense_causal_attend, segment_ids=texts))
+        nnx.merge(graph, state)(stream, *shared, partial(measured_attend, largest, segment_ids=texts))
     finally:
         _recorded.reset(tokens[0])
         _counts.reset(tokens[1])
-    return stream.value(), found
+    return stream.value(), found, jnp.max(jnp.stack(largest), axis=0) if largest else jnp.zeros(2)
 
 
 class _Recorder(Linear):

@@ -21,7 +21,7 @@ from jpaged.models.config_reader import read_json
 from jpaged.models.loading import orbax_checkpoint, safetensors_file
 from jpaged.models.loading.mxfp4 import join_packed
 from jpaged.models.loading.pieces import Piece
-from jpaged.models.loading.quantized import QuantizedLayers, Tensors, expected_tensors
+from jpaged.models.loading.quantized import QuantizedLayers, Tensors, expected_tensors, repeated_scales
 from jpaged.models.loading.runs import MOST_BYTES
 from jpaged.models.loading.safetensors_file import StoredTensor
 from jpaged.models.model import Model, Weights, resolve_dtype
@@ -77,21 +77,21 @@ def num_bytes(stored: Mapping[int, Tensors]) -> int:
 
 
 def read_each(
-    model: Model, stored: Mapping[int, Tensors], device: jax.Device | None
+    model: Model, stored: Mapping[int, Tensors], device: jax.Device | None, shard: Model | None = None
 ) -> Iterator[tuple[Piece, Any, int]]:
     """Each piece of the parameters, what it is of (a numpy or JAX array), and the bytes that were read for it: none
     where the pieces before it are of the same tensors. Of a large tensor a piece comes in runs of its rows.
 
     Nothing is held here when the next one is read, so that nothing is held at all if the caller has let go.
 
-    stored: as `match` returns it. device: where weights are quantized.
+    stored: as `match` returns it. device: where weights are quantized. shard: what is filled, if not the model itself.
 
     Raises:
         CheckpointError: a quantized layer's tensors cannot be served.
     """
     held: Tensors = {}
     arrays: dict[str, Any] = {}
-    layers = QuantizedLayers(model, device)
+    layers = QuantizedLayers(model, device, {} if shard is None else repeated_scales(model, shard))
     for index, tensors in stored.items():
         piece, read = model.pieces[index], 0
         cut = layers.runs(piece, tensors, MOST_BYTES)

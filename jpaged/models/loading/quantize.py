@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import read_json
 from jpaged.models.loading import orbax_checkpoint, safetensors_file
 from jpaged.models.loading.calibration import Calibration
-from jpaged.models.loading.checkpoint import INDEX_NAME, SINGLE_NAME, find_tensors, full_names, match
+from jpaged.models.loading.checkpoint import INDEX_NAME, KV_SCALE, SINGLE_NAME, find_tensors, full_names, match
 from jpaged.models.loading.safetensors_file import NewTensor, StoredTensor
 from jpaged.models.model import Model, build
 from jpaged.models.quantization.gptq import DAMPING
 from jpaged.models.quantization.layers import StoredLayer, is_fused, is_transposed, stored_layer
 from jpaged.models.quantization.recipes import GROUPS, RECIPES, Recipe
+from jpaged.models.states import MambaState
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -38,6 +40,7 @@ def quantize_checkpoint(
     revision: str | None = None,
     group_size: int | None = None,
     calibration: Sequence[Sequence[int]] | None = None,
+    kv_cache: str | None = None,
     damping: float = DAMPING,
     shard_bytes: int = _SHARD_BYTES,
     progress: bool = False,
@@ -58,6 +61,9 @@ def quantize_checkpoint(
     group_size: inputs that share a scale in "int4": 32, 64 or 128; 128 if None.
     calibration: token ids of texts, for "int4": weights are rounded by GPTQ (`quantization.gptq`), on the default
         device, layer by layer. None: to the nearest. Texts are cut at 2,048 tokens; 128 rows of so many are read.
+        Likewise for `kv_cache`, with which weights in FP8 are rounded as without.
+    kv_cache: "fp8": write the scales, too, by which the largest of each layer's keys and values in the calibration's
+        texts become 448 (k_scale, v_scale). `kv_cache_dtype="fp8"` reads them.
     damping: of GPTQ, a part of the mean of the hessian's diagonal.
     revision: branch, tag or commit on the hub.
     shard_bytes: of one file, at most, unless one tensor is larger.
@@ -67,8 +73,9 @@ def quantize_checkpoint(
         InvalidParameterError: the scheme does not exist, or an option is out of range or not for it, or something is in
             `out` already.
         ModelNotFoundError: there is no such model.
-        UnsupportedModelError: it is quantized, has all experts in one tensor, stores its weights transposed (GPT-2),
-            has layers whose sizes the scheme cannot store, or experts or recurrent layers and is to be calibrated.
+        UnsupportedModelError: it is quantized, has all experts of a layer in one tensor, stores its weights
+            transposed (GPT-2), has layers whose sizes the scheme cannot store, or experts or Mamba-2 layers and is to
+            be calibrated.
         CheckpointError: a tensor is missing, damaged or not finite.
         OutputError: `out` cannot be written, for want of space for example.
     What was begun is removed when anything fails.
@@ -78,16 +85,19 @@ def quantize_checkpoint(
     if not 0 < damping <= 1:
         raise InvalidParameterError(f"damping must be above 0 and at most 1, got {damping!r}.")
     out = Path(out)
-    recipe = checked_recipe(out, scheme, group_size=group_size, calibrated=calibration is not None)
+    calibrated = calibration is not None
+    recipe = checked_recipe(out, scheme, group_size=group_size, calibrated=calibrated, kv_cache=kv_cache)
     directory = resolve(model, revision)
-    plan = _Plan(directory, recipe, scheme)
+    plan = _Plan(directory, recipe, scheme, kv_cache is not None)
     if calibration is not None:
         plan.calibrate(calibration, damping)
     with _written_whole(out):
         plan.write(out, shard_bytes, progress)
 
 
-def checked_recipe(out: Path, scheme: str, *, group_size: int | None, calibrated: bool) -> Recipe:
+def checked_recipe(
+    out: Path, scheme: str, *, group_size: int | None, calibrated: bool, kv_cache: str | None = None
+) -> Recipe:
     """What to write, where these arguments of `quantize_checkpoint` can be served. Nothing is downloaded or read.
 
     Raises:
@@ -96,9 +106,15 @@ def checked_recipe(out: Path, scheme: str, *, group_size: int | None, calibrated
     if scheme not in RECIPES:
         raise InvalidParameterError(f"scheme must be one of {', '.join(RECIPES)}, got {scheme!r}.")
     recipe = RECIPES[scheme]
-    if not recipe.packs and (group_size is not None or calibrated):
-        named = "calibration" if group_size is None else "group_size"
-        raise InvalidParameterError(f"{named} is for scheme 'int4', and not for {scheme!r}; leave it out.")
+    if kv_cache not in (None, "fp8"):
+        raise InvalidParameterError(f"kv_cache must be 'fp8' or left out, got {kv_cache!r}.")
+    if kv_cache is not None and not calibrated:
+        raise InvalidParameterError(
+            f"kv_cache={kv_cache!r} needs calibration: scales are found by texts that the model reads."
+        )
+    if not recipe.packs and (group_size is not None or (calibrated and kv_cache is None)):
+        named, also = ("group_size", "") if group_size is not None else ("calibration", ", unless kv_cache is given")
+        raise InvalidParameterError(f"{named} is for scheme 'int4', and not for {scheme!r}{also}; leave it out.")
     if group_size is not None:
         if group_size not in GROUPS:
             raise InvalidParameterError(f"group_size must be one of {', '.join(map(str, GROUPS))}, got {group_size!r}.")
@@ -110,7 +126,7 @@ def checked_recipe(out: Path, scheme: str, *, group_size: int | None, calibrated
 class _Plan:
     """What is written of a checkpoint. Nothing is read yet but headers and JSON."""
 
-    def __init__(self, directory: Path, recipe: Recipe, scheme: str) -> None:
+    def __init__(self, directory: Path, recipe: Recipe, scheme: str, kv_cache: bool) -> None:
         self._directory, self._recipe = directory, recipe
         source = read_json(directory / "config.json")
         _check_plain(directory, source)
@@ -121,26 +137,31 @@ class _Plan:
         match(model, self._stored)
         self._names = full_names(model, self._stored)
         self._layers = self._find_layers(model, scheme)
-        self.config = source | {"quantization_config": recipe.config(self._ignored(model))}
+        self._kv_scales = self._kv_scale_names(model) if kv_cache else []
+        self.config = source | {"quantization_config": recipe.config(self._ignored(model), kv_cache=kv_cache)}
         if not (source.get("dtype") or source.get("torch_dtype")):
             self.config["torch_dtype"] = plain.source["torch_dtype"]
         self._check_readable(model)
         self._quantized = model.quantized
+        self._num_layers = plain.num_layers
         self._calibration: Calibration | None = None
         self._layer_of: dict[str, int] = {}
         self._done, self._made = -1, dict[str, tuple[np.ndarray, np.ndarray]]()
 
     def calibrate(self, texts: Sequence[Sequence[int]], damping: float) -> None:
-        """Has 4-bit tensors rounded by GPTQ, layer by layer, in which order all tensors are then written."""
+        """Has 4-bit tensors rounded by GPTQ, layer by layer, in which order all tensors are then written; and has keys
+        and values looked at."""
         model = build(ModelConfig.from_directory(self._directory))
+        if not self._recipe.packs:
+            self._calibration = Calibration(model, self._stored, (), texts, group=0, damping=damping)
+            return
         if model.config.num_experts:
             raise UnsupportedModelError(
                 f"{model.config.architecture}: mixtures of experts are not supported with calibration; leave it out."
             )
-        if model.config.is_hybrid:
+        if any(isinstance(state, MambaState) for state in model.config.layer_states):
             raise UnsupportedModelError(
-                f"{model.config.architecture}: models with recurrent layers are not supported with calibration; leave"
-                " it out."
+                f"{model.config.architecture}: Mamba-2 layers are not supported with calibration; leave it out."
             )
         for piece in model.pieces:
             found = re.match(r"layers\.(\d+)\.", piece.parameter)
@@ -165,10 +186,15 @@ class _Plan:
                 if len(shards) > 1:
                     name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
                 layout = {new: entry for tensor in shard for new, entry in self._entries(tensor).items()}
-                safetensors_file.write_mixed(out / name, layout, self._tensors(shard, bar))
+                tensors = self._tensors(shard, bar)
+                if shard is shards[-1]:
+                    layout |= dict.fromkeys(self._kv_scales, NewTensor.of((1,), np.dtype(np.float32)))
+                    tensors = chain(tensors, self._kv_scale_tensors())
+                safetensors_file.write_mixed(out / name, layout, tensors)
                 weight_map |= dict.fromkeys(layout, name)
         if len(shards) > 1:
             size = sum(entry.num_bytes for tensor in self._stored.values() for entry in self._entries(tensor).values())
+            size += 4 * len(self._kv_scales)
             _write_json(out / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": weight_map})
         _write_json(out / "config.json", self.config)
         orbax_checkpoint.copy_companions(self._directory, out)
@@ -260,13 +286,49 @@ class _Plan:
             bar.update(tensor.num_bytes)
 
     def _quantized_tensors(self, tensor: StoredTensor) -> dict[str, np.ndarray]:
-        if self._calibration is None:
+        if self._calibration is None or not self._recipe.packs:
             return self._recipe.tensors(tensor.read())
-        while self._done < self._layer_of[tensor.name]:
+        self._calibrate_to(self._layer_of[tensor.name])
+        return self._recipe.packed(*self._made.pop(tensor.name))
+
+    def _calibrate_to(self, layer: int) -> None:
+        assert self._calibration is not None
+        while self._done < layer:
             self._done += 1
             made = self._calibration.layer(self._done)
             self._made = {self._names[name]: arrays for name, arrays in made.items()}
-        return self._recipe.packed(*self._made.pop(tensor.name))
+
+    def _kv_scale_names(self, model: Model) -> list[str]:
+        """Of keys and of values, layer by layer, beside the products that make them.
+
+        Raises:
+            UnsupportedModelError: the model keeps no keys and values, or names its layers as none does that is read.
+        """
+        owners = {
+            int(found[1]): self._names[piece.tensor].rsplit(".", 2)[0]
+            for piece in model.pieces
+            if (found := re.match(r"layers\.(\d+)\.attention\.qkv$", piece.parameter))
+        }
+        layers = [layer for layer, state in enumerate(model.config.layer_states) if state is None]
+        names = [f"{owners.get(layer)}.{kind}_scale" for layer in layers for kind in "kv"]
+        if model.config.value_dim is not None or not all(KV_SCALE.search(name) for name in names):
+            raise UnsupportedModelError(
+                f"kv_cache='fp8' is not supported for a {model.config.architecture}, whose checkpoints have no place"
+                " for scales of keys and values; leave it out."
+            )
+        return names
+
+    def _kv_scale_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Once all other tensors are made."""
+        if not self._kv_scales:
+            return
+        assert self._calibration is not None
+        self._calibrate_to(self._num_layers - 1)
+        of_layers = np.array(self._calibration.kv_scales, np.float32)
+        for name in self._kv_scales:
+            found = KV_SCALE.search(name)
+            assert found is not None
+            yield name, of_layers[int(found["layer"]), "kv".index(found["kind"]), None]
 
 
 def _renamed(tensor: StoredTensor, suffix: str) -> str:

@@ -44,7 +44,7 @@ def expected_tensors(model: Model, piece: Piece) -> dict[str, Stored]:
     if layout is None or scheme is None or scheme.online:
         return {piece.tensor: Stored(_FLOATS, (piece.shape,))}
     if is_fused(piece, layout):
-        return {piece.tensor: Stored(("BF16",), (piece.shape,))}  # as what MXFP4 is read otherwise
+        return {f"{piece.tensor}{suffix}": tensor for suffix, tensor in scheme.fused_tensors(piece.shape).items()}
     layer = stored_layer(piece, layout)
     if is_transposed(piece, layout):
         raise CheckpointError(
@@ -57,12 +57,29 @@ def expected_tensors(model: Model, piece: Piece) -> dict[str, Stored]:
     return {f"{layer.name}.{suffix}": tensor for suffix, tensor in wanted.items()}
 
 
-class QuantizedLayers:
-    """Reads one after the other. device: where weights are quantized; the default device if None."""
+def repeated_scales(model: Model, shard: Model) -> dict[str, int]:
+    """How often each scale stands in a parameter whose shards share those of groups (`Kind.in_groups_of`): by the
+    parameter's name, of those that stand there more than once."""
+    scheme = model.config.quantization
+    if scheme is None or scheme.kind.group is None:
+        return {}
+    shapes = dict(zip(shard.parameter_names, shard.abstract_weights, strict=True))
+    found = {}
+    for name, layout in shard.quantized.items():
+        if layout.splits_inputs and (scale := shapes.get(f"{name}_scale")) is not None:
+            times = scheme.kind.group * scale.shape[-1] // layout.input_size
+            if times > 1 and layout.input_size % scheme.kind.group:
+                found[f"{name}_scale"] = times
+    return found
 
-    def __init__(self, model: Model, device: jax.Device | None) -> None:
-        self._model, self._device = model, device
-        self._orders: dict[str, np.ndarray] = {}
+
+class QuantizedLayers:
+    """Reads one after the other. device: where weights are quantized; the default device if None. repeated: as
+    `repeated_scales`, of the shards that are filled."""
+
+    def __init__(self, model: Model, device: jax.Device | None, repeated: Mapping[str, int]) -> None:
+        self._model, self._device, self._repeated = model, device, repeated
+        self._orders: dict[tuple[str, int], int] = {}
 
     def are_plain(self, piece: Piece) -> bool:
         """Whether a piece is of a stored tensor as it stands."""
@@ -79,8 +96,12 @@ class QuantizedLayers:
         layout, scheme = self._model.quantized.get(piece.parameter), self._model.config.quantization
         if layout is None:
             return runs(piece, tensors[piece.tensor], most_bytes) if self.are_plain(piece) else []
-        online = scheme is not None and scheme.online and not is_transposed(piece, layout)
-        return runs(piece, tensors[piece.tensor], most_bytes) if online or is_fused(piece, layout) else []
+        assert scheme is not None
+        if is_fused(piece, layout):
+            cuttable = scheme.online or not scheme.separate_experts
+        else:
+            cuttable = scheme.online and not is_transposed(piece, layout)
+        return runs(piece, tensors[piece.tensor], most_bytes) if cuttable else []
 
     def arrays(self, piece: Piece, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
         """What the layer's tensors become: see `Scheme.arrays`; {} where they are not quantized.
@@ -96,23 +117,24 @@ class QuantizedLayers:
             layer = StoredLayer(piece.tensor.removesuffix(".weight"), *piece.shape)
         else:
             layer = stored_layer(piece, layout)
+        fused = layout is not None and is_fused(piece, layout)
+        prefix = piece.tensor if fused else f"{layer.name}."
         found: dict[str, Any]
         if scheme.online:
             assert layout is not None
             weight = jax.device_put(tensors[piece.tensor].read(), self._device)
             found = {"weight": weight, "order": row_order(piece, layout)}
-        elif layout is not None and is_fused(piece, layout):
+        elif fused and not scheme.separate_experts:
             found = self._packed(tensors[piece.tensor])
         else:
-            named = {name.removeprefix(f"{layer.name}."): one for name, one in tensors.items()}
+            named = {name.removeprefix(prefix): one for name, one in tensors.items()}
             if layout is not None and layout.experts:
                 named.pop(_UNREAD, None)
             found = {suffix: one.read() for suffix, one in named.items()}
         try:
             arrays = scheme.arrays(layer, found)
         except BadTensor as error:
-            whole = scheme.online or not error.suffix
-            at_fault = tensors[piece.tensor if whole else f"{layer.name}.{error.suffix}"]
+            at_fault = tensors[piece.tensor if scheme.online else f"{prefix}{error.suffix}"]
             raise CheckpointError(
                 f"{at_fault.path}: tensor {at_fault.name!r} {error.reason}; download or quantize it again."
             ) from None
@@ -120,8 +142,9 @@ class QuantizedLayers:
             here = {suffix: jax.device_put(array, self._device) for suffix, array in arrays.items()}
             return {"": scheme.dequantized(here, self._model.dtype)}
         if "_order" in arrays:
-            known = self._orders.setdefault(piece.parameter, arrays["_order"])
-            if not np.array_equal(known, arrays["_order"]):
+            expert = piece.offsets[0] if layout is not None and layout.experts else 0
+            order = hash(np.asarray(arrays["_order"]).tobytes())
+            if self._orders.setdefault((piece.parameter, expert), order) != order:
                 raise CheckpointError(
                     f"{layer.name} orders its inputs in another way than the layers that are one product with it"
                     f" ({piece.parameter}), which is not supported; use a checkpoint without act-order."
@@ -141,4 +164,6 @@ class QuantizedLayers:
         """Where arrays belong. arrays: of the layer; or of a plain piece, whose tensor is the only one."""
         layout = self._model.quantized.get(piece.parameter)
         for suffix, array in arrays.items():
+            if (times := self._repeated.get(piece.parameter + suffix, 1)) > 1:
+                array = np.repeat(array, times, axis=1)
             yield (piece if layout is None else derived_piece(piece, layout, suffix, array.shape)), array

@@ -9,19 +9,21 @@ scheme.py               what a scheme declares
 layers.py               what quantized layers have in common
 fp8.py                  layers that keep FP8                 fp8_weights.py, compressed_tensors.py   checkpoints
     int4.py                 layers that keep 4 bits              packed_weights.py, compressed_tensors.py
+    nvfp4.py                layers that keep NVFP4               compressed_tensors.py, modelopt.py
     grouped.py              those of experts, in either
 """
 
 from collections.abc import Iterable
+from math import gcd
 from typing import Any
 
 from flax import nnx
 
 from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models.grouped_linear import GroupedLinear
-from jpaged.models.linear import Linear, LinearLayout
+from jpaged.models.linear import DelicateLinear, Linear, LinearLayout
 from jpaged.models.loading.pieces import Piece
-from jpaged.models.quantization.layers import SUFFIXES, is_fused, stored_layer
+from jpaged.models.quantization.layers import SUFFIXES, Kind, is_fused, is_transposed, stored_layer
 from jpaged.models.quantization.registry import find_scheme, stored_method
 from jpaged.models.quantization.scheme import Scheme
 
@@ -54,16 +56,20 @@ def quantize(
         name = ".".join(map(str, path))
         if isinstance(node, Linear | GroupedLinear):
             linear.add(name)
-        if type(node) in (Linear, GroupedLinear) and _covers(scheme, node.layout, name, of_parameter.get(name, [])):
+        if scheme.online and isinstance(node, DelicateLinear):
+            continue
+        if type(node) in (Linear, DelicateLinear, GroupedLinear) and _covers(
+            scheme, node.layout, name, of_parameter.get(name, [])
+        ):
             found[name] = (path, node)
     if not found:
         raise UnsupportedModelError(f"The scheme {scheme.name!r} quantizes no layer of this model.")
     for path, node in found.values():
-        _check_split(scheme, node.layout, shards)
+        kind = _split(scheme, node.layout, shards)
         owner: Any = module
         for part in path[:-1]:
             owner = owner[part] if isinstance(part, int) else getattr(owner, str(part))
-        made = scheme.kind.linear if isinstance(node, Linear) else scheme.kind.grouped
+        made = kind.linear if isinstance(node, Linear) else kind.grouped
         setattr(owner, str(path[-1]), made(node, rngs))
     others = {name: of for name, of in of_parameter.items() if scheme.dequantizes and name not in linear}
     stored = frozenset(name for name, of in others.items() if all(_is_stored_layer(scheme, piece) for piece in of))
@@ -76,21 +82,26 @@ def _is_stored_layer(scheme: Scheme, piece: Piece) -> bool:
     return is_weight and len(piece.shape) == 2 and scheme.modules.covers(name)
 
 
-def _check_split(scheme: Scheme, layout: LinearLayout, shards: int) -> None:
-    """layout: of a shard."""
+def _split(scheme: Scheme, layout: LinearLayout, shards: int) -> Kind:
+    """What a shard's layer is of. layout: of a shard."""
+    kind = scheme.kind
     if shards == 1 or not layout.splits_inputs:
-        return
-    group = scheme.kind.group
-    if group is not None and layout.input_size % group:
-        raise InvalidParameterError(
-            f"tensor_parallel_size={shards} gives each device {layout.input_size} inputs of some products, which"
-            f" {group}, the inputs that share a scale, do not divide; lower it."
-        )
-    if scheme.kind.reorders_inputs:
+        return kind
+    if kind.group is not None and layout.input_size % kind.group:
+        # A shard's inputs begin at a multiple of their number, and so within a group at one of this.
+        finer = kind.in_groups_of(gcd(layout.input_size, kind.group))
+        if finer is None:
+            raise InvalidParameterError(
+                f"tensor_parallel_size={shards} gives each device {layout.input_size} inputs of some products, which"
+                f" {kind.group}, the inputs that share a scale, do not divide; lower it."
+            )
+        kind = finer
+    if kind.reorders_inputs:
         raise InvalidParameterError(
             f"tensor_parallel_size={shards} is not supported for {scheme.name} with act-order, whose inputs of a scale"
             " lie on several devices; use 1, or a checkpoint without act-order."
         )
+    return kind
 
 
 def _covers(scheme: Scheme, layout: LinearLayout, name: str, pieces: list[Piece]) -> bool:
@@ -107,12 +118,14 @@ def _covers(scheme: Scheme, layout: LinearLayout, name: str, pieces: list[Piece]
     if not any(covered.values()):
         return False
     for layer, piece in zip(layers, pieces, strict=True):
-        if is_fused(piece, layout) and not scheme.online and not scheme.fused_experts:
+        # Inputs come last in what can be read of all experts, but in MXFP4.
+        readable = scheme.fused_experts and not (scheme.separate_experts and is_transposed(piece, layout))
+        if is_fused(piece, layout) and not scheme.online and not readable:
             raise UnsupportedModelError(
                 f"{layer.name} has all experts in one tensor, which is not supported in {scheme.name}; use a checkpoint"
                 " with a tensor for each expert, or one that is not quantized."
             )
-        if scheme.fused_experts and not is_fused(piece, layout):
+        if not scheme.separate_experts and not is_fused(piece, layout):
             raise UnsupportedModelError(
                 f"{layer.name} in {scheme.name} is not supported, only checkpoints with all experts in one tensor."
             )

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors (LLM Compressor): FP8, and 4 bits packed into words.
+"""Checkpoints of compressed-tensors (LLM Compressor): FP8, 4 bits packed into words, and NVFP4.
 
 "quantization_config": {"quant_method": "compressed-tensors", "format": ..., "ignore": [...],
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {...}, "input_activations": {...} or null}}}
@@ -8,14 +8,16 @@ from jpaged.api.errors import CheckpointError, UnsupportedModelError
 from jpaged.models.quantization.fp8 import Fp8
 from jpaged.models.quantization.fp8_weights import BLOCK, Fp8Weights
 from jpaged.models.quantization.int4 import Int4
+from jpaged.models.quantization.nvfp4 import Nvfp4, Nvfp4Weights
 from jpaged.models.quantization.packed_weights import GROUPS, PackQuantized, group_of
-from jpaged.models.quantization.scheme import Entries, Modules, Scheme
+from jpaged.models.quantization.scheme import Entries, Modules, Scheme, check_kv_cache
+from jpaged.pallas_kernels.int4_product.api import NV_GROUP
 
 
 def read_compressed_tensors(config: Entries) -> Scheme:
     """quant_method "compressed-tensors"."""
     config.refuse("transform_config")
-    _check_kv_cache(config.part("kv_cache_scheme"))
+    check_kv_cache(config.part("kv_cache_scheme"))
     sparsity = config.part("sparsity_config")
     if sparsity is not None and sparsity.get("format", "dense") != "dense":
         sparsity.one_of("format", ("dense",))
@@ -37,20 +39,13 @@ def read_compressed_tensors(config: Entries) -> Scheme:
         return _float_quantized(weights, group.part("input_activations"), modules)
     if layout == "pack-quantized" and (bits, number) == (4, "int"):
         return _pack_quantized(weights, group, modules)
+    if layout == "nvfp4-pack-quantized" and (bits, number) == (4, "float"):
+        return _nvfp4(weights, group.part("input_activations"), modules)
     raise UnsupportedModelError(
         f"config.json: quantization_config: compressed-tensors format {layout!r} with weights of {bits} bits"
-        f" ({number}) is not supported; supported: float-quantized with 8 bits (float), pack-quantized with 4 (int)."
+        f" ({number}) is not supported; supported: float-quantized with 8 bits (float), pack-quantized with 4 (int),"
+        " nvfp4-pack-quantized with 4 (float)."
     )
-
-
-def _check_kv_cache(scheme: Entries | None) -> None:
-    """Scales of keys and values in the cache, which `kv_cache_dtype="fp8"` reads, and nothing else does."""
-    if scheme is not None:
-        scheme.one_of("num_bits", (8,))
-        scheme.one_of("type", ("float",))
-        scheme.one_of("strategy", ("tensor",), "tensor")
-        scheme.one_of("dynamic", (False,), False)
-        scheme.one_of("symmetric", (True,), True)
 
 
 def _pack_quantized(weights: Entries, group: Entries, modules: Modules) -> Scheme:
@@ -62,6 +57,17 @@ def _pack_quantized(weights: Entries, group: Entries, modules: Modules) -> Schem
     order = weights.one_of("actorder", ("group", "weight", "static", "dynamic", False), False)
     kind = Int4(**group_of(size), zero_points=not symmetric, act_order=order in ("group", "dynamic"))
     return PackQuantized(name="compressed-tensors INT4", kind=kind, modules=modules, whole_rows=size == -1)
+
+
+def _nvfp4(weights: Entries, activations: Entries | None, modules: Modules) -> Scheme:
+    weights.one_of("symmetric", (True,), True)
+    weights.one_of("dynamic", (False,), False)
+    weights.one_of("strategy", ("tensor_group",))
+    weights.one_of("group_size", (NV_GROUP,))
+    if activations is not None:
+        activations.one_of("num_bits", (4,))
+        activations.one_of("type", ("float",))
+    return Nvfp4Weights(name="compressed-tensors NVFP4", kind=Nvfp4(), modules=modules)
 
 
 def _float_quantized(weights: Entries, activations: Entries | None, modules: Modules) -> Scheme:

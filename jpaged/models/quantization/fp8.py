@@ -9,7 +9,7 @@ takes 4 bytes for the thousands that an output's weights take. The scales of 128
 their 128 outputs, 3 % of the weights' bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,17 @@ from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
-from jpaged.models.quantization.layers import QuantizedLinear, RowOrder, rows_parameter
+from jpaged.models.quantization.layers import Kind, QuantizedLinear, RowOrder, rows_parameter
 from jpaged.pallas_kernels import fp8_product
 from jpaged.pallas_kernels.fp8_product.api import Activations
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8
 
 _RANDOM_STD = 64.0
 """Of random values: about what the largest of some thousands at 448 leaves the others."""
+
+
+_LEAST_GROUP = 64
+"""Of experts: `pallas_kernels.quantized_grouped_product` has a kernel for groups of 64 and of 128."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,13 @@ class Fp8:
     upper_bound: float | None = None
 
     reorders_inputs = False
+
+    @property
+    def least_group(self) -> int | None:
+        return None if self.group is None else min(self.group, _LEAST_GROUP)
+
+    def in_groups_of(self, group: int) -> Kind:
+        return replace(self, group=group)
 
     def linear(self, plain: Linear, rngs: nnx.Rngs) -> QuantizedLinear:
         return Fp8Linear(plain, self, rngs)

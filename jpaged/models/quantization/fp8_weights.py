@@ -2,6 +2,7 @@
 
                           values   scales                                    activations in FP8
     FP8 (DeepSeek, Qwen)  weight   weight_scale_inv [out / 128, in / 128]    dynamic, 128 inputs of a token at a time
+        all experts: gate_up_proj [E, out, in], gate_up_proj_scale_inv [E, out / 128, in / 128]    as they are
     FP8 (AutoFP8)         weight   weight_scale [], [1]                      dynamic, or static: input_scale
     compressed-tensors    weight   weight_scale [1], [out, 1], blocks        dynamic by token, static, or none
     fbgemm                weight   weight_scale [out, 1]                     dynamic by token, up to activation_scale_ub
@@ -39,6 +40,15 @@ class Fp8Weights(Scheme):
     def dequantizes(self) -> bool:
         return self.blocks
 
+    @property
+    def fused_experts(self) -> bool:
+        return self.scale == "weight_scale_inv"
+
+    def fused_tensors(self, shape: tuple[int, ...]) -> dict[str, Stored]:
+        experts, outputs, inputs = shape
+        scales = (experts, -(-outputs // BLOCK), -(-inputs // BLOCK))
+        return {"": Stored(("F8_E4M3",), (shape,)), _FUSED_SCALE: Stored(FLOAT_TYPES, (scales,))}
+
     def dequantized(self, arrays: Mapping[str, Any], dtype: jnp.dtype) -> jax.Array:
         return _dequantized(arrays[""], arrays["_scale"], BLOCK, jnp.dtype(dtype))
 
@@ -56,17 +66,32 @@ class Fp8Weights(Scheme):
         return wanted
 
     def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        if "" in found:  # all experts of a layer
+            scales = checked_scales(found, _FUSED_SCALE)
+            return self._block_arrays("", found[""], np.repeat(scales, BLOCK, axis=1)[:, : found[""].shape[1]])
         weight, scales = found["weight"], checked_scales(found, self.scale)
-        if np.any((weight.view(np.uint8) & 0x7F) == 0x7F):
-            raise BadTensor("weight", "has NaN")
         if self.blocks:
-            scales = np.repeat(scales, BLOCK, axis=0)[: layer.outputs]
-        else:
-            scales = np.broadcast_to(scales.reshape(-1, 1), (layer.outputs, 1))
+            return self._block_arrays("weight", weight, np.repeat(scales, BLOCK, axis=0)[: layer.outputs])
+        _check_values("weight", weight)
+        scales = np.broadcast_to(scales.reshape(-1, 1), (layer.outputs, 1))
         arrays = {"": weight, "_scale": scales}
         if "input_scale" in found:
             arrays["_input_scale"] = checked_scales(found, "input_scale").reshape(1)
         return arrays
+
+    def _block_arrays(self, name: str, weight: np.ndarray, scales: np.ndarray) -> dict[str, Any]:
+        """weight: [.., outputs, inputs]. scales: [.., outputs, blocks of inputs]."""
+        _check_values(name, weight)
+        return {"": weight.reshape(-1, weight.shape[-1]), "_scale": scales.reshape(-1, scales.shape[-1])}
+
+
+_FUSED_SCALE = "_scale_inv"
+"""What the name of the scales ends with where one tensor has all experts, as transformers saves them."""
+
+
+def _check_values(name: str, weight: np.ndarray) -> None:
+    if np.any((weight.view(np.uint8) & 0x7F) == 0x7F):
+        raise BadTensor(name, "has NaN")
 
 
 @partial(jax.jit, static_argnums=(2, 3))

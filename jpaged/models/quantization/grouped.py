@@ -1,8 +1,10 @@
 """Experts' linear layers that keep 8 or 4 bits.
 
     kernel    e4m3 [E, *outputs, inputs], or uint8 [E, *outputs, inputs / 2]
-    scale     [E, *outputs, G]     of each output of each expert, of each group of inputs
-    zero      uint8 likewise       of 4-bit checkpoints whose groups have zero points
+    scale     [E, *outputs, G]           of each output of each expert, of each group of inputs
+    zero      uint8 likewise             of 4-bit checkpoints whose groups have zero points
+    outer     float32 [E, *outputs, 1]   of NVFP4
+    order     int32 [E, inputs]          act-order: which input each value of an expert is for
 
 Only weights are in fewer bits: `pallas_kernels.quantized_grouped_product` widens them as it reads them.
 """
@@ -17,7 +19,7 @@ from flax import nnx
 
 from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct, Rows
 from jpaged.models.linear import LinearLayout
-from jpaged.models.parameters import Constant, Start
+from jpaged.models.parameters import Ascending, Constant, Start, parameter
 from jpaged.models.quantization.layers import rows_parameter
 from jpaged.pallas_kernels import quantized_grouped_product
 from jpaged.pallas_kernels.int4_product.api import MIDDLE
@@ -27,13 +29,16 @@ from jpaged.pallas_kernels.quantized_grouped_product.api import Form
 @dataclass(frozen=True)
 class Values:
     """What weights are. form, group: as of `pallas_kernels.quantized_grouped_product`. dtype: of the array that has
-    them. start: of random ones. zero_points: groups have some."""
+    them. start: of random ones. zero_points: groups have some. outer: what those of NVFP4 start from; None for other
+    forms. act_order: inputs of a group are scattered, in another way in each expert."""
 
     form: Form
     group: int | None
     dtype: Any
     start: Start
     zero_points: bool = False
+    outer: float | None = None
+    act_order: bool = False
 
     @property
     def each(self) -> int:
@@ -62,21 +67,29 @@ class QuantizedGroupedLinear(GroupedLinear):
         self.scale = rows_parameter(self.layout, rngs, scale, groups, scale_dtype, "_scale", by_input=by_input)
         zero = partial(rows_parameter, self.layout, rngs, Constant(MIDDLE), groups, jnp.uint8, "_zero")
         self.zero = zero(by_input=by_input) if values.zero_points else None
+        outer = partial(rows_parameter, self.layout, rngs, size=1, dtype=jnp.float32, suffix="_outer", by_input=False)
+        self.outer = None if values.outer is None else outer(start=Constant(values.outer))
+        by_expert = 0 if self.layout.shard_axis == 0 else None
+        options: dict[str, Any] = {"suffix": "_order", "weights_each": 0}
+        ascending = partial(parameter, rngs, Ascending(), (self.layout.experts, inputs), jnp.dtype(jnp.int32))
+        self.order = ascending(by_expert, **options) if values.act_order else None
 
     def product(self) -> GroupedProduct:
-        zero = None if self.zero is None else self.zero[...]
-        return QuantizedProduct(self.layout, self.values, self.kernel[...], self.scale[...], zero)
+        others = (None if one is None else one[...] for one in (self.zero, self.outer, self.order))
+        return QuantizedProduct(self.layout, self.values, self.kernel[...], self.scale[...], *others)
 
 
 @dataclass(frozen=True)
 class QuantizedProduct:
-    """A `GroupedProduct`. kernel, scale, zero: see above."""
+    """A `GroupedProduct`. kernel, scale, zero, outer, order: see above."""
 
     layout: LinearLayout
     values: Values
     kernel: jax.Array
     scale: jax.Array
     zero: jax.Array | None
+    outer: jax.Array | None
+    order: jax.Array | None
 
     def promoted(self, dtype: jnp.dtype) -> jnp.dtype:
         return dtype
@@ -91,6 +104,8 @@ class QuantizedProduct:
         backend: str | None,
     ) -> jax.Array:
         shape = (self.layout.experts, self.layout.output_size)
+        if self.order is not None:
+            x = jnp.take_along_axis(x, self.order[experts_of(rows, x.shape[0], self.layout.experts)], axis=1)
         w, scale = self.kernel.reshape(*shape, -1), self.scale.reshape(*shape, -1)
         return quantized_grouped_product(
             x,
@@ -101,7 +116,17 @@ class QuantizedProduct:
             form=self.values.form,
             group=self.values.group,
             zero=None if self.zero is None else self.zero.reshape(*shape, -1),
+            outer=None if self.outer is None else self.outer.reshape(shape),
             weights=weights,
             activation=activation,
             backend=backend,
         )
+
+
+def experts_of(rows: Rows, count: int, experts: int) -> jax.Array:
+    """int32 [A]: the expert of each row, and any of those that have none."""
+    if rows.groups is not None:
+        return jnp.clip(rows.groups, 0, experts - 1)
+    assert rows.group_sizes is not None
+    ends = jnp.cumsum(rows.group_sizes)
+    return jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.api.errors import UnsupportedModelError
 from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Ascending, Bits, Constant, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
-from jpaged.models.quantization.layers import QuantizedLinear, rows_parameter
+from jpaged.models.quantization.layers import QuantizedLinear, WholeGroups, rows_parameter
 from jpaged.pallas_kernels import int4_product
 from jpaged.pallas_kernels.int4_product.api import MIDDLE
 from jpaged.pallas_kernels.int4_product.reference import pack
@@ -30,7 +29,7 @@ _RANDOM_STD = 4.6
 
 
 @dataclass(frozen=True)
-class Int4:
+class Int4(WholeGroups):
     """group: inputs that share a scale. zero_points: groups have some. act_order: inputs of a group are scattered."""
 
     group: int
@@ -45,12 +44,7 @@ class Int4:
         return Int4Linear(plain, self, rngs)
 
     def grouped(self, plain: GroupedLinear, rngs: nnx.Rngs) -> GroupedLinear:
-        if self.act_order:
-            raise UnsupportedModelError(
-                "Experts in 4 bits with act-order (desc_act, actorder) are not supported, as each would read its inputs"
-                " in an order of its own; use a checkpoint without act-order."
-            )
-        values = Values("int4", self.group, jnp.uint8, Bits(), self.zero_points)
+        values = Values("int4", self.group, jnp.uint8, Bits(), self.zero_points, act_order=self.act_order)
         return QuantizedGroupedLinear(plain, values, Constant(plain.layout.std / _RANDOM_STD), jnp.float32, rngs)
 
     def arrays(

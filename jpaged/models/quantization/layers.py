@@ -15,7 +15,7 @@ from jpaged.models.loading.pieces import Part, Piece
 from jpaged.models.parameters import Start, parameter
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
-SUFFIXES = ("_scale", "_input_scale", "_zero", "_order")
+SUFFIXES = ("_scale", "_input_scale", "_zero", "_order", "_outer")
 """What the names of a quantized layer's further parameters end with, beside its values'."""
 
 
@@ -68,20 +68,41 @@ def rows_parameter(
 class Kind(Protocol):
     """What layers keep. A kind is hashable, and its repr tells it from others.
 
-    group: inputs that share a scale; None if all do.
+    group: inputs that share a scale; None if all do. least_group: those that a device should have whole numbers of,
+        where the columns of experts are filled up; fewer than a group where `in_groups_of` divides it.
     reorders_inputs: inputs that share a scale do not follow each other in a checkpoint.
     """
 
     @property
     def group(self) -> int | None: ...
     @property
+    def least_group(self) -> int | None: ...
+    @property
     def reorders_inputs(self) -> bool: ...
+
+    def in_groups_of(self, group: int) -> "Kind | None":
+        """The same with fewer inputs that share a scale, a divisor of `group`, for shards that do not have whole ones;
+        the scale of each is that of those which it is among. None where groups cannot be divided."""
 
     def linear(self, plain: Linear, rngs: nnx.Rngs) -> QuantizedLinear:
         """A layer of this kind in place of the plain one."""
 
     def grouped(self, plain: GroupedLinear, rngs: nnx.Rngs) -> GroupedLinear:
         """Likewise, of experts. Raises UnsupportedModelError where they cannot be of this kind."""
+
+
+class WholeGroups:
+    """What kinds have in common whose groups cannot be divided."""
+
+    group: int
+
+    @property
+    def least_group(self) -> int | None:
+        return self.group
+
+    def in_groups_of(self, group: int) -> Kind | None:
+        del group
+        return None
 
 
 @dataclass(frozen=True)
@@ -118,9 +139,11 @@ def derived_piece(piece: Piece, layout: LinearLayout, suffix: str, shape: Sequen
 
     piece: of a plain layer's kernel.
     suffix: of the parameter's name. shape: [outputs, n] as the rows of torch's weight (`RowOrder`); or [n], for all
-        outputs at once.
+        outputs at once, of experts for all of one's.
     """
     name = piece.parameter + suffix
+    if len(shape) == 1 and layout.experts:
+        return Piece(piece.tensor, (shape[0],), name, (1, shape[0]), (0, 1), (piece.offsets[0], 0))
     if len(shape) == 1:
         return Piece(piece.tensor, (shape[0],), name, (shape[0],), (0,), keeps_largest=True)
     last, places = shape[1], [piece.axes[axis] for axis in layout.row_axes]

@@ -19,7 +19,7 @@ from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Bits, Constant
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
-from jpaged.models.quantization.layers import QuantizedLinear, StoredLayer
+from jpaged.models.quantization.layers import QuantizedLinear, StoredLayer, WholeGroups
 from jpaged.models.quantization.scheme import BadTensor, Entries, Modules, Scheme, Stored
 from jpaged.pallas_kernels.int4_product.reference import pack
 from jpaged.pallas_kernels.quantized_grouped_product.api import MX_GROUP
@@ -31,7 +31,7 @@ _BIAS, _LARGEST, _NAN = 127, 252, 255
 
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4(WholeGroups):
     """What experts keep."""
 
     group = MX_GROUP
@@ -52,6 +52,13 @@ class Mxfp4Weights(Scheme):
     @property
     def fused_experts(self) -> bool:
         return True
+
+    @property
+    def separate_experts(self) -> bool:
+        return False
+
+    def fused_tensors(self, shape: tuple[int, ...]) -> dict[str, Stored]:
+        return {"": Stored(("BF16",), (shape,))}  # as what MXFP4 is read otherwise
 
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
         raise NotImplementedError("loading knows the tensors of all experts together")

@@ -68,8 +68,9 @@ class Recipe:
         instead = f"group_size={' or '.join(fitting)}, or " if fitting else "scheme "
         return f"multiples of 8 and of {self.columns}; choose {instead}'fp8'"
 
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """The "quantization_config". ignored: names of the linear layers that are not quantized."""
+    def config(self, ignored: Sequence[str], *, kv_cache: bool = False) -> dict[str, Any]:
+        """The "quantization_config". ignored: names of the linear layers that are not quantized. kv_cache: there are
+        scales of keys and values."""
         group = {
             "targets": ["Linear"],
             "weights": dict(self.weights),
@@ -82,7 +83,7 @@ class Recipe:
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
             "ignore": list(ignored),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": _FP8 | {"strategy": "tensor"} if kv_cache else None,
         }
 
     def shapes(self, layer: StoredLayer, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

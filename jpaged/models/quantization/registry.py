@@ -6,6 +6,7 @@ from typing import Any
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, shown
 from jpaged.models.quantization.compressed_tensors import read_compressed_tensors
 from jpaged.models.quantization.fp8_weights import ONLINE, read_fbgemm, read_fp8
+from jpaged.models.quantization.modelopt import read_modelopt
 from jpaged.models.quantization.mxfp4 import read_mxfp4
 from jpaged.models.quantization.packed_weights import read_awq, read_gptq
 from jpaged.models.quantization.scheme import Entries, Scheme
@@ -16,6 +17,7 @@ _METHODS: dict[str, Callable[[Entries], Scheme]] = {
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
 }
 """By "quant_method" of a config.json."""

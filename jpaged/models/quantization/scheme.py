@@ -44,7 +44,7 @@ class Modules:
 
     targets, ignored: names or parts of names, whole between dots ("mlp.gate" is not "mlp.gate_proj"), or regular
         expressions that match from a name's beginning, after "re:". "Linear" is every layer. What is ignored is not
-        quantized though it is a target.
+        quantized though it is a target. Names may be those of the text part of a multimodal checkpoint.
     """
 
     targets: tuple[str, ...] = ("Linear",)
@@ -52,9 +52,10 @@ class Modules:
 
     def covers(self, name: str) -> bool:
         """name: of a layer, such as "model.layers.0.mlp.down_proj"."""
-        if any(_names(entry, name) for entry in self.ignored):
+        spellings = (name, f"language_model.{name}", f"model.language_model.{name.removeprefix('model.')}")
+        if any(_names(entry, one) for entry in self.ignored for one in spellings):
             return False
-        return any(entry == "Linear" or _names(entry, name) for entry in self.targets)
+        return any(entry == "Linear" or _names(entry, one) for entry in self.targets for one in spellings)
 
 
 def _names(entry: str, name: str) -> bool:
@@ -83,6 +84,16 @@ class Scheme:
     def fused_experts(self) -> bool:
         """Whether a checkpoint's tensors may each have all experts of a layer."""
         return False
+
+    @property
+    def separate_experts(self) -> bool:
+        """Whether they may each have one."""
+        return True
+
+    def fused_tensors(self, shape: tuple[int, ...]) -> dict[str, Stored]:
+        """What a checkpoint has of all experts of a layer in one tensor, by what the names end with behind the
+        tensor's own. shape: [E, outputs, inputs], or [E, inputs, outputs]. `arrays` takes it."""
+        raise NotImplementedError
 
     @property
     def dequantizes(self) -> bool:
@@ -183,3 +194,13 @@ class Entries:
 
     def __iter__(self) -> Any:
         return iter(self._entries)
+
+
+def check_kv_cache(scheme: Entries | None) -> None:
+    """Scales of keys and values in the cache, which `kv_cache_dtype="fp8"` reads, and nothing else does."""
+    if scheme is not None:
+        scheme.one_of("num_bits", (8,))
+        scheme.one_of("type", ("float",))
+        scheme.one_of("strategy", ("tensor",), "tensor")
+        scheme.one_of("dynamic", (False,), False)
+        scheme.one_of("symmetric", (True,), True)

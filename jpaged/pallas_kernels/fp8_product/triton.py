@@ -76,7 +76,7 @@ def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, group: int | None,
     return None
 
 
-_GROUPS = (64, 128)
+_GROUPS = (32, 64, 128)
 
 
 def worthwhile(x: jax.Array, w: jax.Array, scale: jax.Array, group: int | None, activations: str) -> bool:

@@ -7,14 +7,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.pallas_kernels.common.numerics import precision_of
-from jpaged.pallas_kernels.int4_product.api import MIDDLE
+from jpaged.pallas_kernels.int4_product.api import MIDDLE, NV_GROUP, NV_PACK
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of four bits in MXFP4 and NVFP4, by their number."""
 
 
 def int4_product(
-    x: jax.Array, w: jax.Array, scale: jax.Array, zero: jax.Array | None, *, group: int, dtype: Any
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    outer: jax.Array | None,
+    *,
+    group: int,
+    dtype: Any,
 ) -> jax.Array:
     """`int4_product` of the package, checked."""
-    wide = dequantized(w, scale, zero, group).astype(x.dtype)
+    wide = dequantized(w, scale, zero, group) if outer is None else nvfp4_dequantized(w, scale, outer)
+    wide = wide.astype(x.dtype)
     dims = (((1,), (1,)), ((), ()))
     y = lax.dot_general(x, wide, dims, precision=precision_of(x.dtype), preferred_element_type=jnp.float32)
     return y.astype(dtype)
@@ -33,3 +44,18 @@ def dequantized(w: jax.Array, scale: jax.Array, zero: jax.Array | None, group: i
     values = jnp.concatenate([halves & 15, halves >> 4], axis=2).reshape(rows, groups, group).astype(jnp.float32)
     middle = MIDDLE if zero is None else zero.astype(jnp.float32)[:, :, None]
     return ((values - middle) * scale[:, :, None]).reshape(rows, groups * group)
+
+
+def e2m1(w: jax.Array, pack: int) -> jax.Array:
+    """float32 [N, K] of uint8 [N, K / 2], of which so many inputs share bytes."""
+    halves = w.reshape(w.shape[0], -1, 1, pack // 2)
+    bits = jnp.concatenate([halves & 15, halves >> 4], axis=2)
+    return jnp.asarray(E2M1, jnp.float32)[bits].reshape(w.shape[0], -1)
+
+
+def nvfp4_dequantized(w: jax.Array, scale: jax.Array, outer: jax.Array) -> jax.Array:
+    """float32 [N, K]: each weight, rounded twice, as compressed-tensors does."""
+    # Of a divisor that is the same for a whole row, XLA would multiply by the reciprocal.
+    divisor = lax.optimization_barrier(jnp.broadcast_to(outer[:, None], scale.shape))
+    wide = jnp.where(divisor == 0, 0, scale.astype(jnp.float32) / divisor)
+    return e2m1(w, NV_PACK) * jnp.repeat(wide, NV_GROUP, axis=1)

@@ -4,7 +4,8 @@
         words [group / 2, columns]:  the lower bits meet the first half of the group's inputs, the upper bits the second
         sums += (x @ (values - zero)) * scale
 
-Values less their zero points are small integers, exact in 16 bits; scales multiply sums in float32.
+Values less their zero points are small integers, exact in 16 bits; scales multiply sums in float32. So are E2M1 values
+times their scales in e4m3 (NVFP4), of which more are taken at a time; what an output's are divided by divides its sum.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,14 @@ import jax
 import triton
 import triton.language as tl
 
+from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
+from jpaged.pallas_kernels.common.triton_fp4 import inverse, widen_nvfp4
 from jpaged.pallas_kernels.common.triton_targets import for_family
 
 _GROUPS = (32, 64, 128)
+_NV_STEP = 128
+"""Inputs at a time in NVFP4: 64 bytes of each output, and 8 scales."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +48,19 @@ def default_config(rows: int) -> Config:
     return next((one for one in table if one.rows >= rows), table[-1])
 
 
-def unsupported(x: jax.Array, w: jax.Array, group: int) -> str | None:
+def unsupported(x: jax.Array, w: jax.Array, group: int, form: str) -> str | None:
     """Why the kernel cannot take these (checked) arguments; None if it can."""
     del w
     if x.dtype.itemsize != 2:
         return f"dtype {x.dtype}; it multiplies in 16 bits"
-    return None if group in _GROUPS else f"groups of {group}; it takes {', '.join(map(str, _GROUPS))}"
+    return (
+        None if form == "nvfp4" or group in _GROUPS else f"groups of {group}; it takes {', '.join(map(str, _GROUPS))}"
+    )
 
 
-def worthwhile(x: jax.Array, w: jax.Array, group: int) -> bool:
+def worthwhile(x: jax.Array, w: jax.Array, group: int, form: str) -> bool:
     """For few rows, where reading weights costs most. Of many, XLA widens the weights once for all of them."""
-    del w, group
+    del w, group, form
     return x.shape[0] <= _MOST_ROWS
 
 
@@ -67,6 +74,7 @@ def int4_product(
     w: jax.Array,
     scale: jax.Array,
     zero: jax.Array | None,
+    outer: jax.Array | None,
     *,
     group: int,
     dtype: Any,
@@ -78,9 +86,15 @@ def int4_product(
     config = config or default_config(rows)
     strips = triton.cdiv(columns, config.columns)
     launch = Launch((strips * triton.cdiv(rows, config.rows),), config.warps, config.stages)
-    constants: dict[str, Any] = {"M": rows, "K": depth, "N": columns, "GROUP": group, "STRIPS": strips}
-    constants |= {"ROWS": config.rows, "COLUMNS": config.columns, "ZEROS": zero is not None}
     out = jax.ShapeDtypeStruct((rows, columns), dtype)
+    constants: dict[str, Any] = {"M": rows, "K": depth, "N": columns, "GROUP": group, "STRIPS": strips}
+    constants |= {"ROWS": config.rows, "COLUMNS": config.columns}
+    if outer is not None:
+        del constants["GROUP"]
+        constants["STEP"] = _NV_STEP
+        (y,) = call(_nvfp4_product, launch, x, w, as_bits(scale), outer, out=[out], **constants)
+        return y
+    constants["ZEROS"] = zero is not None
     (y,) = call(_int4_product, launch, x, w, scale, w if zero is None else zero, out=[out], **constants)
     return y
 
@@ -124,5 +138,48 @@ def _int4_product(
         part = tl.dot(first, (lower - middle).to(kind))
         part = tl.dot(second, (upper - middle).to(kind), part)
         total += part * tl.load(scale + groups + g, mask=is_column, other=0.0)[None, :]
+    target = out + row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _nvfp4_product(
+    x,
+    w,
+    scale,
+    outer,
+    out,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    STRIPS: tl.constexpr,
+    ROWS: tl.constexpr,  # of a CTA
+    COLUMNS: tl.constexpr,  # of a CTA
+    STEP: tl.constexpr,  # inputs at a time
+):
+    """x: [M, K]. w: uint8 [N, K / 2]. scale: e4m3 as uint8 [N, K / 16]. outer: float32 [N]. out: [M, N]."""
+    row = (tl.program_id(0) // STRIPS) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % STRIPS) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column = row < M, column < N
+    inner = tl.arange(0, STEP // 2)
+    place = (inner // 16) * 32 + inner % 16  # the input that a byte's lower bits are for
+    inputs = x + row.to(tl.int64)[:, None] * K + place[None, :]
+    words = w + column.to(tl.int64)[None, :] * (K // 2) + inner[:, None]
+    scales = scale + column.to(tl.int64)[None, :] * (K // 16) + (inner // 16 * 2)[:, None]
+    kind: tl.constexpr = x.dtype.element_ty
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(0, (K + STEP - 1) // STEP):
+        here, there = is_column[None, :], is_row[:, None]
+        if K % STEP != 0:
+            left = step * STEP + place < K
+            here, there = here & left[:, None], there & left[None, :]
+        packed = tl.load(words + step * (STEP // 2), mask=here, other=0)
+        lower = tl.load(scales + step * (STEP // 16), mask=here, other=0)
+        upper = tl.load(scales + step * (STEP // 16) + 1, mask=here, other=0)
+        first = tl.load(inputs + step * STEP, mask=there, other=0.0)
+        second = tl.load(inputs + step * STEP + 16, mask=there, other=0.0)
+        total = tl.dot(first, widen_nvfp4(packed & 15, lower, kind), total)
+        total = tl.dot(second, widen_nvfp4(packed >> 4, upper, kind), total)
+    total *= inverse(tl.load(outer + column, mask=is_column, other=0.0))[None, :]
     target = out + row.to(tl.int64)[:, None] * N + column[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

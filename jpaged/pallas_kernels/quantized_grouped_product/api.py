@@ -6,6 +6,7 @@
     "fp8"     e4m3                     w * scale             float32
     "int4"    uint8, two values each   (w - zero) * scale    float32, zero uint8 likewise or 8 throughout
     "mxfp4"   uint8, two values each   w * 2^(scale - 127)   uint8; w is one of +-0, 0.5, 1, 1.5, 2, 3, 4, 6 (E2M1)
+    "nvfp4"   uint8, two values each   w * (scale / outer)   e4m3, of 16 inputs; outer float32 [E, N]; w likewise
 
     out [A, N]        weights * (x @ weight[e].T)
         [A, N / 2]    activation(gate) * up, with gate the first half of the outputs, and up the second
@@ -22,11 +23,12 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
+from jpaged.pallas_kernels.int4_product.api import check_group, check_outer
 from jpaged.pallas_kernels.registry import Op, is_hopper
 
 OP = Op("quantized_grouped_product", __package__, also={"triton": is_hopper})
 
-Form = Literal["fp8", "int4", "mxfp4"]
+Form = Literal["fp8", "int4", "mxfp4", "nvfp4"]
 """What a weight is, see above."""
 
 
@@ -39,6 +41,7 @@ def quantized_grouped_product(
     form: Form,
     group: int | None = None,
     zero: jax.Array | None = None,
+    outer: jax.Array | None = None,
     groups: jax.Array | None = None,
     weights: jax.Array | None = None,
     activation: str | None = None,
@@ -49,13 +52,14 @@ def quantized_grouped_product(
     Args:
         x: floats [A, K].
         w: float8_e4m3fn [E, N, K], or uint8 [E, N, K / 2].
-        scale: float32, or uint8 of "mxfp4" [E, N, G].
+        scale: float32, uint8 of "mxfp4", float8_e4m3fn of "nvfp4" [E, N, G].
         group_sizes: int32 [E], rows of each group, none negative, no more than A in all; or None, with
         groups: int32 [A], the group of each row, in any order; others than 0 .. E - 1 are no group.
         form: see `Form`.
         group: inputs that share a scale. "fp8": None for all; of the last group it may be fewer. Else even, a divisor
-            of K; 32 of "mxfp4".
+            of K; 32 of "mxfp4"; 16 of "nvfp4", whose K 32 divides.
         zero: uint8 [E, N, G], with "int4" alone; None for 8.
+        outer: float32 [E, N], of "nvfp4" alone. Where it is 0, so are weights.
         weights: float32 [A], what each row is multiplied by; None for nothing.
         activation: as of `gated_grouped_product`; None for a product of all outputs. Not with weights.
         backend: "triton" or "xla"; None picks by device, dtype and shapes.
@@ -64,7 +68,7 @@ def quantized_grouped_product(
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    _check(x, w, scale, zero, form, group)
+    _check(x, w, scale, zero, outer, form, group)
     experts, outputs = w.shape[:2]
     if (group_sizes is None) == (groups is None):
         raise ValueError("one of group_sizes and groups must be given, and not both")
@@ -86,10 +90,10 @@ def quantized_grouped_product(
     if 0 in x.shape or 0 in w.shape:
         return jnp.zeros((x.shape[0], columns), x.dtype)
     options = {"form": form, "group": group, "activation": activation}
-    return run(x, w, scale, zero, group_sizes, groups, weights, **options)
+    return run(x, w, scale, zero, outer, group_sizes, groups, weights, **options)
 
 
-def _check(x: Any, w: Any, scale: Any, zero: Any, form: str, group: int | None) -> None:
+def _check(x: Any, w: Any, scale: Any, zero: Any, outer: Any, form: str, group: int | None) -> None:
     if form not in get_args(Form):
         raise ValueError(f"form must be one of {', '.join(get_args(Form))}, got {form!r}")
     check.check_floats("x", x, "A, K")
@@ -100,19 +104,22 @@ def _check(x: Any, w: Any, scale: Any, zero: Any, form: str, group: int | None) 
         check.check_array("w", w, jnp.float8_e4m3fn, "E, N, K", (None, None, inputs))
         number = 1 if group is None else -(-inputs // group)
     else:
-        if not isinstance(group, int) or group < 2 or group % 2 or inputs % group:
-            raise ValueError(f"group must be even and divide K={inputs}, got {group!r}")
+        check_group(form, group, inputs)
+        assert group is not None
         if form == "mxfp4" and group != MX_GROUP:
             raise ValueError(f"group of form='mxfp4' must be {MX_GROUP}, got {group}")
         check.check_array("w", w, jnp.uint8, "E, N, K / 2", (None, None, inputs // 2))
         number = inputs // group
     shape = (w.shape[0], w.shape[1], number)
-    check.check_array("scale", scale, jnp.uint8 if form == "mxfp4" else jnp.float32, "E, N, G", shape)
+    check.check_array("scale", scale, _SCALES.get(form, jnp.float32), "E, N, G", shape)
+    check_outer(form, outer, "E, N", shape[:2])
     if zero is not None:
         if form != "int4":
             raise ValueError(f"zero goes with form='int4', and not with {form!r}")
         check.check_array("zero", zero, jnp.uint8, "E, N, G", shape)
 
+
+_SCALES = {"mxfp4": jnp.uint8, "nvfp4": jnp.float8_e4m3fn}
 
 MX_GROUP = 32
 """Inputs that share a scale in MXFP4."""

@@ -10,9 +10,7 @@ from jpaged.pallas_kernels.common.numerics import precision_of
 from jpaged.pallas_kernels.fp8_product.reference import dequantized as fp8_dequantized
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.int4_product.reference import dequantized as int4_dequantized
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of four bits in MXFP4, by their number."""
+from jpaged.pallas_kernels.int4_product.reference import e2m1, nvfp4_dequantized
 
 
 @partial(jax.jit, static_argnames=("form", "group", "activation"))
@@ -21,6 +19,7 @@ def quantized_grouped_product(
     w: jax.Array,
     scale: jax.Array,
     zero: jax.Array | None,
+    outer: jax.Array | None,
     group_sizes: jax.Array | None,
     groups: jax.Array | None,
     weights: jax.Array | None,
@@ -43,10 +42,11 @@ def quantized_grouped_product(
     def of_expert(expert: jax.Array, sums: jax.Array) -> jax.Array:
         values, scales = w[expert], scale[expert]
         zeros = None if zero is None else zero[expert]
+        divisors = None if outer is None else outer[expert]
         if form == "fp8" and scales.shape[1] == 1:
             y = _dot(x, values.astype(x.dtype)) * scales[:, 0]
         else:
-            y = _dot(x, dequantized(values, scales, zeros, form=form, group=group).astype(x.dtype))
+            y = _dot(x, dequantized(values, scales, zeros, divisors, form=form, group=group).astype(x.dtype))
         return jnp.where((groups == expert)[:, None], y, sums)
 
     def body(expert: jax.Array, sums: jax.Array) -> jax.Array:
@@ -61,17 +61,25 @@ def quantized_grouped_product(
     return sums.astype(x.dtype)
 
 
-def dequantized(w: jax.Array, scale: jax.Array, zero: jax.Array | None, *, form: str, group: int | None) -> jax.Array:
-    """float32 [N, K] of one matrix's values [N, K] or [N, K / 2], scales and zero points [N, G]."""
+def dequantized(
+    w: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    outer: jax.Array | None = None,
+    *,
+    form: str,
+    group: int | None,
+) -> jax.Array:
+    """float32 [N, K] of one matrix's values [N, K] or [N, K / 2], scales and zero points [N, G], outer scales [N]."""
     if form == "fp8":
         return fp8_dequantized(w, scale, group)
     assert group is not None
     if form == "int4":
         return int4_dequantized(w, scale, zero, group)
-    rows, number = scale.shape
-    halves = w.reshape(rows, number, 1, group // 2)
-    bits = jnp.concatenate([halves & 15, halves >> 4], axis=2).reshape(rows, number, group)
-    return (jnp.asarray(E2M1, jnp.float32)[bits] * power_of_two(scale)[:, :, None]).reshape(rows, number * group)
+    if form == "nvfp4":
+        assert outer is not None
+        return nvfp4_dequantized(w, scale, outer)
+    return e2m1(w, group) * jnp.repeat(power_of_two(scale), group, axis=1)
 
 
 def power_of_two(scale: jax.Array) -> jax.Array:

@@ -5,9 +5,10 @@
     a CTA:  sums of outputs x rows, transposed: few rows then waste no more of a tensor core than they must
             fp8           steps of inputs; scales multiply sums, at the end, or behind each step of one group
             int4, mxfp4   a group of inputs at a time: lower bits meet its first half, upper bits the second
+            nvfp4         eight groups at a time: lower bits meet every other one, upper bits those between
             activation or weights --> out, rows of the tile alone
 
-Widened values are exact in 16 bits, but for scales, which multiply sums in float32.
+Widened values are exact in 16 bits, NVFP4's with their scales, too; other scales multiply sums in float32.
 """
 
 from dataclasses import dataclass
@@ -21,17 +22,21 @@ import triton.language as tl
 
 from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
+from jpaged.pallas_kernels.common.triton_fp4 import inverse, widen_e2m1, widen_nvfp4
 from jpaged.pallas_kernels.common.triton_fp8 import widen
 from jpaged.pallas_kernels.common.triton_targets import for_family
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, plan
 from jpaged.pallas_kernels.grouped_product.triton import activated
+from jpaged.pallas_kernels.int4_product.api import NV_GROUP
 
 _GROUP, _FIRST, _END = (tl.constexpr(x) for x in (GROUP, FIRST, END))
 _NAMES = tuple(ACTIVATIONS)
 _PLAIN, _WEIGHTED = tl.constexpr(-2), tl.constexpr(-1)
-_FORMS = ("fp8", "int4", "mxfp4")
-_FP8, _INT4, _MXFP4 = (tl.constexpr(i) for i in range(3))
+_FORMS = ("fp8", "int4", "mxfp4", "nvfp4")
+_FP8, _INT4, _MXFP4, _NVFP4 = (tl.constexpr(i) for i in range(4))
+_NV_STEP = 128
+"""Inputs of a step in NVFP4."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, form: str, group: 
     del w
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype} is not bfloat16 or float16"
-    taken = _FP8_GROUPS if form == "fp8" else _INT4_GROUPS
+    taken = _FP8_GROUPS if form == "fp8" else _INT4_GROUPS if form != "nvfp4" else (NV_GROUP,)
     if (form != "fp8" or scale.shape[2] > 1) and group not in taken:
         return f"groups of {group}; it takes {', '.join(map(str, taken))}{', or one' if form == 'fp8' else ''}"
     return None
@@ -88,6 +93,7 @@ def quantized_grouped_product(
     w: jax.Array,
     scale: jax.Array,
     zero: jax.Array | None,
+    outer: jax.Array | None,
     group_sizes: jax.Array | None,
     groups: jax.Array | None,
     weights: jax.Array | None,
@@ -111,13 +117,15 @@ def quantized_grouped_product(
     else:
         ending = _PLAIN.value if weights is None else _WEIGHTED.value
     step = group if form != "fp8" else config.depth if number == 1 or group is None else min(config.depth, group)
+    step = _NV_STEP if form == "nvfp4" else step
     constants: dict[str, Any] = {"LAST": ends.shape[0] - 1, "DEPTH": depth, "COLUMNS": columns, "ENDING": ending}
     constants |= {"STRIPS": strips, "ROWS": config.rows, "WIDTH": width, "STEP": step, "FORM": _FORMS.index(form)}
     constants |= {"GROUPS": number, "GROUP": depth if number == 1 or group is None else group}
     constants |= {"ZEROS": zero is not None}
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
     # What is not there is not read either, and x stands for it.
-    operands = (x, as_bits(w), scale, x if zero is None else zero, x if weights is None else weights, listed, ends)
+    missing = [x if one is None else one for one in (zero, outer, weights)]
+    operands = (x, as_bits(w), as_bits(scale), *missing, listed, ends)
     (product,) = call(_quantized_grouped_product, launch, *operands, out=[out], **constants)
     return product
 
@@ -128,6 +136,7 @@ def _quantized_grouped_product(
     w,
     scale,
     zero,
+    outer,
     weights,
     tiles,
     ends,
@@ -139,14 +148,14 @@ def _quantized_grouped_product(
     STRIPS: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile
     WIDTH: tl.constexpr,  # columns of a strip
-    STEP: tl.constexpr,  # inputs of a step, which divides a group; in 4 bits a whole one
+    STEP: tl.constexpr,  # inputs of a step, which divides a group; in 4 bits a whole one, in NVFP4 several
     FORM: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,  # inputs of a group
     ZEROS: tl.constexpr,  # whether `zero` is one
 ):
     """x: [A, DEPTH]. w: uint8 [E, 2 if gated, COLUMNS, DEPTH or half of it]. scale: [.., GROUPS]. zero: uint8 likewise.
-    weights: float32 [A]. tiles: int32 [tiles, 3]. ends: int32 [LAST + 1]. out: [A, COLUMNS]."""
+    outer: float32 [.., 1]. weights: float32 [A]. tiles: int32 [tiles, 3]. ends: int32 [LAST + 1]. out: [A, COLUMNS]."""
     tile = tl.program_id(0) // STRIPS
     if tile >= tl.load(ends + LAST):
         return
@@ -167,29 +176,38 @@ def _quantized_grouped_product(
     second = tl.zeros((WIDTH if GATED else 16, ROWS), tl.float32)
     PART: tl.constexpr = STEP if FORM == _FP8 else STEP // 2
     inner = tl.arange(0, PART)
-    inputs = x + row[None, :] * DEPTH + inner[:, None]
+    # Of a byte in NVFP4 the lower bits are for an input of one group of 16, the upper bits for one of the next.
+    place = (inner // 16) * 32 + inner % 16 if FORM == _NVFP4 else inner
+    HALF: tl.constexpr = 16 if FORM == _NVFP4 else PART
+    inputs = x + row[None, :] * DEPTH + place[:, None]
     factors = w + output[:, None] * BYTES + inner[None, :]
     scales, zeros = scale + output * GROUPS, zero + output * GROUPS
     for step in range(0, (DEPTH + STEP - 1) // STEP):
         there = is_row[None, :]
         if DEPTH % STEP != 0:
-            there = there & (step * STEP + inner < DEPTH)[:, None]
+            there = there & (step * STEP + place < DEPTH)[:, None]
         lower = tl.load(inputs + step * STEP, mask=there, other=0.0)
         if FORM == _FP8:
             upper = lower
         else:
-            upper = tl.load(inputs + step * STEP + PART, mask=there, other=0.0)
+            upper = tl.load(inputs + step * STEP + HALF, mask=there, other=0.0)
         at = step * STEP // GROUP
         words = _words(factors, step, inner, is_column, FORM, DEPTH, STEP, PART)
-        first = _sum(first, words, lower, upper, scales + at, zeros + at, is_column, FORM, GROUPS, ZEROS)
+        left = DEPTH - step * STEP
+        first = _sum(first, words, lower, upper, scales + at, zeros + at, is_column, left, FORM, GROUPS, ZEROS)
         if GATED:
             words = _words(factors + COLUMNS * BYTES, step, inner, is_column, FORM, DEPTH, STEP, PART)
             of_up = COLUMNS * GROUPS + at
-            second = _sum(second, words, lower, upper, scales + of_up, zeros + of_up, is_column, FORM, GROUPS, ZEROS)
+            of_scales, of_zeros = scales + of_up, zeros + of_up
+            second = _sum(second, words, lower, upper, of_scales, of_zeros, is_column, left, FORM, GROUPS, ZEROS)
     if FORM == _FP8 and GROUPS == 1:
         first *= tl.load(scales, mask=is_column, other=0.0)[:, None]
         if GATED:
             second *= tl.load(scales + COLUMNS, mask=is_column, other=0.0)[:, None]
+    if FORM == _NVFP4:
+        first *= inverse(tl.load(outer + output, mask=is_column, other=0.0))[:, None]
+        if GATED:
+            second *= inverse(tl.load(outer + output + COLUMNS, mask=is_column, other=0.0))[:, None]
     if ENDING == _WEIGHTED:
         first *= tl.load(weights + row, mask=is_row, other=0.0)[None, :]
     elif GATED:
@@ -204,8 +222,8 @@ def _words(
 ):
     """A step's bytes, uint8 [WIDTH, PART]."""
     here = is_column[:, None]
-    if FORM == _FP8 and DEPTH % STEP != 0:
-        here = here & (step * STEP + inner < DEPTH)[None, :]
+    if DEPTH % STEP != 0:
+        here = here & (step * PART + inner < DEPTH * PART // STEP)[None, :]
     return tl.load(factors + step * PART, mask=here, other=0)
 
 
@@ -218,6 +236,7 @@ def _sum(
     scales,
     zeros,
     is_column,
+    left,  # inputs
     FORM: tl.constexpr,
     GROUPS: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -226,6 +245,13 @@ def _sum(
     kind: tl.constexpr = lower.dtype
     if FORM == _FP8 and GROUPS == 1:
         total = tl.dot(widen(words, kind), lower, total)
+    elif FORM == _NVFP4:
+        pair = tl.arange(0, words.shape[1]) // 16 * 2
+        here = is_column[:, None] & (pair * 16 < left)[None, :]
+        of_lower = tl.load(scales[:, None] + pair[None, :], mask=here, other=0)
+        of_upper = tl.load(scales[:, None] + pair[None, :] + 1, mask=here, other=0)
+        total = tl.dot(widen_nvfp4(words & 15, of_lower, kind), lower, total)
+        total = tl.dot(widen_nvfp4(words >> 4, of_upper, kind), upper, total)
     else:
         if FORM == _FP8:
             factor = tl.load(scales, mask=is_column, other=0.0)
@@ -238,23 +264,11 @@ def _sum(
             part = tl.dot(((words >> 4).to(tl.float32) - middle).to(kind), upper, part)
             factor = tl.load(scales, mask=is_column, other=0.0)
         else:
-            part = tl.dot(_widen_e2m1(words & 15, kind), lower)
-            part = tl.dot(_widen_e2m1(words >> 4, kind), upper, part)
+            part = tl.dot(widen_e2m1(words & 15, kind), lower)
+            part = tl.dot(widen_e2m1(words >> 4, kind), upper, part)
             factor = _power_of_two(tl.load(scales, mask=is_column, other=0))
         total += part * factor[:, None]
     return total
-
-
-@triton.jit
-def _widen_e2m1(bits, DTYPE: tl.constexpr):
-    """Four bits s ee m in uint8 -> DTYPE, exactly: in place they are the value times 2^-126 or 2^-14."""
-    word = bits.to(tl.uint16)
-    sign, size = (word & 8) << 12, word & 7
-    if DTYPE.is_bf16():
-        value = (sign | (size << 6)).to(tl.bfloat16, bitcast=True) * tl.full([], 8.507059173023462e37, tl.bfloat16)
-    else:
-        value = (sign | (size << 9)).to(tl.float16, bitcast=True) * tl.full([], 16384.0, tl.float16)
-    return value
 
 
 @triton.jit

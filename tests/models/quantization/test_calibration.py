@@ -17,8 +17,10 @@ from jpaged.cli import main
 from jpaged.cli.calibration import read_texts
 from jpaged.models import quantize_checkpoint
 from jpaged.models.loading import calibration, checkpoint
+from jpaged.models.loading.kv_scales import read_kv_scales
 from jpaged.models.quantization.gptq import gptq
 from jpaged.models.quantization.recipes import RECIPES
+from jpaged.pallas_kernels import split_qkv
 from jpaged.text.tokenizer import Tokenizer
 from tests.models.quantization.test_checkpoints import dequantized, load
 from tests.support.quantized import plain_checkpoint, read_tensors, write_tensors
@@ -147,7 +149,10 @@ def test_the_command_calibrates_on_conversations_and_the_model_reads_them_better
     asked = ["quantize", str(source), str(tmp_path / "nearest"), "--scheme", "int4", "--group-size", "32"]
     assert main(asked) == 0
     asked[2] = str(tmp_path / "out")
-    assert main([*asked, "--calibration", str(tmp_path / "texts.jsonl")]) == 0
+    assert main([*asked, "--calibration", str(tmp_path / "texts.jsonl"), "--kv-cache", "fp8"]) == 0
+    assert all(
+        0.001 < scale < 0.1 for of_layer in read_kv_scales("auto", tmp_path / "out", [True] * 2) for scale in of_layer
+    )
     weights = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
     assert weights["group_0"]["weights"]["group_size"] == 32
     tokens = jnp.asarray(Tokenizer.load(str(source)).apply_chat_template(turns), jnp.int32)
@@ -159,6 +164,53 @@ def test_the_command_calibrates_on_conversations_and_the_model_reads_them_better
     right = hidden(source)
     errors = [np.linalg.norm(hidden(tmp_path / name) - right) for name in ("out", "nearest")]
     assert errors[0] < 0.8 * errors[1]
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plain_checkpoint("qwen3-moe", tmp_path_factory.mktemp("sparse") / "moe", num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(("source", "scheme"), [("plain", "fp8"), ("sparse", "fp8-block"), ("plain", "int4")])
+def test_the_largest_key_and_value_of_each_layer_become_448(
+    source: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Those that the model makes of texts; int4's of its weights in 4 bits."""
+    monkeypatch.setattr(calibration, "ROW_TOKENS", 100)
+    directory, out = request.getfixturevalue(source), tmp_path / "out"
+    sizes = {"group_size": GROUP} if scheme == "int4" else {}
+    asked = texts()[:1] if source == "sparse" else texts()
+    quantize_checkpoint(directory, out, scheme, calibration=asked, kv_cache="fp8", shard_bytes=100_000, **sizes)
+    model, weights = load(out if scheme == "int4" else directory)
+    largest: list[list[float]] = []
+
+    def attend(qkv: Any, *, rotation: Any = None, norms: Any = None, norm_eps: float = 1e-6, **features: Any) -> Any:
+        _, k, v = split_qkv(qkv, rotation=rotation, norms=norms, norm_eps=norm_eps)
+        largest.append([float(jnp.abs(one).max()) for one in (k, v)])
+        return models.dense_causal_attend(qkv, rotation=rotation, norms=norms, norm_eps=norm_eps, **features)
+
+    for text in asked:
+        model.forward(weights, jnp.asarray(text, jnp.int32), jnp.arange(len(text)), attend)
+    expected = np.max(np.reshape(largest, (len(asked), -1, 2)), axis=0) / 448
+    found = read_kv_scales("auto", out, [True] * len(expected))
+    np.testing.assert_allclose(found, expected, rtol=2e-3 if scheme == "int4" else 1e-4)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["kv_cache_scheme"] == {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "tensor",
+    }
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert "model.layers.0.self_attn.k_scale" in index["weight_map"]
+    tensors = [read_tensors(file) for file in out.glob("*.safetensors")]
+    assert index["metadata"]["total_size"] == sum(one.nbytes for found in tensors for one in found.values())
+    assert load(out)[0].config.quantization is not None
+    if scheme != "int4":  # weights are what they are without
+        quantize_checkpoint(directory, tmp_path / "without", scheme)
+        for one, other in zip(load(out)[1], load(tmp_path / "without")[1], strict=True):
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 def test_lines_and_objects_are_read_as_texts_and_others_are_named(tmp_path: Path) -> None:
@@ -200,7 +252,8 @@ def test_the_command_refuses_what_it_cannot_do_before_a_tokenizer_is_fetched(
     (tmp_path / "full" / "file").write_text("")
     refused = {
         ("full", "--scheme", "int4"): "is not empty; choose another directory",
-        ("out", "--scheme", "fp8"): "calibration is for scheme 'int4', and not for 'fp8'",
+        ("out", "--scheme", "fp8"): "calibration is for scheme 'int4', and not for 'fp8', unless kv_cache is given",
+        ("out", "--scheme", "fp8", "--kv-cache", "fp8", "--group-size", "32"): "group_size is for scheme 'int4', and",
         ("out", "--scheme", "int4", "--group-size", "48"): "group_size must be one of 32, 64, 128, got 48",
     }
     for (out, *options), said in refused.items():
@@ -233,6 +286,11 @@ def test_what_cannot_be_calibrated_is_named_and_nothing_is_left(plain: Path, tmp
 
     refused(InvalidParameterError, "calibration is for scheme 'int4', and not for 'fp8'", scheme="fp8")
     refused(InvalidParameterError, "group_size must be one of 32, 64, 128, got 48", group_size=48)
+    refused(InvalidParameterError, "kv_cache='fp8' needs calibration", calibration=None, kv_cache="fp8")
+    refused(InvalidParameterError, "kv_cache must be 'fp8' or left out, got 'int8'", kv_cache="int8")
+    latent = plain_checkpoint("deepseek-v3", tmp_path / "latent", moe_intermediate_size=64)
+    options = {"source": latent, "scheme": "fp8", "kv_cache": "fp8"}
+    refused(UnsupportedModelError, "kv_cache='fp8' is not supported for a DeepseekV3", **options)
     refused(InvalidParameterError, "damping must be above 0", damping=0)
     refused(InvalidParameterError, "calibration must have texts with tokens", calibration=[[]])
     refused(InvalidParameterError, f"has the token {VOCAB_SIZE}, which is not one", calibration=[[5, VOCAB_SIZE]])

@@ -1,5 +1,6 @@
 """Quantized checkpoints: what is read is what the published layouts say, and what cannot be served is named."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,12 @@ from jpaged.frontend.model_of_config import options_of
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.models.quantization import SUFFIXES
 from jpaged.models.quantization.fp8 import Fp8
+from jpaged.models.quantization.layers import StoredLayer
 from jpaged.models.quantization.mxfp4 import Mxfp4
+from jpaged.models.quantization.nvfp4 import Nvfp4
 from jpaged.pallas_kernels.fp8_product.reference import dequantized as fp8_dequantized
 from jpaged.pallas_kernels.int4_product.reference import dequantized as int4_dequantized
+from jpaged.pallas_kernels.int4_product.reference import nvfp4_dequantized
 from jpaged.pallas_kernels.quantized_grouped_product.reference import dequantized as grouped_dequantized
 from tests.support.quantized import (
     E4M3,
@@ -32,7 +36,7 @@ from tests.support.quantized import (
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 LLAMA, QWEN3 = "llama-biases", "qwen3-layer-types"
-WEIGHT_ONLY = ("fp8-weights", "fp8-blocks", "awq", "gptq-act-order", "int4-symmetric", "int4-act-order")
+WEIGHT_ONLY = ("fp8-weights", "fp8-blocks", "awq", "gptq-act-order", "int4-symmetric", "int4-act-order", "nvfp4")
 ROWS = "llama of 128"
 """For scales of whole rows, which are repeated every 128 inputs."""
 LENGTH = 24
@@ -71,10 +75,15 @@ def values_of(model: models.Model, named: dict[str, Any], name: str) -> Any:
     kind = model.config.quantization.kind
     if isinstance(kind, Mxfp4):
         return grouped_dequantized(flat[""], flat["_scale"], None, form="mxfp4", group=kind.group)
+    if isinstance(kind, Nvfp4):
+        return nvfp4_dequantized(flat[""], flat["_scale"], flat["_outer"][:, 0])
     if isinstance(kind, Fp8):
         return fp8_dequantized(flat[""], flat["_scale"], kind.group)
     values = int4_dequantized(flat[""], flat["_scale"], flat.get("_zero"), kind.group)
-    return values if "_order" not in flat else values[:, np.argsort(flat["_order"][0])]
+    if "_order" not in flat:
+        return values
+    orders = np.argsort(flat["_order"], axis=1)  # of the layer, or of each expert
+    return np.take_along_axis(np.asarray(values), np.repeat(orders, len(values) // len(orders), axis=0), axis=1)
 
 
 def arrays_of(named: dict[str, Any], name: str) -> dict[str, Any]:
@@ -189,7 +198,7 @@ def test_online_other_families_keep_their_layout(name, tmp_path):
         np.testing.assert_allclose(found[parameter], expected, rtol=1 / 15, atol=scale / 1000, err_msg=parameter)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8-blocks", "gptq-act-order"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8-blocks", "gptq-act-order", "nvfp4"])
 def test_random_weights_are_finite_and_of_the_usual_size(kind, plain, tmp_path):
     directory = plain[LLAMA] if kind == "fp8" else quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", kind)
     config = models.ModelConfig.from_directory(directory, quantization="fp8" if kind == "fp8" else None)
@@ -212,6 +221,9 @@ SCALES = {
     "awq": ("scales",),
     "gptq": ("scales",),
     "int4-symmetric": ("weight_scale",),
+    "nvfp4": ("weight_global_scale",),
+    "modelopt-nvfp4": ("weight_scale_2",),
+    "modelopt-fp8": ("weight_scale", "input_scale"),
 }
 
 
@@ -229,12 +241,63 @@ def test_scales_that_cannot_be_are_named(layout, suffix, plain, tmp_path):
     write_tensors(directory / "model.safetensors", {key: value for key, value in good.items() if key != name})
     with pytest.raises(CheckpointError, match=f"lacks tensor '{name}'"):
         load(directory)
-    write_tensors(directory / "model.safetensors", good | {name: np.concatenate([good[name]] * 3)})
+    write_tensors(directory / "model.safetensors", good | {name: np.concatenate([np.atleast_1d(good[name])] * 3)})
     with pytest.raises(CheckpointError, match=f"'{name}' has shape"):
         load(directory)
     write_tensors(directory / "model.safetensors", good | {name: good[name].astype(np.int32)})
     with pytest.raises(CheckpointError, match=f"'{name}' has type I32"):
         load(directory)
+
+
+def test_scales_of_nvfp4_that_cannot_be_are_named(plain, tmp_path):
+    """One of 0 makes zeros of 16 weights, as it should where they are tiny."""
+    directory = quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", "nvfp4")
+    name = "model.layers.1.self_attn.v_proj.weight_scale"
+    good = read_tensors(directory / "model.safetensors")
+    for value, said in ((np.nan, "is negative or NaN"), (-1.0, "is negative or NaN"), (0.0, "of 0 alone")):
+        bad = np.full_like(good[name], value)
+        write_tensors(directory / "model.safetensors", good | {name: bad})
+        with pytest.raises(CheckpointError, match=rf"'{name}' has .* {said}"):
+            load(directory)
+    write_tensors(directory / "model.safetensors", good | {name: good[name][:, :-1]})
+    with pytest.raises(CheckpointError, match=f"'{name}' has shape"):
+        load(directory)
+    write_tensors(directory / "model.safetensors", good | {name: good[name].astype(np.float32)})
+    with pytest.raises(CheckpointError, match=f"'{name}' has type F32"):
+        load(directory)
+
+
+def test_modelopt_s_file_of_its_own_is_read(plain, tmp_path):
+    """hf_quant_config.json, where config.json says nothing."""
+    directory = quantized_checkpoint(plain[QWEN3], tmp_path / "quantized", "modelopt-nvfp4")
+    expected = load(directory)[1]
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    apart = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": apart}))
+    for ours, theirs in zip(load(directory)[1], expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": apart | {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(
+        UnsupportedModelError, match="quant_algo='W4A8_AWQ' is not supported; supported: 'NVFP4', 'FP8'"
+    ):
+        models.ModelConfig.from_directory(directory)
+    unquantized = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (directory / "hf_quant_config.json").write_text(json.dumps(unquantized))
+    assert models.ModelConfig.from_directory(directory).quantization is None
+
+
+def test_nvfp4_is_what_compressed_tensors_itself_decompresses_to_the_bit():
+    """`nvfp4.safetensors` holds what its NVFP4PackedCompressor made of a weight, and what it makes of that again, in
+    its only type, bfloat16."""
+    tensors = read_tensors(Path(__file__).with_name("nvfp4.safetensors"))
+    found = {name: tensors[name] for name in ("weight_packed", "weight_scale", "weight_global_scale")}
+    scheme = models.ModelConfig.from_dict(
+        tiny_model(LLAMA).config | {"quantization_config": PUBLISHED["nvfp4"].config}
+    ).quantization
+    arrays = scheme.arrays(StoredLayer("layer", *tensors["weight"].shape), found)
+    ours = nvfp4_dequantized(arrays[""], arrays["_scale"], arrays["_outer"][:, 0])
+    np.testing.assert_array_equal(np.asarray(ours.astype(jnp.bfloat16)), tensors["weight"])
 
 
 def test_values_that_are_not_numbers_are_named(plain, tmp_path):
@@ -286,6 +349,14 @@ def test_what_is_not_supported_is_refused_by_name_with_what_is(plain):
     assert "must have one group" in refusal(
         llama, **dynamic | {"config_groups": groups | {"group_1": groups["group_0"]}}
     )
+    nvfp4 = PUBLISHED["nvfp4"].config
+    weights = nvfp4["config_groups"]["group_0"]
+    wide = {"group_0": weights | {"weights": weights["weights"] | {"group_size": 32}}}
+    assert "group_size=32 is not supported; supported: 16" in refusal(llama, **nvfp4 | {"config_groups": wide})
+    narrow = {"hidden_size": 144, "quantization_config": nvfp4}
+    config = models.ModelConfig.from_dict(dict(models.ModelConfig.from_directory(llama).source) | narrow)
+    with pytest.raises(UnsupportedModelError, match="has 144 inputs; compressed-tensors NVFP4 is supported for"):
+        models.build(config)
     assert "no regular expression" in refusal(llama, **dynamic | {"ignore": ["re:("]})
     assert "quantization='awq' is for checkpoints of that scheme" in refusal(llama, "awq")
     assert "quantized by 'compressed-tensors'; leave" in refusal(llama, "fp8", **dynamic)

@@ -1,11 +1,12 @@
 """The 4-bit product against float64, in XLA and in Triton's interpreter, and what it refuses."""
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jpaged.pallas_kernels import int4_product
-from jpaged.pallas_kernels.int4_product.reference import dequantized, pack
+from jpaged.pallas_kernels.int4_product.reference import dequantized, nvfp4_dequantized, pack
 from tests.pallas_kernels.marks import needs_triton
 
 SIZES = [(5, 40, 192, 32, True), (1, 24, 256, 128, False), (37, 72, 128, 64, True)]
@@ -50,6 +51,62 @@ def test_products_are_those_of_float64_within_rounding(backend, dtype, bits, row
     assert np.all(np.abs(np.asarray(y, np.float64) - right) <= bound)
 
 
+def nvfp4(rows, outputs, inputs, seed=0):
+    """x, the op's weights, and what they stand for in float64."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0, 16, (outputs, inputs), np.uint8)
+    scale = rng.uniform(2**-9, 448, (outputs, inputs // 16)).astype(ml_dtypes.float8_e4m3fn)
+    scale[0, :2] = 2**-9, 448
+    outer = rng.uniform(500, 4000, outputs).astype(np.float32)
+    outer[-1] = 0
+    divisor = np.where(outer == 0, np.inf, outer)[:, None]
+    wide = np.repeat((scale.astype(np.float32) / divisor.astype(np.float32)), 16, axis=1)
+    right = np.array([*E2M1, *(-one for one in E2M1)], np.float32)[values] * wide
+    x = rng.standard_normal((rows, inputs)).astype(np.float32)
+    return x, {"w": pack(values, 32), "scale": scale, "outer": outer, "form": "nvfp4", "group": 16}, right
+
+
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def test_nvfp4_is_found_again():
+    _, given, right = nvfp4(1, 24, 160)
+    np.testing.assert_array_equal(nvfp4_dequantized(given["w"], given["scale"], given["outer"]), right)
+
+
+@pytest.mark.parametrize(("backend", "dtype", "bits"), BACKENDS)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(5, 40, 160), (37, 72, 128), (1, 24, 32)])
+def test_products_in_nvfp4_are_those_of_float64_within_rounding(backend, dtype, bits, rows, outputs, inputs):
+    x, given, right = nvfp4(rows, outputs, inputs)
+    x = np.asarray(jnp.asarray(x, dtype))
+    y = int4_product(jnp.asarray(x), **given, backend=backend)
+    w, wide = right.astype(np.float64), x.astype(np.float64)
+    right, terms = wide @ w.T, np.abs(wide) @ np.abs(w).T
+    assert y.dtype == dtype
+    small = 2.0**-24 * np.abs(wide).sum(axis=1, keepdims=True) if dtype == jnp.float16 else 0  # subnormal weights
+    bound = terms * (2.0**-bits + inputs * 2.0**-24) + np.abs(right) * 2.0**-bits + small
+    assert np.all(np.abs(np.asarray(y, np.float64) - right) <= bound)
+    assert not np.asarray(y)[:, -1].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"group": 32}, "group of form='nvfp4' must be 16, and K a multiple of 32, got 32, 64"),
+        ({"outer": None}, "outer goes with form='nvfp4', and with no other"),
+        ({"form": "int4"}, "scale must be float32"),
+        ({"form": "nf4"}, "form must be one of int4, nvfp4, got 'nf4'"),
+        ({"scale": np.ones((8, 4), np.float32)}, "scale must be float8_e4m3fn"),
+        ({"outer": np.ones(1, np.float32)}, "outer .* must have N = 8"),
+        ({"zero": np.ones((8, 4), np.uint8)}, "zero goes with form='int4', and not with 'nvfp4'"),
+    ],
+)
+def test_arguments_that_do_not_fit_nvfp4_are_named(change, said):
+    x, given, _ = nvfp4(3, 8, 64)
+    with pytest.raises(ValueError, match=said):
+        int4_product(**given | {"x": x} | change)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -68,9 +125,9 @@ def test_arguments_that_do_not_fit_are_named(change, said):
 
 @needs_triton
 def test_what_the_kernel_does_not_take_is_refused_where_it_is_forced():
-    x, values, scale, zero = operands(3, 8, 64, 16)
+    x, values, scale, zero = operands(3, 8, 64, 8)
     with pytest.raises(ValueError, match="dtype float32; it multiplies in 16 bits"):
-        int4_product(x, pack(values, 16), scale, zero, group=16, backend="triton")
+        int4_product(x, pack(values, 8), scale, zero, group=8, backend="triton")
     x = jnp.asarray(x, jnp.bfloat16)
-    with pytest.raises(ValueError, match="groups of 16; it takes 32, 64, 128"):
-        int4_product(x, pack(values, 16), scale, zero, group=16, backend="triton")
+    with pytest.raises(ValueError, match="groups of 8; it takes 32, 64, 128"):
+        int4_product(x, pack(values, 8), scale, zero, group=8, backend="triton")

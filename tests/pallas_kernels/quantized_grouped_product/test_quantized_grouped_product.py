@@ -43,6 +43,7 @@ CASES = [
     Case("int4", 32, 96, 40),
     Case("int4", 64, 128, 72, zeros=True),
     Case("mxfp4", 32, 96, 40),
+    Case("nvfp4", 16, 160, 40),
 ]
 BACKENDS = [("xla", jnp.float32, 23), ("xla", jnp.bfloat16, 8)]
 BACKENDS += [
@@ -62,13 +63,20 @@ def matrices(case: Case, seed: int = 0) -> tuple[dict[str, Any], np.ndarray]:
         values = w.astype(np.float64)
         return {"w": w, "scale": scale}, values * np.repeat(scale, shared, axis=2)[..., : case.inputs]
     bits = rng.integers(0, 16, shape, np.uint8)
-    w = pack(bits.reshape(-1, case.inputs), shared).reshape(*shape[:2], -1)
+    w = pack(bits.reshape(-1, case.inputs), max(shared, 32)).reshape(*shape[:2], -1)
     if case.form == "mxfp4":
         exponents = rng.integers(118, 126, scale.shape).astype(np.uint8)
         exponents[0, :2, 0] = (2, 127)  # what is below 2^-126 may become zero
         values = np.array([*E2M1, *(-one for one in E2M1)])[bits]
         powers = np.exp2(exponents.astype(np.float64) - 127)
         return {"w": w, "scale": exponents}, values * np.repeat(powers, shared, axis=2)
+    if case.form == "nvfp4":
+        scale = (scale * 1000).astype(ml_dtypes.float8_e4m3fn)
+        outer = rng.uniform(500, 2000, shape[:2]).astype(np.float32)
+        wide = (scale.astype(np.float32) / outer[..., None]).astype(np.float64)
+        values = np.array([*E2M1, *(-one for one in E2M1)])[bits]
+        outer[0, 1] = wide[0, 1] = 0
+        return {"w": w, "scale": scale, "outer": outer}, values * np.repeat(wide, shared, axis=2)
     zero = rng.integers(0, 17, scale.shape).astype(np.uint8) if case.zeros else None
     middle = 8 if zero is None else np.repeat(zero, shared, axis=2).astype(np.float64)
     return {"w": w, "scale": scale, "zero": zero}, (bits.astype(np.float64) - middle) * np.repeat(scale, shared, axis=2)
@@ -85,7 +93,8 @@ def test_what_is_dequantized_is_what_the_form_says(case):
     given, exact = matrices(case)
     for expert, right in enumerate(exact):
         zero = None if given.get("zero") is None else given["zero"][expert]
-        found = dequantized(given["w"][expert], given["scale"][expert], zero, **case.options)
+        outer = None if case.form != "nvfp4" else given["outer"][expert]
+        found = dequantized(given["w"][expert], given["scale"][expert], zero, outer, **case.options)
         np.testing.assert_array_equal(np.asarray(found), right.astype(np.float32))
 
 
@@ -102,7 +111,7 @@ def test_products_are_those_of_float64_within_rounding(case, backend, dtype, bit
         terms[row] = np.abs(exact[owner[row]]) @ np.abs(wide[row])
     bound = terms * (2.0**-bits + case.inputs * 2.0**-24)
     sizes = jnp.asarray(SIZES, jnp.int32)
-    options = case.options | {"backend": backend, "zero": given.get("zero")}
+    options = case.options | {"backend": backend, "zero": given.get("zero"), "outer": given.get("outer")}
 
     plain = quantized_grouped_product(x, given["w"], given["scale"], sizes, **options)
     assert plain.dtype == dtype
@@ -124,8 +133,12 @@ def test_products_are_those_of_float64_within_rounding(case, backend, dtype, bit
     found[shuffled] = np.asarray(alone, np.float64)
     check(found, right * by_row, (bound + np.abs(right) * 2.0**-bits) * by_row, live)
 
-    small = given["scale"] - 4 if case.form == "mxfp4" else given["scale"] / 16  # gates of about 1
-    small = np.maximum(small, 0) if case.form != "mxfp4" else np.where(given["scale"] < 4, 0, small).astype(np.uint8)
+    if case.form == "nvfp4":
+        options["outer"] = given["outer"] * 16  # gates of about 1
+    small = (
+        given["scale"] if case.form == "nvfp4" else given["scale"] - 4 if case.form == "mxfp4" else given["scale"] / 16
+    )
+    small = np.where(given["scale"] < 4, 0, small).astype(np.uint8) if case.form == "mxfp4" else small
     if case.form == "mxfp4":
         exact = exact * np.exp2(small.astype(np.float64) - given["scale"]).repeat(32, axis=2)
     else:
@@ -161,13 +174,15 @@ def test_experts_without_rows_are_not_read():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"form": "nf4"}, "form must be one of fp8, int4, mxfp4"),
+        ({"form": "nf4"}, "form must be one of fp8, int4, mxfp4, nvfp4"),
         ({"group": 0, "form": "fp8"}, "group must be at least 1, or None"),
         ({"group": 7}, "group must be even and divide K=96"),
         ({"group": 48, "form": "mxfp4"}, "group of form='mxfp4' must be 32"),
         ({"w": np.zeros((4, 40, 96), np.uint8)}, "w .* must have K / 2 = 48"),
         ({"scale": np.ones((4, 40, 1), np.float32)}, "scale .* must have G = 3"),
         ({"zero": np.ones((4, 40, 3), np.int32)}, "zero must be uint8"),
+        ({"outer": np.ones((4, 40), np.float32)}, "outer goes with form='nvfp4', and with no other, got form='int4'"),
+        ({"form": "nvfp4"}, "group of form='nvfp4' must be 16, and K a multiple of 32, got 32, 96"),
         ({"weights": np.ones(24, np.float32), "activation": "silu"}, "weights do not go with an activation"),
         ({"activation": "tanh"}, "activation must be one of"),
         ({"groups": np.zeros(24, np.int32)}, "one of group_sizes and groups"),
