@@ -302,7 +302,7 @@ def test_what_cannot_be_calibrated_is_named_and_nothing_is_left(plain: Path, tmp
     options = {"source": sparse, "group_size": 32}
     refused(UnsupportedModelError, "mixtures of experts are not supported with calibration", **options)
     hybrid = {"source": plain_checkpoint("bamba", tmp_path / "hybrid"), "group_size": 32}
-    refused(UnsupportedModelError, "recurrent layers are not supported with calibration", **hybrid)
+    refused(UnsupportedModelError, "Mamba-2 layers are not supported with calibration", **hybrid)
     wide = plain_checkpoint("llama-biases", tmp_path / "wide")
     refused(UnsupportedModelError, "multiples of 8 and of 128; choose group_size=32, or 'fp8'", source=wide)
     broken = shutil.copytree(plain, tmp_path / "broken")

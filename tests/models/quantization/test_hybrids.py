@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from jpaged import models
-from jpaged.api.errors import CheckpointError, UnsupportedModelError
+from jpaged.api.errors import CheckpointError
 from jpaged.models import quantize_checkpoint
 from jpaged.models.loading import calibration
 from jpaged.models.loading.kv_calibration import largest_of
 from jpaged.models.loading.kv_scales import read_kv_scales
-from jpaged.models.states import DeltaState
 from tests.models.quantization.test_checkpoints import dequantized, greedy, load
 from tests.models.quantization.test_quantize_checkpoint import dequantized_by_formula
 from tests.support.quantized import (
@@ -208,13 +207,3 @@ def test_a_checkpoint_that_is_written_here_is_read_as_the_formula_has_it(
     theirs = dequantized(*load(expected))
     for parameter, array in dequantized(*ours).items():
         np.testing.assert_array_equal(array, theirs[parameter], err_msg=parameter)
-
-
-def test_other_recurrent_layers_are_refused_by_name(plain: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    class OtherState(DeltaState):
-        pass
-
-    config = dict(models.ModelConfig.from_directory(plain[QWEN35]).source)
-    monkeypatch.setattr("jpaged.models.families.qwen_hybrid.DeltaState", OtherState)
-    with pytest.raises(UnsupportedModelError, match="recurrent layers other than gated delta nets are not supported"):
-        models.ModelConfig.from_dict(config | {"quantization_config": PUBLISHED["nvfp4"].config})
