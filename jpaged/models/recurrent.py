@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models.family import Attend
-from jpaged.models.linear import Linear, PartialSum
+from jpaged.models.linear import Linear, PartialSum, Reader
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Part, Piece
 from jpaged.models.norms import HeadNorms, Norm, RMSNorm
@@ -80,7 +80,7 @@ class GatedRMSNorm(RMSNorm):
         return (self(x).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(Reader):
     """A recurrent layer, without the norm before it. Everything is laid out by key head, so that it splits over devices
     along that axis.
 

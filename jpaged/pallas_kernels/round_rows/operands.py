@@ -56,7 +56,7 @@ class Sums:
 
     def wide(self) -> jax.Array:
         """float32 [count, N]."""
-        return (self.products * self.of_rows * self.of_outputs)[: self.count]
+        return self.products[: self.count] * self.of_rows[: self.count] * self.of_outputs
 
     def array(self) -> jax.Array:
         """[count, N], of its dtype."""
