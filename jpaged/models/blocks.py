@@ -27,7 +27,7 @@ from jpaged.models.experts import SparseMLP
 from jpaged.models.family import Attend
 from jpaged.models.latent import LatentAttention
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
-from jpaged.models.linear import Embedding, times
+from jpaged.models.linear import Embedding, Reader, times
 from jpaged.models.mamba import Mamba2
 from jpaged.models.norms import HeadNorms, Norm
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
@@ -127,16 +127,20 @@ class SequentialBlock(nnx.Module):
     def __call__(self, stream: Stream, rotations: Rotations, attend: Attend) -> None:
         rotation = None if self.rope is None else rotations[self.rope]
         pair = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-        read = stream.value() if self.attention_norm is None else stream.normed(self.attention_norm)
+        read = self._read(stream, self.attention_norm, self.attention)
         given = self.attention(read, attend, rotation, self.head_norms or pair, stream.backend)
         self._add(stream, given, self.after_attention)
-        read = stream.value() if self.mlp_norm is None else stream.normed(self.mlp_norm)
+        read = self._read(stream, self.mlp_norm, self.mlp)
         given = (
             self.mlp(read, stream.backend, stream.live, stream.counts)
             if isinstance(self.mlp, SparseMLP)
             else self.mlp(read, stream.backend)
         )
         self._add(stream, given, self.after_mlp)
+
+    def _read(self, stream: Stream, norm: Norm | None, reader: Reader) -> Any:
+        """What a part reads: an array, or `Rows` where it takes them."""
+        return stream.value() if norm is None else stream.normed_for(reader.rounding(stream.backend), norm)
 
     def _add(self, stream: Stream, part: Any, norm: Norm | None) -> None:
         part = part.times(self.residual_scale)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models.family import Attend
-from jpaged.models.linear import DelicateLinear, Linear, PartialSum
+from jpaged.models.linear import DelicateLinear, Linear, PartialSum, Reader
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Part, Piece
 from jpaged.models.norms import HeadNorms, Norm, RMSNorm
@@ -28,7 +28,7 @@ class GatedRMSNorm(RMSNorm):
         return (self(x).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(Reader):
     """A recurrent layer, without the norm before it. Everything is laid out by key head, so that it splits over devices
     along that axis.
 

@@ -29,7 +29,7 @@ from jpaged.models.config import ModelConfig, inner_columns
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct, Rows
 from jpaged.models.layers import GatedMLP
-from jpaged.models.linear import PartialSum, PlainLinear
+from jpaged.models.linear import PartialSum, PlainLinear, Reader
 from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import ExpertCounts
 from jpaged.pallas_kernels import sort_by_expert
@@ -400,7 +400,7 @@ def _gated_apart(
     return inner.astype(x.dtype)
 
 
-class SparseMLP(nnx.Module):
+class SparseMLP(Reader):
     """A router, its experts, and shared experts if the configuration has any."""
 
     def __init__(self, config: SparseConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
@@ -435,7 +435,7 @@ class SparseMLP(nnx.Module):
             return total
         shared = self.shared(x, backend)
         if self.shared_gate is not None:
-            shared = PartialSum(shared.term * jax.nn.sigmoid(self.shared_gate(x)))
+            shared = PartialSum(shared.array * jax.nn.sigmoid(self.shared_gate(x)))
         return total + shared
 
 

@@ -24,7 +24,7 @@ from flax import nnx
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import Attend
-from jpaged.models.linear import Linear, PartialSum
+from jpaged.models.linear import Linear, PartialSum, Reader
 from jpaged.models.norms import HeadNorms, Norm, RMSNorm
 from jpaged.models.parameters import Normal, parameter
 from jpaged.pallas_kernels import Expansion
@@ -59,7 +59,7 @@ class LatentConfig(ModelConfig):
     latent_bias: bool = False
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Reader):
     """See above. It takes the place of `layers.Attention`.
 
     Every shard has `down` and keeps all latents; heads are split.

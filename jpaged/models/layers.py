@@ -11,7 +11,7 @@ from flax import nnx
 from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import Attend
-from jpaged.models.linear import Linear, PartialSum
+from jpaged.models.linear import Linear, PartialSum, Reader, Rounding, Rows
 from jpaged.models.norms import HeadNorms, Norm
 from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import Stream
@@ -43,7 +43,7 @@ def _run_layer(graph: nnx.GraphDef, weights: nnx.State, stream: Stream, shared: 
     return stream, attend
 
 
-class Attention(nnx.Module):
+class Attention(Reader):
     """Projections around an `Attend`.
 
     The three input projections are one product, laid out by key-value head so that it can be split over devices along
@@ -96,9 +96,13 @@ class Attention(nnx.Module):
         out_std = (heads * dim * 2 * config.num_layers) ** -0.5
         self.out = Linear((heads, dim), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=output_bias)
 
+    def rounding(self, backend: str | None) -> Rounding | None:
+        """None where two products read it."""
+        return self.qkv.rounding(backend) if self.gate is None else None
+
     def __call__(
         self,
-        x: jax.Array,
+        x: Rows,
         attend: Attend,
         rotation: tuple[jax.Array, jax.Array] | None = None,
         norms: tuple[Norm, Norm] | HeadNorms | None = None,
@@ -106,6 +110,7 @@ class Attention(nnx.Module):
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
+        x: an array, or rounded as `rounding` says.
         rotation: cos and sin (`Rope.table`). norms: of each query and of each key, before the rotation.
         backend: of products that have kernels (`Linear`).
         """
@@ -166,7 +171,7 @@ def _norm_heads(qkv: jax.Array, query_norm: Norm, key_norm: Norm) -> jax.Array:
     return jnp.concatenate([query_norm(queries), key_norm(keys), values], axis=-2)
 
 
-class MLP(nnx.Module):
+class MLP(Reader):
     """Two products with an activation in between (OPT, GPT-2).
 
     activation: a key of `pallas_kernels.gated_product.ACTIVATIONS` (`ConfigReader.activation`).
@@ -180,15 +185,18 @@ class MLP(nnx.Module):
         self.up = Linear((hidden,), (inner,), hidden**-0.5, dtype, rngs, shard_axis=1, bias=bias)
         self.down = _down(config, dtype, rngs, bias)
 
-    def __call__(self, x: jax.Array, backend: str | None = "xla") -> PartialSum:
+    def rounding(self, backend: str | None) -> Rounding | None:
+        return self.up.rounding(backend)
+
+    def __call__(self, x: Rows, backend: str | None = "xla") -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
-        backend: as of `GatedMLP`.
+        x: an array, or rounded as `rounding` says. backend: as of `GatedMLP`.
         """
         return self.down.partial_sum(ACTIVATIONS[self.activation](self.up(x, backend=backend)), backend)
 
 
-class GatedMLP(nnx.Module):
+class GatedMLP(Reader):
     """The Llama family's MLP; gate and up are one product, gate_up [hidden, 2, intermediate], gate first.
 
     activation: as of `MLP`.
@@ -202,12 +210,17 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear((hidden,), (2, inner), hidden**-0.5, dtype, rngs, shard_axis=2, bias=bias)
         self.down = _down(config, dtype, rngs, bias)
 
-    def __call__(self, x: jax.Array, backend: str | None = "xla") -> PartialSum:
+    def rounding(self, backend: str | None) -> Rounding | None:
+        return self.gate_up.rounding(backend)
+
+    def __call__(self, x: Rows, backend: str | None = "xla") -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
+        x: an array, or rounded as `rounding` says.
         backend: of `pallas_kernels.gated_product`; gradients need "xla".
         """
-        return self.down.partial_sum(self.gate_up.gated(x, self.activation, backend), backend)
+        inner = self.gate_up.gated(x, self.activation, backend, self.down.rounding(backend))
+        return self.down.partial_sum(inner, backend)
 
 
 def _down(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, bias: bool) -> Linear:

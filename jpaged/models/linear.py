@@ -18,8 +18,28 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from jpaged.models.collectives import Collectives
 from jpaged.models.parameters import Constant, Normal, parameter
-from jpaged.pallas_kernels import gated_product
+from jpaged.pallas_kernels import RoundedRows, Sums, gated_product, round_rows
 from jpaged.pallas_kernels.common.numerics import precision_of
+
+Rows = jax.Array | RoundedRows
+"""What layers read: [T, *inputs], or rows that were rounded as the layer's `Rounding` says."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a layer rounds the rows that it reads, so that who makes them can do it in the same kernel.
+
+    input_scale, upper_bound, backend: as of `pallas_kernels.round_rows`.
+    """
+
+    input_scale: jax.Array | None
+    upper_bound: float | None
+    backend: str | None
+
+    def __call__(self, x: jax.Array | Sums, **before: Any) -> tuple[RoundedRows, jax.Array | None]:
+        """`pallas_kernels.round_rows` of x [T, inputs]. before: residual, norm or activation."""
+        options: dict[str, Any] = {"input_scale": self.input_scale, "upper_bound": self.upper_bound}
+        return round_rows(x, **options, **before, backend=self.backend)
 
 
 @jax.tree_util.register_dataclass
@@ -27,23 +47,29 @@ from jpaged.pallas_kernels.common.numerics import precision_of
 class PartialSum:
     """A shard's term of a sum over all shards, and what is added once to the whole. `residual.Stream.add` takes it.
 
-    term: [T, hidden], of a product whose inputs are split over shards.
+    term: [T, hidden], of a product whose inputs are split over shards; or what is that when its scales are multiplied,
+        which who adds it may do on the way.
     bias: [hidden], equal on every shard; or None.
     """
 
-    term: jax.Array
+    term: jax.Array | Sums
     bias: jax.Array | None = None
+
+    @property
+    def array(self) -> jax.Array:
+        """The term [T, hidden]."""
+        return self.term.array() if isinstance(self.term, Sums) else self.term
 
     def __add__(self, other: "PartialSum") -> "PartialSum":
         """Both sums as one, so that shards exchange one array: for attention and MLP that read the same input."""
         bias = self.bias if other.bias is None else other.bias if self.bias is None else self.bias + other.bias
-        return PartialSum(self.term + other.term, bias)
+        return PartialSum(self.array + other.array, bias)
 
     def times(self, factor: float) -> "PartialSum":
         """The sum times a number, which is not rounded to the terms' type."""
         if factor == 1.0:
             return self
-        return PartialSum(times(self.term, factor), None if self.bias is None else times(self.bias, factor))
+        return PartialSum(times(self.array, factor), None if self.bias is None else times(self.bias, factor))
 
 
 def times(x: jax.Array, factor: float) -> jax.Array:
@@ -142,7 +168,15 @@ class Linear(nnx.Module):
         axis = self.layout.split_row
         self.bias = parameter(rngs, Constant(0.0), outputs, dtype, axis, **bias_options) if bias else None
 
-    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None, backend: str | None = "xla") -> jax.Array:
+    def rounding(self, backend: str | None) -> Rounding | None:
+        """How the layer rounds what it reads, if it takes rows that are rounded so; None if it takes arrays alone.
+
+        backend: of the calls that read them.
+        """
+        del backend
+        return None
+
+    def __call__(self, x: Rows, dtype: jnp.dtype | None = None, backend: str | None = "xla") -> jax.Array:
         """[T, *inputs] -> [T, *outputs], of x's type, or of `dtype`, in which sums are then accumulated.
 
         backend: of products that have kernels, which some quantized ones do; None picks by device.
@@ -155,7 +189,7 @@ class Linear(nnx.Module):
         y = self._product(x, dtype, backend)
         return y if self.bias is None else y + self.bias[...]
 
-    def partial_sum(self, x: jax.Array, backend: str | None = "xla") -> PartialSum:
+    def partial_sum(self, x: Rows, backend: str | None = "xla") -> PartialSum:
         """[T, *inputs of this shard] -> this shard's term of [T, *outputs], and the bias.
 
         backend: as of a call.
@@ -165,24 +199,41 @@ class Linear(nnx.Module):
         """
         if not self.layout.splits_inputs:
             raise ValueError("A Linear whose inputs are whole on every shard gives no partial sum: call it.")
-        return PartialSum(self._product(x, None, backend), None if self.bias is None else self.bias[...])
+        return PartialSum(self._term(x, backend), None if self.bias is None else self.bias[...])
 
-    def gated(self, x: jax.Array, activation: str, backend: str | None) -> jax.Array:
+    def gated(self, x: Rows, activation: str, backend: str | None, rounding: Rounding | None = None) -> Rows:
         """activation(gate) * up, of outputs (2, inner), which are gate and up: [T, inputs] -> [T, inner].
 
         activation, backend: as of `pallas_kernels.gated_product`; gradients need the backend "xla".
+        rounding: of the layer that reads the result, which is rounded so.
         """
+        gated = self._gated(x, activation, backend)
+        return gated if rounding is None else rounding(gated)[0]
+
+    def _gated(self, x: Any, activation: str, backend: str | None) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
         operands = promote_dtype((x, self.kernel[...], bias))  # who trains a model may keep some weights in float32
         return gated_product(*operands, activation=activation, backend=backend)
 
-    def _product(self, x: jax.Array, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
+    def _term(self, x: Any, backend: str | None) -> jax.Array | Sums:
+        return self._product(x, None, backend)
+
+    def _product(self, x: Any, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
         del backend
         # einsum contracts axes in the order of their letters: the innermost first.
         inner, outer = ascii_lowercase[: len(self.layout.inputs)][::-1], ascii_uppercase[: len(self.layout.outputs)]
         pattern = f"...{inner},{outer + inner if self.layout.outputs_first else inner + outer}->...{outer}"
         precision = precision_of(x.dtype)
         return jnp.einsum(pattern, x, self.kernel[...], precision=precision, preferred_element_type=dtype)
+
+
+class Reader(nnx.Module):
+    """A part of a layer that reads arrays alone, until it overrides `rounding`."""
+
+    def rounding(self, backend: str | None) -> Rounding | None:
+        """How what a call reads may be rounded before; None if it must be an array."""
+        del backend
+        return None
 
 
 class PlainLinear(Linear):

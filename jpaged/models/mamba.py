@@ -17,7 +17,7 @@ from flax import nnx
 
 from jpaged.models.collectives import Collectives
 from jpaged.models.family import Attend
-from jpaged.models.linear import Linear, PartialSum
+from jpaged.models.linear import Linear, PartialSum, Reader
 from jpaged.models.loading.pieces import Part, Piece, as_is
 from jpaged.models.mamba_config import ANY_STEP, PLAIN_MAMBA, MambaOptions
 from jpaged.models.norms import HeadNorms, Norm
@@ -64,7 +64,7 @@ def first_group(state: MambaState, collectives: Collectives) -> jax.Array | int:
     return collectives.first(state.heads) // state.group_heads
 
 
-class Mamba2(nnx.Module):
+class Mamba2(Reader):
     """A Mamba-2 layer, without the norm before it.
 
         zx    [hidden, heads, 2, head_dim]      a head's gate z, then its inputs

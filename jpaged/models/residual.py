@@ -6,7 +6,8 @@
     stream.normed(norm)
 
 With an `Exchange`, a sum waits until the next norm is known, and both are one kernel. Without one, each sum is an
-all-reduce of the compiler's, and on one device there is nothing to sum.
+all-reduce of the compiler's, and on one device there is nothing to sum. There a product of FP8 waits for the next norm
+too, if its scales have still to be multiplied, and the kernel that does all this rounds the result to FP8 as well.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.models.collectives import Collectives, Exchange
-from jpaged.models.linear import PartialSum
+from jpaged.models.linear import PartialSum, Rounding, Rows
 from jpaged.models.norms import Norm
+from jpaged.pallas_kernels import Sums
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("of_layer",), meta_fields=("num_experts",))
@@ -100,22 +102,25 @@ class Stream:
 
     def add(self, part: PartialSum) -> None:
         """Adds the sum of all shards' terms, and the bias once."""
+        self.value()
         if self.exchange is not None:
-            self.value()
+            self.pending = PartialSum(part.array, part.bias)
+            return
+        if isinstance(part.term, Sums) and part.bias is None and self.collectives.size == 1:
             self.pending = part
             return
-        total = self.collectives.all_reduce(part.term)
+        total = self.collectives.all_reduce(part.array)
         self.x = self.x + (total if part.bias is None else total + part.bias)
 
     def add_normed(self, part: PartialSum, norm: Norm) -> None:
         """Adds the norm of the sum of all shards' terms and the bias, for norms that stand after attention or MLP."""
         x = self.value()
         if self.exchange is None:
-            total = self.collectives.all_reduce(part.term)
+            total = self.collectives.all_reduce(part.array)
             self.x = x + norm(total if part.bias is None else total + part.bias)
             return
         scale = self._kernel_scale(norm)
-        total, normed = self.exchange.add(jnp.zeros_like(x), part.term, part.bias, scale, norm.eps)
+        total, normed = self.exchange.add(jnp.zeros_like(x), part.array, part.bias, scale, norm.eps)
         self.x = x + (norm(total) if normed is None else normed)
 
     def _kernel_scale(self, norm: Norm) -> jax.Array | None:
@@ -126,8 +131,10 @@ class Stream:
 
     def value(self) -> jax.Array:
         """The stream [T, hidden], everything added."""
-        if self.exchange is not None and self.pending is not None:
-            self.x, _ = self.exchange.add(self.x, self.pending.term, self.pending.bias)
+        if self.pending is not None and isinstance(self.pending.term, Sums):
+            self.x, self.pending = self.pending.term.added_to(self.x), None
+        elif self.exchange is not None and self.pending is not None:
+            self.x, _ = self.exchange.add(self.x, self.pending.array, self.pending.bias)
             self.pending = None
         return self.x
 
@@ -138,11 +145,22 @@ class Stream:
     def normed(self, norm: Norm) -> jax.Array:
         """The norm of the stream, [T, hidden]; where the exchange's kernel can do it, together with the pending sum."""
         if self.exchange is not None and self.pending is not None and (scale := self._kernel_scale(norm)) is not None:
-            self.x, normed = self.exchange.add(self.x, self.pending.term, self.pending.bias, scale, norm.eps)
+            self.x, normed = self.exchange.add(self.x, self.pending.array, self.pending.bias, scale, norm.eps)
             self.pending = None
             assert normed is not None
             return normed
         return norm(self.value())
+
+    def normed_for(self, rounding: Rounding | None, norm: Norm) -> Rows:
+        """The norm of the stream as a layer reads it: rounded, where it says how, together with the pending sum."""
+        if rounding is None or self.exchange is not None or (scale := norm.kernel_scale()) is None:
+            return self.normed(norm)
+        if self.pending is None:
+            return rounding(self.x, norm=scale, norm_eps=norm.eps)[0]
+        rows, x = rounding(self.pending.term, residual=self.x, norm=scale, norm_eps=norm.eps)
+        assert x is not None
+        self.x, self.pending = x, None
+        return rows
 
     def become(self, other: "Stream") -> None:
         """Takes over what a traced function made of this stream; its exchange stays the same object."""

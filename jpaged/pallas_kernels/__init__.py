@@ -1,5 +1,5 @@
 """Attention over a paged KV cache, what moves tokens and blocks in and out of it, the first half of a gated MLP, the
-draw of tokens, and sums over devices, on GPUs.
+draw of tokens, products with weights in few bits, and sums over devices, on GPUs.
 
 One function a job, each a pure function to be called under `jax.jit`; the package depends on JAX alone. The pool
 of one layer, and how a sequence finds its tokens in it:
@@ -41,6 +41,8 @@ from jpaged.pallas_kernels.quantized_grouped_product.api import quantized_groupe
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
 from jpaged.pallas_kernels.registry import register_backend, register_implementation, unregister_backend
 from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_latents, split_qkv
+from jpaged.pallas_kernels.round_rows.api import round_rows
+from jpaged.pallas_kernels.round_rows.operands import RoundedRows, Sums
 from jpaged.pallas_kernels.sample_tokens.api import sample_tokens, sample_tokens_backend
 from jpaged.pallas_kernels.shared_prefix_attention.api import shared_prefix_attention
 from jpaged.pallas_kernels.shared_prefix_attention.merge import merge_attention
@@ -51,6 +53,8 @@ from jpaged.pallas_kernels.write_kv.api import write_kv
 __all__ = [
     "Addresses",
     "Expansion",
+    "RoundedRows",
+    "Sums",
     "all_reduce_add_norm",
     "all_reduce_peers",
     "all_reduce_unsupported",
@@ -73,6 +77,7 @@ __all__ = [
     "register_backend",
     "register_implementation",
     "rope_and_write",
+    "round_rows",
     "sample_tokens",
     "sample_tokens_backend",
     "scatter_blocks",

@@ -33,6 +33,10 @@ def rope_and_write(pool: Any, qkv: Any, slots: Any, rotation: Any, norms: Any) -
     return ops.rope_and_write(pool, qkv, slots, rotation=rotation, norms=norms, backend="hopper")
 
 
+def rounded(options: dict[str, Any], x: Any, residual: Any = None, norm: Any = None) -> Any:
+    return ops.round_rows(x, residual=residual, norm=norm, backend="hopper", **options)
+
+
 def experts_of_gpt_oss(x: Any, gate_up: Any, down: Any, experts: Any, weights: Any, biases: Any) -> Any:
     options = {"activation": ClampedSwiGLU(), "backend": "hopper", "biases": biases}
     products = PlainProduct(gate_up), PlainProduct(down)
@@ -134,6 +138,13 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         x, gate_up, down, *biases = (Shape(shape, jnp.bfloat16) for shape in shapes)
         arguments = (x, gate_up, down, ids(rows, 4), Shape((rows, 4), jnp.float32), tuple(biases))
         yield f"experts of gpt-oss {rows}", experts_of_gpt_oss, arguments, False
+    for depth, what in ((4096, "norm"), (16_384, "norm"), (14_336, "silu"), (16_384, "gelu")):
+        gated = what != "norm"
+        sizes = (32, 2 * depth if gated else depth), (32, 1), (2 * depth if gated else depth,)
+        x = ops.Sums(*(Shape(size, jnp.float32) for size in sizes), 32, jnp.dtype(jnp.bfloat16))
+        options = {"activation": what} if gated else {}
+        arguments = (x,) if gated else (x, Shape((32, depth), jnp.bfloat16), Shape((depth,), jnp.bfloat16))
+        yield f"round_rows 32 x {depth} {what}", partial(rounded, options), arguments, False
     yield "write_kv in XLA", partial(ops.write_kv, backend="xla"), (pool, new, new, ids(256)), True
     yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
 

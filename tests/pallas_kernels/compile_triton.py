@@ -229,6 +229,21 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield name, partial(ops.fp8_product, **options), arguments
 
 
+def sums(rows: int, width: int, dtype: Any) -> ops.Sums:
+    arrays = (Shape((rows, size), jnp.float32) for size in (width, 1))
+    return ops.Sums(*arrays, Shape((width,), jnp.float32), rows, jnp.dtype(dtype))
+
+
+def rounding() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """Rows rounded to FP8, behind a norm and behind an activation."""
+    x, norm = Shape((32, 4096), jnp.bfloat16), Shape((4096,), jnp.bfloat16)
+    yield "round_rows as they are", ops.round_rows, {"x": x}
+    behind_a_norm = {"x": sums(32, 4096, jnp.bfloat16), "residual": x, "norm": norm}
+    yield "round_rows behind a norm", ops.round_rows, behind_a_norm
+    gated = partial(ops.round_rows, activation="silu")
+    yield "round_rows behind an activation", gated, {"x": sums(32, 2 * 14_336, jnp.bfloat16)}
+
+
 def recurrence() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """The gated delta rule, of Qwen3-Next's heads and of others: steps, and chunks. A step of Granite 4's state space
     layers, and of others.
@@ -270,6 +285,7 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield from few_bits_of_experts()
     yield from int4()
     yield from fp8()
+    yield from rounding()
     yield from recurrence()
 
 

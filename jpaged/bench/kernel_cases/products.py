@@ -1,4 +1,4 @@
-"""Products of linear layers in few bits."""
+"""Products of linear layers in few bits, and rows rounded to FP8 for them."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,6 +10,7 @@ from jax import lax
 
 from jpaged import pallas_kernels as ops
 from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, L2_BYTES, Built, Case, normal
+from jpaged.pallas_kernels.round_rows.operands import padded
 
 _PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28_672, 4096), "down": (4096, 14_336)}
 """Outputs and inputs of an 8B model's products."""
@@ -51,7 +52,52 @@ def product_case(form: str, rows: int, outputs: int, inputs: int, backend: str |
     return program, (x, weights, scale), copies, 2.0 * rows * outputs * inputs
 
 
+_ROUNDED = {"norm": 4096, "attention": 4096, "gate, up": 14_336}
+"""Columns of an 8B model's rows that are rounded to FP8, by what makes them."""
+
+
+def rounding_bytes(what: str, rows: int) -> int:
+    """What rounding moves at least: float32 sums, scales of their outputs and the residual in, it and e4m3 out."""
+    columns = _ROUNDED[what]
+    match what:
+        case "norm":
+            return columns * (rows * (4 + 2 + 2 + 1) + 4 + 2)
+        case "attention":
+            return columns * rows * (2 + 1)
+        case _:
+            return columns * (rows * (8 + 1) + 8)
+
+
+def rounding_case(what: str, rows: int, backend: str | None) -> Built:
+    """Rows rounded to FP8 behind a norm, as they are, or behind the activation, of many arrays in turn."""
+    columns, moved = _ROUNDED[what], rounding_bytes(what, rows)
+    copies = max(2, min(64, -(-L2_BYTES // moved)))
+    scale = jnp.full((columns,), 1.1, jnp.bfloat16)
+
+    def drawn(key: int) -> dict[str, Any]:
+        if what == "attention":
+            return {"x": normal(key, (rows, columns), jnp.bfloat16)}
+        height, width = padded(rows), columns if what == "norm" else 2 * columns
+        arrays = normal(key, (height, width), jnp.float32), jnp.ones((height, 1)), jnp.full((width,), 0.1, jnp.float32)
+        x = ops.Sums(*arrays, rows, jnp.dtype(jnp.bfloat16))
+        return {"x": x, "residual": normal(key + 1, (rows, columns), jnp.bfloat16)} if what == "norm" else {"x": x}
+
+    options: dict[str, Any] = {"activation": "silu"} if what == "gate, up" else {}
+
+    @jax.jit
+    def program(operands: list[dict[str, Any]], scale: jax.Array) -> list[Any]:
+        norm: dict[str, Any] = {"norm": scale} if what == "norm" else {}
+        return [ops.round_rows(**one, **norm, **options, backend=backend) for one in operands]
+
+    return program, ([drawn(2 * i) for i in range(copies)], scale), copies, float(moved)
+
+
 def cases(backend: str | None) -> Iterator[Case]:
+    for what in _ROUNDED:
+        for rows in (8, 32, 256, 8192):
+            floor = rounding_bytes(what, rows) / CARD_BYTES_S * 1e6
+            name = f"round rows, {what}, {rows:,} rows (floor {floor:.1f} us)"
+            yield Case(name, "us", None, partial(rounding_case, what, rows, backend))
     for layer, (width, depth) in _PRODUCTS.items():
         for rows in (1, 8, 32, 256, 8192):
             for form in _BITS:

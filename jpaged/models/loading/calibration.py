@@ -197,9 +197,9 @@ class _Recorder(Linear):
         self.layout, self.dtype, self.name = plain.layout, plain.dtype, name
         self.kernel, self.bias = plain.kernel, plain.bias
 
-    def gated(self, x: jax.Array, activation: str, backend: str | None) -> jax.Array:
+    def _gated(self, x: jax.Array, activation: str, backend: str | None) -> jax.Array:
         self._record(x)
-        return super().gated(x, activation, backend)
+        return super()._gated(x, activation, backend)
 
     def _product(self, x: jax.Array, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
         self._record(x)

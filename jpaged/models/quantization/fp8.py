@@ -19,12 +19,12 @@ import numpy as np
 from flax import nnx
 
 from jpaged.models.grouped_linear import GroupedLinear
-from jpaged.models.linear import Linear
+from jpaged.models.linear import Linear, Rounding, Rows
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
 from jpaged.models.quantization.layers import Kind, QuantizedLinear, RowOrder, rows_parameter
-from jpaged.pallas_kernels import fp8_product
-from jpaged.pallas_kernels.fp8_product.api import Activations
+from jpaged.pallas_kernels import RoundedRows, Sums, fp8_product
+from jpaged.pallas_kernels.fp8_product.api import Activations, product_of_rounded, takes_rounded_rows
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8
 
 _RANDOM_STD = 64.0
@@ -78,12 +78,49 @@ class Fp8Linear(QuantizedLinear):
         one = jnp.dtype(jnp.float32)
         self.input_scale = parameter(rngs, Constant(1 / 64), (1,), one, **options) if static else None
 
+    def rounding(self, backend: str | None) -> Rounding | None:
+        kind, (kernel, scale) = self.kind, self._weights()
+        if not takes_rounded_rows(kernel, scale, self.dtype, kind.group, kind.activations, backend):
+            return None
+        return Rounding(None if self.input_scale is None else self.input_scale[...], kind.upper_bound, backend)
+
+    def gated(self, x: Rows, activation: str, backend: str | None, rounding: Rounding | None = None) -> Rows:
+        own = self.rounding(backend)
+        if own is None or rounding is None or self.bias is not None:
+            return super().gated(x, activation, backend, rounding)
+        return rounding(self._sums(x, own), activation=activation)[0]
+
+    def _term(self, x: Rows, backend: str | None) -> jax.Array | Sums:
+        rounding = self.rounding(backend)
+        if rounding is None or len(self.layout.outputs) > 1:
+            return super()._term(x, backend)
+        return self._sums(x, rounding)
+
+    def _product(self, x: Rows, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
+        rounding = self.rounding(backend)
+        if rounding is None:
+            return super()._product(x, dtype, backend)
+        sums = self._sums(x, rounding)
+        outer = (sums.count,) if isinstance(x, RoundedRows) else x.shape[: x.ndim - len(self.layout.inputs)]
+        return sums.wide().astype(dtype or sums.dtype).reshape(*outer, *self.layout.outputs)
+
+    def _sums(self, x: Rows, rounding: Rounding) -> Sums:
+        """The product, without scales so far."""
+        rows = x if isinstance(x, RoundedRows) else rounding(x.reshape(-1, self.layout.input_size))[0]
+        kernel, scale = self._weights()
+        return Sums(product_of_rounded(rows.values, kernel), rows.scales, scale[:, 0], rows.count, rows.dtype)
+
+    def _weights(self) -> tuple[jax.Array, jax.Array]:
+        """e4m3 [all outputs, inputs], and scales [all outputs, G]."""
+        outputs = self.layout.output_size
+        return self.kernel[...].reshape(outputs, -1), self.scale[...].reshape(outputs, -1)
+
     def _multiply(self, x: jax.Array, dtype: Any, backend: str | None) -> jax.Array:
-        kernel, scale = self.kernel[...], self.scale[...]
+        kernel, scale = self._weights()
         return fp8_product(
             x,
-            kernel.reshape(self.layout.output_size, -1),
-            scale.reshape(self.layout.output_size, -1),
+            kernel,
+            scale,
             None if self.input_scale is None else self.input_scale[...],
             group=self.kind.group,
             activations=self.kind.activations,

@@ -28,11 +28,11 @@ class QuantizedLinear(Linear):
     def __init__(self, plain: Linear) -> None:
         self.layout, self.dtype, self.bias = plain.layout, plain.dtype, plain.bias
 
-    def gated(self, x: jax.Array, activation: str, backend: str | None) -> jax.Array:
+    def _gated(self, x: Any, activation: str, backend: str | None) -> jax.Array:
         both = self(x, backend=backend)
         return ACTIVATIONS[activation](both[..., 0, :]) * both[..., 1, :]
 
-    def _product(self, x: jax.Array, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
+    def _product(self, x: Any, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
         layout = self.layout
         outer = x.shape[: x.ndim - len(layout.inputs)]
         y = self._multiply(x.reshape(-1, layout.input_size), dtype or x.dtype, backend)

@@ -25,10 +25,10 @@ def fp8_product(
     """`fp8_product` of the package, checked."""
     if group is None and activations != "none" and rounds_activations(devices.default_device()):
         rounded, of_rows = round_to_fp8(x, input_scale, upper_bound)
-        return (_dot(rounded, w) * of_rows * scale[:, 0]).astype(dtype)
+        return (product(rounded, w) * of_rows * scale[:, 0]).astype(dtype)
     if scale.shape[1] == 1:
-        return (_dot(x, w.astype(x.dtype)) * scale[:, 0]).astype(dtype)
-    return _dot(x, dequantized(w, scale, group).astype(x.dtype)).astype(dtype)
+        return (product(x, w.astype(x.dtype)) * scale[:, 0]).astype(dtype)
+    return product(x, dequantized(w, scale, group).astype(x.dtype)).astype(dtype)
 
 
 def dequantized(w: jax.Array, scale: jax.Array, group: int | None) -> jax.Array:
@@ -38,8 +38,8 @@ def dequantized(w: jax.Array, scale: jax.Array, group: int | None) -> jax.Array:
     return w.astype(jnp.float32) * scale
 
 
-def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
-    """float32 [M, N]."""
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ w.T, float32 [M, N]."""
     if x.dtype == jnp.float8_e4m3fn and devices.default_device().platform == "cpu":  # which multiplies no such
         x, w = x.astype(jnp.float32), w.astype(jnp.float32)
     return lax.dot_general(

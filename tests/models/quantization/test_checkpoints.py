@@ -161,7 +161,7 @@ def test_activations_are_rounded_as_the_scheme_says(layout, scale, plain, tmp_pa
         kernel = found[f"layers.1.{name}"].reshape(inputs, -1).astype(np.float64)
         right = (round_activations(x[[0, 1, 2, 4, 5, 6]], scale).astype(np.float64)) @ kernel
         bias = 0 if layer.bias is None else np.asarray(layer.bias[...]).reshape(-1)
-        y = layer(x) if not layer.layout.splits_inputs else layer.partial_sum(x).term
+        y = layer(x) if not layer.layout.splits_inputs else layer.partial_sum(x).array
         ours = np.asarray(y).reshape(7, -1) - (0 if layer.layout.splits_inputs else bias)
         error = np.abs(ours[[0, 1, 2, 4, 5, 6]] - right)
         # Sums in float32, and a bias added and taken away; where x / scale rounds otherwise, a step of one value.

@@ -1,0 +1,1 @@
+"""Rows rounded to FP8, together with what makes them."""
