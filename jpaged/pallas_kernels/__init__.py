@@ -40,6 +40,9 @@ from jpaged.pallas_kernels.quantized_grouped_product.api import quantized_groupe
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
 from jpaged.pallas_kernels.registry import register_backend, register_implementation, unregister_backend
 from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_latents, split_qkv
+from jpaged.pallas_kernels.route_tokens.api import route_tokens, route_tokens_backend
+from jpaged.pallas_kernels.route_tokens.choice import ExpertChoice
+from jpaged.pallas_kernels.route_tokens.rows import RoutedTokens, SortedRows
 from jpaged.pallas_kernels.sample_tokens.api import sample_tokens, sample_tokens_backend
 from jpaged.pallas_kernels.shared_prefix_attention.api import shared_prefix_attention
 from jpaged.pallas_kernels.shared_prefix_attention.merge import merge_attention
@@ -48,6 +51,9 @@ from jpaged.pallas_kernels.write_kv.api import write_kv
 
 __all__ = [
     "Addresses",
+    "ExpertChoice",
+    "RoutedTokens",
+    "SortedRows",
     "all_reduce_add_norm",
     "all_reduce_peers",
     "all_reduce_unsupported",
@@ -69,6 +75,8 @@ __all__ = [
     "register_backend",
     "register_implementation",
     "rope_and_write",
+    "route_tokens",
+    "route_tokens_backend",
     "sample_tokens",
     "sample_tokens_backend",
     "scatter_blocks",

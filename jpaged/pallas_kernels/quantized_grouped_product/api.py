@@ -56,7 +56,7 @@ def quantized_grouped_product(
         group: inputs that share a scale. "fp8": None for all; of the last group it may be fewer. Else even, a divisor
             of K; 32 of "mxfp4".
         zero: uint8 [E, N, G], with "int4" alone; None for 8.
-        weights: float32 [A], what each row is multiplied by; None for nothing.
+        weights: float32 [A], what each row is multiplied by; None for nothing. More may be behind these.
         activation: as of `gated_grouped_product`; None for a product of all outputs. Not with weights.
         backend: "triton" or "xla"; None picks by device, dtype and shapes.
     Returns:
@@ -73,7 +73,9 @@ def quantized_grouped_product(
     if groups is not None:
         check.check_int32("groups", groups, "A", (x.shape[0],))
     if weights is not None:
-        check.check_array("weights", weights, jnp.float32, "A", (x.shape[0],))
+        check.check_array("weights", weights, jnp.float32, "A", (None,))
+        if weights.shape[0] < x.shape[0]:
+            raise ValueError(f"weights must be one for each of x's {x.shape[0]} rows, got shape {weights.shape}")
     if activation is not None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
