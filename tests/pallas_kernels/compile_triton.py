@@ -150,6 +150,7 @@ def routing() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     best, every = ops.ExpertChoice(per_token=8), ops.ExpertChoice(per_token=6, renormalized=False)
     grouped = ops.ExpertChoice(per_token=8, score="sigmoid", factor=2.5, groups=8, kept_groups=4)
     for tokens, experts, choice in (
+        (1, 128, best),
         (8, 128, best),
         (32, 128, best),
         (256, 128, best),
