@@ -114,7 +114,7 @@ def route_tokens(
         }
         numbers |= {"WIDTH": min(1024, _power(turns * block * each))}
         read = (ids, weights, operands[2], *counted)
-        *of_rows, _ = call(_arrange, launch, *read, out=[*out, scratch[1]], **sizes, **numbers)
+        of_rows = call(_arrange, launch, *read, out=[*out, scratch[1]], **sizes, **numbers)[:-1]
     row_tokens, places, group_sizes, ends, listed, row_weights = of_rows
     tiles = RowTiles(listed, ends, tile_height)
     return RoutedTokens(ids, weights, SortedRows(row_tokens, row_weights, places, group_sizes, tiles))
