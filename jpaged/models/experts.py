@@ -1,8 +1,9 @@
 """Mixtures of experts: a router, the experts' MLPs as grouped products, and shared experts beside them.
 
     x [T, hidden]
-      |-- router:  scores [T, E]  --> the k best experts of each token, and their weights        (`route`)
-      |-- rows sorted by expert   --> gate, up, activation --> down, weighted                    (`grouped_product`)
+      |-- router:  logits [T, E]  --> the k best experts of each token, their weights,           (`route_tokens`)
+      |                               and rows sorted by expert
+      |-- rows                    --> gate, up, activation --> down, weighted                    (`grouped_product`)
       |                           --> the k rows of each token added up
       '-- shared experts (some families): a gated MLP for every token
 
@@ -15,13 +16,12 @@ that a sparse layer costs the one all-reduce that a dense one does:
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from jpaged.api.errors import CheckpointError, InvalidParameterError
 from jpaged.models.collectives import Collectives
@@ -32,40 +32,26 @@ from jpaged.models.layers import GatedMLP
 from jpaged.models.linear import PartialSum, PlainLinear, Reader
 from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import ExpertCounts
-from jpaged.pallas_kernels import sort_by_expert
+from jpaged.pallas_kernels import ExpertChoice, SortedRows, route_tokens, route_tokens_backend, sort_by_expert
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
+from jpaged.pallas_kernels.grouped_product.api import tile_height
+from jpaged.pallas_kernels.route_tokens.reference import route
 
-_FEW_COMPARISONS = 1 << 23
-"""Up to here all pairs of scores are compared in one kernel. 2^27 comparisons take 0.74 ms on an H200."""
 _FEW_ROWS = 64
-"""Pairs of token and expert that are multiplied unsorted, where they are at most half as many as experts: few share an
-expert then, and sorting is several small kernels more, some 2 us each (estimated, not measured)."""
+"""Pairs of token and expert that are multiplied unsorted, where they are at most half as many as experts and no kernel
+sorts them: few share an expert then, and in XLA sorting is several small kernels more, some 2 us each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How a router picks experts.
+class Routing(ExpertChoice):
+    """How a router picks experts: what `ExpertChoice` says, and
 
-    per_token: experts of a token.
-    score: what its logits become: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3).
-    renormalized: a token's weights are divided by their sum.
-    factor: multiplies the weights.
     biased: a stored number for each expert is added to the scores when experts are picked, not to the weights.
-    groups, kept_groups: experts are in this many equal groups, and a token's come from the best of these alone. One
-        group: no such limit.
-    group_best: a group is as good as so many of its best experts together.
     zipf: for measurements with random weights, whose routers pick all experts alike: an expert is then as popular
         as its rank to the power of minus `zipf` (`skewed`). 0 for a model's own router.
     """
 
-    per_token: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalized: bool = True
-    factor: float = 1.0
     biased: bool = False
-    groups: int = 1
-    kept_groups: int = 1
-    group_best: int = 2
     zipf: float = 0.0
 
     def skewed(self, logits: jax.Array) -> jax.Array:
@@ -197,6 +183,22 @@ def split_by_experts(config: ModelConfig) -> SparseConfig:
     return replace(config, expert_parallel=True)
 
 
+class Routed(NamedTuple):
+    """experts: int32 [T, k], the best first; -1 throughout for tokens that are not live. weights: float32 [T, k].
+    rows: sorted by the experts that are here; None where no kernel sorted them."""
+
+    experts: jax.Array
+    weights: jax.Array
+    rows: SortedRows | None
+
+
+class Held(NamedTuple):
+    """The experts that a shard has: from the first on, so many."""
+
+    first: jax.Array | int
+    number: int
+
+
 class Router(nnx.Module):
     """Picks each token's experts. Every shard has all of it."""
 
@@ -208,85 +210,53 @@ class Router(nnx.Module):
         start, wide = Constant(0.0), jnp.dtype(jnp.float32)
         self.correction = parameter(rngs, start, (experts,), wide) if config.routing.biased else None
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[T, hidden] -> experts int32 [T, k] and weights float32 [T, k], the best first."""
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        held: Held | None = None,
+        live: jax.Array | None = None,
+        backend: str | None = "xla",
+    ) -> Routed:
+        """x: [T, hidden]. held: the experts that are here; None for all. live: bool [T], tokens that are no padding;
+        None for all. backend: of the grouped products; gradients need "xla"."""
         logits = self.gate(x, jnp.dtype(jnp.float32))
         if self.routing.zipf:
             logits = self.routing.skewed(logits)
-        return route(logits, self.routing, None if self.correction is None else self.correction[...])
+        correction = None if self.correction is None else self.correction[...]
+        return route_rows(logits, self.routing, correction, held=held, live=live, backend=backend)
 
 
-def route(logits: jax.Array, routing: Routing, correction: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """The experts of each token and their weights.
-
-    Of equal scores the expert of the lower number wins. A token whose logits are NaN gets k experts too.
-
-    logits: float32 [T, E]. correction: [E], if `routing.biased`.
-    Returns int32 [T, k], the best first, and float32 [T, k].
-    """
-    if routing.score == "softmax":
-        # A softmax keeps the order, and of the best alone it is what renormalising one of all would give.
-        scores = logits if routing.renormalized else jax.nn.softmax(logits, axis=-1)
-    else:
-        scores = jax.nn.sigmoid(logits)
-    choice = scores if correction is None else scores + correction.astype(jnp.float32)
-    if routing.groups > 1:
-        choice = jnp.where(_in_kept_groups(choice, routing), choice, -jnp.inf)
-    if _compares_all(choice):
-        chosen = _ranks(choice)[:, None, :] == jnp.arange(routing.per_token)[:, None]  # [T, k, E]
-        numbers = jnp.arange(logits.shape[1], dtype=jnp.int32)
-        experts = jnp.sum(jnp.where(chosen, numbers, 0), axis=-1, dtype=jnp.int32)
-        weights = jnp.sum(jnp.where(chosen, scores[:, None, :], 0.0), axis=-1)
-    else:
-        experts = _best(choice, routing.per_token)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-    if routing.renormalized and routing.score == "softmax":
-        weights = jax.nn.softmax(weights, axis=-1)
-    elif routing.renormalized:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)  # as DeepSeek-V3
-    return experts, weights * routing.factor if routing.factor != 1.0 else weights
-
-
-def _in_kept_groups(choice: jax.Array, routing: Routing) -> jax.Array:
-    """bool [T, E]: whether an expert is in one of its token's best groups."""
-    tokens, experts = choice.shape
-    grouped = choice.reshape(tokens, routing.groups, experts // routing.groups)
-    if _compares_all(grouped):
-        of_group = jnp.sum(jnp.where(_ranks(grouped) < routing.group_best, grouped, 0.0), axis=-1)
-    else:
-        of_group = jnp.sum(jnp.take_along_axis(grouped, _best(grouped, routing.group_best), axis=-1), axis=-1)
-    return jnp.repeat(_ranks(of_group) < routing.kept_groups, experts // routing.groups, axis=-1)
-
-
-def _compares_all(x: jax.Array) -> bool:
-    """Whether `_ranks` is the quick way to the greatest along the last axis; else `_best` is."""
-    return x.size * x.shape[-1] <= _FEW_COMPARISONS
-
-
-def _best(x: jax.Array, number: int) -> jax.Array:
-    """int32 [..., number]: which are the greatest along the last axis, the greatest first.
-
-    Of equal ones the first comes first; NaN is less than everything. A reduction for each, over what is left.
-    """
-    x = jnp.where(jnp.isnan(x), -jnp.inf, x.astype(jnp.float32))
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
-    keys = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # integers in the order of the numbers
-    found: list[jax.Array] = []
-    for _ in range(number):
-        found.append(jnp.argmax(keys, axis=-1).astype(jnp.int32))
-        keys = jnp.where(jnp.arange(x.shape[-1]) == found[-1][..., None], jnp.iinfo(jnp.int32).min, keys)
-    return jnp.stack(found, axis=-1)
-
-
-def _ranks(x: jax.Array) -> jax.Array:
-    """int32: how many along the last axis are greater, or equal and before it; NaN is less than everything.
-
-    All pairs are compared: one fused kernel, where a sort or top-k would be several.
-    """
-    x = jnp.where(jnp.isnan(x), -jnp.inf, x)
-    mine, other = x[..., :, None], x[..., None, :]
-    before = jnp.tril(jnp.ones((x.shape[-1],) * 2, bool), -1)
-    return jnp.sum((other > mine) | ((other == mine) & before), axis=-1, dtype=jnp.int32)
+def route_rows(
+    logits: jax.Array,
+    routing: Routing,
+    correction: jax.Array | None = None,
+    *,
+    held: Held | None = None,
+    live: jax.Array | None = None,
+    backend: str | None,
+) -> Routed:
+    """Routes the tokens of logits float32 [T, E]; correction: [E], if `routing.biased`. Others: as of `Router`."""
+    tokens, num_experts = logits.shape
+    if (found := route_tokens_backend(logits, routing, backend)) == "xla":
+        experts, weights = route(logits, routing, correction)
+        return Routed(experts if live is None else jnp.where(live[:, None], experts, -1), weights, None)
+    here, first, number = num_experts, None, None
+    if held is not None:
+        here, first, number = held.number, jnp.asarray(held.first, jnp.int32), held.number
+    height = tile_height(tokens * routing.per_token, here, backend)
+    return Routed(
+        *route_tokens(
+            logits,
+            routing,
+            correction=None if correction is None else correction.astype(jnp.float32),
+            live=live,
+            first=first,
+            held=number,
+            tile_height=height,
+            backend=found,
+        )
+    )
 
 
 class GroupedExperts(nnx.Module):
@@ -308,11 +278,19 @@ class GroupedExperts(nnx.Module):
         # Of an expert whose columns are split over shards each has a term of the sum, and the first its bias.
         self.bias_of_first = None if whole else collectives
 
-    def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array, backend: str | None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        backend: str | None,
+        rows: SortedRows | None = None,
+    ) -> jax.Array:
         """The weighted sum of each token's experts, of those that are here.
 
         x: [T, hidden]. experts: int32 [T, k], counted from the first one here; others count for nothing.
         weights: float32 [T, k].
+        rows: of these experts, if they are sorted already.
         backend: of the grouped products; gradients need "xla".
         Returns [T, hidden].
         """
@@ -331,6 +309,7 @@ class GroupedExperts(nnx.Module):
             activation=self.activation,
             backend=backend,
             biases=biases,
+            rows=rows,
         )
 
 
@@ -344,6 +323,7 @@ def mix(
     activation: str | ClampedSwiGLU,
     backend: str | None,
     biases: tuple[jax.Array, jax.Array] | None = None,
+    rows: SortedRows | None = None,
 ) -> jax.Array:
     """The experts' MLPs as grouped products; the other arguments are those of `GroupedExperts`.
 
@@ -356,16 +336,23 @@ def mix(
         gated = partial(_gated_apart, gate_up, bias=bias, activation=activation, backend=backend)
     else:
         gated = partial(gate_up.multiply, activation=activation, backend=backend)
-    if experts.size <= min(_FEW_ROWS, num_experts // 2):
+    if rows is not None:
+        of_rows = Rows(rows.group_sizes, None, rows.tiles)
+        # Behind the last expert's rows are no numbers of tokens.
+        inner = gated(jnp.take(x, rows.tokens, axis=0, mode="clip"), of_rows)
+        products_of_rows = down.multiply(inner, of_rows, rows.weights, backend=backend)[rows.places]
+    elif experts.size <= min(_FEW_ROWS, num_experts // 2):
         unsorted = Rows(None, experts.reshape(-1))
         inner = gated(jnp.repeat(x, each, axis=0), unsorted)
-        rows = down.multiply(inner, unsorted, weights.reshape(-1), backend=backend).reshape(tokens, each, -1)
+        weighted = down.multiply(inner, unsorted, weights.reshape(-1), backend=backend)
+        products_of_rows = weighted.reshape(tokens, each, -1)
     else:
         assignments, places, sizes = sort_by_expert(experts, num_experts)
         inner = gated(x[assignments // each], Rows(sizes, None))
-        rows = down.multiply(inner, Rows(sizes, None), weights.reshape(-1)[assignments], backend=backend)[places]
+        weighted = down.multiply(inner, Rows(sizes, None), weights.reshape(-1)[assignments], backend=backend)
+        products_of_rows = weighted[places]
     here = (experts >= 0) & (experts < num_experts)
-    found = rows.astype(jnp.float32)
+    found = products_of_rows.astype(jnp.float32)
     if biases is not None:
         of_row = biases[1][jnp.clip(experts, 0, num_experts - 1)]
         found = found + weights[..., None] * of_row.astype(jnp.float32)
@@ -424,13 +411,12 @@ class SparseMLP(Reader):
         live: bool [T], see `residual.Kernels`; for other tokens no expert is read, and the routed experts give zeros.
         counts: counts the tokens of each expert.
         """
-        experts, weights = self.router(x)
-        if live is not None:
-            experts = jnp.where(live[:, None], experts, -1)
+        first = self.collectives.first(self.held_experts)
+        held = Held(first, self.held_experts) if self.held_experts else None
+        experts, weights, rows = self.router(x, held=held, live=live, backend=backend)
         if counts is not None:
             counts.count(experts)
-        experts = experts - self.collectives.first(self.held_experts)
-        total = PartialSum(self.experts(x, experts, weights, backend))
+        total = PartialSum(self.experts(x, experts - first, weights, backend, rows))
         if self.shared is None:
             return total
         shared = self.shared(x, backend)

@@ -15,16 +15,19 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jpaged.models.linear import LinearLayout
 from jpaged.models.parameters import Normal, parameter
 from jpaged.pallas_kernels import gated_grouped_product, weighted_grouped_product
+from jpaged.pallas_kernels.grouped_product.tiles import RowTiles
 
 
 class Rows(NamedTuple):
     """The expert of each row: one of the two, as of `pallas_kernels.gated_grouped_product`, and None for the other.
 
     group_sizes: int32 [E], of rows that are sorted. groups: int32 [A], of rows in any order.
+    tiles: of rows that are sorted, where they are known.
     """
 
     group_sizes: jax.Array | None
     groups: jax.Array | None
+    tiles: RowTiles | None = None
 
 
 class GroupedProduct(Protocol):
@@ -44,7 +47,7 @@ class GroupedProduct(Protocol):
     ) -> jax.Array:
         """[A, inputs] -> [A, all outputs], times weights; or, of outputs (2, inner), activation(gate) * up: [A, inner].
 
-        weights: float32 [A], or None for ones. Not with an activation.
+        weights: float32 [A] or more, or None for ones. Not with an activation.
         activation, backend: as of `pallas_kernels.gated_grouped_product`.
         """
 
@@ -68,12 +71,14 @@ class PlainProduct:
         backend: str | None,
     ) -> jax.Array:
         x, kernel = promote_dtype((x, self.kernel))  # who trains a model may keep some weights in float32
-        sizes, groups = rows
+        sizes, groups, tiles = rows
         if activation is not None:
-            return gated_grouped_product(x, kernel, sizes, groups=groups, activation=activation, backend=backend)
+            return gated_grouped_product(
+                x, kernel, sizes, groups=groups, tiles=tiles, activation=activation, backend=backend
+            )
         flat = kernel.reshape(*kernel.shape[:2], -1)
         weights = jnp.ones(x.shape[:1], jnp.float32) if weights is None else weights
-        return weighted_grouped_product(x, flat, sizes, weights, groups=groups, backend=backend)
+        return weighted_grouped_product(x, flat, sizes, weights, groups=groups, tiles=tiles, backend=backend)
 
 
 class GroupedLinear(nnx.Module):

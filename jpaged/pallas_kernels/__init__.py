@@ -43,6 +43,9 @@ from jpaged.pallas_kernels.registry import register_backend, register_implementa
 from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_latents, split_qkv
 from jpaged.pallas_kernels.round_rows.api import round_rows
 from jpaged.pallas_kernels.round_rows.operands import RoundedRows, Sums
+from jpaged.pallas_kernels.route_tokens.api import route_tokens, route_tokens_backend
+from jpaged.pallas_kernels.route_tokens.choice import ExpertChoice
+from jpaged.pallas_kernels.route_tokens.rows import RoutedTokens, SortedRows
 from jpaged.pallas_kernels.sample_tokens.api import sample_tokens, sample_tokens_backend
 from jpaged.pallas_kernels.shared_prefix_attention.api import shared_prefix_attention
 from jpaged.pallas_kernels.shared_prefix_attention.merge import merge_attention
@@ -53,7 +56,10 @@ from jpaged.pallas_kernels.write_kv.api import write_kv
 __all__ = [
     "Addresses",
     "Expansion",
+    "ExpertChoice",
     "RoundedRows",
+    "RoutedTokens",
+    "SortedRows",
     "Sums",
     "all_reduce_add_norm",
     "all_reduce_peers",
@@ -78,6 +84,8 @@ __all__ = [
     "register_implementation",
     "rope_and_write",
     "round_rows",
+    "route_tokens",
+    "route_tokens_backend",
     "sample_tokens",
     "sample_tokens_backend",
     "scatter_blocks",

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.models import experts as experts_module
-from jpaged.models.experts import ClampedSwiGLU, Routing, mix, route
+from jpaged.models.experts import ClampedSwiGLU, Held, Routing, mix, route, route_rows
 from jpaged.models.grouped_linear import PlainProduct
+from jpaged.pallas_kernels import route_tokens
+from jpaged.pallas_kernels.route_tokens import reference
 
 
 def plain_route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -> list[dict[int, float]]:
@@ -69,7 +70,7 @@ def test_many_tokens_get_the_experts_of_few_ties_zeros_and_nan_included(
     logits[3, 1] = -0.0
     correction = jnp.asarray(rng.standard_normal(32).round(1), jnp.float32) if routing.biased else None
     few = route(jnp.asarray(logits), routing, correction)
-    monkeypatch.setattr(experts_module, "_FEW_COMPARISONS", 0)
+    monkeypatch.setattr(reference, "_FEW_COMPARISONS", 0)
     many = route(jnp.asarray(logits), routing, correction)
     np.testing.assert_array_equal(few[0], many[0])
     np.testing.assert_allclose(few[1], many[1], rtol=1e-5)
@@ -148,6 +149,24 @@ def test_a_token_alone_gets_what_it_gets_among_others() -> None:
     both = mixed(x, gate_up, down, experts, weights, activation="silu", backend="xla")
     alone = mixed(x[:1], gate_up, down, experts[:1], weights[:1], activation="silu", backend="xla")
     np.testing.assert_allclose(alone, both[:1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", [ClampedSwiGLU(limit=1.5), "silu"])
+def test_rows_that_come_sorted_give_what_rows_sorted_here_give(activation: ClampedSwiGLU | str) -> None:
+    x, gate_up, down = draw(1, 7, 6, 24, 16)
+    rng = np.random.default_rng(2)
+    logits, live = rng.standard_normal((7, 12)).astype(np.float32), np.arange(7) < 5
+    held, routing = Held(4, 6), Routing(per_token=3)
+    options: dict[str, Any] = {"first": jnp.int32(held.first), "held": held.number, "live": live}
+    experts, weights, rows = route_tokens(logits, routing, backend="xla", **options)
+    again = route_rows(logits, routing, held=held, live=live, backend="xla")
+    np.testing.assert_array_equal(again.experts, experts)
+    assert again.rows is None
+    biases = rng.standard_normal((6, 2, 16)).astype(np.float32), rng.standard_normal((6, 24)).astype(np.float32)
+    mixing: dict[str, Any] = {"activation": activation, "backend": "xla", "biases": biases}
+    wanted = mixed(x, gate_up, down, experts - held.first, weights, **mixing)
+    found = mixed(x, gate_up, down, experts - held.first, weights, rows=rows, **mixing)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_reach_experts_router_weights_and_tokens() -> None:

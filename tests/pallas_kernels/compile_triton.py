@@ -152,6 +152,33 @@ def experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield f"weighted_grouped_product {rows}", ops.weighted_grouped_product, arguments
 
 
+def routing() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """One kernel and two, and every kind of score; of Qwen3-30B-A3B, Qwen3-Next and DeepSeek V2-Lite and V3."""
+    best, every = ops.ExpertChoice(per_token=8), ops.ExpertChoice(per_token=6, renormalized=False)
+    grouped = ops.ExpertChoice(per_token=8, score="sigmoid", factor=2.5, groups=8, kept_groups=4)
+    for tokens, experts, choice in (
+        (1, 128, best),
+        (8, 128, best),
+        (32, 128, best),
+        (256, 128, best),
+        (8192, 128, best),
+        (8, 512, ops.ExpertChoice(per_token=10)),
+        (256, 512, ops.ExpertChoice(per_token=10)),
+        (64, 64, every),
+        (2048, 64, every),
+        (8, 256, grouped),
+        (1024, 256, grouped),
+    ):
+        arguments: dict[str, Any] = {"logits": Shape((tokens, experts), jnp.float32)}
+        arguments |= {"live": Shape((tokens,), jnp.bool_)}
+        if choice.score == "sigmoid":
+            arguments |= {"correction": Shape((experts,), jnp.float32)}
+        if choice is best:
+            arguments |= {"first": Shape((), jnp.int32)}
+        op = partial(ops.route_tokens, choice=choice, held=experts // 2 if choice is best else None)
+        yield f"route_tokens {tokens} x {experts}, {choice.score}", op, arguments
+
+
 def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """The grouped products in few bits of Qwen3-30B-A3B, every height of a tile and form of weights."""
     for rows, form, group, dtype, zeros in (
@@ -282,6 +309,7 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield from latents()
     yield from other_ops()
     yield from experts()
+    yield from routing()
     yield from few_bits_of_experts()
     yield from int4()
     yield from fp8()

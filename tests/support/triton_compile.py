@@ -26,7 +26,7 @@ from jpaged.pallas_kernels.common import triton_call
 from jpaged.pallas_kernels.devices import Device
 
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "uint32": "*u32"}
-_POINTERS |= {"uint8": "*u8", "float8_e4m3fn": "*fp8e4nv"}
+_POINTERS |= {"uint8": "*u8", "float8_e4m3fn": "*fp8e4nv", "bool": "*i1"}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Grouped products of a mixture of experts in 16, 8 and 4 bits, and its whole sparse layer."""
+"""Grouped products of a mixture of experts in 16, 8 and 4 bits, its routing, and its whole sparse layer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ from jax import lax
 
 from jpaged import pallas_kernels as ops
 from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, Built, Case, normal
-from jpaged.models.experts import Routing, mix, route
+from jpaged.models.experts import Routing, mix, route_rows
 from jpaged.models.grouped_linear import PlainProduct
+from jpaged.pallas_kernels.grouped_product.api import tile_height
 from jpaged.pallas_kernels.quantized_grouped_product.api import MX_GROUP, Form
 
 
@@ -163,10 +164,30 @@ def sparse_case(tokens: int, e: Experts, backend: str | None) -> Built:
             logits = jnp.einsum("th,he->te", read, gate, preferred_element_type=jnp.float32) * e.hidden**-0.5
             if e.zipf:
                 logits = routing.skewed(logits)
-            x = mix(x, weights, e.experts, *route(logits, routing), activation="silu", backend=backend) * 2
+            experts, shares, rows = route_rows(logits, routing, backend=backend)
+            x = mix(x, weights, e.experts, experts, shares, activation="silu", backend=backend, rows=rows) * 2
         return x
 
     return program, (x, gate_up, down, router), _DRAWS, e.operations(tokens)
+
+
+def routing_case(tokens: int, e: Experts, backend: str | None) -> Built:
+    """From logits to rows sorted by expert, alone; its work are the assignments."""
+    logits = [normal(i, (tokens, e.experts), jnp.float32) for i in range(_DRAWS)]
+    routing = Routing(per_token=e.per_token)
+    height = tile_height(tokens * e.per_token, e.experts, backend)
+
+    @jax.jit
+    def program(after: jax.Array, logits: list[jax.Array]) -> jax.Array:
+        for one in logits:
+            one, after = lax.optimization_barrier((one, after))
+            # Every result is read by what comes next, as in a layer: XLA computes none that nobody does.
+            routed = ops.route_tokens(one, routing, tile_height=height, backend=routing_backend)
+            after, _ = lax.optimization_barrier((routed.rows.group_sizes, routed))
+        return after
+
+    routing_backend = ops.route_tokens_backend(logits[0], routing, backend)
+    return program, (jnp.zeros(e.experts, jnp.int32), logits), _DRAWS, float(tokens * e.per_token)
 
 
 def cases(backend: str | None, zipf: float) -> Iterator[Case]:
@@ -181,6 +202,8 @@ def cases(backend: str | None, zipf: float) -> Iterator[Case]:
             name = f"sparse layer, {tokens:,} tokens{skewed}"
             yield Case(name, "us", None, partial(sparse_case, tokens, experts, backend))
     even = Experts()
+    for tokens in _TOKENS:
+        yield Case(f"routing, {tokens:,} tokens", "us", None, partial(routing_case, tokens, even, backend))
     for bits in FEW_BITS:
         for tokens in _TOKENS:
             name = f"experts in {bits.name}, {tokens:,} tokens ({_said(even.floors_us(tokens, bits))})"

@@ -22,9 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
-from jpaged.pallas_kernels.registry import Op
+from jpaged.pallas_kernels.grouped_product.tiles import HOPPER_HEIGHTS, TRITON_HEIGHTS, RowTiles, most_tiles
+from jpaged.pallas_kernels.registry import Op, canonical, is_hopper
 
 GATED = Op("gated_grouped_product", __package__)
 WEIGHTED = Op("weighted_grouped_product", __package__)
@@ -36,6 +38,7 @@ def gated_grouped_product(
     group_sizes: jax.Array | None,
     *,
     groups: jax.Array | None = None,
+    tiles: RowTiles | None = None,
     activation: str = "silu",
     backend: str | None = None,
 ) -> jax.Array:
@@ -50,6 +53,7 @@ def gated_grouped_product(
         group_sizes: int32 [E], rows of each group, none negative, no more than A in all; or None, with
         groups: int32 [A], the group of each row, in any order; others than 0 .. E - 1 are no group. A matrix is then
             read for each row.
+        tiles: of the rows of group_sizes, where they are known (`route_tokens`); taken if their height is the kernel's.
         activation: "silu", "relu", "gelu" (by the error function) or "gelu_tanh".
         backend: "hopper", "triton" or "xla"; None picks by device, dtype and shapes.
     Returns:
@@ -57,7 +61,7 @@ def gated_grouped_product(
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    _check(x, w, group_sizes, groups, "E, K, 2, I")
+    _check(x, w, group_sizes, groups, tiles, "E, K, 2, I")
     if w.shape[2] != 2:
         raise ValueError(f"w must be [E, K, 2, I], got shape {tuple(w.shape)}")
     if activation not in ACTIVATIONS:
@@ -65,7 +69,7 @@ def gated_grouped_product(
     product = GATED.pick(backend, x, w).run
     if _is_empty(x, w):
         return jnp.zeros((x.shape[0], w.shape[3]), x.dtype)
-    return product(x, w, group_sizes, groups, activation=activation)
+    return product(x, w, group_sizes, groups, activation=activation, known=tiles)
 
 
 def weighted_grouped_product(
@@ -75,6 +79,7 @@ def weighted_grouped_product(
     weights: jax.Array,
     *,
     groups: jax.Array | None = None,
+    tiles: RowTiles | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """weights * (x @ w[e]), with the e of each row's group.
@@ -82,24 +87,37 @@ def weighted_grouped_product(
     The kernels keep the product in float32 until it is weighted; "xla" rounds it to x's type first.
 
     Args:
-        x, group_sizes, groups: as of `gated_grouped_product`, x [A, I].
+        x, group_sizes, groups, tiles: as of `gated_grouped_product`, x [A, I].
         w: [E, I, H], of x's dtype.
-        weights: float32 [A], what each row is multiplied by.
+        weights: float32 [A], what each row is multiplied by; more, which nobody looks at, may be behind these.
         backend: likewise.
     Returns:
         [A, H] of x's dtype. Rows of no group hold anything, NaN included.
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    _check(x, w, group_sizes, groups, "E, I, H")
-    check.check_array("weights", weights, jnp.float32, "A", (x.shape[0],))
+    _check(x, w, group_sizes, groups, tiles, "E, I, H")
+    check.check_array("weights", weights, jnp.float32, "A", (None,))
+    if weights.shape[0] < x.shape[0]:
+        raise ValueError(f"weights must be one for each of x's {x.shape[0]} rows, got shape {tuple(weights.shape)}")
     product = WEIGHTED.pick(backend, x, w).run
     if _is_empty(x, w):
         return jnp.zeros((x.shape[0], w.shape[2]), x.dtype)
-    return product(x, w, group_sizes, groups, weights)
+    return product(x, w, group_sizes, groups, weights, known=tiles)
 
 
-def _check(x: Any, w: Any, group_sizes: Any, groups: Any, axes: str) -> None:
+def tile_height(rows: int, groups: int, backend: str | None = None) -> int:
+    """Rows of a tile, at most, in which the kernels take so many rows of so many groups: what `tiles` are best made of.
+
+    backend: as of the products; of several names the first counts.
+    """
+    name = None if backend is None else backend.split(",")[0]
+    if (name is None and is_hopper(devices.default_device())) or (name is not None and canonical(name) == "hopper"):
+        return HOPPER_HEIGHTS[2 * rows > HOPPER_HEIGHTS[0] * groups]
+    return next((height for height in TRITON_HEIGHTS if height * groups >= rows), TRITON_HEIGHTS[-1])
+
+
+def _check(x: Any, w: Any, group_sizes: Any, groups: Any, tiles: RowTiles | None, axes: str) -> None:
     check.check_rank("x", x, "A, K")
     check.check_rank("w", w, axes)
     check.check_like("w", w, axes, (w.shape[0], x.shape[1], *w.shape[2:]), "x", x.dtype)
@@ -109,6 +127,12 @@ def _check(x: Any, w: Any, group_sizes: Any, groups: Any, axes: str) -> None:
         check.check_int32("group_sizes", group_sizes, "E", (w.shape[0],))
     else:
         check.check_int32("groups", groups, "A", (x.shape[0],))
+    if tiles is not None:
+        if group_sizes is None:
+            raise ValueError("tiles go with group_sizes, not with groups")
+        number = most_tiles(x.shape[0], w.shape[0], tiles.height)
+        check.check_int32("tiles.listed", tiles.listed, "tiles, 3", (number, 3))
+        check.check_int32("tiles.ends", tiles.ends, "E", (w.shape[0],))
 
 
 def _is_empty(x: Any, w: Any) -> bool:

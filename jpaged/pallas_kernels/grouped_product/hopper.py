@@ -58,6 +58,7 @@ def gated_grouped_product(
     groups: jax.Array | None,
     *,
     activation: str,
+    known: tiles.RowTiles | None = None,
     tiling: Tiling | None = None,
     ctas: int | None = None,
     interpret: object = None,
@@ -69,7 +70,7 @@ def gated_grouped_product(
         interpret: parameters of the Mosaic interpreter, to run on a CPU.
     """
     # Nobody reads weights there; ones would be a kernel of their own.
-    return _product(x, w, group_sizes, groups, x, activation, tiling, ctas, interpret)
+    return _product(x, w, group_sizes, groups, known, x, activation, tiling, ctas, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("tiling", "ctas", "interpret"))
@@ -80,6 +81,7 @@ def weighted_grouped_product(
     groups: jax.Array | None,
     weights: jax.Array,
     *,
+    known: tiles.RowTiles | None = None,
     tiling: Tiling | None = None,
     ctas: int | None = None,
     interpret: object = None,
@@ -87,8 +89,9 @@ def weighted_grouped_product(
     """`weighted_grouped_product` of the package; arguments likewise."""
     experts, depth, columns = w.shape
     halves = w.reshape(experts, depth, 2, columns // 2)
-    padded = jnp.pad(weights, (0, 2 * ROWS))  # the last tile reaches past the rows
-    return _product(x, halves, group_sizes, groups, padded, None, tiling, ctas, interpret)
+    behind = weights.shape[0] - x.shape[0]
+    padded = jnp.pad(weights, (0, max(0, 2 * ROWS - behind)))  # the last tile reaches past the rows
+    return _product(x, halves, group_sizes, groups, known, padded, None, tiling, ctas, interpret)
 
 
 def _product(
@@ -96,6 +99,7 @@ def _product(
     w: jax.Array,
     group_sizes: jax.Array | None,
     groups: jax.Array | None,
+    known: tiles.RowTiles | None,
     weights: jax.Array,
     activation: str | None,
     tiling: Tiling | None,
@@ -106,7 +110,7 @@ def _product(
     experts, _, _, columns = w.shape
     ctas = ctas or num_multiprocessors()
     tiling = tiling or pick_tiling(rows, experts, columns)
-    listed, ends = tiles.plan(group_sizes, groups, experts, rows=rows, height=tiling.rows)
+    listed, ends = tiles.plan(group_sizes, groups, experts, rows=rows, height=tiling.rows, known=known)
     s = _Shape(
         tiling=tiling,
         depth=depth,

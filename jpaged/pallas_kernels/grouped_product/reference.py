@@ -9,19 +9,34 @@ from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
 
 def gated_grouped_product(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array | None, groups: jax.Array | None, *, activation: str
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
+    *,
+    activation: str,
+    known: object = None,
 ) -> jax.Array:
-    """`gated_grouped_product` of the package, checked."""
+    """`gated_grouped_product` of the package, checked. known: not needed here."""
+    del known
     experts, depth, _, columns = w.shape
     both = _product(x, w.reshape(experts, depth, 2 * columns), group_sizes, groups)
     return ACTIVATIONS[activation](both[:, :columns]) * both[:, columns:]
 
 
 def weighted_grouped_product(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array | None, groups: jax.Array | None, weights: jax.Array
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
+    weights: jax.Array,
+    *,
+    known: object = None,
 ) -> jax.Array:
-    """`weighted_grouped_product` of the package, checked."""
-    return (_product(x, w, group_sizes, groups).astype(jnp.float32) * weights[:, None]).astype(x.dtype)
+    """`weighted_grouped_product` of the package, checked. known: not needed here."""
+    del known
+    product = _product(x, w, group_sizes, groups).astype(jnp.float32)
+    return (product * weights[: x.shape[0], None]).astype(x.dtype)
 
 
 def _product(x: jax.Array, w: jax.Array, group_sizes: jax.Array | None, groups: jax.Array | None) -> jax.Array:

@@ -6,11 +6,31 @@
 A tile's rows are one range, of one group alone.
 """
 
+from dataclasses import dataclass
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 GROUP, FIRST, END = range(3)
 """Columns of the list: the group, its first row in the tile, and the row behind its last one there."""
+
+HOPPER_HEIGHTS, TRITON_HEIGHTS = (64, 128), (16, 32, 64, 128)
+"""Of tiles, at most: what the backends' kernels take."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("listed", "ends"), meta_fields=("height",))
+@dataclass(frozen=True)
+class RowTiles:
+    """The tiles of sorted rows, of `height` rows at most.
+
+    listed: int32 [most_tiles(..), 3]. ends: int32 [E], how many of them each group and those before it have: the last
+        says how many there are. What follows these in the list may be anything.
+    """
+
+    listed: jax.Array
+    ends: jax.Array
+    height: int
 
 
 def most_tiles(rows: int, groups: int, height: int) -> int:
@@ -33,9 +53,18 @@ def plan_rows(groups: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]
 
 
 def plan(
-    group_sizes: jax.Array | None, groups: jax.Array | None, num_groups: int, *, rows: int, height: int
+    group_sizes: jax.Array | None,
+    groups: jax.Array | None,
+    num_groups: int,
+    *,
+    rows: int,
+    height: int,
+    known: RowTiles | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`plan_tiles` or `plan_rows`, by which of the two is given."""
+    """`plan_tiles` or `plan_rows`, by which of the two is given. known: tiles of these rows, taken if the height is
+    theirs."""
+    if known is not None and known.height == height:
+        return known.listed, known.ends
     if groups is not None:
         return plan_rows(groups, num_groups)
     assert group_sizes is not None

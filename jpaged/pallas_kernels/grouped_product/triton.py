@@ -20,7 +20,7 @@ import triton.language as tl
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_targets import for_family
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
-from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, plan
+from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, RowTiles, plan
 
 _GROUP, _FIRST, _END = (tl.constexpr(x) for x in (GROUP, FIRST, END))
 _NAMES = tuple(ACTIVATIONS)
@@ -71,11 +71,12 @@ def gated_grouped_product(
     groups: jax.Array | None,
     *,
     activation: str,
+    known: RowTiles | None = None,
     config: Config | None = None,
 ) -> jax.Array:
     """`gated_grouped_product` of the package, checked. config: to try others than the table's."""
     # Nobody reads weights there; ones would be a kernel of their own.
-    return _product(x, w, group_sizes, groups, x, w.shape[3], _NAMES.index(activation), config)
+    return _product(x, w, group_sizes, groups, known, x, w.shape[3], _NAMES.index(activation), config)
 
 
 @partial(jax.jit, static_argnames="config")
@@ -86,10 +87,11 @@ def weighted_grouped_product(
     groups: jax.Array | None,
     weights: jax.Array,
     *,
+    known: RowTiles | None = None,
     config: Config | None = None,
 ) -> jax.Array:
     """`weighted_grouped_product` of the package, checked. config: likewise."""
-    return _product(x, w, group_sizes, groups, weights, w.shape[2], _WEIGHTED.value, config)
+    return _product(x, w, group_sizes, groups, known, weights, w.shape[2], _WEIGHTED.value, config)
 
 
 def _product(
@@ -97,6 +99,7 @@ def _product(
     w: jax.Array,
     group_sizes: jax.Array | None,
     groups: jax.Array | None,
+    known: RowTiles | None,
     weights: jax.Array,
     columns: int,
     ending: int,
@@ -107,7 +110,7 @@ def _product(
     config = config or default_config(rows, experts, x.dtype.itemsize)
     width = config.columns if ending != _WEIGHTED.value else 2 * config.columns
     strips = triton.cdiv(columns, width)
-    listed, ends = plan(group_sizes, groups, experts, rows=rows, height=config.rows)
+    listed, ends = plan(group_sizes, groups, experts, rows=rows, height=config.rows, known=known)
     launch = Launch((listed.shape[0] * strips,), config.warps, config.stages)
     constants: dict[str, Any] = {
         "LAST": ends.shape[0] - 1,

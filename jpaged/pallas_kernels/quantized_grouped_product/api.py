@@ -60,7 +60,7 @@ def quantized_grouped_product(
             of K; 32 of "mxfp4"; 16 of "nvfp4", whose K 32 divides.
         zero: uint8 [E, N, G], with "int4" alone; None for 8.
         outer: float32 [E, N], of "nvfp4" alone. Where it is 0, so are weights.
-        weights: float32 [A], what each row is multiplied by; None for nothing.
+        weights: float32 [A], what each row is multiplied by; None for nothing. More may be behind these.
         activation: as of `gated_grouped_product`; None for a product of all outputs. Not with weights.
         backend: "triton" or "xla"; None picks by device, dtype and shapes.
     Returns:
@@ -77,7 +77,9 @@ def quantized_grouped_product(
     if groups is not None:
         check.check_int32("groups", groups, "A", (x.shape[0],))
     if weights is not None:
-        check.check_array("weights", weights, jnp.float32, "A", (x.shape[0],))
+        check.check_array("weights", weights, jnp.float32, "A", (None,))
+        if weights.shape[0] < x.shape[0]:
+            raise ValueError(f"weights must be one for each of x's {x.shape[0]} rows, got shape {weights.shape}")
     if activation is not None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")

@@ -57,7 +57,7 @@ def quantized_grouped_product(
         half = w.shape[1] // 2
         sums = ACTIVATIONS[activation](sums[:, :half]) * sums[:, half:]
     elif weights is not None:
-        sums = sums * weights[:, None]
+        sums = sums * weights[: x.shape[0], None]
     return sums.astype(x.dtype)
 
 

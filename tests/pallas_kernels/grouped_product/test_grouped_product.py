@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.grouped_product import hopper
+from jpaged.pallas_kernels.grouped_product.api import tile_height
 from jpaged.pallas_kernels.grouped_product.hopper_tiling import Tiling, pick_tiling
-from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, most_tiles, plan_tiles
+from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, RowTiles, most_tiles, plan_tiles
+from jpaged.pallas_kernels.registry import missing
 from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON, needs_mosaic, needs_triton
 
 _ERROR = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.5e-2}
@@ -214,6 +216,39 @@ def test_the_interpreter_passes_over_rows_of_no_group():
         return hopper.weighted_grouped_product(x, w, sizes, groups, weights, **options)
 
     check_rows_alone(gated, weighted, 6e-3)
+
+
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_known_tiles_and_longer_weights_change_nothing(backend):
+    x, gate_up, down, sizes, weights = draw_arguments(5, (3, 0, 20), 40, 24, behind=1)
+    height = tile_height(24, 3, backend)
+    tiles = RowTiles(*plan_tiles(sizes, rows=24, height=height), height)
+    for options in ({"backend": backend}, {"backend": backend, "tiles": tiles}):
+        gated = gated_grouped_product(x, gate_up, sizes, **options)
+        weighted = weighted_grouped_product(x, down, sizes, jnp.pad(weights, (0, 128)), **options)
+        wanted = expected(x, gate_up, down, sizes, weights, "silu")
+        for got, want in zip((gated, weighted), wanted, strict=True):
+            assert got.shape == (24, want.shape[1])
+            assert relative_error(got, want) <= 6e-3
+
+
+@pytest.mark.parametrize("rows", [8, 64, 2048, 4096, 4097, 65_536])
+@pytest.mark.parametrize("groups", [8, 128])
+def test_tiles_are_made_of_the_height_that_kernels_take(rows, groups):
+    assert tile_height(rows, groups, "hopper") == pick_tiling(rows, groups, 768).rows
+    if missing("triton") is None:
+        from jpaged.pallas_kernels.grouped_product import triton
+
+        assert tile_height(rows, groups, "triton") == triton.default_config(rows, groups, 2).rows
+
+
+def test_tiles_that_do_not_fit_are_named():
+    x, gate_up, _, sizes, _ = draw_arguments(0, (1, 3), 16, 8)
+    tiles = RowTiles(*plan_tiles(sizes, rows=6, height=2), 2)
+    with pytest.raises(ValueError, match=r"tiles\.listed"):
+        gated_grouped_product(x, gate_up, sizes, tiles=tiles)
+    with pytest.raises(ValueError, match="tiles go with group_sizes"):
+        gated_grouped_product(x, gate_up, None, groups=jnp.zeros(4, jnp.int32), tiles=tiles)
 
 
 def test_either_sizes_or_groups_are_given():

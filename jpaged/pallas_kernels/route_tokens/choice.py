@@ -1,0 +1,26 @@
+"""How a router picks experts, as the op and its implementations take it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertChoice:
+    """How a router picks experts.
+
+    per_token: experts of a token.
+    score: what its logits become: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3).
+    renormalized: a token's weights are divided by their sum.
+    factor: multiplies the weights.
+    groups, kept_groups: experts are in this many equal groups, and a token's come from the best of these alone. One
+        group: no such limit.
+    group_best: a group is as good as so many of its best experts together.
+    """
+
+    per_token: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalized: bool = True
+    factor: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 2
