@@ -29,8 +29,8 @@ PARAMS = {
 }
 
 
-def tokens(directory: Path, backend: str) -> dict[str, list[list[int]]]:
-    llm = LLM(**OPTIONS, model=str(directory), kernel_backend=backend)
+def tokens(directory: Path, backend: str, **options: Any) -> dict[str, list[list[int]]]:
+    llm = LLM(**OPTIONS, **options, model=str(directory), kernel_backend=backend)
     try:
         found = {name: llm.generate(PROMPTS, params, use_tqdm=False) for name, params in PARAMS.items()}
     finally:
@@ -53,3 +53,20 @@ def test_an_engine_with_triton_s_kernels_gives_the_tokens_of_xla(
     assert tokens(directory, "triton") == expected
     assert {"_rope_and_write", "_scan", "_choose", "_copy_blocks", "_transfer_blocks"} <= called
     assert len(called) > 5, called  # and those of attention
+
+
+def test_rows_rounded_to_fp8_by_triton_s_kernel_give_the_tokens_of_xla(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path, use_torch=False)
+    fp8 = {"quantization": "fp8"}
+    expected = tokens(directory, "xla", **fp8)
+    interpreted, called = triton_interpreted.call, set()
+
+    def call(kernel: Any, *arguments: Any) -> Any:
+        called.add(kernel.fn.__name__)
+        return interpreted(kernel, *arguments)
+
+    monkeypatch.setattr(triton_interpreted, "call", call)
+    assert tokens(directory, "triton", **fp8) == expected
+    assert "_round_rows" in called
