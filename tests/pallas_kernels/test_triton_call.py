@@ -79,3 +79,19 @@ with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
 """
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)
+
+
+def test_triton_takes_arguments_where_pytorch_was_hidden():
+    """On a GPU jax-triton asks Triton about every argument, and Triton asks whether it is a tensor of PyTorch's, of what
+    stands for PyTorch among the imported modules."""
+    program = """if True:
+        from jpaged.host.imports import keep_torch_out
+        keep_torch_out()
+        from jpaged.pallas_kernels.common import triton_call
+        from triton._C.libtriton import native_specialize_impl
+        from triton.backends.nvidia.compiler import CUDABackend
+        print(*[native_specialize_impl(CUDABackend, x, False, True, True)[0] for x in (1, 2.0)])
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout.split()) == (0, ["constexpr", "fp32"]), done.stderr

@@ -7,6 +7,7 @@ A kernel is a function under `triton.jit`. Its parameters are, in this order: po
 those that it updates in place, to those that it writes; then its constants (`tl.constexpr`).
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from jax_triton.triton_lib import triton_kernel_call_p
 
 from jpaged.pallas_kernels.common import triton_interpreted
 from jpaged.pallas_kernels.common.triton_targets import capability
+
+if sys.modules.get("torch", sys) is None:  # hidden, as in our own processes: Triton would look for a Tensor there
+    del sys.modules["torch"]
 
 _PTX_VERSIONS = {100: 87, 120: 87, 103: 88, 121: 88}
 """Of the code for a compute capability: the first that knows it, so that any CUDA which drives the GPU takes it."""
